@@ -1,0 +1,55 @@
+# Everything from a clean clone: each target sets up what it needs in .venv and build/.
+#
+#   make demo   train a small GPT on real text with flash_cute, beside the same model with torch's own attention
+#   make test   build what this machine can build, and run the tests
+#   make lint   ruff, mypy, clang-format
+#
+# FLASH_CUTE_BUILD=cpu|cuda and FLASH_CUTE_CUDA_ARCHS="80;90a" force what is built; FLASH_CUTE_LIBRARY=path uses a
+# library that was built elsewhere. A torch that is already importable is used.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := build/make
+
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: demo test lint build clean
+
+demo: build
+	$(BIN)/python tools/ensure.py matplotlib numpy rich
+	$(BIN)/python examples/train_gpt.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
+
+test: build
+	$(BIN)/python tools/ensure.py hypothesis matplotlib numpy pytest rich
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/torch
+	$(BIN)/python tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+
+ifdef FLASH_CUTE_LIBRARY
+build: $(VENV)/torch
+else
+build: $(VENV)/torch
+	$(BIN)/python tools/ensure.py cmake ninja
+	$(BIN)/python tools/ensure.py --no-deps nvidia-cutlass==4.2.0.0:cutlass_library
+	$(BIN)/python -m cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DCMAKE_MAKE_PROGRAM=$$($(BIN)/python -c "import ninja; print(ninja.BIN_DIR)")/ninja
+	$(BIN)/python -m cmake --build $(BUILD)
+endif
+
+# Packages of $(PYTHON) stay importable, also where it is a virtual environment itself. If torch is not among them, a
+# build of it for the CPU is enough: kernels need its headers alone.
+$(VENV)/torch:
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(PYTHON) -c "import sys; print(*(p for p in sys.path if 'site-packages' in p), sep='\n')" \
+	  > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/inherited.pth
+	$(BIN)/python tools/ensure.py torch==2.13.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,68 @@
+# What to build for: the schema library alone (cpu), or kernels too (cuda), and for which GPUs. Options come from -D or
+# from environment variables of the same name; without any, from the machine.
+
+include(CheckLanguage)
+
+foreach(name FLASH_CUTE_BUILD FLASH_CUTE_CUDA_ARCHS)
+  if(NOT DEFINED ${name} AND DEFINED ENV{${name}})
+    set(${name} "$ENV{${name}}")
+  endif()
+endforeach()
+
+# Compute capabilities of the machine's GPUs, e.g. "80;90a".
+function(find_gpus result)
+  find_program(NVIDIA_SMI nvidia-smi)
+  set(archs "")
+  if(NVIDIA_SMI)
+    execute_process(
+      COMMAND "${NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE capabilities ERROR_QUIET RESULT_VARIABLE failed)
+    if(NOT failed)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+      foreach(capability IN LISTS capabilities)
+        string(REPLACE "." "" arch "${capability}")
+        if(arch STREQUAL "90")
+          set(arch "90a")
+        endif()
+        list(APPEND archs "${arch}")
+      endforeach()
+      list(REMOVE_DUPLICATES archs)
+    endif()
+  endif()
+  set(${result} "${archs}" PARENT_SCOPE)
+endfunction()
+
+if(NOT FLASH_CUTE_CUDA_ARCHS AND NOT FLASH_CUTE_BUILD STREQUAL "cpu")
+  find_gpus(FLASH_CUTE_CUDA_ARCHS)
+endif()
+
+if(NOT FLASH_CUTE_BUILD)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER AND FLASH_CUTE_CUDA_ARCHS)
+    set(FLASH_CUTE_BUILD cuda)
+  else()
+    set(FLASH_CUTE_BUILD cpu)
+  endif()
+endif()
+
+if(NOT FLASH_CUTE_BUILD MATCHES "^(cpu|cuda)$")
+  message(FATAL_ERROR "FLASH_CUTE_BUILD is '${FLASH_CUTE_BUILD}'; expected cpu or cuda")
+endif()
+if(FLASH_CUTE_BUILD STREQUAL "cuda" AND NOT FLASH_CUTE_CUDA_ARCHS)
+  set(FLASH_CUTE_CUDA_ARCHS "80;90a")
+endif()
+if(FLASH_CUTE_BUILD STREQUAL "cpu")
+  set(FLASH_CUTE_CUDA_ARCHS "")
+endif()
+foreach(arch IN LISTS FLASH_CUTE_CUDA_ARCHS)
+  if(NOT arch MATCHES "^[0-9]+a?$" OR arch MATCHES "^[1-7][0-9]a?$")
+    message(FATAL_ERROR "FLASH_CUTE_CUDA_ARCHS holds '${arch}'; expected sm_80 or newer, e.g. \"80;90a\"")
+  endif()
+endforeach()
+message(STATUS "flash_cute: building for ${FLASH_CUTE_BUILD} ${FLASH_CUTE_CUDA_ARCHS}")
+
+find_program(CCACHE ccache)
+if(CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CCACHE}")
+  set(CMAKE_CUDA_COMPILER_LAUNCHER "${CCACHE}")
+endif()

@@ -1,0 +1,19 @@
+# libtorch through its stable ABI alone: headers, and libtorch.so by name. find_package(Torch) would pull in Caffe2's
+# flags and demand that a CUDA torch be built against the CUDA of this machine.
+
+find_package(Python REQUIRED COMPONENTS Interpreter)
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -c "import torch; print(torch.__path__[0])"
+  OUTPUT_VARIABLE FLASH_CUTE_TORCH OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+if(failed)
+  message(FATAL_ERROR
+    "${Python_EXECUTABLE} cannot import torch, whose headers are needed. Install torch >= 2.10 first, and build with "
+    "`pip install --no-build-isolation .`")
+endif()
+
+add_library(torch_stable INTERFACE)
+target_include_directories(torch_stable SYSTEM INTERFACE "${FLASH_CUTE_TORCH}/include")
+target_compile_definitions(torch_stable INTERFACE TORCH_TARGET_VERSION=0x020a000000000000)  # runs on torch >= 2.10
+target_link_directories(torch_stable INTERFACE "${FLASH_CUTE_TORCH}/lib")
+target_link_options(torch_stable INTERFACE -Wl,--no-as-needed)
+target_link_libraries(torch_stable INTERFACE torch)

@@ -1,0 +1,76 @@
+// Every op of flash_cute: its schema, and its CUDA implementation where kernels are built. The CPU implementations, the
+// fakes and the autograd formulas are Python (flash_cute/ops.py).
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#ifdef FLASH_CUTE_CUDA
+#include "api/api.h"
+#else
+namespace flash_cute {
+static std::string kernels() { return ""; }
+}  // namespace flash_cute
+#endif
+
+using namespace flash_cute;
+
+namespace {
+
+// Argument lists shared by several ops; csrc/api/arguments.h reads them off the stack in this order.
+const std::string kQkv = "Tensor q, Tensor k, Tensor v, ";
+const std::string kSaved = "Tensor dout, " + kQkv + "Tensor out, Tensor softmax_lse, ";
+const std::string kSequences =
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, bool zero_tensors=False, ";
+const std::string kBlockTable = "Tensor? block_table=None, ";
+const std::string kDlse = "Tensor? dlse=None, ";
+const std::string kScore =
+    "float? softmax_scale=None, bool is_causal=False, SymInt window_size_left=-1, "
+    "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sink=None, float dropout_p=0.0, Tensor? rng=None, ";
+const std::string kDeterministic = "bool deterministic=False";
+const std::string kReturns = ", bool return_softmax=False, bool return_row_max=False";
+
+const std::string kFwd = kQkv + kScore + kDeterministic + kReturns;
+const std::string kBwd = kSaved + kDlse + kScore + kDeterministic;
+const std::string kVarlenFwd =
+    kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns;
+const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic;
+
+const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
+const std::string kBwdResults =
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
+const std::string kFwdOut = ", *, Tensor(a!) out, Tensor(b!) softmax_lse) -> ()";
+const std::string kBwdOut =
+    ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None) -> ()";
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flash_cute, m) {
+  m.def(("fwd(" + kFwd + ")" + kFwdResults).c_str());
+  m.def(("fwd.out(" + kFwd + kFwdOut).c_str());
+  m.def(("bwd(" + kBwd + ")" + kBwdResults).c_str());
+  m.def(("bwd.out(" + kBwd + kBwdOut).c_str());
+  m.def(("varlen_fwd(" + kVarlenFwd + ")" + kFwdResults).c_str());
+  m.def(("varlen_fwd.out(" + kVarlenFwd + kFwdOut).c_str());
+  m.def(("varlen_bwd(" + kVarlenBwd + ")" + kBwdResults).c_str());
+  m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
+  m.def("kernels() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
+  m.impl("kernels", TORCH_BOX(&kernels));
+}
+
+#ifdef FLASH_CUTE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
+  m.impl("fwd", &fwd);
+  m.impl("fwd.out", &fwd_out);
+  m.impl("bwd", &bwd);
+  m.impl("bwd.out", &bwd_out);
+  m.impl("varlen_fwd", &varlen_fwd);
+  m.impl("varlen_fwd.out", &varlen_fwd_out);
+  m.impl("varlen_bwd", &varlen_bwd);
+  m.impl("varlen_bwd.out", &varlen_bwd_out);
+}
+#endif
