@@ -1,0 +1,174 @@
+"""The backward pass: ``bwd`` and ``varlen_bwd``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_cute.cpu import varlen
+from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _softmax_d(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, (batch, heads, seqlen_q), for dout and out in the layout of q."""
+    dtype = compute_dtype(out)
+    rows = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
+    return rows if dlse is None else rows.sub_(dlse)
+
+
+def _dsink(options: Options, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor | None:
+    """Gradient of the sink, fp32 (heads,), from statistics (batch, heads, seqlen_q); else None."""
+    if options.sink is None:
+        return None
+    lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)
+    p = (options.sink[:, None] - lse).exp_()
+    return (p * softmax_d).sum((0, 2)).neg_().float()
+
+
+def _differentiate_rows(
+    tiles: Tiles,
+    rows: slice,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    softmax_d: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """Adds what ``rows`` contribute to dk and dv (n, seqlen_k, dim), and returns their dq.
+
+    ``dout`` and the result are (n, group * rows, dim), ``lse`` and ``softmax_d`` (.., 1).
+    """
+    options, q = tiles.options, select(tiles.q, rows)
+    dq = torch.zeros_like(q)
+    dead = lse == -torch.inf
+    some_dead = bool(dead.any())
+    for keys, hidden in tiles.key_blocks(rows):
+        p, tanh = tiles.probabilities(rows, keys, hidden, lse)
+        if some_dead:
+            hidden = dead.expand_as(p) if hidden is None else hidden | dead
+        seen_by = None if hidden is None else hidden.transpose(-1, -2)
+        ds = torch.bmm(dout, v[:, keys].transpose(1, 2))
+        dropped = tiles.dropped(rows, keys)
+        if dropped is None:
+            p_kept = p
+        else:
+            p_kept = p.masked_fill(dropped, 0).mul_(options.keep_scale)
+            ds.masked_fill_(dropped, 0).mul_(options.keep_scale)
+        dv[:, keys] += product(p_kept.transpose(1, 2), dout, seen_by)
+        ds.sub_(softmax_d).mul_(p)
+        if tanh is not None:
+            ds.mul_(1 - tanh.square_())
+        if hidden is not None:
+            ds.masked_fill_(hidden, 0)
+        dq.add_(product(ds, tiles.k[:, keys], hidden), alpha=options.scale)
+        dk[:, keys].add_(product(ds.transpose(1, 2), q, seen_by), alpha=options.scale)
+    return dq
+
+
+def _differentiate(
+    tiles: Tiles,
+    v: Tensor,
+    dout: Tensor,
+    softmax_lse: Tensor,
+    softmax_d: Tensor,
+    gradients: Gradients,
+) -> None:
+    """Writes the gradients of q, k and v into ``gradients``, three tensors of their shapes."""
+    dq, dk, dv = gradients
+    v, dout = fold(v, tiles.heads_k).flatten(0, 1), fold(dout, tiles.heads_k)
+    lse, correction = tiles.statistic(softmax_lse), tiles.statistic(softmax_d)
+    dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(v)
+    for rows in tiles.query_blocks():
+        dout_rows, lse_rows, d_rows = (select(x, rows) for x in (dout, lse, correction))
+        dq_rows = _differentiate_rows(tiles, rows, v, dout_rows, lse_rows, d_rows, dk_sum, dv_sum)
+        unfold_into(dq[:, rows], dq_rows)
+    unfold_into(dk, dk_sum)
+    unfold_into(dv, dv_sum)
+
+
+@torch.no_grad()
+def bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    deterministic: bool = False,
+) -> Results:
+    """The op ``bwd`` on the CPU: (dq, dk, dv, dsink, softmax_d) of a call of ``fwd``.
+
+    ``dout`` is shaped like out, and ``dlse`` like softmax_lse or None for 0. The result is bitwise
+    repeatable, ``deterministic`` or not. Raises ValueError for dropout without ``rng``.
+    """
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    softmax_d = _softmax_d(dout, out, dlse)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    _differentiate(Tiles(q, k, options), v, dout, softmax_lse, softmax_d, (dq, dk, dv))
+    return dq, dk, dv, _dsink(options, softmax_lse, softmax_d), softmax_d
+
+
+@torch.no_grad()
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    dlse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    deterministic: bool = False,
+) -> Results:
+    """The op ``varlen_bwd`` on the CPU: (dq, dk, dv, dsink, softmax_d) of packed sequences.
+
+    Rows of no sequence get gradients and softmax_d of 0, with or without ``zero_tensors``; else as
+    ``bwd``. Raises ValueError for dropout without ``rng``.
+    """
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    softmax_d = torch.zeros_like(softmax_lse, memory_format=torch.contiguous_format)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    parts = zip(
+        varlen.spans(cu_seqlens_q, seqused_q, max_seqlen_q, len(q)),
+        varlen.spans(cu_seqlens_k, seqused_k, max_seqlen_k, len(k)),
+        strict=False,
+    )
+    for index, (rows, keys) in enumerate(parts):
+        gradients = (dq[None, rows], dk[None, keys], dv[None, keys])
+        lse, correction = softmax_lse[None, :, rows], softmax_d[None, :, rows]
+        of_rows = None if dlse is None else dlse[None, :, rows]
+        correction.copy_(_softmax_d(dout[None, rows], out[None, rows], of_rows))
+        tiles = Tiles(q[None, rows], k[None, keys], options, index)
+        _differentiate(tiles, v[None, keys], dout[None, rows], lse, correction, gradients)
+    return dq, dk, dv, _dsink(options, softmax_lse[None], softmax_d[None]), softmax_d

@@ -1,0 +1,197 @@
+"""The forward pass: ``fwd`` and ``varlen_fwd``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_cute.cpu import varlen
+from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
+
+
+class Outputs(NamedTuple):
+    """What a forward pass writes; ``row_max`` and ``softmax`` are None unless asked for."""
+
+    out: Tensor  # (batch, seqlen_q, heads, dim_v) or (total_q, heads, dim_v)
+    softmax_lse: Tensor  # (batch, heads, seqlen_q) or (heads, total_q)
+    row_max: Tensor | None  # as softmax_lse
+    softmax: Tensor | None  # (batch, heads, max_seqlen_q, max_seqlen_k)
+
+    @classmethod
+    def of_no_keys(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        lse_shape: tuple[int, ...],
+        softmax_shape: tuple[int, ...],
+        return_softmax: bool,
+        return_row_max: bool,
+    ) -> Outputs:
+        """New tensors, filled with what rows hold that see no key."""
+        dtype = compute_dtype(q)
+        return cls(
+            out=q.new_zeros((*q.shape[:-1], v.shape[-1])),
+            softmax_lse=q.new_full(lse_shape, -torch.inf, dtype=dtype),
+            row_max=q.new_full(lse_shape, -torch.inf, dtype=dtype) if return_row_max else None,
+            softmax=q.new_zeros(softmax_shape) if return_softmax else None,
+        )
+
+    def of_sequence(self, index: int, rows: slice, seqlen_k: int) -> Outputs:
+        """Views of the part of a packed batch that belongs to one sequence, as a batch of one."""
+        row_max, softmax = self.row_max, self.softmax
+        seqlen_q = rows.stop - rows.start
+        return Outputs(
+            out=self.out[None, rows],
+            softmax_lse=self.softmax_lse[None, :, rows],
+            row_max=None if row_max is None else row_max[None, :, rows],
+            softmax=None if softmax is None else softmax[index, None, :, :seqlen_q, :seqlen_k],
+        )
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The results of the op, in which what was not asked for is None."""
+        return self.out, self.softmax_lse, self.row_max, self.softmax
+
+
+def _attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Output (n, group * rows, dim_v), log-sum-exp and row maximum (.., 1) of ``rows``.
+
+    Online softmax (Milakov and Gimelshein, arXiv 1805.02867): ``total`` and ``out`` are sums
+    relative to exp(reference), where reference is the maximum so far of the sink and the scores.
+    """
+    q, sink = select(tiles.q, rows), tiles.options.sink
+    row_max = q.new_full((*q.shape[:2], 1), -torch.inf)
+    reference = row_max if sink is None else tiles.of_heads(sink[None], rows)
+    total = (reference - _finite(reference)).exp_()
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]))
+    for keys, hidden in tiles.key_blocks(rows):
+        scores, _ = tiles.scores(rows, keys)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        tile_max = scores.amax(-1, keepdim=True)
+        row_max = torch.maximum(row_max, tile_max)
+        previous, reference = reference, torch.maximum(reference, tile_max)
+        base = _finite(reference)
+        p = scores.sub_(base).exp_()
+        rescale = previous.sub(base).exp_()
+        total.mul_(rescale).add_(p.sum(-1, keepdim=True))
+        dropped = tiles.dropped(rows, keys)
+        if dropped is not None:
+            p.masked_fill_(dropped, 0).mul_(tiles.options.keep_scale)
+        out.mul_(rescale).add_(product(p, v[:, keys], hidden))
+    out.div_(total.masked_fill(total == 0, 1))
+    return out, total.log_().add_(_finite(reference)), row_max
+
+
+def _finite(reference: Tensor) -> Tensor:
+    """``reference`` with 0 for -inf, so that exp(-inf - reference) is 0 and not nan."""
+    return reference.masked_fill(reference == -torch.inf, 0)
+
+
+def _write_softmax(tiles: Tiles, rows: slice, lse: Tensor, softmax: Tensor) -> None:
+    """Writes the probabilities of ``rows``, negative where dropout drops them."""
+    for keys, hidden in tiles.key_blocks(rows):
+        p, _ = tiles.probabilities(rows, keys, hidden, lse)
+        dropped = tiles.dropped(rows, keys)
+        if dropped is not None:
+            p = torch.where(dropped, -p, p)
+        target = softmax[:, :, rows, keys]
+        target.copy_(p.view(target.shape))
+
+
+def _attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
+    """Attention of all rows over v (batch, seqlen_k, heads_k, dim_v), written into ``outputs``."""
+    values = fold(v, tiles.heads_k).flatten(0, 1)
+    for rows in tiles.query_blocks():
+        out, lse, row_max = _attend_rows(tiles, values, rows)
+        unfold_into(outputs.out[:, rows], out)
+        target = outputs.softmax_lse[:, :, rows]
+        target.copy_(lse.view(target.shape))
+        if outputs.row_max is not None:
+            outputs.row_max[:, :, rows] = row_max.view(target.shape)
+        if outputs.softmax is not None:
+            _write_softmax(tiles, rows, lse, outputs.softmax)
+
+
+@torch.no_grad()
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    deterministic: bool = False,
+    return_softmax: bool = False,
+    return_row_max: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The op ``fwd`` on the CPU: (out, softmax_lse, row_max, softmax) of dense q, k and v.
+
+    q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k,
+    dim_v); fp16, bf16, fp32 or fp64. The result is bitwise repeatable, ``deterministic`` or not.
+    Raises ValueError for dropout without ``rng``.
+    """
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    batch, seqlen_q, heads, _ = q.shape
+    statistic = (batch, heads, seqlen_q)
+    shape = (*statistic, k.shape[1])
+    outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
+    _attend(Tiles(q, k, options), v, outputs)
+    return outputs.results()
+
+
+@torch.no_grad()
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Tensor | None = None,
+    deterministic: bool = False,
+    return_softmax: bool = False,
+    return_row_max: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The op ``varlen_fwd`` on the CPU: (out, softmax_lse, row_max, softmax) of packed sequences.
+
+    q (total_q, heads, dim); k and v (total_k, heads_k, dim or dim_v), or with ``block_table``
+    (num_blocks, page_size, heads_k, dim or dim_v). Rows of no sequence get out 0 and lse -inf, with
+    or without ``zero_tensors``. Raises ValueError for dropout without ``rng``.
+    """
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    total_q, heads, _ = q.shape
+    shape = (max(len(cu_seqlens_q) - 1, 0), heads, max_seqlen_q, max_seqlen_k)
+    outputs = Outputs.of_no_keys(q, v, (heads, total_q), shape, return_softmax, return_row_max)
+    parts = zip(
+        varlen.spans(cu_seqlens_q, seqused_q, max_seqlen_q, total_q),
+        varlen.sequences(k, cu_seqlens_k, seqused_k, max_seqlen_k, block_table),
+        varlen.sequences(v, cu_seqlens_k, seqused_k, max_seqlen_k, block_table),
+        strict=False,
+    )
+    for index, (rows, keys, values) in enumerate(parts):
+        tiles = Tiles(q[None, rows], keys, options, index)
+        _attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
+    return outputs.results()

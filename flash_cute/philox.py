@@ -1,0 +1,81 @@
+"""Counter-based random numbers for dropout: the same bits on every device and for every tiling.
+
+Philox4x32-10 is due to Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
+3" (SC 2011). One call gives four 32-bit words, that is eight 16-bit lanes; they serve the 2 x 4
+elements whose rows differ by 8 and whose columns differ by 8, 16 and 24, as the matrix instructions
+of a GPU spread a tile over the registers of one thread.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+def _multiply(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of ``multiplier * x``.
+
+    ``multiplier - 2**32`` is negative and below 2**30 in magnitude, so its product with 32 bits
+    fits int64; adding the missing ``2**32 * x`` afterwards changes the high word alone.
+    """
+    product = x * (multiplier - (MASK + 1))
+    high = (product >> 32).add_(x).bitwise_and_(MASK)
+    return high, product.bitwise_and_(MASK)
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The ten-round Philox4x32 of ``counter`` under ``key``.
+
+    ``counter`` holds four int64 tensors of 32-bit values whose shapes broadcast; ``key`` two 32-bit
+    integers. Returns four int64 tensors of 32-bit values, of the broadcast shape.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def dropout_keep(
+    rng: Tensor | None, dropout_p: float, bh: Tensor, rows: Tensor, cols: Tensor
+) -> Tensor:
+    """Which probabilities dropout keeps, True for kept.
+
+    ``rng`` is int64 (2,): seed and offset. ``dropout_p`` in [0, 1] is the chance to drop, rounded
+    to a multiple of 2**-16. ``bh`` holds ``batch * heads + query_head``, ``rows`` and ``cols`` the
+    positions of queries and keys in their sequence: int64 vectors in any order, so that any part of
+    the matrix can be asked for. Returns bool (len(bh), len(rows), len(cols)). Raises ValueError
+    without ``rng``.
+    """
+    if rng is None:
+        raise ValueError(
+            f"dropout_p={dropout_p} needs rng, an int64 tensor (seed, offset); got None"
+        )
+    seed, offset = rng.tolist()
+    row_groups, row_index = torch.unique(rows // 16 * 8 + rows % 8, return_inverse=True)
+    col_groups, col_index = torch.unique(cols // 32 * 8 + cols % 8, return_inverse=True)
+    counter = (
+        col_groups[None, None, :],
+        row_groups[None, :, None],
+        (bh & MASK)[:, None, None],
+        torch.full((1, 1, 1), offset & MASK, device=rows.device),
+    )
+    key = (seed & MASK, (seed >> 32 ^ offset >> 32) & MASK)
+    words = philox4x32(counter, key)
+    threshold = round(dropout_p * 65536)
+    lanes = [half >= threshold for word in words for half in (word & 0xFFFF, word >> 16)]
+    kept = torch.stack([torch.stack(lanes[:4], -1), torch.stack(lanes[4:], -1)], 2)
+    kept = kept.flatten(3).flatten(1, 2)  # (bh, row group x 2, column group x 4)
+    row_index = row_index * 2 + rows // 8 % 2
+    col_index = col_index * 4 + cols // 8 % 4
+    return kept.index_select(1, row_index).index_select(2, col_index)
