@@ -1,0 +1,339 @@
+"""The attention functions that models call, under the field's own names.
+
+Arguments are a superset of flash-attn 2.8's, in its order and with its layout: (batch, seqlen,
+heads, dim), or (total, heads, dim) for sequences of different lengths laid end to end. Each call
+validates once and runs one op of ``torch.ops.flash_cute``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_cute import ops, validate
+from flash_cute.packed import PackedAttention
+
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """softmax(scale q k^T) v without the seqlen_q x seqlen_k matrix in memory (FlashAttention,
+    arXiv 2205.14135).
+
+    Args:
+        q: (batch, seqlen_q, heads, dim), fp16, bf16, fp32 or fp64; any strides, last dimension
+            contiguous.
+        k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
+            reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
+        v: (batch, seqlen_k, heads_k, dim_v).
+        dropout_p: probability in [0, 1] that an attention weight is dropped.
+        softmax_scale: factor of q k^T; None means ``dim ** -0.5``.
+        causal: query i sees key j only if ``j <= i + seqlen_k - seqlen_q`` (aligned to the bottom
+            right).
+        window_size: (left, right): query i sees keys ``[i + shift - left, i + shift + right]`` with
+            ``shift = seqlen_k - seqlen_q``; -1 is unbounded. ``causal`` makes right 0.
+        softcap: c > 0 replaces scores s by ``c * tanh(s / c)`` (Gemma 2); 0 is off.
+        alibi_slopes: fp32 (heads,) or (batch, heads): adds ``-slope * |i + shift - j|`` (arXiv
+            2108.12409).
+        deterministic: backward is bitwise repeatable, or raises. Forward always is.
+        return_attn_probs: also return the signed probabilities, for tests and study; O(seqlen_q *
+            seqlen_k) memory.
+        sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453).
+        generator: source of the dropout seed; None is the device's default.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out (batch, seqlen_q, heads, dim_v) in q's dtype. With ``return_lse``: (out, softmax_lse),
+        softmax_lse fp32 (batch, heads, seqlen_q), natural log, differentiable. With
+        ``return_attn_probs``: (out, softmax_lse, probs), probs (batch, heads, seqlen_q, seqlen_k)
+        in q's dtype, negative where dropout drops. A row that sees no key has out 0 and lse -inf.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+    """
+    plain = not (dropout_p or softcap or return_attn_probs) and alibi_slopes is None is sink
+    if plain and not torch.compiler.is_compiling() and _on_cuda_without_grad(q, k, v):
+        # Inference at its shortest: the op's own checks come first, and only a call that they
+        # refuse goes on to the validation below, which says what is wrong with it.
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, *window_size)
+            return (out, softmax_lse) if return_lse else out
+        except (RuntimeError, TypeError):
+            pass
+    validate.dense(q, k, v)
+    return _attend(
+        ops.fwd, (q, k, v), (), q.shape[0],
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, generator, return_lse,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
+
+    Backward fills one gradient of kv in place of stacking two.
+    """
+    validate.packed("kv", kv, 5, 2)
+    k, v = kv.unbind(2)
+    validate.dense(q, k, v)
+    return _attend(
+        ops.fwd, (q, k, v), (), q.shape[0],
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, generator, return_lse, kv,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
+
+    Backward fills one gradient of qkv in place of stacking three.
+    """
+    validate.packed("qkv", qkv, 5, 3)
+    q, k, v = qkv.unbind(2)
+    validate.dense(q, k, v)
+    return _attend(
+        ops.fwd, (q, k, v), (), q.shape[0],
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, generator, return_lse, qkv,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """Attention over sequences of different lengths laid end to end.
+
+    Args:
+        q: (total_q, heads, dim).
+        k: (total_k, heads_k, dim), or (num_blocks, page_size, heads_k, dim) with ``block_table``.
+        v: as k, with its own head dim.
+        cu_seqlens_q: int32 (batch + 1): sequence b is rows ``[cu_seqlens_q[b], cu_seqlens_q[b +
+            1])`` of q.
+        cu_seqlens_k: int32 (batch + 1), likewise for k and v.
+        max_seqlen_q: the longest sequence of q; longer ones are cut to it.
+        max_seqlen_k: the longest sequence of k.
+        block_table: int32 (batch, max_blocks), the page ids of each sequence's keys and values.
+            Forward only.
+        seqused_q: int32 (batch): only that many rows of each sequence take part.
+        seqused_k: int32 (batch), likewise for k and v.
+        zero_tensors: rows that belong to no sequence come back 0 (lse: -inf). They do in any case.
+
+    The other arguments are :func:`flash_attn_func`'s. Offsets and lengths that leave their tensors
+    are clamped on the device, without a host synchronisation.
+
+    Returns:
+        out (total_q, heads, dim_v), and as asked softmax_lse (heads, total_q) and the signed
+        probabilities (batch, heads, max_seqlen_q, max_seqlen_k).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+    """
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    validate.varlen(q, k, v, *sequences, block_table)
+    return _attend(
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table), len(cu_seqlens_q) - 1,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, generator, return_lse,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
+    validate.packed("kv", kv, 4, 2)
+    k, v = kv.unbind(1)
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    validate.varlen(q, k, v, *sequences)
+    return _attend(
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), len(cu_seqlens_q) - 1,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, generator, return_lse, kv,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused: Tensor | None = None,
+    zero_tensors: bool = False,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
+    validate.packed("qkv", qkv, 4, 3)
+    q, k, v = qkv.unbind(1)
+    sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
+    validate.varlen(q, k, v, *sequences)
+    return _attend(
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), len(cu_seqlens) - 1,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, generator, return_lse, qkv,
+    )  # fmt: skip
+
+
+def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    return q.is_cuda and not (grad and torch.is_grad_enabled())
+
+
+def _attend(
+    op: torch._ops.OpOverload,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sequences: tuple,
+    batch: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    sink: Tensor | None,
+    generator: torch.Generator | None,
+    return_lse: bool,
+    packed: Tensor | None = None,
+) -> Result:
+    """The one way from every public function to its op.
+
+    ``sequences`` is what varlen ops take after q, k and v; ``packed`` the tensor they are views of.
+    """
+    q, k, v = qkv
+    validate.options(
+        q, batch, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, sink, generator
+    )
+    grad = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sink is not None and sink.requires_grad)
+    )
+    if q.is_cuda:
+        validate.cuda(
+            q, v,
+            softcap=softcap, alibi_slopes=alibi_slopes is not None, sink=sink is not None,
+            dropout_p=dropout_p, return_attn_probs=return_attn_probs,
+            block_table=sequences and sequences[-1] is not None,
+            deterministic=grad and ops.deterministic(deterministic),
+        )  # fmt: skip
+    rng = None
+    if dropout_p > 0.0:
+        rng = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device, generator=generator)
+    args = (
+        *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
+        rng, deterministic, return_attn_probs,
+    )  # fmt: skip
+    if not grad and not torch.compiler.is_compiling():
+        # Straight to the kernel: without gradients the Python autograd formula is only a detour.
+        with torch._C._AutoDispatchBelowAutograd():
+            out, softmax_lse, _, probs = op(q, k, v, *args)
+    elif packed is not None and packed.requires_grad and not torch.compiler.is_compiling():
+        separate_q = q if packed.shape[-3] == 2 else None
+        out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, sink, op, args)
+    else:
+        out, softmax_lse, _, probs = op(q, k, v, *args)
+    if return_attn_probs:
+        return out, softmax_lse, probs
+    return (out, softmax_lse) if return_lse else out

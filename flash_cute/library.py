@@ -1,0 +1,51 @@
+"""Finding and loading the compiled library that registers ``torch.ops.flash_cute``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+_NAME = "libflash_cute.so"
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def find() -> Path:
+    """Path of the library: ``$FLASH_CUTE_LIBRARY``, the installed one, or the newest under
+    ``build/``.
+
+    Raises:
+        ImportError: no library is there; the message names every place that was searched.
+    """
+    named = os.environ.get("FLASH_CUTE_LIBRARY")
+    if named:
+        if not Path(named).is_file():
+            raise ImportError(f"FLASH_CUTE_LIBRARY names {named}, which is not a file")
+        return Path(named)
+    installed = _PACKAGE / _NAME
+    if installed.is_file():
+        return installed
+    build = _PACKAGE.parent / "build"
+    built = sorted(build.glob(f"**/{_NAME}"), key=lambda path: path.stat().st_mtime)
+    if built:
+        return built[-1]
+    raise ImportError(
+        f"flash_cute's compiled library {_NAME} was not found in {_PACKAGE} or under {build}: "
+        "run `make build` in the source tree, or set FLASH_CUTE_LIBRARY to its path"
+    )
+
+
+torch.ops.load_library(str(find()))
+
+
+@functools.cache
+def kernels() -> tuple[str, ...]:
+    """Ids of the CUDA kernels in the loaded library, e.g. ``fwd_sm80_bf16_d128_m128_n64_s1_w4``."""
+    return tuple(torch.ops.flash_cute.kernels().split())
+
+
+def has_cuda_kernels() -> bool:
+    """Whether the loaded library holds any CUDA kernel."""
+    return bool(kernels())

@@ -1,0 +1,236 @@
+"""``torch.ops.flash_cute``: fakes, autograd formulas and CPU implementations of the ops.
+
+Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
+and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
+caller gives. Everything is registered here, before the first call, so that ``torch.compile``,
+``torch.export`` and ``opcheck`` see complete ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import cpu
+from flash_cute.library import has_cuda_kernels, kernels
+
+__all__ = ["bwd", "fwd", "has_cuda_kernels", "kernels", "varlen_bwd", "varlen_fwd"]
+
+Results = tuple[Tensor | None, ...]  # of an op; None is what was not asked for
+
+_ops = torch.ops.flash_cute
+fwd = _ops.fwd.default
+bwd = _ops.bwd.default
+varlen_fwd = _ops.varlen_fwd.default
+varlen_bwd = _ops.varlen_bwd.default
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    """dtype of log-sum-exps and row statistics: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def bind(op: Any, args: Sequence[Any], named: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The op's arguments by name, defaults filled in from its schema."""
+    bound = {a.name: a.default_value for a in op._schema.arguments}
+    bound.update(zip(bound, args, strict=False))
+    bound.update(named or {})
+    return bound
+
+
+# --- fakes: shapes, dtypes and strides only -------------------------------------------------------
+
+
+def _fwd_results(
+    q: Tensor,
+    v: Tensor,
+    lse_shape: Sequence[int],
+    softmax_shape: Sequence[int],
+    return_softmax: bool,
+    return_row_max: bool,
+) -> Results:
+    statistic = _accumulator(q)
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(lse_shape, dtype=statistic),
+        q.new_empty(lse_shape, dtype=statistic) if return_row_max else None,
+        q.new_empty(softmax_shape) if return_softmax else None,
+    )
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Results:
+    bound = bind(fwd, (q, k, v, *options), named)
+    batch, seqlen_q, heads, _ = q.shape
+    return _fwd_results(
+        q,
+        v,
+        (batch, heads, seqlen_q),
+        (batch, heads, seqlen_q, k.shape[1]),
+        bound["return_softmax"],
+        bound["return_row_max"],
+    )
+
+
+def _varlen_fwd_fake(q: Tensor, *options: Any, **named: Any) -> Results:
+    bound = bind(varlen_fwd, (q, *options), named)
+    total_q, heads, _ = q.shape
+    batch = bound["cu_seqlens_q"].shape[0] - 1
+    return _fwd_results(
+        q,
+        bound["v"],
+        (heads, total_q),
+        (batch, heads, bound["max_seqlen_q"], bound["max_seqlen_k"]),
+        bound["return_softmax"],
+        bound["return_row_max"],
+    )
+
+
+def _bwd_fake(op: Any, *args: Any, **named: Any) -> Results:
+    bound = bind(op, args, named)
+    q, sink, lse = bound["q"], bound["sink"], bound["softmax_lse"]
+    return (
+        *(x.new_empty(x.shape) for x in (q, bound["k"], bound["v"])),
+        None if sink is None else q.new_empty(sink.shape, dtype=torch.float32),
+        lse.new_empty(lse.shape),
+    )
+
+
+# --- autograd
+# --------------------------------------------------------------------------------------
+
+
+def _save(op: Any) -> Callable[..., None]:
+    """setup_context of a forward op: keeps what its backward op is called with."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        bound = bind(op, inputs)
+        if bound.get("block_table") is not None:
+            raise NotImplementedError(
+                "block_table: a paged key/value cache has no gradient; detach k and v"
+            )
+        out, softmax_lse, row_max, softmax = output
+        ctx.mark_non_differentiable(*(x for x in (row_max, softmax) if x is not None))
+        ctx.set_materialize_grads(False)
+        ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
+        ctx.options = {name: x for name, x in bound.items() if not isinstance(x, Tensor)}
+        ctx.save_for_backward(out, softmax_lse, *(bound[name] for name in ctx.tensors))
+
+    return setup_context
+
+
+def _gradients(op: Any, bwd_op: Any) -> Callable[..., Results]:
+    """backward of a forward op: one call of its backward op."""
+    names = [a.name for a in op._schema.arguments]
+
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        out, softmax_lse, *saved = ctx.saved_tensors
+        bound = ctx.options | dict(zip(ctx.tensors, saved, strict=True))
+        dq, dk, dv, dsink, _ = bwd_op(
+            *backward_arguments(bwd_op, bound, out, softmax_lse, dout, dlse)
+        )
+        gradients = {"q": dq, "k": dk, "v": dv}
+        if bound["sink"] is not None:
+            gradients["sink"] = dsink.to(bound["sink"].dtype)
+        return tuple(gradients.get(name) for name in names)
+
+    return backward
+
+
+def backward_arguments(
+    bwd_op: Any,
+    forward_arguments: dict[str, Any],
+    out: Tensor,
+    softmax_lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Any]:
+    """What a backward op takes before its keyword-only outputs, in order."""
+    bound = forward_arguments | {
+        "dout": torch.zeros_like(out) if dout is None else _contiguous_rows(dout),
+        "out": out,
+        "softmax_lse": softmax_lse,
+        "dlse": None if dlse is None else dlse.contiguous(),
+        "deterministic": deterministic(forward_arguments["deterministic"]),
+    }
+    return [bound[a.name] for a in bwd_op._schema.arguments if not a.kwarg_only]
+
+
+def deterministic(asked: bool) -> bool:
+    """Whether backward must be bitwise repeatable: asked for here, or by torch's global switch."""
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it if its last dimension is not contiguous, as kernels need it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _no_double_backward(*_: Any) -> None:
+    raise NotImplementedError("flash_cute: the backward of attention is not differentiable again")
+
+
+def _reject_gradients(op: Any) -> Callable[..., None]:
+    """Autograd kernel of an out overload: outputs that the caller owns carry no gradient."""
+
+    def kernel(*args: Any, **named: Any) -> None:
+        tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise RuntimeError(
+                f"{op}: an argument requires grad, and out overloads are not differentiable; "
+                "use the functional op or call it under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            op(*args, **named)
+
+    return kernel
+
+
+# --- CPU implementations
+# ---------------------------------------------------------------------------
+
+
+def _into(function: Callable[..., Results]) -> Callable[..., None]:
+    """The CPU kernel of an out overload: computes, then copies into the tensors given."""
+
+    def kernel(*args: Any, **outputs: Tensor | None) -> None:
+        for given, result in zip(outputs.values(), function(*args), strict=False):
+            if given is not None and result is not None:
+                given.copy_(result)
+
+    return kernel
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("flash_cute", "IMPL")
+    functions: dict[str, Callable[..., Results]] = {
+        "fwd": cpu.fwd,
+        "bwd": cpu.bwd,
+        "varlen_fwd": cpu.varlen_fwd,
+        "varlen_bwd": cpu.varlen_bwd,
+    }
+    for name, function in functions.items():
+        library.impl(name, function, "CPU")
+        library.impl(f"{name}.out", _into(function), "CPU")
+        out_overload = getattr(_ops, name).out
+        library.impl(f"{name}.out", _reject_gradients(out_overload), "Autograd")
+        torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)
+    for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):
+        torch.library.register_autograd(
+            f"flash_cute::{name}", _gradients(forward, backward), setup_context=_save(forward)
+        )
+    for name, op in (("bwd", bwd), ("varlen_bwd", varlen_bwd)):
+        torch.library.register_autograd(f"flash_cute::{name}", _no_double_backward)
+        torch.library.register_fake(f"flash_cute::{name}", _fake_of(op))
+    torch.library.register_fake("flash_cute::fwd", _fwd_fake)
+    torch.library.register_fake("flash_cute::varlen_fwd", _varlen_fwd_fake)
+    return library
+
+
+def _fake_of(op: Any) -> Callable[..., Results]:
+    return lambda *args, **named: _bwd_fake(op, *args, **named)
+
+
+_library = _register()

@@ -1,0 +1,56 @@
+"""Autograd of packed qkv and kv: backward writes straight into slices of one packed gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import ops
+
+_OUT_OVERLOAD_OF_BACKWARD = {
+    ops.fwd: torch.ops.flash_cute.bwd.out,
+    ops.varlen_fwd: torch.ops.flash_cute.varlen_bwd.out,
+}
+
+
+class PackedAttention(torch.autograd.Function):
+    """Attention of ``packed`` = qkv (..., 3, heads, dim), or of ``q`` and ``packed`` = kv (..., 2,
+    heads_k, dim).
+
+    Leaving the unpacking to autograd would cost a copy of all three gradients into one tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None, op: Any, args: tuple
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        *unpacked_q, k, v = packed.unbind(-3)
+        out, softmax_lse, _, probs = op(*(unpacked_q or (q,)), k, v, *args)
+        ctx.op, ctx.args = op, args
+        ctx.save_for_backward(packed, q, sink, out, softmax_lse)
+        if probs is not None:
+            ctx.mark_non_differentiable(probs)
+        ctx.set_materialize_grads(False)
+        return out, softmax_lse, probs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+        packed, q, sink, out, softmax_lse = ctx.saved_tensors
+        *unpacked_q, k, v = packed.unbind(-3)
+        bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *ctx.args))
+        bwd_out = _OUT_OVERLOAD_OF_BACKWARD[ctx.op]
+        dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+        dq = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dsink = None if sink is None else torch.empty_like(sink, dtype=torch.float32)
+        *unpacked_dq, dk, dv = dpacked.unbind(-3)
+        bwd_out(
+            *ops.backward_arguments(bwd_out, bound, out, softmax_lse, dout, dlse),
+            dq=unpacked_dq[0] if dq is None else dq,
+            dk=dk,
+            dv=dv,
+            dsink=dsink,
+        )
+        return dpacked, dq, None if dsink is None else dsink.to(sink.dtype), None, None

@@ -1,0 +1,272 @@
+"""What the public functions accept: every check that a call passes, once, before anything is
+computed.
+
+Wrong types and dtypes raise ``TypeError``, wrong shapes, values and devices ``ValueError``, and
+what this build or device does not do ``NotImplementedError``. A message names the argument, what
+was given, what is supported, and what to do. The checks cost the host about a microsecond each
+call, so they are plain comparisons in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute.library import has_cuda_kernels
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CUDA_MAX_HEAD_DIM = 128
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v as k with dim_v."""
+    _same_kind(q, k, v)
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        name, x = next((n, x) for n, x in _named(q, k, v) if x.dim() != 4)
+        raise ValueError(
+            f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
+            "expected (batch, seqlen, heads, dim); packed sequences go to flash_attn_varlen_func"
+        )
+    batch, _, heads, dim = q.shape
+    batch_k, seqlen_k, heads_k, dim_k = k.shape
+    batch_v, seqlen_v, heads_v, dim_v = v.shape
+    if batch_k != batch or batch_v != batch:
+        raise ValueError(f"batch sizes differ: q has {batch}, k {batch_k}, v {batch_v}")
+    if seqlen_v != seqlen_k:
+        raise ValueError(f"k and v differ in seqlen: k has {seqlen_k}, v {seqlen_v}")
+    _heads_and_dims(q, k, v, heads, heads_k, heads_v, dim, dim_k, dim_v)
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> None:
+    """q (total_q, heads, dim), k (total_k, heads_k, dim), v as k with dim_v.
+
+    With ``block_table`` k and v are (num_blocks, page_size, heads_k, dim). ``cu_seqlens_q`` and
+    ``cu_seqlens_k`` are int32 (batch + 1).
+    """
+    _same_kind(q, k, v)
+    rank = 3 if block_table is None else 4
+    layout = "(total_k, heads_k, dim)" if rank == 3 else "(num_blocks, page_size, heads_k, dim)"
+    if q.dim() != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (total_q, heads, dim)")
+    if k.dim() != rank or v.dim() != rank:
+        name, x = ("k", k) if k.dim() != rank else ("v", v)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(f"k and v differ in {layout}: {tuple(k.shape)} and {tuple(v.shape)}")
+    _heads_and_dims(
+        q, k, v, q.shape[1], k.shape[-2], v.shape[-2], q.shape[2], k.shape[-1], v.shape[-1]
+    )
+    batch = _indices("cu_seqlens_q", cu_seqlens_q, q) - 1
+    if batch < 0:
+        raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
+    _indices("cu_seqlens_k", cu_seqlens_k, q, batch + 1)
+    if seqused_q is not None:
+        _indices("seqused_q", seqused_q, q, batch)
+    if seqused_k is not None:
+        _indices("seqused_k", seqused_k, q, batch)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+            raise TypeError(
+                f"{name} is {type(length).__name__}; expected an int (use .item() once)"
+            )
+        if length < 0:
+            raise ValueError(f"{name} is {length}; expected the longest sequence's length")
+    if block_table is not None:
+        _block_table(block_table, q, batch)
+
+
+def options(
+    q: Tensor,
+    batch: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    generator: torch.Generator | None,
+) -> None:
+    """What dense and varlen calls share: dropout, scale, band, softcap, ALiBi slopes, sinks."""
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number or None")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size}; expected (left, right)")
+    left, right = window_size
+    if type(left) is not int or type(right) is not int:
+        _window_types(left, right)
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"window_size is {window_size}; -1 means unbounded, others are counts >= 0"
+        )
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; expected a finite number >= 0 (0 switches it off)")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}; expected a probability in [0, 1]")
+    heads = q.shape[-2]
+    if alibi_slopes is not None:
+        _alibi_slopes(alibi_slopes, q, heads, batch)
+    if sink is not None:
+        _sink(sink, q, heads)
+    if generator is not None and generator.device.type != q.device.type:
+        raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
+
+
+def cuda(q: Tensor, v: Tensor, **unsupported: Any) -> None:
+    """Refuses what the CUDA kernels do not do yet; ``unsupported``: true where asked for."""
+    if not has_cuda_kernels():
+        raise NotImplementedError(
+            "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
+            "build with nvcc (FLASH_CUTE_BUILD=cuda make build), or move the tensors to the CPU"
+        )
+    if q.dtype not in CUDA_DTYPES:
+        raise NotImplementedError(
+            f"dtype {q.dtype} is not supported on CUDA yet; supported: float16, bfloat16"
+        )
+    if v.shape[-1] != q.shape[-1]:
+        raise NotImplementedError(
+            f"v's head dim {v.shape[-1]} differs from q's {q.shape[-1]}: "
+            "not supported on CUDA yet; pad v with zeros, or run on the CPU"
+        )
+    if q.shape[-1] > CUDA_MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"head dim {q.shape[-1]} is not supported on CUDA yet; the largest is "
+            f"{CUDA_MAX_HEAD_DIM}"
+        )
+    for name, given in unsupported.items():
+        if given:
+            raise NotImplementedError(f"{name} is not supported on CUDA yet; it is on the CPU")
+
+
+def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
+    """A packed tensor (..., parts, heads, dim) of the given rank."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
+    if x.dim() != rank or x.shape[-3] != parts:
+        lead = "batch, seqlen" if rank == 5 else "total"
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected ({lead}, {parts}, heads, dim)"
+        )
+
+
+def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
+    return ("q", q), ("k", k), ("v", v)
+
+
+def _same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((n, x) for n, x in _named(q, k, v) if not isinstance(x, Tensor))
+        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise TypeError(f"q has dtype {dtype}; supported: {', '.join(map(str, DTYPES))}")
+    if k.dtype != dtype or v.dtype != dtype:
+        raise TypeError(f"dtypes differ: q has {dtype}, k {k.dtype}, v {v.dtype}; cast them to one")
+    if k.device != device or v.device != device:
+        raise ValueError(f"devices differ: q is on {device}, k on {k.device}, v on {v.device}")
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"q is on {device}; supported devices: cpu, cuda")
+
+
+def _heads_and_dims(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    heads_k: int,
+    heads_v: int,
+    dim: int,
+    dim_k: int,
+    dim_v: int,
+) -> None:
+    if dim_k != dim:
+        raise ValueError(f"q and k differ in head dim: q has {dim}, k {dim_k}")
+    if heads_v != heads_k:
+        raise ValueError(f"k and v differ in heads: k has {heads_k}, v {heads_v}")
+    if heads_k == 0 or heads % heads_k != 0:
+        raise ValueError(
+            f"q has {heads} heads and k {heads_k}; heads must be a multiple of heads_k (GQA)"
+        )
+    if dim == 0 or dim_v == 0:
+        raise ValueError(f"head dim is 0: q has {dim}, v {dim_v}")
+    if (
+        (q.stride(-1) != 1 and dim != 1)
+        or (k.stride(-1) != 1 and dim != 1)
+        or (v.stride(-1) != 1 and dim_v != 1)
+    ):
+        name, x = next((n, x) for n, x in _named(q, k, v) if x.stride(-1) != 1)
+        raise ValueError(
+            f"{name}'s last dimension has stride {x.stride(-1)}; it must be contiguous (stride 1): "
+            f"call {name}.contiguous()"
+        )
+
+
+def _indices(name: str, x: Tensor, q: Tensor, length: int | None = None) -> int:
+    """An int32 contiguous vector on q's device; returns its length."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected an int32 torch.Tensor")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int32")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a contiguous vector")
+    if length is not None and x.shape[0] != length:
+        raise ValueError(f"{name} has {x.shape[0]} entries; cu_seqlens_q asks for {length}")
+    return x.shape[0]
+
+
+def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        raise TypeError(f"block_table is {getattr(x, 'dtype', type(x).__name__)}; expected int32")
+    if x.device != q.device:
+        raise ValueError(f"block_table is on {x.device}, q on {q.device}; they must agree")
+    if x.dim() != 2 or x.shape[0] != batch or x.stride(-1) != 1:
+        raise ValueError(
+            f"block_table has shape {tuple(x.shape)}; expected ({batch}, max_blocks), "
+            "rows contiguous"
+        )
+
+
+def _window_types(left: Any, right: Any) -> None:
+    for name, x in (("left", left), ("right", right)):
+        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+            raise TypeError(f"window_size's {name} is {type(x).__name__}; expected an int")
+
+
+def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        raise TypeError(
+            f"alibi_slopes is {getattr(x, 'dtype', type(x).__name__)}; expected float32"
+        )
+    if x.device != q.device:
+        raise ValueError(f"alibi_slopes is on {x.device}, q on {q.device}; they must agree")
+    if tuple(x.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
+        )
+    if x.requires_grad:
+        raise NotImplementedError("alibi_slopes requires grad, and has no gradient; detach() it")
+
+
+def _sink(x: Tensor, q: Tensor, heads: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"sink is {getattr(x, 'dtype', type(x).__name__)}; expected floating point")
+    if x.device != q.device:
+        raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
+    if tuple(x.shape) != (heads,):
+        raise ValueError(f"sink has shape {tuple(x.shape)}; expected one logit a head, ({heads},)")
