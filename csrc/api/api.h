@@ -1,0 +1,23 @@
+// The CUDA implementations of the ops, as the dispatcher calls them: arguments come on a stack, results go back on it.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+namespace flash_cute {
+
+void fwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void fwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void varlen_fwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void varlen_fwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
+void bwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void varlen_bwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void varlen_bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
+// Ids of the kernels in this library, one a line.
+std::string kernels();
+
+}  // namespace flash_cute

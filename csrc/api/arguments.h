@@ -1,0 +1,108 @@
+// The arguments of the ops as C++ values. Each reader takes them off the dispatcher's stack in the order in which
+// csrc/library.cpp lists them in the schemas.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <utility>
+
+namespace flash_cute {
+
+using torch::stable::Tensor;
+
+class Stack {
+ public:
+  explicit Stack(StableIValue* values) : first_(values), next_(values) {}
+
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+  // The op's results, once every argument is taken.
+  template <class... T>
+  void put(const T&... results) {
+    StableIValue* to = first_;
+    ((*to++ = torch::stable::detail::from(results)), ...);
+  }
+
+ private:
+  StableIValue* first_;
+  StableIValue* next_;
+};
+
+struct Score {
+  std::optional<double> softmax_scale;
+  bool is_causal;
+  int64_t window_size_left, window_size_right;
+  double softcap;
+  std::optional<Tensor> alibi_slopes;  // [h] or [b, h]
+  std::optional<Tensor> sink;          // [h]
+  double dropout_p;
+  std::optional<Tensor> rng;  // [2]
+};
+
+struct PackedSequences {
+  Tensor cu_seqlens_q, cu_seqlens_k;  // [b + 1]
+  int64_t max_seqlen_q, max_seqlen_k;
+  std::optional<Tensor> seqused_q, seqused_k;  // [b]
+};
+
+struct FwdArguments {
+  Tensor q, k, v;
+  std::optional<PackedSequences> sequences = {};  // of varlen ops
+  std::optional<Tensor> block_table = {};
+  Score score = {};
+  bool return_softmax = false, return_row_max = false;
+};
+
+struct BwdArguments {
+  Tensor dout;
+  FwdArguments fwd;
+  Tensor out, softmax_lse;
+  std::optional<Tensor> dlse;
+  bool deterministic;
+};
+
+inline Score take_score(Stack& in) {
+  return {in.take<std::optional<double>>(), in.take<bool>(),
+          in.take<int64_t>(),               in.take<int64_t>(),
+          in.take<double>(),                in.take<std::optional<Tensor>>(),
+          in.take<std::optional<Tensor>>(), in.take<double>(),
+          in.take<std::optional<Tensor>>()};
+}
+
+inline PackedSequences take_sequences(Stack& in) {
+  PackedSequences sequences{in.take<Tensor>(),  in.take<Tensor>(),
+                            in.take<int64_t>(), in.take<int64_t>(),
+                            in.take<std::optional<Tensor>>(), in.take<std::optional<Tensor>>()};
+  in.take<bool>();  // zero_tensors: rows of no sequence are zeroed in any case
+  return sequences;
+}
+
+inline FwdArguments take_fwd(Stack& in, bool varlen) {
+  FwdArguments a{.q = in.take<Tensor>(), .k = in.take<Tensor>(), .v = in.take<Tensor>()};
+  if (varlen) {
+    a.sequences = take_sequences(in);
+    a.block_table = in.take<std::optional<Tensor>>();
+  }
+  a.score = take_score(in);
+  in.take<bool>();  // deterministic: backward's concern, forward always is
+  a.return_softmax = in.take<bool>();
+  a.return_row_max = in.take<bool>();
+  return a;
+}
+
+inline BwdArguments take_bwd(Stack& in, bool varlen) {
+  const Tensor dout = in.take<Tensor>();
+  FwdArguments fwd{.q = in.take<Tensor>(), .k = in.take<Tensor>(), .v = in.take<Tensor>()};
+  const Tensor out = in.take<Tensor>(), softmax_lse = in.take<Tensor>();
+  if (varlen) fwd.sequences = take_sequences(in);
+  const auto dlse = in.take<std::optional<Tensor>>();
+  fwd.score = take_score(in);
+  return {dout, std::move(fwd), out, softmax_lse, dlse, /*deterministic=*/in.take<bool>()};
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,48 @@
+// Views and conversions of the registers that one thread holds of an m16n8k16 matrix product.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <cutlass/numeric_conversion.h>
+
+namespace flash_cute {
+
+using namespace cute;
+
+// An accumulator as a matrix: (MMA=(2,2),MMA_M,MMA_N) -> ((2,MMA_M),(2,MMA_N)), rows by columns.
+template <class Accumulator>
+CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
+  auto l = acc.layout();  // ((2,2),MMA_M,MMA_N)
+  return make_tensor(acc.data(), make_layout(make_layout(get<0, 1>(l), get<1>(l)),
+                                             make_layout(get<0, 0>(l), get<2>(l))));
+}
+
+// An accumulator's registers as the A operand of the next product: two neighbouring n-tiles of the accumulator are one
+// k-step of the operand. ((2,2),MMA_M,MMA_N) -> ((2,2,2),MMA_M,MMA_N/2).
+template <class Accumulator>
+CUTE_DEVICE auto as_operand_a(Accumulator&& acc) {
+  auto l = logical_divide(acc.layout(), Shape<X, X, _2>{});  // ((2,2),MMA_M,(2,MMA_N/2))
+  return make_tensor(acc.data(),
+                     make_layout(make_layout(get<0, 0>(l), get<0, 1>(l), get<2, 0>(l)), get<1>(l),
+                                 get<2, 1>(l)));
+}
+
+// Rounds every element to the nearest Element.
+template <class Element, class Source>
+CUTE_DEVICE auto converted(const Source& source) {
+  constexpr int kSize = decltype(size(source))::value;
+  Tensor result = make_tensor<Element>(source.layout());
+  cutlass::NumericArrayConverter<Element, typename Source::value_type, kSize> convert;
+  *reinterpret_cast<cutlass::Array<Element, kSize>*>(result.data()) =
+      convert(*reinterpret_cast<const cutlass::Array<typename Source::value_type, kSize>*>(source.data()));
+  return result;
+}
+
+// The four threads of a quad hold one row of an accumulator.
+template <class Combine>
+CUTE_DEVICE float quad_reduce(float x, Combine combine) {
+  x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,24 @@
+// Rows that belong to no sequence: their outputs are 0 and their LSE is -inf, whatever the index tensors say.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/problem.h"
+
+namespace flash_cute {
+
+struct GapFill {
+  const int* cu;    // [batch + 1]
+  const int* used;  // [batch], may be null
+  int batch, longest;
+  int64_t total;
+  int heads, head_dim;
+  Matrices matrices;         // 16-bit elements, set to 0
+  Statistics first, second;  // set to `statistic`; may be null
+  float statistic;
+};
+
+// Writes nothing where sequences lie end to end and are used whole: it then only reads `cu`.
+cudaError_t fill_gaps(const GapFill& gaps, cudaStream_t stream);
+
+}  // namespace flash_cute
