@@ -1,0 +1,1 @@
+"""Tools for tests of attention: random cases, error bounds, guarded memory."""

@@ -1,0 +1,228 @@
+"""Error bounds of attention against the fp64 oracle, and the comparisons that enforce them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_cute.testing.cases import Inputs
+
+ROUNDING_UNIT = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+"""Largest relative error of rounding a number to the dtype."""
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """fp64 answers to one problem. `out_of_abs_v` is P|V|, the scale of rounding errors in out.
+
+    `logit_size` bounds |q||k| softmax_scale, the scale of rounding errors in the logits.
+    """
+
+    out: Tensor
+    softmax_lse: Tensor
+    row_max: Tensor
+    softmax: Tensor
+    out_of_abs_v: Tensor
+    logit_size: float
+
+
+def forward_oracle(inputs: Inputs) -> Oracle:
+    """The oracle's forward in fp64, with V and |V| side by side in one call."""
+    both = torch.cat((inputs.v, inputs.v.abs()), -1)
+    out, softmax_lse, row_max, softmax = inputs.reference(v=both)
+    out, out_of_abs_v = out.chunk(2, -1)
+    return Oracle(out, softmax_lse, row_max, softmax, out_of_abs_v, _logit_size(inputs))
+
+
+def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> None:
+    """Assert |out - o64| <= u |o64| + 2u P64|V| elementwise, and softmax_lse close to the oracle's.
+
+    For fp16 and bf16 u is the rounding unit: sums are fp32, so only P and out are rounded to it. In
+    fp32 and fp64 logits and sums are rounded to the same unit; a logit's error is about
+    |q||k| softmax_scale units and enters P as a relative error twice (numerator and denominator),
+    hence u is `4 + 4 * logit_size` units.
+
+    Raises:
+        AssertionError: NaN or infinities differ in position, or an element exceeds its bound; names
+            the worst coordinate, what was got, what was expected and the bound.
+    """
+    unit = ROUNDING_UNIT[out.dtype]
+    if out.dtype in (torch.float32, torch.float64):
+        unit *= 4 + 4 * oracle.logit_size
+    compare("out", out, oracle.out, unit * oracle.out.abs() + 2 * unit * oracle.out_of_abs_v)
+    check_lse("softmax_lse", softmax_lse, oracle.softmax_lse)
+
+
+def check_lse(name: str, got: Tensor, expected: Tensor) -> None:
+    """Assert that log-sums, or row maxima, are within 1e-5 + 2e-6 |expected|.
+
+    For fp64 the bound is 2^-29 of that.
+
+    Raises:
+        AssertionError: as `check_forward`.
+    """
+    unit = 2.0**-29 if got.dtype == torch.float64 else 1.0
+    compare(name, got, expected, unit * (1e-5 + 2e-6 * expected.abs()))
+
+
+def compare(name: str, got: Tensor, expected: Tensor, bound: Tensor) -> None:
+    """Assert equal NaN and infinities, and |got - expected| <= bound elsewhere, elementwise.
+
+    Raises:
+        AssertionError: names the worst coordinate, what was got, what was expected and the bound.
+    """
+    assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
+    got = got.to(expected.dtype)
+    finite = got.isfinite() & expected.isfinite()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    error = (got - expected).abs()
+    wrong = torch.where(finite, error > bound, ~same)
+    if not wrong.any():
+        return
+    excess = torch.where(finite, error / bound, torch.where(same, 0.0, torch.inf))
+    worst = torch.unravel_index(excess.nan_to_num(nan=torch.inf).argmax(), excess.shape)
+    raise AssertionError(
+        f"{name}{[int(i) for i in worst]}: got {got[worst]:.9g}, expected {expected[worst]:.9g}, "
+        f"bound {bound[worst]:.3g}; {int(wrong.sum())} of {wrong.numel()} elements are wrong"
+    )
+
+
+def check_same_bits(name: str, got: Tensor, expected: Tensor) -> None:
+    """Assert equal shape, dtype and bytes (NaN equal to NaN of the same bits, +0 unequal to -0).
+
+    Raises:
+        AssertionError: names the first coordinate that differs.
+    """
+    assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
+    assert got.dtype == expected.dtype, f"{name}: dtype {got.dtype}, expected {expected.dtype}"
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    differs = got.contiguous().view(integers) != expected.contiguous().view(integers)
+    if differs.any():
+        first = tuple(differs.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}{list(first)}: got {got[first]:.9g}, expected {expected[first]:.9g}; "
+            f"the bits of {int(differs.sum())} of {differs.numel()} elements differ"
+        )
+
+
+def check_gradients(
+    got: Mapping[str, Tensor], inputs: Inputs, out: Tensor, with_dlse: bool = False
+) -> None:
+    """Assert that every row's error is at most twice that of the unfused chain in the same dtype.
+
+    A row is a vector along the last dim, its error the Euclidean distance to the fp64 gradient.
+    Where rows have fewer than 8 numbers, chance often makes the chain nearly exact, so the chain's
+    largest error counts for all of them. `gradient_floor` is allowed on top. So is what follows
+    from `out`, the forward's answer that `got` (gradients by name: q, k, v, sink) starts from.
+
+    Raises:
+        AssertionError: names the tensor, the row, its error, the chain's and the floor.
+    """
+    oracle, from_out = _oracle_gradients(inputs, out, with_dlse)
+    chain = _Graph(inputs, None).gradients(inputs.dout, inputs.dlse if with_dlse else None)
+    for name, expected in oracle.items():
+        assert got[name].shape == expected.shape, f"d{name}: shape {got[name].shape}"
+        error = (got[name].double() - expected).norm(dim=-1)
+        chain_error = (chain[name].double() - expected).norm(dim=-1)
+        if expected.shape[-1] < 8 and expected.numel() > 0:
+            chain_error = chain_error.max().expand_as(error)
+        floor = gradient_floor(name, inputs, expected) + from_out[name].norm(dim=-1)
+        allowed = 2 * chain_error + floor
+        wrong = ~(error <= allowed)
+        if wrong.any():
+            excess = (error / allowed).nan_to_num(nan=torch.inf)
+            worst = torch.unravel_index(excess.argmax(), excess.shape)
+            raise AssertionError(
+                f"d{name}{[int(i) for i in worst]}: row error {error[worst]:.4g}, unfused chain's "
+                f"{chain_error[worst]:.4g}, floor {floor[worst]:.3g}; {int(wrong.sum())} of "
+                f"{wrong.numel()} rows are wrong; norm of the row {expected[worst].norm():.4g}"
+            )
+
+
+def gradient_floor(name: str, inputs: Inputs, expected: Tensor) -> Tensor:
+    """The row error that a correct kernel may have, even where the chain is exact by luck.
+
+    Two terms. Rounding the exact gradient to its dtype: u |row|. And sums in fp32 (fp64 for fp64
+    inputs) in an order that is not the chain's: `steps` roundings, each one `unit` times the norms
+    of the operands of one summand and of the row itself. Steps are the errors of a logit and of the
+    saved softmax_lse, from which P is recomputed, `logit_size` each, and 8 for exp2 and sums.
+    """
+    unit = ROUNDING_UNIT[torch.promote_types(inputs.q.dtype, torch.float32)]
+    norm_dout, norm_q, norm_k, norm_v = (
+        _row_norm(x) for x in (inputs.dout, inputs.q, inputs.k, inputs.v)
+    )
+    scale = _softmax_scale(inputs)
+    size = {
+        "q": scale * norm_dout * norm_v * norm_k,
+        "k": scale * norm_dout * norm_v * norm_q,
+        "v": norm_dout,
+        "sink": norm_dout * norm_v,
+    }[name]
+    row = expected.norm(dim=-1)
+    steps = 8 + 2 * _logit_size(inputs)
+    return ROUNDING_UNIT[inputs.q.dtype] * row + steps * unit * (size + row)
+
+
+class _Graph:
+    """The reference's forward with its autograd graph; dtype None is the unfused chain."""
+
+    def __init__(self, inputs: Inputs, dtype: torch.dtype | None) -> None:
+        sink = inputs.options["sink"]
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+        tensors = tensors if sink is None else {**tensors, "sink": sink}
+        self.leaves = {
+            name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in tensors.items()
+        }
+        self.out, self.softmax_lse, _, _ = inputs.reference(dtype, **self.leaves)
+
+    def gradients(self, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor]:
+        """Gradients by name, from those of out and of softmax_lse (ignored where that is -inf)."""
+        seen = self.softmax_lse.isfinite()
+        loss = self.softmax_lse.new_zeros(())
+        if dout is not None:
+            loss = loss + (self.out * dout).sum()
+        if dlse is not None:
+            loss = loss + (self.softmax_lse[seen] * dlse[seen]).sum()
+        if not loss.requires_grad:  # no sequence, hence nothing that depends on the leaves
+            return {name: torch.zeros_like(x) for name, x in self.leaves.items()}
+        grads = torch.autograd.grad(
+            loss, list(self.leaves.values()), retain_graph=True, materialize_grads=True
+        )
+        return dict(zip(self.leaves, grads, strict=True))
+
+
+def _oracle_gradients(
+    inputs: Inputs, out: Tensor, with_dlse: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """fp64 gradients, and how far they move when they start from `out`, not from the exact out.
+
+    Backward takes rowsum(dout * out) from the out that forward rounded and saved, so that sum is
+    off by rowsum(dout * (out - o64)). Its error acts on the logits as a gradient of softmax_lse.
+    """
+    graph = _Graph(inputs, torch.float64)
+    oracle = graph.gradients(inputs.dout, inputs.dlse if with_dlse else None)
+    error = (inputs.dout.double() * (out.double() - graph.out.detach())).sum(-1)
+    return oracle, graph.gradients(None, error.transpose(-1, -2))
+
+
+def _row_norm(x: Tensor) -> float:
+    """The largest Euclidean norm along the last dim, of finite rows."""
+    norms = x.double().norm(dim=-1)
+    return float(norms.nan_to_num(posinf=0.0).max()) if x.numel() else 0.0
+
+
+def _softmax_scale(inputs: Inputs) -> float:
+    scale = inputs.options["softmax_scale"]
+    return inputs.q.shape[-1] ** -0.5 if scale is None else abs(scale)
+
+
+def _logit_size(inputs: Inputs) -> float:
+    return _softmax_scale(inputs) * _row_norm(inputs.q) * _row_norm(inputs.k)

@@ -1,0 +1,287 @@
+"""Random attention problems: a frozen description, and the tensors that it stands for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_cute
+from flash_cute import reference
+
+LAYOUTS = (
+    "contiguous",
+    "heads_first",
+    "sequence_first",
+    "qkvpacked",
+    "kvpacked",
+    "expanded_heads",
+    "expanded_batch",
+    "padded_rows",
+    "odd_rows",
+    "offset",
+    "wild_unit_strides",
+)
+"""Ways to lay q, k and v out in memory. See `lay_out`; every gap they leave holds NaN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What dense and varlen cases share. `alibi` is "", "heads" or "batch": the slopes' shape.
+
+    `spread` scales q, hence the standard deviation of the logits (about 1 by default).
+    """
+
+    heads: int = 2
+    heads_k: int | None = None
+    dim: int = 64
+    dim_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    is_causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""
+    sink: bool = False
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    layout: str = "contiguous"
+    spread: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Problem):
+    """A dense problem: q (batch, seqlen_q, heads, dim), k and v (batch, seqlen_k, heads_k, dim)."""
+
+    batch: int = 2
+    seqlen_q: int = 64
+    seqlen_k: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenCase(Problem):
+    """Sequences of several lengths in one tensor, q (total_q, heads, dim).
+
+    `rows_before` and `rows_after` rows of q, k and v belong to no sequence. `used_q` and `used_k`
+    cut sequences short. With `page_size`, k and v are pages in random order, found through a table.
+    `max_seqlen` replaces the longest length that is announced, for both sides.
+    """
+
+    lengths_q: tuple[int, ...] = (64, 0, 1, 33)
+    lengths_k: tuple[int, ...] = (64, 0, 1, 33)
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    rows_before: int = 0
+    rows_after: int = 0
+    page_size: int | None = None
+    max_seqlen: int | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one case, and the ways to compute with them.
+
+    `options` are the arguments that fwd, bwd and the reference share, `lengths` those that only
+    varlen problems have (empty for a dense one). `dlse` is a random gradient of softmax_lse.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    options: dict[str, Any]
+    lengths: dict[str, Any] = field(default_factory=dict)
+
+    def forward(self, **extra: Any) -> tuple[Any, ...]:
+        """(out, softmax_lse, row_max, softmax) of the op under test, called with `extra` too."""
+        ops = torch.ops.flash_cute
+        op = ops.varlen_fwd if self.lengths else ops.fwd
+        return op(self.q, self.k, self.v, **self.lengths, **self.options, **extra)
+
+    def backward(
+        self, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None = None, **extra: Any
+    ) -> dict[str, Tensor]:
+        """The gradients of the op under test, by name: q, k, v, and sink where there is one."""
+        ops = torch.ops.flash_cute
+        op = ops.varlen_bwd if self.lengths else ops.bwd
+        lengths = {name: value for name, value in self.lengths.items() if name != "block_table"}
+        saved = (self.dout, self.q, self.k, self.v, out, softmax_lse)
+        dq, dk, dv, dsink, _ = op(*saved, **lengths, dlse=dlse, **self.options, **extra)
+        grads = {"q": dq, "k": dk, "v": dv}
+        return grads if self.options["sink"] is None else {**grads, "sink": dsink}
+
+    def attend(self, **extra: Any) -> Any:
+        """What the public function answers; dropout's seed is its own, not `rng`."""
+        call: Callable[..., Any]
+        call = flash_cute.flash_attn_varlen_func if self.lengths else flash_cute.flash_attn_func
+        options = {name: x for name, x in self.options.items() if name != "rng"}
+        left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        options |= {"causal": options.pop("is_causal"), "window_size": (left, right)}
+        return call(self.q, self.k, self.v, **self.lengths, **(options | extra))
+
+    def reference(
+        self, dtype: torch.dtype | None = torch.float64, **changes: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The oracle's answer; `changes` replaces q, k, v or any option."""
+        call: Callable[..., Any] = reference.attention
+        if self.lengths:
+            call = reference.attention_varlen
+        tensors = {"q": self.q, "k": self.k, "v": self.v}
+        return call(**(tensors | self.lengths | self.options | changes), dtype=dtype)
+
+
+def make_inputs(case: Case | VarlenCase, device: torch.device | str, seed: int = 0) -> Inputs:
+    """Fresh normal values for `case`. Equal seeds give equal values on every device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    heads_k = case.heads_k or case.heads
+    dim_v = case.dim_v or case.dim
+    rows_q, rows_k = _row_shapes(case)
+    lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    q = normal(*rows_q, case.heads, case.dim) * case.spread
+    k = normal(*rows_k, heads_k, case.dim)
+    v = normal(*rows_k, heads_k, dim_v)
+    dout = normal(*rows_q, case.heads, dim_v)
+    dlse = normal(*rows_q, case.heads).transpose(-1, -2).to(device, lse_dtype)
+    q, k, v, dout = (x.to(device, case.dtype) for x in (q, k, v, dout))
+    lengths = _lengths(case, generator, device) if isinstance(case, VarlenCase) else {}
+    if isinstance(case, VarlenCase) and case.page_size:
+        k, v = (_paged(x, lengths, case.page_size) for x in (k, v))
+    return Inputs(
+        *lay_out_inputs(q, k, v, case.layout),
+        dout=dout if "packed" in case.layout else lay_out(dout, case.layout),
+        dlse=dlse.contiguous(),
+        options=_options(case, generator, seed, device),
+        lengths=lengths,
+    )
+
+
+def lay_out_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with `layout` in memory."""
+    if layout == "qkvpacked":
+        q, k, v = torch.stack((q, k, v), -3).unbind(-3)
+    elif layout == "kvpacked":
+        k, v = torch.stack((k, v), -3).unbind(-3)
+    else:
+        q, k, v = (lay_out(x, layout) for x in (q, k, v))
+    return q, k, v
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """A tensor of `x`'s shape and values with `layout` in memory, NaN in the gaps it leaves.
+
+    Only the expanded layouts change values: they repeat the first head or batch with stride 0.
+
+    Raises:
+        ValueError: `layout` is not a layout of one tensor.
+    """
+    match layout:
+        case "contiguous":
+            return x
+        case "heads_first":
+            return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+        case "sequence_first":
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        case "expanded_heads":
+            return x[..., :1, :].contiguous().expand_as(x)
+        case "expanded_batch":
+            return x[:1].contiguous().expand_as(x)
+        case "padded_rows" | "odd_rows":
+            padding = 8 if layout == "padded_rows" else 1
+            rows = x.new_full((*x.shape[:-1], x.shape[-1] + padding), float("nan"))
+            return rows[..., : x.shape[-1]].copy_(x)
+        case "offset":
+            flat = x.new_full((x.numel() + 2,), float("nan"))
+            return flat[1:-1].view(x.shape).copy_(x)
+        case "wild_unit_strides":
+            pairs = zip(x.shape, x.stride(), strict=True)
+            return x.as_strided(x.shape, [99990001 if n == 1 else stride for n, stride in pairs])
+    raise ValueError(f"layout: got {layout!r}, supported are {', '.join(LAYOUTS)}")
+
+
+def unsupported_on_cuda(case: Case | VarlenCase) -> str | None:
+    """The word that names the first feature of `case` without a CUDA kernel, if there is one."""
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        return str(case.dtype).removeprefix("torch.")
+    if case.dim > 128 or (case.dim_v or case.dim) != case.dim:
+        return "head dim"
+    features = {
+        "softcap": case.softcap,
+        "alibi": case.alibi,
+        "sink": case.sink,
+        "dropout": case.dropout_p,
+        "block_table": isinstance(case, VarlenCase) and case.page_size,
+    }
+    return next((word for word, wanted in features.items() if wanted), None)
+
+
+def _row_shapes(case: Case | VarlenCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions of q and of k in front of (heads, dim)."""
+    if isinstance(case, Case):
+        return (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
+    extra = case.rows_before + case.rows_after
+    return (sum(case.lengths_q) + extra,), (sum(case.lengths_k) + extra,)
+
+
+def _options(
+    case: Case | VarlenCase, generator: torch.Generator, seed: int, device: torch.device | str
+) -> dict[str, Any]:
+    batch = case.batch if isinstance(case, Case) else len(case.lengths_q)
+    slopes_shape = {"": None, "heads": (case.heads,), "batch": (batch, case.heads)}[case.alibi]
+    slopes = None if slopes_shape is None else 0.5 * torch.rand(slopes_shape, generator=generator)
+    sink = torch.randn(case.heads, generator=generator) if case.sink else None
+    rng = torch.tensor([1234567890123 + seed, 4 * seed], device=device) if case.dropout_p else None
+    return {
+        "softmax_scale": case.softmax_scale,
+        "is_causal": case.is_causal,
+        "window_size_left": case.window[0],
+        "window_size_right": case.window[1],
+        "softcap": case.softcap,
+        "alibi_slopes": None if slopes is None else slopes.to(device),
+        "sink": None if sink is None else sink.to(device),
+        "dropout_p": case.dropout_p,
+        "rng": rng,
+    }
+
+
+def _lengths(
+    case: VarlenCase, generator: torch.Generator, device: torch.device | str
+) -> dict[str, Any]:
+    def integers(values: Sequence[int] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    def offsets(lengths: Sequence[int]) -> Tensor | None:
+        return integers(tuple(itertools.accumulate(lengths, initial=case.rows_before)))
+
+    longest_q, longest_k = (max(x, default=0) for x in (case.lengths_q, case.lengths_k))
+    lengths = {
+        "cu_seqlens_q": offsets(case.lengths_q),
+        "cu_seqlens_k": offsets(case.lengths_k),
+        "max_seqlen_q": longest_q if case.max_seqlen is None else case.max_seqlen,
+        "max_seqlen_k": longest_k if case.max_seqlen is None else case.max_seqlen,
+        "seqused_q": integers(case.used_q),
+        "seqused_k": integers(case.used_k),
+    }
+    if case.page_size is None:
+        return lengths
+    pages = -(-longest_k // case.page_size)
+    order = torch.randperm(len(case.lengths_k) * pages, generator=generator, dtype=torch.int32)
+    return {**lengths, "block_table": order.view(len(case.lengths_k), pages).to(device)}
+
+
+def _paged(x: Tensor, lengths: dict[str, Any], page_size: int) -> Tensor:
+    """The rows of `x` (total_k, heads_k, dim) in pages, NaN in the rows that no sequence fills."""
+    table, offsets = lengths["block_table"].tolist(), lengths["cu_seqlens_k"].tolist()
+    pages = x.new_full((lengths["block_table"].numel(), page_size, *x.shape[1:]), float("nan"))
+    for ids, (first, last) in zip(table, itertools.pairwise(offsets), strict=True):
+        for page, start in zip(ids, range(first, last, page_size), strict=False):
+            rows = x[start : min(start + page_size, last)]
+            pages[page, : len(rows)] = rows
+    return pages

@@ -1,0 +1,55 @@
+"""Fixtures: every test that takes `device` runs on the CPU, and on CUDA where kernels are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flash_cute import ops
+from flash_cute.testing import cases
+
+MakeInputs = Callable[..., cases.Inputs]
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available() and ops.has_cuda_kernels()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where to run; CUDA is skipped without a GPU or without kernels for it."""
+    if request.param == "cuda" and not has_cuda():
+        pytest.skip("no CUDA device, or a library without CUDA kernels")
+    return request.param
+
+
+@pytest.fixture
+def cuda() -> str:
+    """For tests that make sense on CUDA only."""
+    if not has_cuda():
+        pytest.skip("no CUDA device, or a library without CUDA kernels")
+    return "cuda"
+
+
+@pytest.fixture
+def make(device: str) -> MakeInputs:
+    """`make(case, seed=0)`: inputs on `device`.
+
+    A case that CUDA has no kernel for must be refused by name, by the function and by the op; the
+    test is skipped then.
+    """
+
+    def make_supported(case: cases.Case | cases.VarlenCase, seed: int = 0) -> cases.Inputs:
+        inputs = cases.make_inputs(case, device, seed)
+        missing = cases.unsupported_on_cuda(case) if device == "cuda" else None
+        if missing is not None:
+            with pytest.raises(NotImplementedError, match=f"(?i){missing}"):
+                inputs.attend()
+            with pytest.raises(RuntimeError, match=f"(?i){missing}"):
+                inputs.forward()
+            pytest.skip(f"refused on CUDA, as it should be: {missing}")
+        return inputs
+
+    return make_supported

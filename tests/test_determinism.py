@@ -1,0 +1,129 @@
+"""Equal bits from run to run: repeats under load, other streams, graph replays, other batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flash_cute.testing import bounds
+from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
+
+BF16 = torch.bfloat16
+CASES = {
+    "full": Case(heads=4, seqlen_q=257, seqlen_k=300, dtype=BF16),
+    "causal": Case(heads=4, seqlen_q=300, seqlen_k=300, is_causal=True, dim=128, dtype=BF16),
+    "window": Case(heads=4, seqlen_q=260, seqlen_k=200, window=(70, 5), dim=80, dtype=BF16),
+    "varlen": VarlenCase(
+        lengths_q=(257, 0, 64, 1), lengths_k=(130, 70, 65, 257), is_causal=True, dtype=BF16
+    ),
+}
+
+
+def repeatable(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Everything that promises equal bits: on CUDA all but dq."""
+    out, lse, _, _ = inputs.forward()
+    results = {"out": out, "softmax_lse": lse, **inputs.backward(out, lse)}
+    if out.is_cuda:
+        del results["q"]
+    return results
+
+
+def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, x in expected.items():
+        bounds.check_same_bits(name, got[name], x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cpu_repeats(name):
+    inputs = make_inputs(CASES[name], "cpu")
+    expected = repeatable(inputs)
+    for _ in range(3):
+        check_same(repeatable(inputs), expected)
+
+
+def test_cpu_does_not_depend_on_threads():
+    inputs = make_inputs(CASES["causal"], "cpu")
+    threads = torch.get_num_threads()
+    expected = repeatable(inputs)
+    torch.set_num_threads(1)
+    try:
+        check_same(repeatable(inputs), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_cpu_deterministic_flag_changes_no_bit():
+    inputs = make_inputs(CASES["full"], "cpu")
+    out, lse, _, _ = inputs.forward(deterministic=True)
+    check_same(inputs.backward(out, lse, deterministic=True), inputs.backward(out, lse))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cuda_repeats_under_load(cuda, name):
+    """200 runs beside a stream of matrix products; compared on the device, without a sync."""
+    inputs = make_inputs(CASES[name], cuda)
+    expected = repeatable(inputs)
+    differences = {key: torch.zeros((), dtype=torch.int64, device=cuda) for key in expected}
+    load = torch.cuda.Stream()
+    matrix = torch.randn(2048, 2048, dtype=BF16, device=cuda)
+    for _ in range(200):
+        with torch.cuda.stream(load):
+            matrix @ matrix
+        for key, x in repeatable(inputs).items():
+            integers = torch.int16 if x.element_size() == 2 else torch.int32
+            differences[key] += (x.view(integers) != expected[key].view(integers)).sum()
+    assert {key: int(count) for key, count in differences.items()} == dict.fromkeys(expected, 0)
+
+
+def test_sequence_alone_or_in_a_batch(device):
+    """A sequence's results do not depend on its neighbours."""
+    inputs = make_inputs(Case(batch=5, seqlen_q=130, seqlen_k=200, dtype=BF16), device)
+    together = repeatable(inputs)
+    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout")}
+    alone = {name: x[3:4] for name, x in tensors.items()}
+    results = repeatable(dataclasses.replace(inputs, **alone))
+    if device == "cuda":
+        check_same(results, {name: x[3:4] for name, x in together.items()})
+    for name, x in results.items():
+        torch.testing.assert_close(x, together[name][3:4], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_stream(cuda, name):
+    """On a side stream the ops wait for that stream's work, and use its memory."""
+    inputs = make_inputs(CASES[name], cuda)
+    expected = repeatable(inputs)
+    late = dataclasses.replace(inputs, q=torch.full_like(inputs.q, float("nan")))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late.q.copy_(inputs.q)
+        results = repeatable(late)
+    side.synchronize()
+    check_same(results, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graph_replay(cuda, name):
+    """A captured forward and backward follows the tensors' new contents, and lengths, at replay."""
+    inputs = make_inputs(CASES[name], cuda)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        repeatable(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = repeatable(inputs)
+    for seed in (1, 2, 3):
+        fresh = make_inputs(CASES[name], cuda, seed)
+        for tensor in ("q", "k", "v", "dout"):
+            getattr(inputs, tensor).copy_(getattr(fresh, tensor))
+        if inputs.lengths:
+            offsets = torch.tensor([0, 10 * seed, 257, 300, 322], dtype=torch.int32, device=cuda)
+            inputs.lengths["cu_seqlens_q"].copy_(offsets)
+        graph.replay()
+        check_same(captured, repeatable(inputs))

@@ -1,0 +1,259 @@
+"""The public functions: packed equals unpacked, what they return, dropout, no host sync."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flash_cute
+from flash_cute.testing import bounds
+from flash_cute.testing.cases import Case, VarlenCase, make_inputs
+
+BF16 = torch.bfloat16
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 3), "softmax_scale": 0.3},
+    "features": {"softcap": 5.0, "dropout_p": 0.2, "causal": True},
+}
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def skip_on_cuda(device: str, options: dict[str, Any]) -> None:
+    if device == "cuda" and ("softcap" in options or options.get("dropout_p")):
+        pytest.skip("no CUDA kernel yet; test_forward checks that it is refused")
+
+
+def generator(device: str, seed: int = 7) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def check_same_results(
+    device: str, got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], dq: int = 1
+) -> None:
+    """Equal bits, on CUDA but for number `dq`, whose sums have no fixed order there."""
+    for i, (x, y) in enumerate(zip(got, expected, strict=True)):
+        if device == "cuda" and i == dq:
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
+        else:
+            bounds.check_same_bits(f"result {i}", x, y)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_qkvpacked(device, options):
+    kwargs: dict[str, Any] = OPTIONS[options]
+    skip_on_cuda(device, kwargs)
+    inputs = make_inputs(Case(seqlen_q=70, seqlen_k=70, dtype=BF16), device)
+    packed = leaf(torch.stack((inputs.q, inputs.k, inputs.v), 2))
+    parts = [leaf(x) for x in (inputs.q, inputs.k, inputs.v)]
+    got = flash_cute.flash_attn_qkvpacked_func(packed, **kwargs, generator=generator(device))
+    expected = flash_cute.flash_attn_func(*parts, **kwargs, generator=generator(device))
+    (dpacked,) = torch.autograd.grad(got, packed, inputs.dout)
+    grads = torch.autograd.grad(expected, parts, inputs.dout)
+    check_same_results(device, (got, *dpacked.unbind(2)), (expected, *grads))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_kvpacked(device, options):
+    kwargs: dict[str, Any] = OPTIONS[options]
+    skip_on_cuda(device, kwargs)
+    inputs = make_inputs(Case(heads=4, heads_k=2, seqlen_q=40, seqlen_k=70, dtype=BF16), device)
+    q, kv = leaf(inputs.q), leaf(torch.stack((inputs.k, inputs.v), 2))
+    parts = [leaf(x) for x in (inputs.q, inputs.k, inputs.v)]
+    got = flash_cute.flash_attn_kvpacked_func(q, kv, **kwargs, generator=generator(device))
+    expected = flash_cute.flash_attn_func(*parts, **kwargs, generator=generator(device))
+    dq, dkv = torch.autograd.grad(got, (q, kv), inputs.dout)
+    grads = torch.autograd.grad(expected, parts, inputs.dout)
+    check_same_results(device, (got, dq, *dkv.unbind(2)), (expected, *grads))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_varlen_packed(device, options):
+    kwargs: dict[str, Any] = OPTIONS[options]
+    skip_on_cuda(device, kwargs)
+    lengths = (40, 0, 65, 1)
+    case = VarlenCase(lengths_q=lengths, lengths_k=lengths, rows_after=2, dtype=BF16)
+    inputs = make_inputs(case, device)
+    offsets, longest = inputs.lengths["cu_seqlens_q"], inputs.lengths["max_seqlen_q"]
+    sequences = (offsets, offsets, longest, longest)
+    parts = [leaf(x) for x in (inputs.q, inputs.k, inputs.v)]
+    expected = flash_cute.flash_attn_varlen_func(
+        *parts, *sequences, **kwargs, generator=generator(device)
+    )
+    grads = torch.autograd.grad(expected, parts, inputs.dout)
+
+    qkv = leaf(torch.stack((inputs.q, inputs.k, inputs.v), 1))
+    got = flash_cute.flash_attn_varlen_qkvpacked_func(
+        qkv, offsets, longest, **kwargs, generator=generator(device)
+    )
+    (dqkv,) = torch.autograd.grad(got, qkv, inputs.dout)
+    check_same_results(device, (got, *dqkv.unbind(1)), (expected, *grads))
+
+    q, kv = leaf(inputs.q), leaf(torch.stack((inputs.k, inputs.v), 1))
+    got = flash_cute.flash_attn_varlen_kvpacked_func(
+        q, kv, *sequences, **kwargs, generator=generator(device)
+    )
+    dq, dkv = torch.autograd.grad(got, (q, kv), inputs.dout)
+    check_same_results(device, (got, dq, *dkv.unbind(1)), (expected, *grads))
+
+
+def test_packed_gradient_of_lse_and_sink(device):
+    if device == "cuda":
+        pytest.skip("sink on CUDA is refused")
+    inputs = make_inputs(Case(seqlen_q=70, seqlen_k=70, sink=True), device)
+    qkv, sink = leaf(torch.stack((inputs.q, inputs.k, inputs.v), 2)), leaf(inputs.options["sink"])
+    out, lse = flash_cute.flash_attn_qkvpacked_func(qkv, sink=sink, return_lse=True)
+    dqkv, dsink = torch.autograd.grad((out, lse), (qkv, sink), (inputs.dout, inputs.dlse))
+    grads = dict(zip("qkv", dqkv.unbind(2), strict=True)) | {"sink": dsink}
+    bounds.check_gradients(grads, inputs, out.detach(), with_dlse=True)
+
+
+def test_packed_q_of_its_own_needs_no_gradient(device):
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
+    kv = leaf(torch.stack((inputs.k, inputs.v), 2))
+    out = flash_cute.flash_attn_kvpacked_func(inputs.q, kv)
+    (dkv,) = torch.autograd.grad(out, kv, inputs.dout)
+    expected = inputs.backward(*inputs.forward()[:2])
+    bounds.check_same_bits("dk", dkv[:, :, 0], expected["k"])
+    bounds.check_same_bits("dv", dkv[:, :, 1], expected["v"])
+
+
+def test_packed_double_backward_raises(device):
+    inputs = make_inputs(Case(dtype=BF16), device)
+    qkv = leaf(torch.stack((inputs.q, inputs.k, inputs.v), 2))
+    out = flash_cute.flash_attn_qkvpacked_func(qkv)
+    with pytest.raises(RuntimeError):
+        (grad,) = torch.autograd.grad(out.sum(), qkv, create_graph=True)
+        torch.autograd.grad(grad.sum(), qkv)
+
+
+def test_results_asked_for(device):
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
+    out = inputs.attend()
+    assert isinstance(out, torch.Tensor)
+    same, lse = inputs.attend(return_lse=True)
+    bounds.check_same_bits("out", same, out)
+    bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_attention_probabilities(dropout_p):
+    """Signed probabilities rebuild out: dropped ones count as 0, others are rescaled."""
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70), "cpu")
+    out, lse, probs = inputs.attend(return_attn_probs=True, dropout_p=dropout_p)
+    assert lse.shape == (2, 2, 40) and probs.shape == (2, 2, 40, 70)
+    rebuilt = torch.einsum("bhqk,bkhd->bqhd", probs.clamp(min=0) / (1 - dropout_p), inputs.v)
+    torch.testing.assert_close(rebuilt, out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(probs.abs().sum(-1), torch.ones(2, 2, 40))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float_window_bound_equals_causal(device, causal):
+    """causal is window_size=(-1, 0), bit for bit."""
+    inputs = make_inputs(Case(seqlen_q=70, seqlen_k=130, dtype=BF16), device)
+    window = inputs.attend(window_size=(-1, 0), causal=causal)
+    bounds.check_same_bits("out", window, inputs.attend(causal=True))
+
+
+def test_generator_sets_the_dropout_mask(device):
+    skip_on_cuda(device, {"dropout_p": 0.3})
+    inputs = make_inputs(Case(), device)
+    first, second, other = (
+        inputs.attend(dropout_p=0.3, generator=generator(device, seed)) for seed in (1, 1, 2)
+    )
+    bounds.check_same_bits("out", first, second)
+    assert not torch.equal(first, other)
+    one = generator(device)
+    calls = [inputs.attend(dropout_p=0.3, generator=one) for _ in range(2)]
+    assert not torch.equal(*calls)
+    torch.manual_seed(3)
+    before = inputs.attend(dropout_p=0.3)
+    torch.manual_seed(3)
+    bounds.check_same_bits("out", inputs.attend(dropout_p=0.3), before)
+
+
+def test_no_dropout_draws_no_random_number(device):
+    inputs = make_inputs(Case(dtype=BF16), device)
+    state = torch.get_rng_state()
+    inputs.attend()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_checkpoint_replays_dropout(device, dropout_p, use_reentrant):
+    skip_on_cuda(device, {"dropout_p": dropout_p})
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
+
+    def attend(q, k, v):
+        return flash_cute.flash_attn_func(q, k, v, dropout_p=dropout_p)
+
+    results = []
+    for run in (attend, lambda *args: checkpoint(attend, *args, use_reentrant=use_reentrant)):
+        leaves = [leaf(x) for x in (inputs.q, inputs.k, inputs.v)]
+        torch.manual_seed(11)
+        out = run(*leaves)
+        out.backward(inputs.dout)
+        results.append((out, *(x.grad for x in leaves)))
+    check_same_results(device, *results)
+
+
+def test_autocast(device):
+    """The functions keep the dtype they are given; what autocast produces around them fits."""
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
+    expected = inputs.attend()
+    with torch.autocast(device, dtype=BF16):
+        out = inputs.attend()
+        projected = torch.nn.functional.linear(out, torch.eye(64, device=device))
+        again = flash_cute.flash_attn_func(projected, inputs.k, inputs.v)
+    bounds.check_same_bits("out", out, expected)
+    assert again.dtype == BF16 and again.isfinite().all()
+
+
+def test_mixed_dtypes_under_autocast_are_refused(device):
+    inputs = make_inputs(Case(dtype=BF16), device)
+    with torch.autocast(device, dtype=BF16), pytest.raises(TypeError, match="dtypes differ"):
+        flash_cute.flash_attn_func(inputs.q.float(), inputs.k, inputs.v)
+
+
+def test_inference_mode(device):
+    inputs = make_inputs(Case(dtype=BF16), device)
+    expected = inputs.attend()
+    with torch.inference_mode():
+        bounds.check_same_bits("out", inputs.attend(), expected)
+
+
+def test_inputs_are_not_changed(device):
+    inputs = make_inputs(Case(seqlen_q=70, seqlen_k=130, dtype=BF16, is_causal=True), device)
+    before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    inputs.backward(*inputs.forward()[:2])
+    after = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    for name, x, y in zip(("q", "k", "v", "dout"), after, before, strict=True):
+        bounds.check_same_bits(name, x, y)
+
+
+def test_no_host_sync(cuda):
+    """Neither forward nor backward, dense or varlen, waits for the device."""
+    dense = make_inputs(Case(seqlen_q=70, seqlen_k=130, dtype=BF16), cuda)
+    varlen = make_inputs(VarlenCase(used_q=(60, 0, 1, 9), dtype=BF16), cuda)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for inputs in (dense, varlen):
+            leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+            torch.autograd.grad(inputs.attend(causal=True), leaves, inputs.dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_lse_of_a_row_without_keys(device):
+    inputs = make_inputs(Case(seqlen_q=70, seqlen_k=3, dtype=BF16), device)
+    out, lse = inputs.attend(causal=True, return_lse=True)
+    assert (lse[..., :67] == -math.inf).all() and not out[:, :67].any()

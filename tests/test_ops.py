@@ -1,0 +1,296 @@
+"""The ops as torch sees them: schemas, fakes, autograd, opcheck, compile and export."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_cute
+from flash_cute.testing import bounds
+from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
+
+BF16 = torch.bfloat16
+SCORE = (
+    "float? softmax_scale=None, bool is_causal=False, SymInt window_size_left=-1, "
+    "SymInt window_size_right=-1, float softcap=0., Tensor? alibi_slopes=None, "
+    "Tensor? sink=None, float dropout_p=0., Tensor? rng=None, "
+)
+SEQUENCES = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, bool zero_tensors=False, "
+)
+SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+RETURNS = ", bool return_softmax=False, bool return_row_max=False"
+ARGUMENTS = {
+    "fwd": f"Tensor q, Tensor k, Tensor v, {SCORE}bool deterministic=False{RETURNS}",
+    "bwd": f"{SAVED}Tensor? dlse=None, {SCORE}bool deterministic=False",
+    "varlen_fwd": f"Tensor q, Tensor k, Tensor v, {SEQUENCES}Tensor? block_table=None, {SCORE}"
+    f"bool deterministic=False{RETURNS}",
+    "varlen_bwd": f"{SAVED}{SEQUENCES}Tensor? dlse=None, {SCORE}bool deterministic=False",
+}
+FWD_OUTPUTS = "Tensor(a!) out, Tensor(b!) softmax_lse"
+BWD_OUTPUTS = "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None"
+FWD_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)"
+BWD_RESULTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)"
+CPU_FEATURES: dict[str, Any] = {
+    "softcap": 3.0,
+    "alibi": "batch",
+    "sink": True,
+    "dropout_p": 0.2,
+    "dim_v": 24,
+}
+DENSE = {
+    "plain": Case(seqlen_q=20, seqlen_k=33, dim=32, dtype=BF16),
+    "grouped_causal": Case(
+        heads=4, heads_k=2, seqlen_q=33, seqlen_k=20, is_causal=True, dtype=torch.float16
+    ),
+    "packed_window": Case(
+        seqlen_q=20, seqlen_k=20, window=(5, 0), layout="qkvpacked", dim=40, dtype=BF16
+    ),
+    "heads_first": Case(seqlen_q=20, seqlen_k=33, layout="heads_first", dim=59, dtype=BF16),
+    "features": Case(seqlen_q=20, seqlen_k=33, dim=32, **CPU_FEATURES),
+}
+VARLEN = {
+    "plain": VarlenCase(lengths_q=(20, 0, 5), lengths_k=(9, 3, 12), dim=32, dtype=BF16),
+    "grouped_causal": VarlenCase(heads=4, heads_k=1, is_causal=True, dtype=torch.float16),
+    "used": VarlenCase(
+        lengths_q=(9, 5), lengths_k=(9, 20), used_q=(4, 5), used_k=(9, 7), rows_after=3, dtype=BF16
+    ),
+    "packed": VarlenCase(lengths_q=(9, 5), lengths_k=(9, 5), layout="qkvpacked", dtype=BF16),
+    "features": VarlenCase(lengths_q=(9, 5), lengths_k=(9, 20), dim=32, **CPU_FEATURES),
+}
+SAMPLES = [
+    *(pytest.param(case, id=f"dense-{name}") for name, case in DENSE.items()),
+    *(pytest.param(case, id=f"varlen-{name}") for name, case in VARLEN.items()),
+]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_schemas_are_pinned(name):
+    """Saved graphs rely on them: add arguments at the end, with a default, or not at all."""
+    packet = getattr(torch.ops.flash_cute, name)
+    outputs, results = (FWD_OUTPUTS, FWD_RESULTS) if "fwd" in name else (BWD_OUTPUTS, BWD_RESULTS)
+    assert str(packet.default._schema) == f"flash_cute::{name}({ARGUMENTS[name]}) -> {results}"
+    out_schema = f"flash_cute::{name}.out({ARGUMENTS[name]}, *, {outputs}) -> ()"
+    assert str(packet.out._schema) == out_schema
+
+
+def op_calls(inputs: Inputs) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """(op, args, kwargs) of forward, backward and their out overloads on `inputs`."""
+    ops = torch.ops.flash_cute
+    fwd, bwd = (ops.varlen_fwd, ops.varlen_bwd) if inputs.lengths else (ops.fwd, ops.bwd)
+    options = inputs.lengths | inputs.options
+    qkv = (inputs.q, inputs.k, inputs.v)
+    with torch.no_grad():
+        out, lse, _, _ = fwd(*qkv, **options)
+    saved = (inputs.dout, *qkv, out, lse)
+    outputs = {"out": torch.empty_like(out), "softmax_lse": torch.empty_like(lse)}
+    grads = {f"d{x}": torch.empty_like(getattr(inputs, x)) for x in "qkv"}
+    if inputs.options["sink"] is not None:
+        grads["dsink"] = torch.empty_like(inputs.options["sink"])
+    return {
+        "fwd": (fwd.default, qkv, options),
+        "bwd": (bwd.default, saved, options | {"dlse": inputs.dlse}),
+        "fwd_out": (fwd.out, qkv, options | outputs),
+        "bwd_out": (bwd.out, saved, options | grads),
+    }
+
+
+@pytest.mark.parametrize("op", ["fwd", "bwd", "fwd_out", "bwd_out"])
+@pytest.mark.parametrize("case", SAMPLES)
+def test_opcheck(make, case, op):
+    """All of torch's own checks: schema, autograd registration, fakes, AOT with dynamic shapes."""
+    inputs = make(case)
+    function, args, kwargs = op_calls(inputs)[op]
+    torch.library.opcheck(function, args, kwargs)
+    if op == "fwd":
+        leaves = tuple(x.detach().requires_grad_() for x in args)
+        torch.library.opcheck(function, leaves, kwargs)
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+@pytest.mark.parametrize("returns", [False, True])
+def test_fakes_tell_shape_dtype_and_strides(make, device, case, returns):
+    asked = {"return_row_max": True, "return_softmax": True}
+    asked = asked if returns and device == "cpu" else {}
+    for op, (function, args, kwargs) in op_calls(make(case)).items():
+        kwargs = kwargs | (asked if op == "fwd" else {})
+        real = function(*args, **kwargs)
+        with FakeTensorMode() as mode:
+            fake_args, fake_kwargs = torch.utils._pytree.tree_map_only(
+                torch.Tensor, mode.from_tensor, (args, kwargs)
+            )
+            fake = function(*fake_args, **fake_kwargs)
+        assert [describe(x) for x in fake or ()] == [describe(x) for x in real or ()]
+
+
+def describe(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else tuple(x.shape), x.dtype, x.stride(), x.device.type
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_gradients_flow_through_the_op(make, case):
+    """opcheck is content with an op that has no autograd formula."""
+    inputs = make(case)
+    names = ["q", "k", "v"] + (["sink"] if case.sink else [])
+    leaves = {x: getattr(inputs, x, None) for x in "qkv"} | {"sink": inputs.options["sink"]}
+    leaves = {name: leaves[name].detach().requires_grad_() for name in names}
+    function, _, kwargs = op_calls(inputs)["fwd"]
+    out, lse, _, _ = function(**(kwargs | leaves))
+    assert out.requires_grad and lse.requires_grad
+    seen = torch.where(lse.isfinite(), lse, 0.0)
+    loss = (out * inputs.dout).sum() + (seen * inputs.dlse.to(lse.dtype)).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    grads = dict(zip(names, grads, strict=True))
+    bounds.check_gradients(grads, inputs, out.detach(), with_dlse=True)
+
+
+def test_statistics_have_no_gradient(make):
+    inputs = make(Case(seqlen_q=20, seqlen_k=33, dropout_p=0.2))
+    leaf = dataclasses.replace(inputs, q=inputs.q.requires_grad_())
+    _, lse, row_max, softmax = leaf.forward(return_row_max=True, return_softmax=True)
+    assert lse.requires_grad and not row_max.requires_grad and not softmax.requires_grad
+
+
+def test_one_gradient_at_a_time(make):
+    """Leaves that need no gradient are no obstacle; outputs without a gradient neither."""
+    inputs = make(Case(seqlen_q=20, seqlen_k=33, dtype=BF16))
+    expected = inputs.backward(*inputs.forward()[:2])
+    for name in "kv":
+        leaf = getattr(inputs, name).detach().requires_grad_()
+        out = dataclasses.replace(inputs, **{name: leaf}).forward()[0]
+        bounds.check_same_bits(name, torch.autograd.grad(out, leaf, inputs.dout)[0], expected[name])
+    leaf = inputs.q.detach().requires_grad_()
+    lse = dataclasses.replace(inputs, q=leaf).forward()[1]
+    assert torch.autograd.grad(lse.sum(), leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [DENSE["plain"], VARLEN["plain"]], ids=["dense", "varlen"])
+def test_double_backward_raises(make, case):
+    inputs = make(case)
+    leaf = inputs.q.detach().requires_grad_()
+    out = dataclasses.replace(inputs, q=leaf).forward()[0]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+        torch.autograd.grad(grad.sum(), leaf)
+
+
+def test_paged_keys_have_no_gradient(make):
+    inputs = make(VarlenCase(page_size=16))
+    with pytest.raises(NotImplementedError, match="block_table"):
+        dataclasses.replace(inputs, k=inputs.k.requires_grad_()).forward()
+
+
+def dense_step(seqlen: int, device: str) -> tuple[Any, ...]:
+    inputs = make_inputs(Case(seqlen_q=seqlen, seqlen_k=seqlen, dim=32, dtype=BF16), device)
+    return inputs.q, inputs.k, inputs.v
+
+
+def packed_step(seqlen: int, device: str) -> tuple[Any, ...]:
+    return (torch.stack(dense_step(seqlen, device), 2),)
+
+
+def varlen_step(seqlen: int, device: str) -> tuple[Any, ...]:
+    lengths = (seqlen, 3, seqlen - 5)
+    case = VarlenCase(lengths_q=lengths, lengths_k=lengths, dim=32, dtype=BF16)
+    inputs = make_inputs(case, device)
+    return inputs.q, inputs.k, inputs.v, *inputs.lengths.values()
+
+
+def attend_varlen(q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k):
+    return flash_cute.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)
+
+
+def attend(q, k, v):
+    return flash_cute.flash_attn_func(q, k, v, causal=True, window_size=(16, 0))
+
+
+COMPILED: dict[str, tuple[Callable[..., Any], Callable[[int, str], tuple[Any, ...]]]] = {
+    "dense": (attend, dense_step),
+    "packed": (flash_cute.flash_attn_qkvpacked_func, packed_step),
+    "varlen": (attend_varlen, varlen_step),
+}
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compile_with_dynamic_lengths(device, name, with_grad):
+    """One full graph, at most compiled twice over ten lengths, forward and backward as in eager."""
+    torch._dynamo.reset()
+    function, step = COMPILED[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for seqlen in (19, 20, 33, 64, 65, 100, 128, 129, 200, 257):
+        args = step(seqlen, device)
+        leaves = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        for leaf in leaves:
+            leaf.requires_grad_(with_grad)
+        results = []
+        for call in (compiled, function):
+            out = call(*args)
+            grads = torch.autograd.grad(out.sum(), leaves) if with_grad else ()
+            results.append((out, *grads))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
+        bounds.check_same_bits("out", results[0][0], results[1][0])
+    assert counter.frame_count <= 2
+
+
+def test_compile_with_automatic_dynamic_lengths(device):
+    """dynamic=None: one static graph, then one dynamic."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for seqlen in (17, 33, 64, 100, 129):
+        args = dense_step(seqlen, device)
+        bounds.check_same_bits("out", compiled(*args), attend(*args))
+    assert counter.frame_count <= 2
+
+
+def test_compile_with_dropout(device):
+    """The seed is drawn inside of the graph: two calls of one compiled function differ."""
+    if device == "cuda":
+        pytest.skip("dropout on CUDA is refused")
+    torch._dynamo.reset()
+    q, k, v = dense_step(64, device)
+    compiled = torch.compile(
+        lambda q, k, v: flash_cute.flash_attn_func(q, k, v, dropout_p=0.5),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert not torch.equal(compiled(q, k, v), compiled(q, k, v))
+
+
+def test_inductor(device):
+    torch._dynamo.reset()
+    q, k, v = dense_step(64, device)
+    compiled = torch.compile(lambda q, k, v: attend(q * 2, k, v).relu(), fullgraph=True)
+    expected = attend(q * 2, k, v).relu()
+    torch.testing.assert_close(compiled(q, k, v), expected, rtol=2e-2, atol=2e-3)
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v):
+        return flash_cute.flash_attn_func(q, k, v, causal=True)
+
+
+def test_export_with_dynamic_seqlen(device):
+    seqlen = torch.export.Dim("seqlen", min=2, max=4096)
+    shapes = {name: {1: seqlen} for name in "qkv"}
+    exported = torch.export.export(Attention(), dense_step(64, device), dynamic_shapes=shapes)
+    for length in (2, 63, 257):
+        args = dense_step(length, device)
+        bounds.check_same_bits("out", exported.module()(*args), Attention()(*args))
+
+
+def test_meta_tensors(device):
+    """Meta tensors go through the functions; nothing is computed."""
+    q, k, v = (x.to("meta") for x in dense_step(64, device))
+    out = flash_cute.flash_attn_func(q, k, v)
+    assert out.is_meta and out.shape == q.shape
