@@ -1,0 +1,1 @@
+"""Measures flash_cute beside other attention implementations; see README.md in this folder."""

@@ -1,0 +1,227 @@
+"""Measures attention side by side: `python -m benchmarks.attention --suite quick --json F`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from . import report, timing
+from .rivals import LOADERS, OURS, Candidate, Work, describe, load
+from .suites import SUITES, Case, Inputs, Truth, check, make_inputs, reference
+
+_GRADIENTS = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all cases of a run share."""
+
+    candidates: dict[str, Candidate]
+    device: torch.device
+    monitor: timing.Monitor
+    rounds: int
+    round_ms: float
+
+
+def prepare(
+    candidate: Candidate, case: Case, x: Inputs, direction: str, truths: list[Truth]
+) -> tuple[dict[str, Any], Work | None]:
+    """A candidate's entry in the report after one checked call, and the work to time if right."""
+    try:
+        _poison(x)
+        make = candidate.forward if direction == "fwd" else candidate.backward
+        work = make(case, x)
+        with work.scope():
+            results = work.results(work.run())
+        names = ("out",) if direction == "fwd" else _GRADIENTS
+        errors, fault = check(case, dict(zip(names, results, strict=True)), truths)
+    except NotImplementedError as error:
+        return {"status": "unsupported", "message": describe(error)}, None
+    except Exception as error:
+        return {"status": "failed", "message": describe(error)}, None
+    entry = {"status": "wrong" if fault else "ok", "message": fault, "error": errors}
+    return entry, None if fault else work
+
+
+def _poison(x: Inputs) -> None:
+    """Leaves NaN in the memory that the next outputs get: a result left over from another
+    candidate must not pass for one's own."""
+    outputs = (x.dout, x.q, x.k, x.v)  # shaped like out, dq, dk, dv
+    blocks = [torch.full(t.shape, torch.nan, device=t.device, dtype=x.dout.dtype) for t in outputs]
+    del blocks
+
+
+def measure(
+    session: Session, case: Case, x: Inputs, direction: str, truths: list[Truth]
+) -> dict[str, Any]:
+    """One row of the report: every candidate on one case in one direction."""
+    entries: dict[str, dict[str, Any]] = {}
+    works: dict[str, Work] = {}
+    for name, candidate in session.candidates.items():
+        entries[name], work = prepare(candidate, case, x, direction, truths)
+        if work is not None:
+            works[name] = work
+    measured = timing.interleave(
+        works, session.rounds, session.round_ms, session.device, session.monitor
+    )
+    for name, turn in measured.items():
+        if turn.failure:
+            entries[name].update(status="failed", message=turn.failure)
+        else:
+            entries[name].update(_timed(case, direction, turn))
+    return _row(case, direction, entries)
+
+
+def _timed(case: Case, direction: str, turn: timing.Measured) -> dict[str, Any]:
+    def middle(values: list[float | None]) -> float | None:
+        known = [v for v in values if v is not None]
+        return median(known) if known else None
+
+    return {
+        "calls": turn.calls,
+        "rounds": [asdict(r) for r in turn.rounds],
+        "median_ms": turn.median_ms,
+        "spread": turn.spread,
+        "rate": case.rate(direction, turn.median_ms),
+        "clock_mhz": middle([r.clock_mhz for r in turn.rounds]),
+        "power_w": middle([r.power_w for r in turn.rounds]),
+    }
+
+
+def _row(case: Case, direction: str, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    best, ratio = report.compare(entries)
+    return {
+        "case": str(case),
+        "direction": direction,
+        "metric": case.metric,
+        "candidates": entries,
+        "best_rival": best,
+        "ratio": ratio,
+    }
+
+
+def measure_case(
+    session: Session, case: Case, directions: Sequence[str], seed: int
+) -> list[dict[str, Any]]:
+    """The rows of one case, one a direction; a failure outside a candidate fails all of them."""
+    try:
+        x = make_inputs(case, session.device, seed)
+        truths = reference(case, x, "bwd" in directions, seed)
+    except Exception as error:
+        entry = {"status": "failed", "message": f"the case could not be set up: {describe(error)}"}
+        entries = {name: dict(entry) for name in session.candidates}
+        return [_row(case, direction, entries) for direction in directions]
+    return [measure(session, case, x, direction, truths) for direction in directions]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the options ask for; the JSON file is complete after every case."""
+    device = options.device
+    candidates, missing = load([OURS, *options.rivals], device)
+    monitor = timing.Monitor(device)
+    session = Session(candidates, device, monitor, options.rounds, options.round_ms)
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.attention " + shlex.join(options.argv),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": report.machine(device, monitor),
+        "versions": report.versions({n: c.version for n, c in candidates.items()}),
+        "settings": {
+            "suite": options.suite,
+            "mode": "sustained" if options.sustained else "bursts",
+            "rounds": options.rounds,
+            "round_ms": options.round_ms,
+            "seed": options.seed,
+        },
+        "missing": missing,
+        "results": [],
+    }
+    for number, (case, directions) in enumerate(options.cases):
+        rows = measure_case(session, case, directions, options.seed + number)
+        result["results"] += rows
+        for row in rows:
+            print(report.line(row), flush=True)
+        if options.json:
+            report.save(result, options.json)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return result
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options, with `cases`: the suite's (case, directions) that are left to measure."""
+    parser = argparse.ArgumentParser(prog="benchmarks.attention", description=__doc__)
+    parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
+    parser.add_argument(
+        "--rivals", help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}"
+    )
+    parser.add_argument("--direction", default="fwd,bwd", help="fwd, bwd or fwd,bwd (default)")
+    parser.add_argument("--match", default="", help="regular expression: measure these cases only")
+    parser.add_argument("--rounds", type=int, help="default 5, sustained 7 (its least)")
+    parser.add_argument("--sustained", action="store_true", help="rounds of 0.35 s, not 50 ms")
+    parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N or cpu")
+    parser.add_argument("--seed", type=int, help="of the inputs; default: a fresh one, recorded")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--plot", type=Path, help="write a plot to this file (needs matplotlib)")
+    options = parser.parse_args(argv)
+    options.argv = argv
+    try:
+        _complete(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """Fills the defaults that depend on other options; ValueError for what makes no sense."""
+    default_rivals = {"fp8": "fa3fp8", "smoke": "math"}.get(options.suite, "cudnn,fa2,fa3,fa4")
+    options.rivals = [n for n in (options.rivals or default_rivals).split(",") if n]
+    if unknown := [n for n in options.rivals if n not in LOADERS or n == OURS]:
+        raise ValueError(f"unknown rivals {unknown}, known: {sorted(LOADERS.keys() - {OURS})}")
+    least = timing.SUSTAINED_ROUNDS if options.sustained else 1
+    if options.rounds is None:
+        options.rounds = timing.SUSTAINED_ROUNDS if options.sustained else 5
+    if options.rounds < least:
+        raise ValueError(f"--rounds {options.rounds}: at least {least} are needed")
+    options.round_ms = timing.SUSTAINED_MS if options.sustained else timing.BURST_MS
+    options.seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    wanted = options.direction.split(",")
+    if not set(wanted) <= {"fwd", "bwd"}:
+        raise ValueError(f"--direction {options.direction}: expected fwd, bwd or fwd,bwd")
+    options.cases = [
+        (case, directions)
+        for case in SUITES[options.suite]
+        if re.search(options.match, str(case))
+        and (directions := [d for d in case.directions if d in wanted])
+    ]
+    if not options.cases:
+        raise ValueError("nothing to measure: no case of the suite has that match and direction")
+    if options.plot and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    options.device = timing.use_device(options.device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 1 if a result of flash_cute was wrong, else 0."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    result = run(options)
+    report.show(result)
+    if options.plot:
+        report.plot(result, options.plot)
+    ours = [row["candidates"].get(OURS, {}) for row in result["results"]]
+    return int(any(entry.get("status") == "wrong" for entry in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

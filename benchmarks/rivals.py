@@ -1,0 +1,255 @@
+"""Adapters: flash_cute and the libraries it is measured against, behind one small interface.
+
+FLASH_CUTE_RIVALS names the folder that holds the libraries that are not part of PyTorch:
+fa3.so and libcudart.so.12 (FlashAttention-3), fa3fp8/ (its fp8 forward), fa4/ (FlashAttention-4).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .suites import Case, Inputs
+
+OURS = "flash_cute"
+
+
+class Missing(RuntimeError):
+    """A candidate cannot be loaded here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed: `run`, called back to back inside `scope`.
+
+    `results` turns run's value into the tensors to compare, (batch, seqlen, heads, dim):
+    (out,) of a forward, (dq, dk, dv) of a backward. It is not timed.
+    """
+
+    run: Callable[[], Any]
+    results: Callable[[Any], tuple[torch.Tensor, ...]]
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class Candidate(Protocol):
+    """One implementation. Both methods raise what the library raises for a case it lacks."""
+
+    version: str
+
+    def forward(self, case: Case, x: Inputs) -> Work: ...
+
+    def backward(self, case: Case, x: Inputs) -> Work: ...
+
+
+def _first(value: Any) -> tuple[torch.Tensor, ...]:
+    """Out, from a function that returns out or (out, ...)."""
+    return (value if isinstance(value, torch.Tensor) else value[0],)
+
+
+def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(t.transpose(1, 2) for t in tensors)
+
+
+def _leaves(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(t.detach().requires_grad_() for t in tensors)
+
+
+def _autograd(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.Tensor) -> Any:
+    """The backward alone, over a kept graph."""
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+class FlashCute:
+    """Ours: the public function forward, the bare op backward (as for FlashAttention-3)."""
+
+    def __init__(self, device: torch.device) -> None:
+        package = importlib.import_module("flash_cute")
+        self._func = package.flash_attn_func
+        ops = torch.ops.flash_cute
+        self._fwd, self._bwd = ops.fwd.default, ops.bwd.default
+        self.version = getattr(package, "__version__", "unknown")
+
+    def forward(self, case: Case, x: Inputs) -> Work:
+        func = self._func
+        return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first)
+
+    def op(self, case: Case, x: Inputs) -> Work:
+        """The forward without the Python function around it."""
+        fwd = self._fwd
+        return Work(lambda: fwd(x.q, x.k, x.v, is_causal=case.causal), _first)
+
+    def backward(self, case: Case, x: Inputs) -> Work:
+        out, lse, *_ = self.op(case, x).run()
+        bwd = self._bwd
+        return Work(
+            lambda: bwd(x.dout, x.q, x.k, x.v, out, lse, is_causal=case.causal),
+            lambda grads: tuple(grads[:3]),
+        )
+
+
+class Sdpa:
+    """One backend of torch's scaled_dot_product_attention, on transposed views."""
+
+    def __init__(self, backend: SDPBackend, version: str) -> None:
+        self._backend = backend
+        self.version = version
+
+    def _scope(self) -> AbstractContextManager[Any]:
+        return sdpa_kernel(self._backend)
+
+    def _attend(self, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        gqa = case.heads != case.heads_k
+        return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=gqa)
+
+    def forward(self, case: Case, x: Inputs) -> Work:
+        q, k, v = _transposed(x.q, x.k, x.v)
+        return Work(lambda: self._attend(case, q, k, v), lambda out: _transposed(out), self._scope)
+
+    def backward(self, case: Case, x: Inputs) -> Work:
+        leaves = _leaves(*_transposed(x.q, x.k, x.v))
+        with self._scope():
+            out = self._attend(case, *leaves)
+        (dout,) = _transposed(x.dout)
+        return Work(_autograd(out, leaves, dout), lambda grads: _transposed(*grads), self._scope)
+
+
+class FlashAttention3:
+    """FlashAttention-3 from a shared library, its ops called directly in both directions."""
+
+    def __init__(self, device: torch.device) -> None:
+        _need_cuda(device)
+        folder = _rivals_folder()
+        library = _existing(folder / "fa3.so")
+        ctypes.CDLL(str(_existing(folder / "libcudart.so.12")), mode=ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(str(library))
+        self._ops = torch.ops.flash_attn_3
+        self.version = f"fa3.so, sha256 {hashlib.sha256(library.read_bytes()).hexdigest()[:12]}"
+
+    def forward(self, case: Case, x: Inputs) -> Work:
+        fwd, scale = self._ops.fwd, case.dim**-0.5
+        return Work(lambda: fwd(x.q, x.k, x.v, softmax_scale=scale, is_causal=case.causal), _first)
+
+    def backward(self, case: Case, x: Inputs) -> Work:
+        out, lse, *_ = self.forward(case, x).run()
+        bwd, scale = self._ops.bwd, case.dim**-0.5
+        grads = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
+        args = (x.dout, x.q, x.k, x.v, out, lse, *grads)
+        return Work(lambda: bwd(*args, softmax_scale=scale, is_causal=case.causal), lambda _: grads)
+
+
+class FlashAttentionFunction:
+    """A library with flash_attn_func(q, k, v, causal=) -> out or (out, ...), autograd backward."""
+
+    def __init__(self, func: Callable[..., Any], version: str) -> None:
+        self._func = func
+        self.version = version
+
+    def forward(self, case: Case, x: Inputs) -> Work:
+        return Work(lambda: self._func(x.q, x.k, x.v, causal=case.causal), _first)
+
+    def backward(self, case: Case, x: Inputs) -> Work:
+        leaves = _leaves(x.q, x.k, x.v)
+        (out,) = _first(self._func(*leaves, causal=case.causal))
+        return Work(_autograd(out, leaves, x.dout), tuple)
+
+
+def _need_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Missing(f"needs a CUDA device, the run is on {device.type}")
+
+
+def _rivals_folder() -> Path:
+    folder = os.environ.get("FLASH_CUTE_RIVALS")
+    if not folder:
+        raise Missing("FLASH_CUTE_RIVALS names no folder")
+    return _existing(Path(folder))
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise Missing(f"{path} does not exist")
+    return path
+
+
+def _cudnn(device: torch.device) -> Candidate:
+    _need_cuda(device)
+    return Sdpa(SDPBackend.CUDNN_ATTENTION, f"cuDNN {torch.backends.cudnn.version()}")
+
+
+def _fa2(device: torch.device) -> Candidate:
+    _need_cuda(device)
+    return Sdpa(SDPBackend.FLASH_ATTENTION, f"in torch {torch.__version__}")
+
+
+def _math(device: torch.device) -> Candidate:
+    return Sdpa(SDPBackend.MATH, f"in torch {torch.__version__}")
+
+
+def _fa3fp8(device: torch.device) -> Candidate:
+    _need_cuda(device)
+    folder = _existing(_rivals_folder() / "fa3fp8")
+    return _function([folder], "fa3_fwd_interface", "fa3-fwd")
+
+
+def _fa4(device: torch.device) -> Candidate:
+    _need_cuda(device)
+    folder = _existing(_rivals_folder() / "fa4")
+    dsl = _existing(folder / "nvidia_cutlass_dsl" / "dsl_packages")
+    return _function([folder, dsl], "flash_attn.cute.interface", "flash-attn-4")
+
+
+def _function(folders: list[Path], module: str, distribution: str) -> Candidate:
+    sys.path[:0] = [str(f) for f in folders if str(f) not in sys.path]
+    func = importlib.import_module(module).flash_attn_func
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    return FlashAttentionFunction(func, version)
+
+
+LOADERS: dict[str, Callable[[torch.device], Candidate]] = {
+    OURS: FlashCute,
+    "cudnn": _cudnn,
+    "fa2": _fa2,
+    "fa3": FlashAttention3,
+    "fa3fp8": _fa3fp8,
+    "fa4": _fa4,
+    "math": _math,
+}
+
+
+def load(names: Iterable[str], device: torch.device) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """The candidates that can be loaded, and for each other name the reason why not.
+
+    A library that fails to load may raise anything; none of it ends the run.
+    """
+    candidates: dict[str, Candidate] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            candidates[name] = LOADERS[name](device)
+        except Exception as error:
+            missing[name] = describe(error)
+    return candidates, missing
+
+
+def describe(error: BaseException) -> str:
+    """One line for a report: the type (unless it says nothing) and the message's first line."""
+    line = next(iter(str(error).strip().splitlines()), "")[:300]
+    if isinstance(error, (Missing, NotImplementedError)) and line:
+        return line
+    return f"{type(error).__name__}: {line}"

@@ -1,0 +1,257 @@
+"""Cases: the shapes that are measured, the work in them, their inputs and their true results."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+
+# A result is wrong when ||x - x64|| / ||x64|| exceeds the limit of its input dtype: about three
+# times what a correct kernel shows, and a fifth of what one wrong tile of 128 rows in 16k does.
+RELATIVE_LIMITS = {"bf16": 2e-2, "fp16": 2.5e-3, "e4m3": 1e-1}
+# ... or when any single row is off by this share of its own norm (at least of the mean norm).
+ROW_LIMIT = 0.5
+
+_NAME = re.compile(
+    rf"({'|'.join(DTYPES)}) b(\d+) h(\d+)/(\d+) q(\d+) k(\d+) d(\d+)/(\d+) (full|causal)"
+)
+_SAMPLED_ROWS = 2**15  # query rows compared, spread over whole (batch, kv head) pairs
+_CHUNK = 2**25  # scores held at once by the reference, elements of fp64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: q (batch, seqlen_q, heads, dim), v (batch, seqlen_k, heads_k, dim_v).
+
+    Raises ValueError if heads is no multiple of heads_k, or for a causal case of unequal lengths
+    (the libraries disagree on its alignment and on its FLOPs).
+    """
+
+    dtype: str
+    batch: int
+    heads: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    dim: int
+    dim_v: int
+    causal: bool
+
+    def __post_init__(self) -> None:
+        if self.heads % self.heads_k:
+            raise ValueError(f"heads {self.heads} is no multiple of heads_k {self.heads_k}")
+        if self.causal and self.seqlen_q != self.seqlen_k:
+            raise ValueError(f"a causal case needs equal lengths, got {self}")
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """The case that `str(case)` wrote, e.g. "bf16 b4 h32/8 q4096 k4096 d128/128 causal"."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"no case: {name!r}, expected {_NAME.pattern}")
+        dtype, *sizes, mask = match.groups()
+        batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v = map(int, sizes)
+        return cls(
+            dtype, batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v, causal=mask == "causal"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype} b{self.batch} h{self.heads}/{self.heads_k} q{self.seqlen_q} "
+            f"k{self.seqlen_k} d{self.dim}/{self.dim_v} {'causal' if self.causal else 'full'}"
+        )
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """What can be measured: decode and fp8 are forward only."""
+        return ("fwd",) if self.seqlen_q == 1 or self.dtype == "e4m3" else ("fwd", "bwd")
+
+    @property
+    def metric(self) -> str:
+        """The unit of `rate`: decode is bound by reading K and V, everything else by arithmetic."""
+        return "GB/s" if self.seqlen_q == 1 else "TFLOP/s"
+
+    def flops(self, direction: str) -> float:
+        """4·b·h·sq·sk·mean(dim, dim_v), half of it when causal, 2.5 times for "bwd"."""
+        pairs = self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        forward = 2.0 * self.batch * self.heads * pairs * (self.dim + self.dim_v)
+        return forward * (2.5 if direction == "bwd" else 1.0)
+
+    def kv_bytes(self) -> int:
+        """Bytes of K and V together."""
+        elements = self.batch * self.seqlen_k * self.heads_k * (self.dim + self.dim_v)
+        return elements * DTYPES[self.dtype].itemsize
+
+    def rate(self, direction: str, ms: float) -> float:
+        """Throughput of one call that took `ms` milliseconds, in units of `metric`."""
+        if self.metric == "GB/s":
+            return self.kv_bytes() / ms / 1e6
+        return self.flops(direction) / ms / 1e9
+
+
+def _square(
+    dims: tuple[int, ...], shapes: tuple[tuple[int, int], ...], dtype: str = "bf16"
+) -> list[Case]:
+    """MHA of hidden size 2048 over (batch, seqlen) shapes, full and causal."""
+    return [
+        Case(dtype, batch, 2048 // dim, 2048 // dim, seqlen, seqlen, dim, dim, causal)
+        for dim in dims
+        for causal in (False, True)
+        for batch, seqlen in shapes
+    ]
+
+
+SUITES: dict[str, list[Case]] = {
+    "smoke": [Case.parse("bf16 b1 h4/2 q64 k64 d64/64 causal")],
+    "quick": [
+        *_square((64, 128), ((16, 1024), (4, 4096))),
+        Case.parse("bf16 b4 h32/8 q4096 k4096 d128/128 causal"),
+    ],
+    "train": [
+        *_square((64, 128, 256), ((16, 1024), (4, 4096), (2, 8192), (1, 16384))),
+        Case.parse("bf16 b4 h32/8 q4096 k4096 d128/128 causal"),
+        Case.parse("bf16 b1 h64/8 q2048 k2048 d128/128 full"),
+        Case.parse("bf16 b1 h64/8 q8192 k8192 d128/128 full"),
+        Case.parse("bf16 b1 h64/8 q32768 k32768 d128/128 full"),
+        Case.parse("bf16 b1 h64/8 q32768 k32768 d128/128 causal"),
+        Case.parse("fp16 b4 h16/16 q4096 k4096 d128/128 causal"),
+    ],
+    "decode": [
+        Case.parse("bf16 b1 h32/8 q1 k32768 d128/128 full"),
+        Case.parse("bf16 b16 h32/8 q1 k8192 d128/128 full"),
+        Case.parse("bf16 b64 h32/8 q1 k4096 d128/128 full"),
+        Case.parse("bf16 b128 h32/8 q1 k2048 d128/128 full"),
+        Case.parse("bf16 b1 h32/8 q1 k131072 d128/128 full"),
+        Case.parse("bf16 b16 h32/32 q1 k8192 d128/128 full"),
+    ],
+    "fp8": _square((64, 128, 256), ((4, 4096), (1, 16384)), "e4m3"),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one case, shared by all candidates; dout has out's shape."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> Inputs:
+    """Standard normal tensors in the case's dtype (dout of an fp8 case is bf16)."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(seqlen: int, heads: int, dim: int) -> torch.Tensor:
+        shape = (case.batch, seqlen, heads, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(DTYPES[case.dtype])
+
+    dout = normal(case.seqlen_q, case.heads, case.dim_v)
+    return Inputs(
+        q=cast(normal(case.seqlen_q, case.heads, case.dim)),
+        k=cast(normal(case.seqlen_k, case.heads_k, case.dim)),
+        v=cast(normal(case.seqlen_k, case.heads_k, case.dim_v)),
+        dout=dout if case.dtype == "e4m3" else cast(dout),
+    )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The fp64 results of one (batch, kv head) pair: out and dq (seqlen_q, heads / heads_k, dim),
+    dk and dv (seqlen_k, dim); only "out" without a backward."""
+
+    batch: int
+    head_k: int
+    values: dict[str, torch.Tensor]
+
+
+def reference(case: Case, x: Inputs, backward: bool, seed: int) -> list[Truth]:
+    """Unfused fp64 attention, in chunks of rows, of a sample of whole (batch, kv head) pairs.
+
+    Whole pairs, because a row of dk needs every query. The first and the last pair are always
+    there; the rest are drawn at random, until they hold 2**15 query rows (4 to 64 pairs).
+    """
+    pairs = [(b, h) for b in range(case.batch) for h in range(case.heads_k)]
+    count = min(len(pairs), max(4, min(64, _SAMPLED_ROWS // case.seqlen_q)))
+    drawn = {pairs[0], pairs[-1], *random.Random(seed).sample(pairs, count)}
+    return [Truth(b, h, _pair_truth(case, x, b, h, backward)) for b, h in sorted(drawn)]
+
+
+def _pair_truth(
+    case: Case, x: Inputs, batch: int, head_k: int, backward: bool
+) -> dict[str, torch.Tensor]:
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return _pair(case, tensor, batch, head_k).float().double()
+
+    q, dout = wide(x.q), wide(x.dout)  # (seqlen_q, group, dim)
+    k, v = wide(x.k)[:, 0], wide(x.v)[:, 0]  # (seqlen_k, dim)
+    scale = case.dim**-0.5
+    out, dq, dk, dv = (torch.zeros_like(t) for t in (dout, q, k, v))
+    rows = max(1, _CHUNK // (q.shape[1] * case.seqlen_k))
+    keys = torch.arange(case.seqlen_k, device=q.device)
+    for start in range(0, case.seqlen_q, rows):
+        part = slice(start, start + rows)
+        scores = torch.einsum("igd,jd->igj", q[part], k) * scale
+        if case.causal:
+            hidden = keys > keys[part, None]  # (rows, seqlen_k)
+            scores.masked_fill_(hidden[:, None], -math.inf)
+        p = scores.softmax(-1)
+        out[part] = torch.einsum("igj,jd->igd", p, v)
+        if backward:
+            dp = torch.einsum("igd,jd->igj", dout[part], v)
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+            dq[part] = torch.einsum("igj,jd->igd", ds, k)
+            dk += torch.einsum("igj,igd->jd", ds, q[part])
+            dv += torch.einsum("igj,igd->jd", p, dout[part])
+    return {"out": out, "dq": dq, "dk": dk, "dv": dv} if backward else {"out": out}
+
+
+def _pair(case: Case, tensor: torch.Tensor, batch: int, head_k: int) -> torch.Tensor:
+    """The heads of a (batch, seqlen, heads, dim) tensor that belong to one kv head."""
+    group = tensor.shape[2] // case.heads_k
+    return tensor[batch, :, head_k * group : (head_k + 1) * group]
+
+
+def check(
+    case: Case, results: dict[str, torch.Tensor], truths: list[Truth]
+) -> tuple[dict[str, dict[str, float | None]], str]:
+    """Errors of the named results (batch, seqlen, heads, dim), and what is wrong ("" if nothing).
+
+    Errors: "relative", ||x - x64|| / ||x64|| over the sample, and "worst_row", the largest
+    ||row - row64|| / max(||row64||, mean ||row64||); None where they are not finite. That no
+    element is NaN or infinite is checked on the whole tensor.
+    """
+    errors: dict[str, dict[str, float | None]] = {}
+    faults = []
+    for name, result in results.items():
+        relative, worst_row = _error(case, name, result, truths)
+        if not (relative <= RELATIVE_LIMITS[case.dtype] and worst_row <= ROW_LIMIT):
+            faults.append(f"{name}: relative error {relative:.2g}, worst row {worst_row:.2g}")
+        elif not bool(torch.isfinite(result).all()):
+            faults.append(f"{name}: not finite outside the compared rows")
+        measured = {"relative": relative, "worst_row": worst_row}
+        errors[name] = {k: e if math.isfinite(e) else None for k, e in measured.items()}
+    return errors, "; ".join(faults)
+
+
+def _error(case: Case, name: str, result: torch.Tensor, truths: list[Truth]) -> tuple[float, float]:
+    """(relative error, worst row) of one result over all sampled pairs."""
+    square, true_square, worst = 0.0, 0.0, 0.0
+    for truth in truths:
+        expected = truth.values[name]
+        actual = _pair(case, result, truth.batch, truth.head_k).double().reshape(expected.shape)
+        norms = expected.norm(dim=-1)
+        misses = (actual - expected).norm(dim=-1)
+        row = (misses / norms.clamp_min(norms.mean())).max().item()
+        worst = row if math.isnan(row) else max(worst, row)
+        square += misses.square().sum().item()
+        true_square += norms.square().sum().item()
+    return math.sqrt(square / true_square), worst
