@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 BUILD := build/make
 
 export PYTHONPATH := $(CURDIR)
+# Threads that wait sleep: the small ops of the CPU path would otherwise slow each other down on a busy machine.
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint build clean
 

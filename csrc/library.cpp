@@ -8,7 +8,9 @@
 #include "api/api.h"
 #else
 namespace flash_cute {
-static std::string kernels() { return ""; }
+static std::string kernels() {
+  return "";
+}
 }  // namespace flash_cute
 #endif
 
@@ -33,16 +35,13 @@ const std::string kReturns = ", bool return_softmax=False, bool return_row_max=F
 
 const std::string kFwd = kQkv + kScore + kDeterministic + kReturns;
 const std::string kBwd = kSaved + kDlse + kScore + kDeterministic;
-const std::string kVarlenFwd =
-    kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns;
+const std::string kVarlenFwd = kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns;
 const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic;
 
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
-const std::string kBwdResults =
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
+const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
 const std::string kFwdOut = ", *, Tensor(a!) out, Tensor(b!) softmax_lse) -> ()";
-const std::string kBwdOut =
-    ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None) -> ()";
+const std::string kBwdOut = ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None) -> ()";
 
 }  // namespace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def flash_cute_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by flash_cute."""
-    return cast(Tensor, flash_cute.flash_attn_func(q, k, v, causal=True))
+    return flash_cute.flash_attn_func(q, k, v, causal=True)
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

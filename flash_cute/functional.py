@@ -7,13 +7,16 @@ validates once and runs one op of ``torch.ops.flash_cute``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flash_cute import ops, validate
 from flash_cute.packed import PackedAttention
 
-Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+_PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
+Result = Any  # out, or the tuple that return_lse or return_attn_probs asks for
 
 
 def flash_attn_func(
@@ -67,13 +70,13 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
-    plain = not (dropout_p or softcap or return_attn_probs) and alibi_slopes is None is sink
-    if plain and not torch.compiler.is_compiling() and _on_cuda_without_grad(q, k, v):
+    options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if options == _PLAIN and sink is None is generator and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, *window_size)
+                out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal)
             return (out, softmax_lse) if return_lse else out
         except (RuntimeError, TypeError):
             pass
@@ -275,7 +278,11 @@ def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     grad = q.requires_grad or k.requires_grad or v.requires_grad
-    return q.is_cuda and not (grad and torch.is_grad_enabled())
+    return (
+        (q.is_cuda and k.is_cuda and v.is_cuda)
+        and not (grad and torch.is_grad_enabled())
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _attend(
@@ -302,8 +309,9 @@ def _attend(
     """
     q, k, v = qkv
     validate.options(
-        q, batch, dropout_p, softmax_scale, window_size, softcap, alibi_slopes, sink, generator
-    )
+        q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, sink, generator,
+    )  # fmt: skip
     grad = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 
@@ -40,12 +39,14 @@ def find() -> Path:
 torch.ops.load_library(str(find()))
 
 
-@functools.cache
+_KERNELS = tuple(torch.ops.flash_cute.kernels().split())
+
+
 def kernels() -> tuple[str, ...]:
-    """Ids of the CUDA kernels in the loaded library, e.g. ``fwd_sm80_bf16_d128_m128_n64_s1_w4``."""
-    return tuple(torch.ops.flash_cute.kernels().split())
+    """Ids of the library's CUDA kernels, such as ``fwd_sm80_bf16_d128_m128_n64_s1_w4_c2``."""
+    return _KERNELS
 
 
 def has_cuda_kernels() -> bool:
     """Whether the loaded library holds any CUDA kernel."""
-    return bool(kernels())
+    return bool(_KERNELS)

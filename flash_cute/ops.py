@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import cpu
+from flash_cute import cpu, validate
 from flash_cute.library import has_cuda_kernels, kernels
 
 __all__ = ["bwd", "fwd", "has_cuda_kernels", "kernels", "varlen_bwd", "varlen_fwd"]
@@ -41,7 +41,7 @@ def bind(op: Any, args: Sequence[Any], named: dict[str, Any] | None = None) -> d
     return bound
 
 
-# --- fakes: shapes, dtypes and strides only -------------------------------------------------------
+# --- fakes: shapes, dtypes and strides only ------------------------------------------------------
 
 
 def _fwd_results(
@@ -188,19 +188,34 @@ def _reject_gradients(op: Any) -> Callable[..., None]:
     return kernel
 
 
-# --- CPU implementations
-# ---------------------------------------------------------------------------
+# --- CPU implementations -------------------------------------------------------------------------
 
 
-def _into(function: Callable[..., Results]) -> Callable[..., None]:
-    """The CPU kernel of an out overload: computes, then copies into the tensors given."""
+def _cpu_kernel(op: Any, function: Callable[..., Results]) -> Callable[..., Results]:
+    """The CPU kernel of a functional op: checks, as C++ does for CUDA, then computes."""
 
-    def kernel(*args: Any, **outputs: Tensor | None) -> None:
-        for given, result in zip(outputs.values(), function(*args), strict=False):
-            if given is not None and result is not None:
-                given.copy_(result)
+    def kernel(*args: Any) -> Results:
+        validate.op_arguments(bind(op, args))
+        with torch.autocast("cpu", enabled=False):
+            return function(*args)
 
     return kernel
+
+
+def _into(op: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
+    """The CPU kernel of an out overload: computes, then copies into the tensors given."""
+    names = [result.name for result in op._schema.returns]
+
+    def out_kernel(*args: Any, **outputs: Tensor | None) -> None:
+        results = dict(zip(names, kernel(*args), strict=True))
+        for name, given in outputs.items():
+            if given is not None:
+                validate.output(name, given, results[name])
+        for name, given in outputs.items():
+            if given is not None:
+                given.copy_(results[name])
+
+    return out_kernel
 
 
 def _register() -> torch.library.Library:
@@ -212,8 +227,10 @@ def _register() -> torch.library.Library:
         "varlen_bwd": cpu.varlen_bwd,
     }
     for name, function in functions.items():
-        library.impl(name, function, "CPU")
-        library.impl(f"{name}.out", _into(function), "CPU")
+        op = getattr(_ops, name).default
+        kernel = _cpu_kernel(op, function)
+        library.impl(name, kernel, "CPU")
+        library.impl(f"{name}.out", _into(op, kernel), "CPU")
         out_overload = getattr(_ops, name).out
         library.impl(f"{name}.out", _reject_gradients(out_overload), "Autograd")
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)

@@ -95,15 +95,23 @@ def options(
     batch: int,
     dropout_p: float,
     softmax_scale: float | None,
+    causal: bool,
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
+    deterministic: bool,
     sink: Tensor | None,
     generator: torch.Generator | None,
 ) -> None:
     """What dense and varlen calls share: dropout, scale, band, softcap, ALiBi slopes, sinks."""
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number or None")
+    _flag("causal", causal)
+    _flag("deterministic", deterministic)
+    if softmax_scale is not None:
+        _number("softmax_scale", softmax_scale)
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number or None")
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size is {type(window_size).__name__}; expected (left, right)")
     if len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; expected (left, right)")
     left, right = window_size
@@ -113,8 +121,10 @@ def options(
         raise ValueError(
             f"window_size is {window_size}; -1 means unbounded, others are counts >= 0"
         )
+    _number("softcap", softcap)
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; expected a finite number >= 0 (0 switches it off)")
+    _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; expected a probability in [0, 1]")
     heads = q.shape[-2]
@@ -122,6 +132,8 @@ def options(
         _alibi_slopes(alibi_slopes, q, heads, batch)
     if sink is not None:
         _sink(sink, q, heads)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {type(generator).__name__}; expected a torch.Generator")
     if generator is not None and generator.device.type != q.device.type:
         raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
 
@@ -150,6 +162,45 @@ def cuda(q: Tensor, v: Tensor, **unsupported: Any) -> None:
     for name, given in unsupported.items():
         if given:
             raise NotImplementedError(f"{name} is not supported on CUDA yet; it is on the CPU")
+
+
+def op_arguments(bound: dict[str, Any]) -> None:
+    """The same for a direct call of an op on the CPU; ``bound``: its arguments by name."""
+    q, k, v = bound["q"], bound["k"], bound["v"]
+    if "cu_seqlens_q" in bound:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        used = (bound["seqused_q"], bound["seqused_k"])
+        sequences = [bound[name] for name in names]
+        varlen(q, k, v, *sequences, *used, bound.get("block_table"))
+        batch = len(sequences[0]) - 1
+        statistic: tuple[int, ...] = (q.shape[1], q.shape[0])
+    else:
+        dense(q, k, v)
+        batch, statistic = q.shape[0], (q.shape[0], q.shape[2], q.shape[1])
+    window = (bound["window_size_left"], bound["window_size_right"])
+    options(
+        q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
+        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"], None,
+    )  # fmt: skip
+    rng = bound["rng"]
+    if bound["dropout_p"] > 0 and rng is None:
+        raise ValueError("rng is None; dropout needs an int64 tensor (seed, offset)")
+    if rng is not None and (rng.dtype != torch.int64 or tuple(rng.shape) != (2,)):
+        raise ValueError(f"rng has shape {tuple(rng.shape)}, {rng.dtype}; expected int64 (2,)")
+    for name in ("dout", "out"):
+        if name in bound:
+            _like(name, bound[name], (*q.shape[:-1], v.shape[-1]), q.dtype)
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name in ("softmax_lse", "dlse"):
+        if bound.get(name) is not None:
+            _like(name, bound[name], statistic, accumulator)
+
+
+def output(name: str, given: Tensor, result: Tensor | None) -> None:
+    """A tensor given to an out overload fits the op's result."""
+    if result is None:
+        raise ValueError(f"{name} is given, but this call has no such result")
+    _like(name, given, tuple(result.shape), result.dtype)
 
 
 def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
@@ -240,6 +291,21 @@ def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
             f"block_table has shape {tuple(x.shape)}; expected ({batch}, max_blocks), "
             "rows contiguous"
         )
+
+
+def _like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(x.shape) != shape or x.dtype != dtype:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, {x.dtype}; expected {shape}, {dtype}")
+
+
+def _flag(name: str, x: Any) -> None:
+    if not isinstance(x, (bool, int)):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a bool")
+
+
+def _number(name: str, x: Any) -> None:
+    if not isinstance(x, (float, int)):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a number")
 
 
 def _window_types(left: Any, right: Any) -> None:

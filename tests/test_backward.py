@@ -242,11 +242,25 @@ def test_deterministic_is_refused_on_cuda(cuda):
         needs_grad.attend(deterministic=True)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (700, 100)], ids=str)
+def test_long_sequences(cuda, window, dim):
+    sizes = {"heads": 6, "heads_k": 2, "seqlen_q": 1030, "seqlen_k": 2049}
+    check(make_inputs(Case(**sizes, dim=dim, window=window, dtype=BF16), cuda))
+
+
 @pytest.mark.parametrize("shape", [(66000, 1, 2), (1, 66000, 2)], ids=["batch", "heads"])
 def test_more_than_65535_blocks(cuda, shape):
     batch, heads, seqlen = shape
     case = Case(batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, dim=8, dtype=BF16)
-    check(make_inputs(case, cuda))
+    inputs = make_inputs(case, cuda)
+    out, lse, _, _ = inputs.forward()
+    grads = inputs.backward(out, lse)
+    for some in (slice(0, 9), slice(-9, None)):
+        part = (some,) if batch > 1 else (slice(None), slice(None), some)
+        tensors = {name: getattr(inputs, name)[part] for name in ("q", "k", "v", "dout")}
+        got = {name: grad[part] for name, grad in grads.items()}
+        bounds.check_gradients(got, dataclasses.replace(inputs, **tensors), out[part])
 
 
 def test_offsets_beyond_31_bits(cuda):

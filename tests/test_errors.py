@@ -78,6 +78,11 @@ def vector(name: str, *shape: int, dtype: torch.dtype = torch.float32, **kwargs:
     return change
 
 
+def elsewhere(x: torch.Tensor) -> torch.Tensor:
+    """`x` on another device."""
+    return x.to("cpu" if x.is_cuda else "meta")
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """`x` with a last stride of 2."""
     return x.repeat_interleave(2, -1)[..., ::2]
@@ -93,8 +98,14 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "all_of_complex": (lambda a: {x: a[x].cfloat() for x in "qkv"}, TypeError, "complex64"),
     "k_of_fp32": (on("k", torch.Tensor.float), TypeError, "float32"),
     "v_of_fp16": (on("v", torch.Tensor.half), TypeError, "float16"),
-    "k_elsewhere": (on("k", lambda x: x.to("meta")), ValueError, "meta"),
-    "v_elsewhere": (on("v", lambda x: x.to("meta")), ValueError, "meta"),
+    "k_on_meta": (on("k", lambda x: x.to("meta")), ValueError, "meta"),
+    "k_elsewhere": (on("k", elsewhere), ValueError, "devices differ"),
+    "v_elsewhere": (on("v", elsewhere), ValueError, "devices differ"),
+    "k_and_v_elsewhere": (
+        lambda a: {x: elsewhere(a[x]) for x in "kv"},
+        ValueError,
+        "devices differ",
+    ),
     "k_of_another_batch": (on("k", lambda x: x[:1]), ValueError, "batch"),
     "v_of_another_batch": (on("v", lambda x: x[:1]), ValueError, "batch"),
     "v_of_another_seqlen": (on("v", lambda x: x[:, :5]), ValueError, "seqlen"),
@@ -119,6 +130,8 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "softcap_of_none": (to(softcap=None), TypeError, "softcap"),
     "window_of_1": (to(window_size=(3,)), ValueError, "window_size"),
     "window_of_3": (to(window_size=(3, 3, 3)), ValueError, "window_size"),
+    "window_of_3_with_0": (to(window_size=(3, 3, 0.0)), ValueError, "window_size"),
+    "window_of_0": (to(window_size=()), ValueError, "window_size"),
     "window_of_int": (to(window_size=3), TypeError, "window_size"),
     "window_minus_2": (to(window_size=(-2, 0)), ValueError, "window_size"),
     "window_right_minus_5": (to(window_size=(0, -5)), ValueError, "window_size"),
@@ -157,7 +170,8 @@ VARLEN: dict[str, tuple[Change, type[Exception], str]] = {
     "cu_q_is_a_list": (to(cu_seqlens_q=[0, 5, 8]), TypeError, "cu_seqlens_q"),
     "cu_k_of_another_length": (on("cu_seqlens_k", lambda x: x[:2]), ValueError, "cu_seqlens_k"),
     "cu_q_is_empty": (on("cu_seqlens_q", lambda x: x[:0]), ValueError, "cu_seqlens_q"),
-    "cu_q_elsewhere": (on("cu_seqlens_q", lambda x: x.to("meta")), ValueError, "cu_seqlens_q"),
+    "k_elsewhere": (on("k", elsewhere), ValueError, "devices differ"),
+    "cu_q_elsewhere": (on("cu_seqlens_q", elsewhere), ValueError, "cu_seqlens_q"),
     "cu_k_of_2_dims": (on("cu_seqlens_k", lambda x: x[None]), ValueError, "cu_seqlens_k"),
     "cu_k_of_0_dims": (on("cu_seqlens_k", lambda x: x[0]), ValueError, "cu_seqlens_k"),
     "cu_q_strided": (on("cu_seqlens_q", wide), ValueError, "cu_seqlens_q"),
@@ -275,8 +289,8 @@ OPS: dict[str, tuple[Change, str]] = {
     "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
     "lse_dtype": (on("softmax_lse", lambda x: x.double()), "softmax_lse"),
     "dropout_without_rng": (to(dropout_p=0.3), "rng|dropout"),
-    "rng_dtype": (vector("rng", 2, dtype=INT32), "rng"),
-    "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng"),
+    "rng_dtype": (vector("rng", 2, dtype=INT32), "rng|dropout_p is not supported"),
+    "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng|dropout_p is not supported"),
     "dropout_above_1": (to(dropout_p=1.5), "dropout"),
     "softcap_negative": (to(softcap=-1.0), "softcap"),
     "scale_nan": (to(softmax_scale=NAN), "softmax_scale"),

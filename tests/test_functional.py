@@ -217,6 +217,17 @@ def test_autocast(device):
     assert again.dtype == BF16 and again.isfinite().all()
 
 
+def test_autocast_leaves_fp32_alone():
+    """Autocast must not reach the matrix products inside of the CPU implementation."""
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70), "cpu")
+    leaves = [leaf(x) for x in (inputs.q, inputs.k, inputs.v)]
+    with torch.autocast("cpu", dtype=BF16):
+        out, lse = flash_cute.flash_attn_func(*leaves, return_lse=True)
+        grads = torch.autograd.grad(out, leaves, inputs.dout)
+    bounds.check_forward(out.detach(), lse.detach(), bounds.forward_oracle(inputs))
+    bounds.check_gradients(dict(zip("qkv", grads, strict=True)), inputs, out.detach())
+
+
 def test_mixed_dtypes_under_autocast_are_refused(device):
     inputs = make_inputs(Case(dtype=BF16), device)
     with torch.autocast(device, dtype=BF16), pytest.raises(TypeError, match="dtypes differ"):

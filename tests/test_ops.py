@@ -131,7 +131,7 @@ def test_fakes_tell_shape_dtype_and_strides(make, device, case, returns):
 
 
 def describe(x: torch.Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else tuple(x.shape), x.dtype, x.stride(), x.device.type
+    return None if x is None else (x.shape, x.dtype, x.stride(), x.device.type)
 
 
 @pytest.mark.parametrize("case", SAMPLES)

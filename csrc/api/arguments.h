@@ -67,17 +67,24 @@ struct BwdArguments {
 };
 
 inline Score take_score(Stack& in) {
-  return {in.take<std::optional<double>>(), in.take<bool>(),
-          in.take<int64_t>(),               in.take<int64_t>(),
-          in.take<double>(),                in.take<std::optional<Tensor>>(),
-          in.take<std::optional<Tensor>>(), in.take<double>(),
+  return {in.take<std::optional<double>>(),
+          in.take<bool>(),
+          in.take<int64_t>(),
+          in.take<int64_t>(),
+          in.take<double>(),
+          in.take<std::optional<Tensor>>(),
+          in.take<std::optional<Tensor>>(),
+          in.take<double>(),
           in.take<std::optional<Tensor>>()};
 }
 
 inline PackedSequences take_sequences(Stack& in) {
-  PackedSequences sequences{in.take<Tensor>(),  in.take<Tensor>(),
-                            in.take<int64_t>(), in.take<int64_t>(),
-                            in.take<std::optional<Tensor>>(), in.take<std::optional<Tensor>>()};
+  PackedSequences sequences{in.take<Tensor>(),
+                            in.take<Tensor>(),
+                            in.take<int64_t>(),
+                            in.take<int64_t>(),
+                            in.take<std::optional<Tensor>>(),
+                            in.take<std::optional<Tensor>>()};
   in.take<bool>();  // zero_tensors: rows of no sequence are zeroed in any case
   return sequences;
 }

@@ -10,9 +10,8 @@ namespace flash_cute {
 namespace {
 
 Tensor allocate_like(const Tensor& t) {
-  return t.dim() == 4
-             ? allocate(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, t.scalar_type())
-             : allocate(t, {t.size(0), t.size(1), t.size(2)}, t.scalar_type());
+  return t.dim() == 4 ? allocate(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, t.scalar_type())
+                      : allocate(t, {t.size(0), t.size(1), t.size(2)}, t.scalar_type());
 }
 
 Tensor allocate_statistics(const Tensor& q) {
@@ -48,16 +47,13 @@ void run(BwdProblem& p, const FwdArguments& a, const Tensor& dq, const Tensor& d
   p.dk = gradient(dk, a.k, "dk");
   p.dv = gradient(dv, a.v, "dv");
   p.softmax_d = statistics(softmax_d, "softmax_d", a.q);
-  const auto& kernel =
-      select(bwd_kernels(), p.fwd.dtype, p.fwd.head_dim, device(a.q.get_device_index()));
+  const auto& kernel = select(bwd_kernels(), p.fwd.dtype, p.fwd.head_dim, device(a.q.get_device_index()));
 
   const bool dense = p.fwd.sequences.cu_q == nullptr;
   const PaddedRows padded{kernel.config.block_m};
-  const int64_t rows =
-      dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
+  const int64_t rows = dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
   const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
-  const Tensor workspace =
-      allocate(a.q, {all_rows * (kernel.config.head_dim + 2)}, ScalarType::Float);
+  const Tensor workspace = allocate(a.q, {all_rows * (kernel.config.head_dim + 2)}, ScalarType::Float);
   float* base = static_cast<float*>(workspace.data_ptr());
   const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
   p.lse_log2 = {base, batch_stride, rows};
@@ -91,9 +87,17 @@ void into(StableIValue* stack, bool varlen) {
 
 }  // namespace
 
-void bwd(StableIValue* stack, uint64_t, uint64_t) { functional(stack, false); }
-void bwd_out(StableIValue* stack, uint64_t, uint64_t) { into(stack, false); }
-void varlen_bwd(StableIValue* stack, uint64_t, uint64_t) { functional(stack, true); }
-void varlen_bwd_out(StableIValue* stack, uint64_t, uint64_t) { into(stack, true); }
+void bwd(StableIValue* stack, uint64_t, uint64_t) {
+  functional(stack, false);
+}
+void bwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  into(stack, false);
+}
+void varlen_bwd(StableIValue* stack, uint64_t, uint64_t) {
+  functional(stack, true);
+}
+void varlen_bwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  into(stack, true);
+}
 
 }  // namespace flash_cute

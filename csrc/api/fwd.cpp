@@ -22,9 +22,8 @@ Tensor allocate_statistics(const Tensor& q) {
 FwdResults allocate_results(const FwdArguments& a) {
   const Tensor& q = a.q;
   return {
-      .out = q.dim() == 4
-                 ? allocate(q, {q.size(0), q.size(1), q.size(2), q.size(3)}, q.scalar_type())
-                 : allocate(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type()),
+      .out = q.dim() == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), q.size(3)}, q.scalar_type())
+                          : allocate(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type()),
       .softmax_lse = allocate_statistics(q),
       .row_max = a.return_row_max ? allocate_statistics(q) : Tensor(),
       .softmax = Tensor(),
@@ -36,8 +35,7 @@ void run(FwdProblem& p, const Tensor& q, const Tensor& out, const Tensor& softma
   check_same_shape(out, q, "out");
   p.out = matrices(out, "out");
   p.lse = statistics(softmax_lse, "softmax_lse", q);
-  const auto& kernel =
-      select(fwd_kernels(), p.dtype, p.head_dim, device(q.get_device_index()));
+  const auto& kernel = select(fwd_kernels(), p.dtype, p.head_dim, device(q.get_device_index()));
   const cudaError_t error = kernel.launch(p, current_stream(q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }
@@ -65,10 +63,18 @@ void into(StableIValue* stack, bool varlen) {
 
 }  // namespace
 
-void fwd(StableIValue* stack, uint64_t, uint64_t) { functional(stack, false); }
-void fwd_out(StableIValue* stack, uint64_t, uint64_t) { into(stack, false); }
-void varlen_fwd(StableIValue* stack, uint64_t, uint64_t) { functional(stack, true); }
-void varlen_fwd_out(StableIValue* stack, uint64_t, uint64_t) { into(stack, true); }
+void fwd(StableIValue* stack, uint64_t, uint64_t) {
+  functional(stack, false);
+}
+void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  into(stack, false);
+}
+void varlen_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  functional(stack, true);
+}
+void varlen_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
+  into(stack, true);
+}
 
 std::string kernels() {
   std::string ids;

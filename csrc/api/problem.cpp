@@ -10,24 +10,22 @@ namespace {
 void check_shapes(const FwdArguments& a) {
   const int dims = a.sequences ? 3 : 4;
   FC_CHECK(a.q.dim() == dims && a.k.dim() == dims, "q and k must have ", dims, " dimensions");
+  FC_CHECK(a.sequences || a.q.size(0) == a.k.size(0), "q and k differ in batch size");
   check_same_kind(a.k, a.q, "k");
+  FC_CHECK(a.k.size(dims - 1) == a.q.size(dims - 1), "q and k differ in head dim");
   check_same_kind(a.v, a.q, "v");
   FC_CHECK(a.v.dim() == dims && a.v.size(dims - 1) == a.k.size(dims - 1),
            "a head dim of v that differs from q's is not supported on CUDA yet");
   check_same_shape(a.v, a.k, "v");
-  FC_CHECK(a.k.size(dims - 1) == a.q.size(dims - 1), "q and k differ in head dim");
   FC_CHECK(a.q.size(dims - 1) > 0, "the head dim is 0");
   const int64_t heads = a.q.size(dims - 2), heads_k = a.k.size(dims - 2);
   FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, k ", heads_k,
            "; heads must be a multiple of heads_k");
-  FC_CHECK(a.sequences || a.q.size(0) == a.k.size(0), "q and k differ in batch size");
 }
 
 DType dtype_of(const Tensor& q) {
   const ScalarType dtype = q.scalar_type();
-  const char* name = dtype == ScalarType::Float    ? "float32"
-                     : dtype == ScalarType::Double ? "float64"
-                                                   : "of q";
+  const char* name = dtype == ScalarType::Float ? "float32" : dtype == ScalarType::Double ? "float64" : "of q";
   FC_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "dtype ", name,
            " is not supported on CUDA yet; float16 and bfloat16 are");
   return dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
@@ -64,8 +62,8 @@ FwdProblem make_problem(const FwdArguments& a) {
   p.heads_k = checked_int(a.k.size(head_axis), "heads_k");
   p.head_dim = checked_int(a.q.size(head_axis + 1), "head dim");
   p.band = band_of(a.score);
-  p.softmax_scale = static_cast<float>(
-      a.score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
+  p.softmax_scale =
+      static_cast<float>(a.score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
   FC_CHECK(std::isfinite(p.softmax_scale), "softmax_scale is not finite");
   p.q = matrices(a.q, "q");
   p.k = matrices(a.k, "k");
@@ -77,8 +75,7 @@ FwdProblem make_problem(const FwdArguments& a) {
     return p;
   }
   const PackedSequences& s = *a.sequences;
-  FC_CHECK(s.cu_seqlens_q.dim() == 1 && s.cu_seqlens_q.size(0) > 0,
-           "cu_seqlens_q must hold batch + 1 offsets");
+  FC_CHECK(s.cu_seqlens_q.dim() == 1 && s.cu_seqlens_q.size(0) > 0, "cu_seqlens_q must hold batch + 1 offsets");
   p.batch = checked_int(s.cu_seqlens_q.size(0) - 1, "batch");
   p.total_q = a.q.size(0);
   p.total_k = a.k.size(0);

@@ -5,8 +5,7 @@
 #include <array>
 
 // Declared by torch only for code that links CUDA; weak, so that the library also loads where torch has no CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
-                                                                                   void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace flash_cute {
 namespace {
@@ -14,7 +13,9 @@ namespace {
 constexpr int kMaxDims = 4;
 
 // A dimension of size 1 is never stepped along, whatever its stride says.
-int64_t step(const Tensor& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
+int64_t step(const Tensor& t, int dim) {
+  return t.size(dim) > 1 ? t.stride(dim) : 0;
+}
 
 }  // namespace
 
@@ -26,10 +27,9 @@ Tensor allocate(const Tensor& like, std::initializer_list<int64_t> sizes, Scalar
     stride *= sizes.begin()[i];
   }
   AtenTensorHandle handle = nullptr;
-  const auto error = aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-      aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
+  const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
+                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+                                              aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
   FC_CHECK(error == AOTI_TORCH_SUCCESS, "could not allocate ", stride, " elements on the GPU");
   return Tensor(handle);
 }
@@ -45,14 +45,14 @@ Matrices matrices(const Tensor& t, const char* name) {
              .head = step(t, dims - 2),
              .vectors = false};
   constexpr int kVector = 8;  // elements in 16 bytes
-  m.vectors = reinterpret_cast<uintptr_t>(m.ptr) % 16 == 0 && m.batch % kVector == 0 &&
-              m.row % kVector == 0 && m.head % kVector == 0;
+  m.vectors = reinterpret_cast<uintptr_t>(m.ptr) % 16 == 0 && m.batch % kVector == 0 && m.row % kVector == 0 &&
+              m.head % kVector == 0;
   return m;
 }
 
 Statistics statistics(const Tensor& t, const char* name, const Tensor& q) {
-  FC_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() &&
-               t.get_device_index() == q.get_device_index() && t.is_cuda(),
+  FC_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.get_device_index() == q.get_device_index() &&
+               t.is_cuda(),
            name, " must be a contiguous fp32 tensor on q's device");
   const bool dense = q.dim() == 4;
   const int64_t rows = dense ? q.size(1) : q.size(0), heads = dense ? q.size(2) : q.size(1);
@@ -63,8 +63,7 @@ Statistics statistics(const Tensor& t, const char* name, const Tensor& q) {
 
 void check_same_kind(const Tensor& t, const Tensor& q, const char* name) {
   FC_CHECK(t.scalar_type() == q.scalar_type(), name, "'s dtype differs from q's");
-  FC_CHECK(t.is_cuda() && t.get_device_index() == q.get_device_index(), name,
-           " is not on q's device");
+  FC_CHECK(t.is_cuda() && t.get_device_index() == q.get_device_index(), name, " is not on q's device");
 }
 
 void check_same_shape(const Tensor& t, const Tensor& expected, const char* name) {
@@ -77,22 +76,19 @@ const int* indices(const Tensor& t, int64_t length, const char* name, const Tens
   FC_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == 1 && t.is_contiguous(), name,
            " must be a contiguous int32 vector");
   FC_CHECK(t.size(0) == length, name, " has ", t.size(0), " entries; expected ", length);
-  FC_CHECK(t.is_cuda() && t.get_device_index() == q.get_device_index(), name,
-           " is not on q's device");
+  FC_CHECK(t.is_cuda() && t.get_device_index() == q.get_device_index(), name, " is not on q's device");
   return static_cast<const int*>(t.data_ptr());
 }
 
 int checked_int(int64_t value, const char* name) {
-  FC_CHECK(0 <= value && value < Band::kUnbounded, name, " is ", value, "; it must be in [0, ",
-           Band::kUnbounded, ")");
+  FC_CHECK(0 <= value && value < Band::kUnbounded, name, " is ", value, "; it must be in [0, ", Band::kUnbounded, ")");
   return static_cast<int>(value);
 }
 
 cudaStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
   FC_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-               aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream) ==
-                   AOTI_TORCH_SUCCESS,
+               aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
            "this torch has no CUDA stream for the tensors given");
   return static_cast<cudaStream_t>(stream);
 }

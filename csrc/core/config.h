@@ -38,10 +38,9 @@ struct KernelConfig {
 
   // Name of the kernel in logs, profiles, tests and the benchmark's JSON.
   std::string id() const {
-    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + "_sm" +
-           std::to_string(static_cast<int>(arch)) + (dtype == flash_cute::DType::BF16 ? "_bf16" : "_fp16") +
-           "_d" + std::to_string(head_dim) + "_m" + std::to_string(block_m) + "_n" +
-           std::to_string(block_n) + "_s" + std::to_string(stages) + "_w" + std::to_string(warps) + "_c" +
-           std::to_string(ctas);
+    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + "_sm" + std::to_string(static_cast<int>(arch)) +
+           (dtype == flash_cute::DType::BF16 ? "_bf16" : "_fp16") + "_d" + std::to_string(head_dim) + "_m" +
+           std::to_string(block_m) + "_n" + std::to_string(block_n) + "_s" + std::to_string(stages) + "_w" +
+           std::to_string(warps) + "_c" + std::to_string(ctas);
   }
 };

@@ -16,8 +16,7 @@ int attribute(cudaDeviceAttr which, int index) {
   int value = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&value, which, index);
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("flash_cute: cannot query the GPU: ") +
-                             cudaGetErrorString(error));
+    throw std::runtime_error(std::string("flash_cute: cannot query the GPU: ") + cudaGetErrorString(error));
   }
   return value;
 }
@@ -28,8 +27,8 @@ const Device& device(int index) {
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> asked;
   if (index < 0 || index >= kMaxDevices) {
-    throw std::runtime_error("flash_cute: device index " + std::to_string(index) +
-                             " is not in [0, " + std::to_string(kMaxDevices) + ")");
+    throw std::runtime_error("flash_cute: device index " + std::to_string(index) + " is not in [0, " +
+                             std::to_string(kMaxDevices) + ")");
   }
   std::call_once(asked[index], [index] {
     devices[index] = {

@@ -68,12 +68,8 @@ struct PaddedRows {
   int block;
 
   constexpr int64_t dense(int seqlen) const { return int64_t(seqlen + block - 1) / block * block; }
-  constexpr int64_t packed(int64_t total, int batch) const {
-    return (total + int64_t(batch) * block) / block * block;
-  }
-  constexpr int64_t first_row(int64_t offset, int b) const {
-    return (offset + int64_t(b) * block) / block * block;
-  }
+  constexpr int64_t packed(int64_t total, int batch) const { return (total + int64_t(batch) * block) / block * block; }
+  constexpr int64_t first_row(int64_t offset, int b) const { return (offset + int64_t(b) * block) / block * block; }
 };
 
 template <Op>

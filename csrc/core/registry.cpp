@@ -5,8 +5,10 @@
 namespace flash_cute {
 
 // kernels_built.def holds the rows of configs.def whose arch this build compiles.
-#define KERNEL_CONFIG(op, arch, dtype, ...) \
-  KernelConfig { Op::op, Arch::arch, DType::dtype, __VA_ARGS__ }
+#define KERNEL_CONFIG(op, arch, dtype, ...)       \
+  KernelConfig {                                  \
+    Op::op, Arch::arch, DType::dtype, __VA_ARGS__ \
+  }
 #define KERNEL_ENTRY(...) {KERNEL_CONFIG(__VA_ARGS__), &launch<KERNEL_CONFIG(__VA_ARGS__)>},
 #define FWD_KERNEL_Fwd(...) KERNEL_ENTRY(__VA_ARGS__)
 #define FWD_KERNEL_Bwd(...)
@@ -50,22 +52,18 @@ std::string refusal(const KernelConfig& config, DType dtype, int head_dim, const
 }
 
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, DType dtype, int head_dim,
-                         const Device& device) {
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, DType dtype, int head_dim, const Device& device) {
   for (const Kernel<op>& kernel : kernels) {
     if (refusal(kernel.config, dtype, head_dim, device).empty()) return kernel;
   }
   std::string message = "flash_cute: no kernel for this call";
   for (const Kernel<op>& kernel : kernels) {
-    message += "\n  " + kernel.config.id() + ": " +
-               refusal(kernel.config, dtype, head_dim, device);
+    message += "\n  " + kernel.config.id() + ": " + refusal(kernel.config, dtype, head_dim, device);
   }
   throw std::runtime_error(message);
 }
 
-template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, DType, int,
-                                       const Device&);
-template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, DType, int,
-                                       const Device&);
+template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, DType, int, const Device&);
+template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, DType, int, const Device&);
 
 }  // namespace flash_cute

@@ -31,7 +31,6 @@ std::string refusal(const KernelConfig& config, DType dtype, int head_dim, const
 
 // The first kernel that can do the problem. Throws std::runtime_error that lists why each one cannot.
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, DType dtype, int head_dim,
-                         const Device& device);
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, DType dtype, int head_dim, const Device& device);
 
 }  // namespace flash_cute

@@ -13,8 +13,8 @@ using namespace cute;
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
   auto l = acc.layout();  // ((2,2),MMA_M,MMA_N)
-  return make_tensor(acc.data(), make_layout(make_layout(get<0, 1>(l), get<1>(l)),
-                                             make_layout(get<0, 0>(l), get<2>(l))));
+  return make_tensor(acc.data(),
+                     make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l))));
 }
 
 // An accumulator's registers as the A operand of the next product: two neighbouring n-tiles of the accumulator are one
@@ -23,8 +23,7 @@ template <class Accumulator>
 CUTE_DEVICE auto as_operand_a(Accumulator&& acc) {
   auto l = logical_divide(acc.layout(), Shape<X, X, _2>{});  // ((2,2),MMA_M,(2,MMA_N/2))
   return make_tensor(acc.data(),
-                     make_layout(make_layout(get<0, 0>(l), get<0, 1>(l), get<2, 0>(l)), get<1>(l),
-                                 get<2, 1>(l)));
+                     make_layout(make_layout(get<0, 0>(l), get<0, 1>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l)));
 }
 
 // Rounds every element to the nearest Element.

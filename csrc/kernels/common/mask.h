@@ -10,9 +10,7 @@ struct BandMask {
   int seqlen_k;
 
   FC_HOST_DEVICE BandMask(const SeqInfo& seq, Band band)
-      : lowest(seq.shift() - band.left),
-        highest(seq.shift() + band.right),
-        seqlen_k(seq.k.length) {}
+      : lowest(seq.shift() - band.left), highest(seq.shift() + band.right), seqlen_k(seq.k.length) {}
 
   FC_HOST_DEVICE bool visible(int query, int key) const {
     return key < seqlen_k && key - query >= lowest && key - query <= highest;

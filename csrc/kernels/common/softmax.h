@@ -80,6 +80,11 @@ struct OnlineSoftmax {
     }
   }
 
+  // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.
+  CUTE_DEVICE float natural_max(int r) const {
+    return isnan(row_sum[r]) && row_max[r] < INFINITY ? row_sum[r] : row_max[r] * (scale_log2 * kLn2);
+  }
+
   CUTE_DEVICE float lse(int r) const {
     return row_sum[r] == 0.f ? -INFINITY : (row_max[r] * scale_log2 + log2f(row_sum[r])) * kLn2;
   }

@@ -21,9 +21,9 @@ struct BackwardTraits {
   using Element = typename Mma16816<C.dtype>::Element;
   using MmaKeys = WarpMma<C.dtype, C.warps, 1>;  // S^T, dP^T, dK, dV: every warp owns 16 keys
   using MmaDq = typename DqTraits<C>::Mma;
-  using LayoutQ = SharedLayout<Element, C.block_m, C.head_dim>;   // Q and dO
+  using LayoutQ = SharedLayout<Element, C.block_m, C.head_dim>;  // Q and dO
   using LayoutKV = SharedLayout<Element, C.block_n, C.head_dim>;  // K and V
-  using LayoutDs = SharedLayout<Element, C.block_n, C.block_m>;   // dS^T
+  using LayoutDs = SharedLayout<Element, C.block_n, C.block_m>;  // dS^T
   using LayoutQt = TransposedLayout<Element, C.block_m, C.head_dim>;
   using LayoutKt = TransposedLayout<Element, C.block_n, C.head_dim>;
   using LayoutDsT = TransposedLayout<Element, C.block_n, C.block_m>;
@@ -69,23 +69,25 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const TileRange range = query_tiles(seq, p.fwd.band, tile.row, C.block_n, C.block_m);
   const int64_t padded_row = PaddedRows{C.block_m}.first_row(seq.q.offset, p.fwd.sequences.cu_q ? tile.batch : 0);
 
-  Tensor sK = make_tensor(make_smem_ptr(storage.k), typename T::LayoutKV{});     // (BLK_N,D)
-  Tensor sKt = make_tensor(make_smem_ptr(storage.k), typename T::LayoutKt{});    // (D,BLK_N)
-  Tensor sV = make_tensor(make_smem_ptr(storage.v), typename T::LayoutKV{});     // (BLK_N,D)
-  Tensor sDs = make_tensor(make_smem_ptr(storage.ds), typename T::LayoutDs{});   // (BLK_N,BLK_M)
-  Tensor sDsT = make_tensor(make_smem_ptr(storage.ds), typename T::LayoutDsT{}); // (BLK_M,BLK_N)
+  Tensor sK = make_tensor(make_smem_ptr(storage.k), typename T::LayoutKV{});  // (BLK_N,D)
+  Tensor sKt = make_tensor(make_smem_ptr(storage.k), typename T::LayoutKt{});  // (D,BLK_N)
+  Tensor sV = make_tensor(make_smem_ptr(storage.v), typename T::LayoutKV{});  // (BLK_N,D)
+  Tensor sDs = make_tensor(make_smem_ptr(storage.ds), typename T::LayoutDs{});  // (BLK_N,BLK_M)
+  Tensor sDsT = make_tensor(make_smem_ptr(storage.ds), typename T::LayoutDsT{});  // (BLK_M,BLK_N)
 
-  auto key_tile = [&](const Matrices& m, int first, int last) {
-    return global_tile<Element>(m, tile.batch, tile.head, seq.k.offset, tile.row, first, last, head_dim);
+  const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
+  const RowSpan queries = seeing_queries(seq, p.fwd.band, tile.row, C.block_n);
+  auto key_tile = [&](const Matrices& m, RowSpan span) {
+    return global_tile<Element>(m, tile.batch, tile.head, seq.k.offset, tile.row, span, head_dim);
   };
   // Loads the step's Q, dO and row statistics; a step past the last leaves an empty group.
   auto load_step = [&](int head, int m, int stage) {
     if (head < group) {
       const int head_q = tile.head * group + head;
       auto load = [&](const Matrices& from, Element* to) {
-        load_tile<kThreads>(global_tile<const Element>(from, tile.batch, head_q, seq.q.offset,
-                                                       m * C.block_m, 0, seq.q.length, head_dim),
-                            make_tensor(make_smem_ptr(to), typename T::LayoutQ{}), thread);
+        load_tile<kThreads>(
+            global_tile<const Element>(from, tile.batch, head_q, seq.q.offset, m * C.block_m, queries, head_dim),
+            make_tensor(make_smem_ptr(to), typename T::LayoutQ{}), thread);
       };
       load(p.fwd.q, storage.q[stage]);
       load(p.dout, storage.dout[stage]);
@@ -94,8 +96,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
         const Statistics& from = thread < kVectors ? p.lse_log2 : p.row_dot;
         float* to = thread < kVectors ? storage.lse_log2[stage] : storage.row_dot[stage];
         const int i = thread % kVectors * 4;
-        cp_async_16(to + i, from.ptr + tile.batch * from.batch + head_q * from.head + padded_row +
-                                m * C.block_m + i, 16);
+        cp_async_16(to + i, from.ptr + tile.batch * from.batch + head_q * from.head + padded_row + m * C.block_m + i,
+                    16);
       }
     }
     cp_async_fence();
@@ -107,8 +109,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   Tensor tVrdV = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,MMA_N,MMA_D)
   clear(tKrdK);
   clear(tVrdV);
-  Tensor tScS = thread_mma.partition_C(
-      make_identity_tensor(Shape<Int<C.block_n>, Int<C.block_m>>{}));  // (MMA,MMA_N,MMA_M)
+  Tensor tScS =
+      thread_mma.partition_C(make_identity_tensor(Shape<Int<C.block_n>, Int<C.block_m>>{}));  // (MMA,MMA_N,MMA_M)
   const BandMask mask(seq, p.fwd.band);
   const float scale_log2 = p.fwd.softmax_scale * kLog2e;
 
@@ -120,20 +122,19 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     }
   };
   Step step{range.empty() ? group : 0, range.begin};
-  const KeySpan keys(seq, p.fwd.band, 0, seq.q.length);
-  load_tile<kThreads>(key_tile(p.fwd.k, keys.first, keys.last), sK, thread);
-  load_tile<kThreads>(key_tile(p.fwd.v, keys.first, keys.last), sV, thread);
+  load_tile<kThreads>(key_tile(p.fwd.k, keys), sK, thread);
+  load_tile<kThreads>(key_tile(p.fwd.v, keys), sV, thread);
   load_step(step.head, step.m, 0);  // commits K and V too
 
   int stage = 0;
   CUTE_NO_UNROLL
   for (; step.head < group; step = step.next(range), stage = (stage + 1) % C.stages) {
-    Tensor sQ = make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQ{});        // (BLK_M,D)
-    Tensor sQt = make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQt{});      // (D,BLK_M)
-    Tensor sdO = make_tensor(make_smem_ptr(storage.dout[stage]), typename T::LayoutQ{});    // (BLK_M,D)
+    Tensor sQ = make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQ{});  // (BLK_M,D)
+    Tensor sQt = make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQt{});  // (D,BLK_M)
+    Tensor sdO = make_tensor(make_smem_ptr(storage.dout[stage]), typename T::LayoutQ{});  // (BLK_M,D)
     Tensor sdOt = make_tensor(make_smem_ptr(storage.dout[stage]), typename T::LayoutQt{});  // (D,BLK_M)
-    Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});       // (MMA,MMA_N,MMA_M)
-    Tensor tSrdP = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});      // (MMA,MMA_N,MMA_M)
+    Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,MMA_N,MMA_M)
+    Tensor tSrdP = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,MMA_N,MMA_M)
     clear(tSrS);
     clear(tSrdP);
 
@@ -143,10 +144,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     const Step ahead = step.next(range);
     load_step(ahead.head, ahead.m, (stage + 1) % C.stages);
 
-    gemm(mma, tSrS, operand_a<LoadMatrix<Element>>(mma, sK, thread),
-         operand_b<LoadMatrix<Element>>(mma, sQ, thread), thread);
-    gemm(mma, tSrdP, operand_a<LoadMatrix<Element>>(mma, sV, thread),
-         operand_b<LoadMatrix<Element>>(mma, sdO, thread), thread);
+    gemm(mma, tSrS, operand_a<LoadMatrix<Element>>(mma, sK, thread), operand_b<LoadMatrix<Element>>(mma, sQ, thread),
+         thread);
+    gemm(mma, tSrdP, operand_a<LoadMatrix<Element>>(mma, sV, thread), operand_b<LoadMatrix<Element>>(mma, sdO, thread),
+         thread);
 
     // P = exp(S - lse) and dS = P (dP - rowsum(dO O)), both transposed. Hidden elements are selected away, in P and in
     // dS: hidden keys and values may hold anything.
@@ -166,13 +167,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       }
     }
 
-    Tensor rP = converted<Element>(tSrS);     // (MMA,MMA_N,MMA_M)
-    Tensor rdS = converted<Element>(tSrdP);   // (MMA,MMA_N,MMA_M)
-    gemm_registers(mma, tVrdV, as_operand_a(rP),
-                   operand_b<LoadMatrixTransposed<Element>>(mma, sdOt, thread), thread);
+    Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
+    Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
+    gemm_registers(mma, tVrdV, as_operand_a(rP), operand_b<LoadMatrixTransposed<Element>>(mma, sdOt, thread), thread);
     store_accumulator<Element>(mma, rdS, sDs, thread);
-    gemm_registers(mma, tKrdK, as_operand_a(rdS),
-                   operand_b<LoadMatrixTransposed<Element>>(mma, sQt, thread), thread);
+    gemm_registers(mma, tKrdK, as_operand_a(rdS), operand_b<LoadMatrixTransposed<Element>>(mma, sQt, thread), thread);
 
     // After this barrier all of dS is in shared memory.
     __syncthreads();
@@ -195,8 +194,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   store_accumulator<Element>(mma, tVrdV, sV, thread);
   // After this barrier all of dK and dV is in shared memory.
   __syncthreads();
-  store_tile<kThreads>(key_tile(p.dk, 0, seq.k.length), sK, thread);
-  store_tile<kThreads>(key_tile(p.dv, 0, seq.k.length), sV, thread);
+  store_tile<kThreads>(key_tile(p.dk, {0, seq.k.length}), sK, thread);
+  store_tile<kThreads>(key_tile(p.dv, {0, seq.k.length}), sV, thread);
 }
 
 }  // namespace flash_cute::sm80
@@ -209,10 +208,19 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (f.sequences.cu_q != nullptr) {
-    const GapFill q{f.sequences.cu_q, f.sequences.used_q, f.batch, f.seqlen_q, f.total_q, f.heads,
-                    f.head_dim, p.dq, p.softmax_d, {}, 0.f};
-    GapFill k{f.sequences.cu_k, f.sequences.used_k, f.batch, f.seqlen_k, f.total_k, f.heads_k,
-              f.head_dim, p.dk, {}, {}, 0.f};
+    const GapFill q{f.sequences.cu_q,
+                    f.sequences.used_q,
+                    f.batch,
+                    f.seqlen_q,
+                    f.total_q,
+                    f.heads,
+                    f.head_dim,
+                    p.dq,
+                    p.softmax_d,
+                    {},
+                    0.f};
+    GapFill k{
+        f.sequences.cu_k, f.sequences.used_k, f.batch, f.seqlen_k, f.total_k, f.heads_k, f.head_dim, p.dk, {}, {}, 0.f};
     if (cudaError_t e = fill_gaps(q, stream)) return e;
     if (cudaError_t e = fill_gaps(k, stream)) return e;
     k.matrices = p.dv;

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(C.threads()) backward_prepare(const __grid_con
   }
 
   auto matrix = [&](const Matrices& m) {
-    return global_tile<const Element>(m, tile.batch, tile.head, tile.span.offset, tile.row,
-                                      0, tile.span.length, p.fwd.head_dim);
+    return global_tile<const Element>(m, tile.batch, tile.head, tile.span.offset, tile.row, {0, tile.span.length},
+                                      p.fwd.head_dim);
   };
   const auto dout = matrix(p.dout), out = matrix(p.fwd.out);
   const int col = threadIdx.x % kThreadsPerRow * 8;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(C.threads()) backward_finish(const __grid_cons
   // After this barrier all of dQ's tile is in shared memory.
   __syncthreads();
   store_tile<C.threads()>(global_tile<Element>(p.dq, tile.batch, tile.head, tile.span.offset, tile.row,
-                                               0, tile.span.length, p.fwd.head_dim),
+                                               {0, tile.span.length}, p.fwd.head_dim),
                           sdQ, threadIdx.x);
 }
 

@@ -43,8 +43,7 @@ struct QueryTile {
 
 // Scores that the band hides become -inf. Selected, not added: hidden keys may hold anything.
 template <class Scores, class Coordinates>
-CUTE_DEVICE void mask_scores(Scores& scores, Coordinates const& at, const BandMask& mask, int row,
-                             int col) {
+CUTE_DEVICE void mask_scores(Scores& scores, const Coordinates& at, const BandMask& mask, int row, int col) {
   CUTE_UNROLL
   for (int i = 0; i < size(scores); ++i) {
     if (!mask.visible(row + get<0>(at(i)), col + get<1>(at(i)))) scores(i) = -INFINITY;
@@ -54,7 +53,7 @@ CUTE_DEVICE void mask_scores(Scores& scores, Coordinates const& at, const BandMa
 // Writes the natural-log LSE of each row, and the maximum where asked for.
 template <class Softmax, class Coordinates>
 CUTE_DEVICE void store_statistics(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile,
-                                  Softmax const& softmax, Coordinates const& at) {
+                                  const Softmax& softmax, const Coordinates& at) {
   auto rows = rows_and_columns(at);  // (rows,columns) -> (row, column)
   if (get<1>(rows(0, 0)) != 0) return;  // one thread of the quad writes
   const int64_t lse_base = tile.batch * p.lse.batch + tile.head * p.lse.head + seq.q.offset;
@@ -65,8 +64,7 @@ CUTE_DEVICE void store_statistics(const FwdProblem& p, const SeqInfo& seq, const
     if (row >= seq.q.length) continue;
     p.lse.ptr[lse_base + row] = softmax.lse(r);
     if (p.row_max.ptr != nullptr) {
-      p.row_max.ptr[max_base + row] =
-          softmax.row_max[r] == -INFINITY ? -INFINITY : softmax.row_max[r] * softmax.scale_log2 * kLn2;
+      p.row_max.ptr[max_base + row] = softmax.natural_max(r);
     }
   }
 }
@@ -85,12 +83,12 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);
   const TileRange range = key_tiles(seq, p.band, tile.row, C.block_m, C.block_n);
-  const KeySpan keys(seq, p.band, tile.row, C.block_m);
+  const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
 
   Tensor sQ = make_tensor(make_smem_ptr(storage.q), typename T::LayoutQ{});  // (BLK_M,D)
   auto load_kv = [&](const Matrices& m, Element* stage, int n) {
-    const auto global = global_tile<const Element>(m, tile.batch, head_k, seq.k.offset, n * C.block_n,
-                                                   keys.first, keys.last, p.head_dim);
+    const auto global =
+        global_tile<const Element>(m, tile.batch, head_k, seq.k.offset, n * C.block_n, keys, p.head_dim);
     load_tile<kThreads>(global, make_tensor(make_smem_ptr(stage), typename T::LayoutKV{}), thread);
   };
   // Copies are committed in the order K, V, K, V, ... from the last tile down; an empty group stands for a tile that
@@ -106,9 +104,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   constexpr int kGroupsAhead = 2 * C.stages - 2;
 
   if (!range.empty()) {
-    load_tile<kThreads>(global_tile<const Element>(p.q, tile.batch, tile.head, seq.q.offset, tile.row,
-                                                   0, seq.q.length, p.head_dim),
-                        sQ, thread);
+    load_tile<kThreads>(
+        global_tile<const Element>(p.q, tile.batch, tile.head, seq.q.offset, tile.row, {0, seq.q.length}, p.head_dim),
+        sQ, thread);
   }
   load_k(range.end - 1);  // commits Q too
   CUTE_UNROLL
@@ -121,8 +119,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   auto thread_mma = mma.get_slice(thread);
   Tensor tOrO = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,MMA_D)
   clear(tOrO);
-  Tensor tScS = thread_mma.partition_C(
-      make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));  // (MMA,MMA_M,MMA_N)
+  Tensor tScS =
+      thread_mma.partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));  // (MMA,MMA_M,MMA_N)
   OnlineSoftmax<2 * decltype(size<1>(tScS))::value> softmax(positive_scale_log2(p.softmax_scale));
   const BandMask mask(seq, p.band);
 
@@ -138,8 +136,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     cp_async_wait<kGroupsAhead>();
     __syncthreads();
     load_v(n - C.stages + 1);
-    gemm(mma, tSrS, operand_a<LoadMatrix<Element>>(mma, sQ, thread),
-         operand_b<LoadMatrix<Element>>(mma, sK, thread), thread);
+    gemm(mma, tSrS, operand_a<LoadMatrix<Element>>(mma, sQ, thread), operand_b<LoadMatrix<Element>>(mma, sK, thread),
+         thread);
     if (p.softmax_scale < 0.f) transform(tSrS, [](float s) { return -s; });
     if (!range.full(n)) mask_scores(tSrS, tScS, mask, tile.row, n * C.block_n);
     softmax.step(rows_and_columns(tSrS), rows_and_columns(tOrO));
@@ -158,9 +156,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   store_accumulator<Element>(mma, tOrO, sQ, thread);
   // After this barrier all of O is in shared memory.
   __syncthreads();
-  store_tile<kThreads>(global_tile<Element>(p.out, tile.batch, tile.head, seq.q.offset, tile.row, 0,
-                                            seq.q.length, p.head_dim),
-                       sQ, thread);
+  store_tile<kThreads>(
+      global_tile<Element>(p.out, tile.batch, tile.head, seq.q.offset, tile.row, {0, seq.q.length}, p.head_dim), sQ,
+      thread);
 }
 
 }  // namespace flash_cute::sm80
@@ -171,7 +169,8 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (p.sequences.cu_q != nullptr) {
     const GapFill gaps{p.sequences.cu_q, p.sequences.used_q, p.batch, p.seqlen_q, p.total_q,
-                       p.heads, p.head_dim, p.out, p.lse, p.row_max, -INFINITY};
+                       p.heads,          p.head_dim,         p.out,   p.lse,      p.row_max,
+                       -INFINITY};
     if (cudaError_t e = fill_gaps(gaps, stream)) return e;
   }
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;

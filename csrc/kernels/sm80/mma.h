@@ -49,12 +49,12 @@ struct SharedOperand {
 
 // A fragment's shape depends on the tile's shape alone, not on how shared memory is swizzled.
 template <class Element, class Layout>
-CUTE_DEVICE auto shape_only(Tensor<ViewEngine<smem_ptr<Element*>>, Layout> const& t) {
+CUTE_DEVICE auto shape_only(const Tensor<ViewEngine<smem_ptr<Element*>>, Layout>& t) {
   return make_tensor(make_smem_ptr<Element>(nullptr), make_layout(shape(t)));
 }
 
 template <class Atom, class Mma, class Shared>
-CUTE_DEVICE auto operand_a(Mma const& mma, Shared const& shared /* (M,K) */, int thread) {
+CUTE_DEVICE auto operand_a(const Mma& mma, const Shared& shared /* (M,K) */, int thread) {
   auto copy = make_tiled_copy_A(Atom{}, mma);
   Tensor fragment = mma.get_slice(thread).partition_fragment_A(shape_only(shared));
   Tensor view = copy.get_slice(thread).partition_S(shared);
@@ -62,7 +62,7 @@ CUTE_DEVICE auto operand_a(Mma const& mma, Shared const& shared /* (M,K) */, int
 }
 
 template <class Atom, class Mma, class Shared>
-CUTE_DEVICE auto operand_b(Mma const& mma, Shared const& shared /* (N,K) */, int thread) {
+CUTE_DEVICE auto operand_b(const Mma& mma, const Shared& shared /* (N,K) */, int thread) {
   auto copy = make_tiled_copy_B(Atom{}, mma);
   Tensor fragment = mma.get_slice(thread).partition_fragment_B(shape_only(shared));
   Tensor view = copy.get_slice(thread).partition_S(shared);
@@ -71,7 +71,7 @@ CUTE_DEVICE auto operand_b(Mma const& mma, Shared const& shared /* (N,K) */, int
 
 // acc += A B^T. Registers for step k + 1 are on their way while the tensor cores work on step k.
 template <class Mma, class Accumulator, class A, class B>
-CUTE_DEVICE void gemm(Mma const& mma, Accumulator& acc, A a, B b, int thread) {
+CUTE_DEVICE void gemm(const Mma& mma, Accumulator& acc, A a, B b, int thread) {
   a.load(0, thread);
   b.load(0, thread);
   constexpr int kSteps = decltype(size<2>(a.fragment))::value;
@@ -87,8 +87,7 @@ CUTE_DEVICE void gemm(Mma const& mma, Accumulator& acc, A a, B b, int thread) {
 
 // acc += A B^T with A in registers, (MMA,MMA_M,MMA_K).
 template <class Mma, class Accumulator, class Registers, class B>
-CUTE_DEVICE void gemm_registers(Mma const& mma, Accumulator& acc, Registers const& a, B b,
-                                int thread) {
+CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, const Registers& a, B b, int thread) {
   b.load(0, thread);
   constexpr int kSteps = decltype(size<2>(a))::value;
   CUTE_UNROLL
@@ -100,8 +99,7 @@ CUTE_DEVICE void gemm_registers(Mma const& mma, Accumulator& acc, Registers cons
 
 // Rounds an accumulator and writes it to a shared tile (M,N).
 template <class Element, class Mma, class Accumulator, class Shared>
-CUTE_DEVICE void store_accumulator(Mma const& mma, Accumulator const& acc, Shared const& shared,
-                                   int thread) {
+CUTE_DEVICE void store_accumulator(const Mma& mma, const Accumulator& acc, const Shared& shared, int thread) {
   auto copy = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, Element>{}, mma);
   auto slice = copy.get_slice(thread);
   Tensor rounded = converted<Element>(acc);

@@ -1,0 +1,82 @@
+"""The documentation says what is: its tables, paths, tests, links and its example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash_cute import validate
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+PAGES = [*GUIDES, "CHANGELOG.md", "benchmarks/README.md", "third_party/README.md"]
+MADE_BY_MAKE = (".venv/", "build/")
+SUFFIXES = "py|md|toml|txt|h|cpp|cu|def|cmake|json"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def code(page: str) -> list[str]:
+    """What stands between single backticks in a page."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", (ROOT / page).read_text()))
+
+
+def looks_like_a_path(text: str) -> bool:
+    with_folder = re.fullmatch(r"\.?[\w-]+/(?:[\w.-]+/?)*", text)
+    file_at_root = re.fullmatch(rf"[\w-]+\.(?:{SUFFIXES})", text)
+    return bool(with_folder or file_at_root) and not text.startswith(MADE_BY_MAKE)
+
+
+def heading_anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_support_matrix_is_current():
+    command = [sys.executable, ROOT / "tools" / "support_matrix.py", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_largest_head_dim_is_the_table_s():
+    rows = (ROOT / "csrc" / "configs.def").read_text()
+    head_dims = re.findall(r"^KERNEL\(\w+, *\w+, *\w+, *(\d+),", rows, re.MULTILINE)
+    assert max(map(int, head_dims)) == validate.CUDA_MAX_HEAD_DIM
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_paths_exist(page):
+    paths = [text for text in code(page) if looks_like_a_path(text)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_tests_exist(page):
+    names = [text.split("::") for text in code(page) if text.startswith("tests/") and "::" in text]
+    missing = [n for n in names if f"def {n[1]}(" not in (ROOT / n[0]).read_text()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_resolve(page):
+    folder = (ROOT / page).parent
+    text = FENCE.sub("", (ROOT / page).read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = folder / path if path else ROOT / page
+        assert linked.exists(), target
+        assert not anchor or anchor in heading_anchors(linked), target
+
+
+def test_example_of_the_readme_runs(capsys):
+    fences = FENCE.findall((ROOT / "README.md").read_text())
+    (example,) = (body for language, body in fences if language == "python")
+    assert len(example.splitlines()) <= 10
+    exec(example, {})
+    assert "torch.Size([2, 500, 8, 64])" in capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""What a built library must be: ``check_library.py LIBRARY [--all-kernels]``.
+
+It depends on torch's stable ABI alone, exports nothing by accident, stays small, and with
+``--all-kernels`` holds every row of ``csrc/configs.def``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+MAX_MEGABYTES = 64
+CONFIGS = Path(__file__).resolve().parent.parent / "csrc" / "configs.def"
+
+# Mangled names of these namespaces change between releases of torch and Python's C API between
+# versions of Python; the stable ABI is C functions (aoti_torch_*, torch_*).
+UNSTABLE = re.compile(r"^(_ZNK?(3c10|2at|5torch|6caffe2)|_ZT[IVS]N(3c10|2at|5torch)|_?Py[A-Z_])")
+NEEDED = re.compile(
+    r"^(libtorch|libstdc\+\+|libm|libgcc_s|libc|ld-linux-x86-64|libdl|librt|libpthread)\.so"
+)
+
+
+def config_ids(text: str) -> set[str]:
+    """The ids of the rows of configs.def, as ``torch.ops.flash_cute.kernels()`` gives them."""
+    rows = re.findall(r"^KERNEL\(([^)]*)\)", text, re.MULTILINE)
+    ids = set()
+    for row in rows:
+        op, arch, dtype, head_dim, m, n, stages, warps, ctas = (x.strip() for x in row.split(","))
+        ids.add(f"{op}_{arch}_{dtype}_d{head_dim}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}".lower())
+    return ids
+
+
+def problems(library: Path, all_kernels: bool) -> list[str]:
+    """What is wrong with the library; empty if nothing is."""
+    found = []
+    for symbol in _symbols(library, "--undefined-only"):
+        if UNSTABLE.match(symbol):
+            found.append(f"unstable symbol: {symbol}")
+    for name in _needed(library):
+        if not NEEDED.match(name):
+            found.append(f"needs {name}")
+    megabytes = library.stat().st_size / 2**20
+    if megabytes > MAX_MEGABYTES:
+        found.append(f"{megabytes:.1f} MB; at most {MAX_MEGABYTES} are allowed")
+    if all_kernels:
+        found += [
+            f"kernel {name} is missing"
+            for name in config_ids(CONFIGS.read_text()) - _kernels(library)
+        ]
+    return found
+
+
+def _symbols(library: Path, which: str) -> list[str]:
+    return [line.split()[-1].partition("@")[0] for line in _run("nm", "-D", which, str(library))]
+
+
+def _needed(library: Path) -> list[str]:
+    lines = _run("readelf", "-d", str(library))
+    return [m[1] for line in lines if (m := re.search(r"\(NEEDED\).*\[(.*)\]", line))]
+
+
+def _kernels(library: Path) -> set[str]:
+    import torch
+
+    torch.ops.load_library(str(library))
+    return set(torch.ops.flash_cute.kernels().split())
+
+
+def _run(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def main(arguments: list[str]) -> int:
+    library = Path(arguments[0])
+    found = problems(library, "--all-kernels" in arguments)
+    print(
+        f"{library.name}: {library.stat().st_size / 2**20:.1f} MB, {len(_kernels(library))} kernels"
+    )
+    for problem in found:
+        print(problem, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

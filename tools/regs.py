@@ -1,0 +1,98 @@
+"""Registers, spills and shared memory of every kernel, read from the build's log: ``regs.py LOG``.
+
+The build passes ``-Xptxas=-v``, so the log holds the assembler's report. Exits with 1 if a kernel
+spills that is not in SPILLS, or more than it says there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+# Kernels that are faster with these bytes of spill stores a thread than any configuration without:
+# (kernel, part of its configuration) -> bytes. See docs/performance.md.
+SPILLS = {
+    ("forward", "head_dim 128"): 240,
+    ("backward", "head_dim 64"): 120,
+    ("backward", "head_dim 128"): 120,
+}
+
+_FIELDS = ("op", "arch", "dtype", "head_dim", "block_m", "block_n", "stages", "warps", "ctas")
+
+
+class Usage(NamedTuple):
+    """What the assembler reports of one kernel for one GPU."""
+
+    kernel: str
+    config: str
+    gpu: str
+    registers: int
+    spill_bytes: int
+
+
+def parse(log: str) -> list[Usage]:
+    """The kernels in a build log."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<symbol>\S+)' for '(?P<gpu>\w+)'"
+        r".*?(?P<spill>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers",
+        re.DOTALL,
+    )
+    matches = list(pattern.finditer(log))
+    names = _demangle([match["symbol"] for match in matches])
+    return [
+        Usage(*_kernel_and_config(name), match["gpu"], int(match["registers"]), int(match["spill"]))
+        for name, match in zip(names, matches, strict=True)
+    ]
+
+
+def excess(usages: list[Usage]) -> list[Usage]:
+    """Kernels that spill more than SPILLS allows."""
+    return [usage for usage in usages if usage.spill_bytes > _allowed(usage)]
+
+
+def _allowed(usage: Usage) -> int:
+    allowed = (
+        size
+        for (kernel, part), size in SPILLS.items()
+        if kernel == usage.kernel and part in usage.config.split(", ")
+    )
+    return next(allowed, 0)
+
+
+def _demangle(symbols: list[str]) -> list[str]:
+    output = subprocess.run(
+        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
+    ).stdout
+    return output.splitlines()
+
+
+def _kernel_and_config(name: str) -> tuple[str, str]:
+    kernel = name.partition("<")[0].partition("(")[0].split("::")[-1].split()[-1]
+    values = re.search(r"KernelConfig\{(.*?)\}", name)
+    if values is None:
+        return kernel, ""
+    numbers = [part.rpartition(")")[2].strip() for part in values[1].split(",")]
+    return kernel, ", ".join(f"{f} {n}" for f, n in zip(_FIELDS, numbers, strict=False))
+
+
+def main(arguments: list[str]) -> int:
+    usages = parse(Path(arguments[0]).read_text(errors="replace"))
+    if not usages:
+        print("no kernel in the log: was anything compiled?", file=sys.stderr)
+        return 1
+    for usage in usages:
+        print(
+            f"{usage.kernel:18} {usage.gpu:8} {usage.registers:4} registers "
+            f"{usage.spill_bytes:4} spilled  {usage.config}"
+        )
+    spilling = excess(usages)
+    for usage in spilling:
+        print(f"spills too much: {usage}", file=sys.stderr)
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""The README's table of kernels, from csrc/configs.def, and its table of features by device.
+
+``python tools/support_matrix.py`` prints both, ``--write`` puts them into the README, and
+``--check`` exits with 1 if the README holds anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "csrc" / "configs.def"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- support-matrix -->", "<!-- /support-matrix -->"
+
+OPS = {"Fwd": "forward", "Bwd": "backward"}
+ARCHS = {"Sm80": "sm_80 and newer", "Sm90": "sm_90a"}
+YES, NO = "yes", "-"
+
+# What a caller can ask for: (on the CPU, on CUDA).
+FEATURES = {
+    "fp16, bf16": (YES, YES),
+    "fp32, fp64": (YES, NO),
+    "head dim": ("any", "1 to {largest}"),
+    "a head dim of v other than q's": (YES, NO),
+    "backward": (YES, YES),
+    "bitwise repeatable forward": (YES, YES),
+    "bitwise repeatable backward": (YES, "dk and dv; dq is not yet"),
+    "`deterministic=True` with gradients": (YES, NO),
+    "causal mask, sliding window": (YES, YES),
+    "grouped-query heads (GQA, MQA)": (YES, YES),
+    "packed qkv and kv": (YES, YES),
+    "sequences of different lengths, `seqused_q`, `seqused_k`": (YES, YES),
+    "paged keys and values (`block_table`), forward": (YES, NO),
+    "`softmax_lse` and its gradient": (YES, YES),
+    "softcap": (YES, NO),
+    "ALiBi slopes": (YES, NO),
+    "attention sink": (YES, NO),
+    "dropout": (YES, NO),
+    "returned probabilities": (YES, NO),
+}
+
+
+class Row(NamedTuple):
+    """One row of configs.def, in its order."""
+
+    op: str
+    arch: str
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    ctas: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA, as KernelConfig::smem_bytes() in csrc/core/config.h has it."""
+        q, kv = 2 * self.block_m * self.head_dim, 2 * self.block_n * self.head_dim
+        if self.op == "Fwd":
+            return q + 2 * self.stages * kv
+        return 2 * kv + self.stages * (2 * q + 8 * self.block_m) + 2 * self.block_m * self.block_n
+
+
+def kernels() -> list[Row]:
+    """Every row of configs.def."""
+    rows = []
+    for line in re.findall(r"^KERNEL\((.*)\)", CONFIGS.read_text(), re.MULTILINE):
+        op, arch, dtype, *numbers = line.replace(" ", "").split(",")
+        rows.append(Row(op, arch, dtype, *map(int, numbers)))
+    return rows
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def kernel_table(rows: list[Row]) -> str:
+    """One line for each kernel, its dtypes together."""
+    head = (
+        "op", "GPUs", "dtypes", "head dim up to", "tile (queries x keys)", "stages", "warps",
+        "CTAs an SM", "shared memory a CTA",
+    )  # fmt: skip
+    lines = []
+    for config, same in itertools.groupby(rows, key=lambda row: row._replace(dtype="")):
+        dtypes = ", ".join(row.dtype.lower() for row in same)
+        tile = f"{config.block_m} x {config.block_n}"
+        smem = f"{config.smem_bytes / 1024:g} KiB"
+        resources = (config.stages, config.warps, config.ctas, smem)
+        where = (OPS[config.op], ARCHS[config.arch])
+        lines.append((*where, dtypes, config.head_dim, tile, *resources))
+    return table(head, lines)
+
+
+def feature_table(rows: list[Row]) -> str:
+    """One line for each feature."""
+    largest = max(row.head_dim for row in rows)
+    lines = [(name, cpu, cuda.format(largest=largest)) for name, (cpu, cuda) in FEATURES.items()]
+    return table(("", "CPU", "CUDA"), lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints, writes or checks the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="put the tables into README.md")
+    action.add_argument("--check", action="store_true", help="fail if README.md differs")
+    options = parser.parse_args(argv)
+    rows = kernels()
+    tables = f"{feature_table(rows)}\n\n{kernel_table(rows)}"
+    if not (options.write or options.check):
+        print(tables)
+        return 0
+
+    readme = README.read_text()
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        print(f"{README.name} must hold {BEGIN} and then {END}", file=sys.stderr)
+        return 1
+    current = f"{before}{begin}\n{tables}\n{end}{after}"
+    if options.write:
+        README.write_text(current)
+    elif current != readme:
+        print(f"{README.name} is out of date: python tools/support_matrix.py --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
