@@ -28,6 +28,14 @@ varlen_fwd = _ops.varlen_fwd.default
 varlen_bwd = _ops.varlen_bwd.default
 
 
+# Arguments of every op in order, with their defaults: reading a schema takes long.
+_DEFAULTS = {
+    op: {argument.name: argument.default_value for argument in op._schema.arguments}
+    for packet in (_ops.fwd, _ops.bwd, _ops.varlen_fwd, _ops.varlen_bwd)
+    for op in (packet.default, packet.out)
+}
+
+
 def _accumulator(x: Tensor) -> torch.dtype:
     """dtype of log-sum-exps and row statistics: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -35,7 +43,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 def bind(op: Any, args: Sequence[Any], named: dict[str, Any] | None = None) -> dict[str, Any]:
     """The op's arguments by name, defaults filled in from its schema."""
-    bound = {a.name: a.default_value for a in op._schema.arguments}
+    bound = dict(_DEFAULTS[op])
     bound.update(zip(bound, args, strict=False))
     bound.update(named or {})
     return bound
@@ -98,45 +106,54 @@ def _bwd_fake(op: Any, *args: Any, **named: Any) -> Results:
     )
 
 
-# --- autograd
-# --------------------------------------------------------------------------------------
+# --- autograd ------------------------------------------------------------------------------------
 
 
-def _save(op: Any) -> Callable[..., None]:
-    """setup_context of a forward op: keeps what its backward op is called with."""
+def _differentiable(op: Any, bwd_op: Any) -> Callable[..., Results]:
+    """Autograd kernel of a forward op, whose gradient is one call of its backward op.
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        bound = bind(op, inputs)
-        if bound.get("block_table") is not None:
-            raise NotImplementedError(
-                "block_table: a paged key/value cache has no gradient; detach k and v"
+    torch.library.register_autograd would do the same, and take 100 us a call to read the schema.
+    """
+    names = list(_DEFAULTS[op])
+
+    def below_autograd(*args: Any) -> Results:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Results:
+            bound = dict(zip(names, args, strict=True))
+            if bound.get("block_table") is not None:
+                raise NotImplementedError(
+                    "block_table: a paged key/value cache has no gradient; detach k and v"
+                )
+            results = out, softmax_lse, row_max, softmax = below_autograd(*args)
+            ctx.mark_non_differentiable(*(x for x in (row_max, softmax) if x is not None))
+            ctx.set_materialize_grads(False)
+            ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
+            ctx.options = {name: x for name, x in bound.items() if not isinstance(x, Tensor)}
+            ctx.save_for_backward(out, softmax_lse, *(bound[name] for name in ctx.tensors))
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
+            out, softmax_lse, *saved = ctx.saved_tensors
+            bound = ctx.options | dict(zip(ctx.tensors, saved, strict=True))
+            dq, dk, dv, dsink, _ = bwd_op(
+                *backward_arguments(bwd_op, bound, out, softmax_lse, dout, dlse)
             )
-        out, softmax_lse, row_max, softmax = output
-        ctx.mark_non_differentiable(*(x for x in (row_max, softmax) if x is not None))
-        ctx.set_materialize_grads(False)
-        ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
-        ctx.options = {name: x for name, x in bound.items() if not isinstance(x, Tensor)}
-        ctx.save_for_backward(out, softmax_lse, *(bound[name] for name in ctx.tensors))
+            gradients = {"q": dq, "k": dk, "v": dv}
+            if bound["sink"] is not None:
+                gradients["sink"] = dsink.to(bound["sink"].dtype)
+            return tuple(gradients.get(name) for name in names)
 
-    return setup_context
+    def kernel(*args: Any) -> Results:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            return Attention.apply(*bind(op, args).values())
+        return below_autograd(*args)
 
-
-def _gradients(op: Any, bwd_op: Any) -> Callable[..., Results]:
-    """backward of a forward op: one call of its backward op."""
-    names = [a.name for a in op._schema.arguments]
-
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        out, softmax_lse, *saved = ctx.saved_tensors
-        bound = ctx.options | dict(zip(ctx.tensors, saved, strict=True))
-        dq, dk, dv, dsink, _ = bwd_op(
-            *backward_arguments(bwd_op, bound, out, softmax_lse, dout, dlse)
-        )
-        gradients = {"q": dq, "k": dk, "v": dv}
-        if bound["sink"] is not None:
-            gradients["sink"] = dsink.to(bound["sink"].dtype)
-        return tuple(gradients.get(name) for name in names)
-
-    return backward
+    return kernel
 
 
 def backward_arguments(
@@ -155,7 +172,7 @@ def backward_arguments(
         "dlse": None if dlse is None else dlse.contiguous(),
         "deterministic": deterministic(forward_arguments["deterministic"]),
     }
-    return [bound[a.name] for a in bwd_op._schema.arguments if not a.kwarg_only]
+    return [bound[name] for name in _DEFAULTS[bwd_op] if name in bound]
 
 
 def deterministic(asked: bool) -> bool:
@@ -235,9 +252,7 @@ def _register() -> torch.library.Library:
         library.impl(f"{name}.out", _reject_gradients(out_overload), "Autograd")
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)
     for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):
-        torch.library.register_autograd(
-            f"flash_cute::{name}", _gradients(forward, backward), setup_context=_save(forward)
-        )
+        library.impl(name, _differentiable(forward, backward), "Autograd")
     for name, op in (("bwd", bwd), ("varlen_bwd", varlen_bwd)):
         torch.library.register_autograd(f"flash_cute::{name}", _no_double_backward)
         torch.library.register_fake(f"flash_cute::{name}", _fake_of(op))

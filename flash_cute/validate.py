@@ -168,11 +168,11 @@ def op_arguments(bound: dict[str, Any]) -> None:
     """The same for a direct call of an op on the CPU; ``bound``: its arguments by name."""
     q, k, v = bound["q"], bound["k"], bound["v"]
     if "cu_seqlens_q" in bound:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        used = (bound["seqused_q"], bound["seqused_k"])
-        sequences = [bound[name] for name in names]
-        varlen(q, k, v, *sequences, *used, bound.get("block_table"))
-        batch = len(sequences[0]) - 1
+        varlen(
+            q, k, v, bound["cu_seqlens_q"], bound["cu_seqlens_k"], bound["max_seqlen_q"],
+            bound["max_seqlen_k"], bound["seqused_q"], bound["seqused_k"], bound.get("block_table"),
+        )  # fmt: skip
+        batch = len(bound["cu_seqlens_q"]) - 1
         statistic: tuple[int, ...] = (q.shape[1], q.shape[0])
     else:
         dense(q, k, v)
