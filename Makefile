@@ -12,6 +12,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/make
 
+# From their packages, wherever those are installed.
+CMAKE = $$($(BIN)/python -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
+NINJA = $$($(BIN)/python -c "import ninja; print(ninja.BIN_DIR)")/ninja
+
 export PYTHONPATH := $(CURDIR)
 # Threads that wait sleep: the small ops of the CPU path would otherwise slow each other down on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
@@ -39,9 +43,8 @@ else
 build: $(VENV)/torch
 	$(BIN)/python tools/ensure.py cmake ninja
 	$(BIN)/python tools/ensure.py --no-deps nvidia-cutlass==4.2.0.0:cutlass_library
-	$(BIN)/python -m cmake -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-	  -DCMAKE_MAKE_PROGRAM=$$($(BIN)/python -c "import ninja; print(ninja.BIN_DIR)")/ninja
-	$(BIN)/python -m cmake --build $(BUILD)
+	$(CMAKE) -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(NINJA)
+	$(CMAKE) --build $(BUILD)
 endif
 
 # Packages of $(PYTHON) stay importable, also where it is a virtual environment itself. If torch is not among them, a
