@@ -13,8 +13,8 @@ BIN := $(VENV)/bin
 BUILD := build/make
 
 # From their packages, wherever those are installed.
-CMAKE = $$($(BIN)/python -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
-NINJA = $$($(BIN)/python -c "import ninja; print(ninja.BIN_DIR)")/ninja
+CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
+NINJA = $$($(BIN)/python -I -c "import ninja; print(ninja.BIN_DIR)")/ninja
 
 export PYTHONPATH := $(CURDIR)
 # Threads that wait sleep: the small ops of the CPU path would otherwise slow each other down on a busy machine.
@@ -23,15 +23,15 @@ export OMP_WAIT_POLICY := PASSIVE
 .PHONY: demo test lint build clean
 
 demo: build
-	$(BIN)/python tools/ensure.py matplotlib numpy rich
+	$(BIN)/python -I tools/ensure.py matplotlib numpy rich
 	$(BIN)/python examples/train_gpt.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
 test: build
-	$(BIN)/python tools/ensure.py hypothesis matplotlib numpy pytest rich
+	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest rich
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: $(VENV)/torch
-	$(BIN)/python tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich
+	$(BIN)/python -I tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
@@ -41,8 +41,8 @@ ifdef FLASH_CUTE_LIBRARY
 build: $(VENV)/torch
 else
 build: $(VENV)/torch
-	$(BIN)/python tools/ensure.py cmake ninja
-	$(BIN)/python tools/ensure.py --no-deps nvidia-cutlass==4.2.0.0:cutlass_library
+	$(BIN)/python -I tools/ensure.py cmake ninja
+	$(BIN)/python -I tools/ensure.py --no-deps nvidia-cutlass==4.2.0.0:cutlass_library
 	$(CMAKE) -G Ninja -S . -B $(BUILD) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(NINJA)
 	$(CMAKE) --build $(BUILD)
 endif
@@ -53,7 +53,7 @@ $(VENV)/torch:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	$(PYTHON) -c "import sys; print(*(p for p in sys.path if 'site-packages' in p), sep='\n')" \
 	  > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/inherited.pth
-	$(BIN)/python tools/ensure.py torch==2.13.0
+	$(BIN)/python -I tools/ensure.py torch==2.13.0
 	touch $@
 
 clean:

@@ -37,6 +37,7 @@ struct BackwardTraits {
     alignas(128) float row_dot[C.stages][C.block_m];
   };
   static_assert(C.block_n == 16 * C.warps, "every warp owns 16 keys");
+  static_assert(C.stages >= 2, "a step is loaded while the one before it is worked on");
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
@@ -51,6 +52,37 @@ struct KeyTile {
     batch = blockIdx.x / tiles / p.heads_k;
   }
 };
+
+// A step is one query head of the group and one query tile.
+struct Step {
+  int head, m;
+
+  CUTE_DEVICE Step next(const TileRange& range) const {
+    return m + 1 < range.end ? Step{head, m + 1} : Step{head + 1, range.begin};
+  }
+};
+
+// Scores become P = exp(S - lse), and dP becomes dS = P (dP - rowsum(dO O)). Both lie transposed, (key, query).
+template <class Scores, class Coordinates>
+CUTE_DEVICE void scores_to_gradients(Scores& s, Scores& dp, const Coordinates& at, float scale_log2,
+                                     const float* lse_log2, const float* row_dot) {
+  CUTE_UNROLL
+  for (int i = 0; i < size(s); ++i) {
+    const int query = get<1>(at(i));
+    s(i) = exp2_approx(s(i) * scale_log2 - lse_log2[query]);
+    dp(i) = s(i) * (dp(i) - row_dot[query]);
+  }
+}
+
+// Hidden elements of P and dS are selected away: hidden keys and values may hold anything.
+template <class Scores, class Coordinates>
+CUTE_DEVICE void mask_gradients(Scores& p, Scores& ds, const Coordinates& at, const BandMask& mask, int key,
+                                int query) {
+  CUTE_UNROLL
+  for (int i = 0; i < size(p); ++i) {
+    if (!mask.visible(query + get<1>(at(i)), key + get<0>(at(i)))) p(i) = ds(i) = 0.f;
+  }
+}
 
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_constant__ BwdProblem p) {
@@ -114,13 +146,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const BandMask mask(seq, p.fwd.band);
   const float scale_log2 = p.fwd.softmax_scale * kLog2e;
 
-  // A step is one query head and one query tile.
-  struct Step {
-    int head, m;
-    CUTE_DEVICE Step next(const TileRange& range) const {
-      return m + 1 < range.end ? Step{head, m + 1} : Step{head + 1, range.begin};
-    }
-  };
   Step step{range.empty() ? group : 0, range.begin};
   load_tile<kThreads>(key_tile(p.fwd.k, keys), sK, thread);
   load_tile<kThreads>(key_tile(p.fwd.v, keys), sV, thread);
@@ -149,24 +174,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     gemm(mma, tSrdP, operand_a<LoadMatrix<Element>>(mma, sV, thread), operand_b<LoadMatrix<Element>>(mma, sdO, thread),
          thread);
 
-    // P = exp(S - lse) and dS = P (dP - rowsum(dO O)), both transposed. Hidden elements are selected away, in P and in
-    // dS: hidden keys and values may hold anything.
-    const bool masked = !range.full(step.m);
-    auto visible = [&](int i) {
-      return mask.visible(step.m * C.block_m + get<1>(tScS(i)), tile.row + get<0>(tScS(i)));
-    };
-    CUTE_UNROLL
-    for (int i = 0; i < size(tSrS); ++i) {
-      tSrS(i) = exp2_approx(tSrS(i) * scale_log2 - storage.lse_log2[stage][get<1>(tScS(i))]);
-      tSrdP(i) = tSrS(i) * (tSrdP(i) - storage.row_dot[stage][get<1>(tScS(i))]);
-    }
-    if (masked) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) {
-        if (!visible(i)) tSrS(i) = tSrdP(i) = 0.f;
-      }
-    }
-
+    scores_to_gradients(tSrS, tSrdP, tScS, scale_log2, storage.lse_log2[stage], storage.row_dot[stage]);
+    if (!range.full(step.m)) mask_gradients(tSrS, tSrdP, tScS, mask, tile.row, step.m * C.block_m);
     Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
     Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
     gemm_registers(mma, tVrdV, as_operand_a(rP), operand_b<LoadMatrixTransposed<Element>>(mma, sdOt, thread), thread);
@@ -208,23 +217,9 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (f.sequences.cu_q != nullptr) {
-    const GapFill q{f.sequences.cu_q,
-                    f.sequences.used_q,
-                    f.batch,
-                    f.seqlen_q,
-                    f.total_q,
-                    f.heads,
-                    f.head_dim,
-                    p.dq,
-                    p.softmax_d,
-                    {},
-                    0.f};
-    GapFill k{
-        f.sequences.cu_k, f.sequences.used_k, f.batch, f.seqlen_k, f.total_k, f.heads_k, f.head_dim, p.dk, {}, {}, 0.f};
-    if (cudaError_t e = fill_gaps(q, stream)) return e;
-    if (cudaError_t e = fill_gaps(k, stream)) return e;
-    k.matrices = p.dv;
-    if (cudaError_t e = fill_gaps(k, stream)) return e;
+    if (cudaError_t e = fill_gaps(query_gaps(f, p.dq, p.softmax_d, {}, 0.f), stream)) return e;
+    if (cudaError_t e = fill_gaps(key_gaps(f, p.dk), stream)) return e;
+    if (cudaError_t e = fill_gaps(key_gaps(f, p.dv), stream)) return e;
   }
   if (cudaError_t e = launch_kernel<sm80::backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;

@@ -168,10 +168,7 @@ namespace flash_cute {
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (p.sequences.cu_q != nullptr) {
-    const GapFill gaps{p.sequences.cu_q, p.sequences.used_q, p.batch, p.seqlen_q, p.total_q,
-                       p.heads,          p.head_dim,         p.out,   p.lse,      p.row_max,
-                       -INFINITY};
-    if (cudaError_t e = fill_gaps(gaps, stream)) return e;
+    if (cudaError_t e = fill_gaps(query_gaps(p, p.out, p.lse, p.row_max, -INFINITY), stream)) return e;
   }
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   return launch_kernel<sm80::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p);
