@@ -71,7 +71,8 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if options == _PLAIN and sink is None is generator and _on_cuda_without_grad(q, k, v):
+    plain = options == _PLAIN and sink is None and generator is None
+    if plain and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
         try:

@@ -19,6 +19,11 @@ ELNS_4ArchE80ELNS_5DTypeE1ELi64ELi128ELi64ELi1ELi4ELi2EEEEEvNS_10FwdProblemE' fo
 ptxas info    : Function properties for it
     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 249 registers, used 1 barriers
+ptxas info    : Compiling entry function '_ZN10flash_cute12_GLOBAL__N_14fillENS_7GapFillE' for \
+'sm_80'
+ptxas info    : Function properties for it
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers
 """
 
 
@@ -61,7 +66,7 @@ def test_missing_kernels_are_reported(tmp_path, monkeypatch):
 
 def test_spills_are_reported():
     regs = tool("regs")
-    (usage,) = regs.parse(PTXAS)
+    usage, pass_usage = regs.parse(PTXAS)
     assert (usage.kernel, usage.gpu, usage.registers, usage.spill_bytes) == (
         "forward",
         "sm_90",
@@ -69,7 +74,8 @@ def test_spills_are_reported():
         12,
     )
     assert "head_dim 64, block_m 128, block_n 64" in usage.config
-    assert regs.excess([usage]) == [usage]
+    assert pass_usage == ("fill", "", "sm_80", 32, 0)
+    assert regs.excess([usage, pass_usage]) == [usage]
     assert regs.excess([usage._replace(spill_bytes=0)]) == []
 
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 # Kernels that are faster with these bytes of spill stores a thread than any configuration without:
 # (kernel, part of its configuration) -> bytes. See docs/performance.md.
 SPILLS = {
-    ("forward", "head_dim 128"): 240,
-    ("backward", "head_dim 64"): 120,
-    ("backward", "head_dim 128"): 120,
+    ("forward", "head_dim 128"): 200,
+    ("backward", "head_dim 64"): 64,
+    ("backward", "head_dim 128"): 48,
 }
 
 _FIELDS = ("op", "arch", "dtype", "head_dim", "block_m", "block_n", "stages", "warps", "ctas")
@@ -70,12 +70,11 @@ def _demangle(symbols: list[str]) -> list[str]:
 
 
 def _kernel_and_config(name: str) -> tuple[str, str]:
-    kernel = name.partition("<")[0].partition("(")[0].split("::")[-1].split()[-1]
+    kernel = re.search(r"(\w+)(<.*>)?\([^()]*\)$", name)
     values = re.search(r"KernelConfig\{(.*?)\}", name)
-    if values is None:
-        return kernel, ""
-    numbers = [part.rpartition(")")[2].strip() for part in values[1].split(",")]
-    return kernel, ", ".join(f"{f} {n}" for f, n in zip(_FIELDS, numbers, strict=False))
+    numbers = [part.rpartition(")")[2].strip() for part in values[1].split(",")] if values else []
+    config = ", ".join(f"{f} {n}" for f, n in zip(_FIELDS, numbers, strict=False))
+    return kernel[1] if kernel else name, config
 
 
 def main(arguments: list[str]) -> int:
