@@ -43,13 +43,17 @@ def test_cpu_repeats(name):
         check_same(repeatable(inputs), expected)
 
 
-def test_cpu_does_not_depend_on_threads():
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_cpu_repeats_with_a_number_of_threads(count):
+    """ATen's matrix products may sum in another order when the number of threads changes; with one
+    number they never do, and with any number the error bounds hold."""
     inputs = make_inputs(CASES["causal"], "cpu")
     threads = torch.get_num_threads()
-    expected = repeatable(inputs)
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
-        check_same(repeatable(inputs), expected)
+        got = repeatable(inputs)
+        check_same(repeatable(inputs), got)
+        bounds.check_forward(got["out"], got["softmax_lse"], bounds.forward_oracle(inputs))
     finally:
         torch.set_num_threads(threads)
 
