@@ -126,6 +126,11 @@ def measure_case(
     return [measure(session, case, x, direction, truths) for direction in directions]
 
 
+def _file_names(argv: Sequence[str]) -> list[str]:
+    """Arguments with paths cut to file names: a report says nothing of its machine's folders."""
+    return [Path(word).name if "/" in word else word for word in argv]
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures what the options ask for; the JSON file is complete after every case."""
     device = options.device
@@ -133,7 +138,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     monitor = timing.Monitor(device)
     session = Session(candidates, device, monitor, options.rounds, options.round_ms)
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.attention " + shlex.join(options.argv),
+        "command": "python -m benchmarks.attention " + shlex.join(_file_names(options.argv)),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": report.machine(device, monitor),
         "versions": report.versions({n: c.version for n, c in candidates.items()}),

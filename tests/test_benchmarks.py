@@ -398,3 +398,9 @@ def test_without_nvml_the_report_says_so(monkeypatch):
     monitor = timing.Monitor(torch.device("cuda"))
     assert monitor.reason == "the package nvidia-ml-py is not installed"
     assert timing.measure_round(rivals.Work(int, tuple), 1, CPU, monitor).clock_mhz is None
+
+
+def test_reports_name_files_without_their_folders():
+    words = ["--suite", "quick", "--json", "/some/folder/f.json", "--rivals", "fa2,cudnn"]
+    cut = attention._file_names(words)
+    assert cut == ["--suite", "quick", "--json", "f.json", "--rivals", "fa2,cudnn"]
