@@ -43,7 +43,7 @@ _KERNELS = tuple(torch.ops.flash_cute.kernels().split())
 
 
 def kernels() -> tuple[str, ...]:
-    """Ids of the library's CUDA kernels, such as ``fwd_sm80_bf16_d128_m128_n64_s1_w4_c2``."""
+    """Ids of the library's CUDA kernels: ``fwd_sm80_bf16_plain_d64x64_m128_n64_s2_w4_c2``, ..."""
     return _KERNELS
 
 

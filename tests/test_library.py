@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from flash_cute import library
 ROOT = Path(__file__).resolve().parent.parent
 PTXAS = """
 ptxas info    : Compiling entry function '_ZN10flash_cute4sm807forwardIXtl12KernelConfigLNS_2OpE0\
-ELNS_4ArchE80ELNS_5DTypeE1ELi64ELi128ELi64ELi1ELi4ELi2EEEEEvNS_10FwdProblemE' for 'sm_90'
+ELNS_4ArchE80ELNS_5DTypeE1ELNS_4TierE0ELi64ELi64ELi128ELi64ELi2ELi4ELi2EEEEEvNS_10FwdProblemE' \
+for 'sm_90'
 ptxas info    : Function properties for it
     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 249 registers, used 1 barriers
@@ -24,6 +26,21 @@ ptxas info    : Compiling entry function '_ZN10flash_cute12_GLOBAL__N_14fillENS_
 ptxas info    : Function properties for it
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 0 barriers
+"""
+
+
+PRINT_CONFIGS = """
+#include <cstdio>
+#include "core/config.h"
+using namespace flash_cute;
+static void print(const KernelConfig& c) {
+  std::printf("%s %d\\n", c.id().c_str(), c.smem_bytes());
+}
+#define KERNEL(op, arch, dtype, tier, ...) \\
+  print({Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__});
+int main() {
+#include "rows.def"
+}
 """
 
 
@@ -55,13 +72,54 @@ def test_kernels_of_this_build_are_rows_of_the_table():
     assert set(library.kernels()) <= ids
 
 
+ROWS = """
+KERNEL(Fwd, Sm80, BF16, Plain,  64,  64, 128,  64, 2, 4, 2)
+KERNEL(Fwd, Sm80, FP16, Plain,  64,  64, 128,  64, 2, 4, 2)
+KERNEL(Fwd, Sm80, BF16, Plain, 192, 128, 128,  64, 1, 8, 1)
+KERNEL(Fwd, Sm80, BF16, Rich,   64,  64, 128,  64, 2, 4, 2)
+KERNEL(Fwd, Sm80, FP16, Rich,   64,  64, 128,  64, 2, 4, 2)
+KERNEL(Bwd, Sm90, FP16, Rich,   64, 128,  64,  96, 2, 4, 2)
+"""
+
+
+def test_ids_and_shared_memory_are_those_of_the_compiled_configs(tmp_path, monkeypatch):
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "rows.def").write_text(ROWS)
+    (tmp_path / "print.cpp").write_text(PRINT_CONFIGS)
+    program = tmp_path / "print"
+    include = ["-I", ROOT / "csrc", "-I", tmp_path]
+    subprocess.run(
+        [compiler, "-std=c++20", *include, tmp_path / "print.cpp", "-o", program], check=True
+    )
+    lines = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert set(lines[::2]) == tool("check_library").config_ids(ROWS)
+    matrix = tool("support_matrix")
+    monkeypatch.setattr(matrix, "CONFIGS", tmp_path / "rows.def")
+    assert [int(size) for size in lines[1::2]] == [row.smem_bytes for row in matrix.kernels()]
+
+
+def test_the_table_of_kernels_merges_dtypes_and_tiers(tmp_path, monkeypatch):
+    matrix = tool("support_matrix")
+    (tmp_path / "rows.def").write_text(ROWS)
+    monkeypatch.setattr(matrix, "CONFIGS", tmp_path / "rows.def")
+    _, _, *lines = matrix.kernel_table(matrix.kernels()).splitlines()
+    sm80 = "sm_80 and newer"
+    assert lines == [
+        f"| forward | {sm80} | bf16, fp16 | plain, rich | 64 | 128 x 64 | 2 | 4 | 2 | 48 KiB |",
+        f"| forward | {sm80} | bf16 | plain | 192, of v 128 | 128 x 64 | 1 | 8 | 1 | 88 KiB |",
+        "| backward | sm_90a | fp16 | rich | 64, of v 128 | 64 x 96 | 2 | 4 | 2 | 97 KiB |",
+    ]
+
+
 def test_missing_kernels_are_reported(tmp_path, monkeypatch):
     checker = tool("check_library")
     table = tmp_path / "configs.def"
-    table.write_text("\nKERNEL(Fwd, Sm80, BF16, 7, 16, 16, 1, 1, 1)\n")
+    table.write_text("\nKERNEL(Fwd, Sm80, BF16, Rich, 7, 9, 16, 16, 1, 1, 1)\n")
     monkeypatch.setattr(checker, "CONFIGS", table)
     (problem,) = checker.problems(library.find(), all_kernels=True)
-    assert "fwd_sm80_bf16_d7_m16_n16_s1_w1_c1" in problem
+    assert "fwd_sm80_bf16_rich_d7x9_m16_n16_s1_w1_c1" in problem
 
 
 def test_spills_are_reported():
@@ -73,7 +131,7 @@ def test_spills_are_reported():
         249,
         12,
     )
-    assert "head_dim 64, block_m 128, block_n 64" in usage.config
+    assert "head_dim 64, head_dim_v 64, block_m 128, block_n 64" in usage.config
     assert pass_usage == ("fill", "", "sm_80", 32, 0)
     assert regs.excess([usage, pass_usage]) == [usage]
     assert regs.excess([usage._replace(spill_bytes=0)]) == []

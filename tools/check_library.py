@@ -24,11 +24,12 @@ NEEDED = re.compile(
 
 def config_ids(text: str) -> set[str]:
     """The ids of the rows of configs.def, as ``torch.ops.flash_cute.kernels()`` gives them."""
-    rows = re.findall(r"^KERNEL\(([^)]*)\)", text, re.MULTILINE)
     ids = set()
-    for row in rows:
-        op, arch, dtype, head_dim, m, n, stages, warps, ctas = (x.strip() for x in row.split(","))
-        ids.add(f"{op}_{arch}_{dtype}_d{head_dim}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}".lower())
+    for row in re.findall(r"^KERNEL\(([^)]*)\)", text, re.MULTILINE):
+        op, arch, dtype, tier, *numbers = (field.strip() for field in row.split(","))
+        head_dim, head_dim_v, m, n, stages, warps, ctas = numbers
+        kind = f"{op}_{arch}_{dtype}_{tier}".lower()
+        ids.add(f"{kind}_d{head_dim}x{head_dim_v}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}")
     return ids
 
 

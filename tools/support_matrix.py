@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "csrc" / "configs.def"
@@ -26,24 +25,24 @@ YES, NO = "yes", "-"
 # What a caller can ask for: (on the CPU, on CUDA).
 FEATURES = {
     "fp16, bf16": (YES, YES),
-    "fp32, fp64": (YES, NO),
+    "fp32": (YES, NO),
+    "fp64": (YES, NO),
     "head dim": ("any", "1 to {largest}"),
-    "a head dim of v other than q's": (YES, NO),
+    "a head dim of v other than q's": (YES, YES),
     "backward": (YES, YES),
     "bitwise repeatable forward": (YES, YES),
-    "bitwise repeatable backward": (YES, "dk and dv; dq is not yet"),
-    "`deterministic=True` with gradients": (YES, NO),
+    "bitwise repeatable backward": (YES, "dk and dv; all with `deterministic=True`"),
     "causal mask, sliding window": (YES, YES),
     "grouped-query heads (GQA, MQA)": (YES, YES),
     "packed qkv and kv": (YES, YES),
     "sequences of different lengths, `seqused_q`, `seqused_k`": (YES, YES),
     "paged keys and values (`block_table`), forward": (YES, NO),
     "`softmax_lse` and its gradient": (YES, YES),
-    "softcap": (YES, NO),
-    "ALiBi slopes": (YES, NO),
-    "attention sink": (YES, NO),
-    "dropout": (YES, NO),
-    "returned probabilities": (YES, NO),
+    "softcap": (YES, YES),
+    "ALiBi slopes": (YES, YES),
+    "attention sink and its gradient": (YES, YES),
+    "dropout": (YES, YES),
+    "returned probabilities": (YES, YES),
 }
 
 
@@ -53,7 +52,9 @@ class Row(NamedTuple):
     op: str
     arch: str
     dtype: str
+    tier: str
     head_dim: int
+    head_dim_v: int
     block_m: int
     block_n: int
     stages: int
@@ -63,18 +64,37 @@ class Row(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA, as KernelConfig::smem_bytes() in csrc/core/config.h has it."""
-        q, kv = 2 * self.block_m * self.head_dim, 2 * self.block_n * self.head_dim
+        kv = 2 * self.block_n * (self.head_dim + self.head_dim_v)
         if self.op == "Fwd":
-            return q + 2 * self.stages * kv
-        return 2 * kv + self.stages * (2 * q + 8 * self.block_m) + 2 * self.block_m * self.block_n
+            return 2 * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
+        q_dout = 2 * self.block_m * (self.head_dim + self.head_dim_v)
+        ds = 2 * self.block_m * self.block_n
+        return kv + self.stages * (q_dout + 8 * self.block_m) + ds
 
 
 def kernels() -> list[Row]:
     """Every row of configs.def."""
     rows = []
     for line in re.findall(r"^KERNEL\((.*)\)", CONFIGS.read_text(), re.MULTILINE):
-        op, arch, dtype, *numbers = line.replace(" ", "").split(",")
-        rows.append(Row(op, arch, dtype, *map(int, numbers)))
+        op, arch, dtype, tier, *numbers = line.replace(" ", "").split(",")
+        rows.append(Row(op, arch, dtype, tier, *map(int, numbers)))
+    return rows
+
+
+def merged(rows: list[Row]) -> list[Row]:
+    """Rows that differ in dtype alone become one, then rows that differ in tier alone.
+
+    The values are joined by ", "; a row stands where the first one stood.
+    """
+    for field in ("dtype", "tier"):
+        blank: dict[str, Any] = {field: ""}
+        values: dict[Row, list[str]] = {}
+        for row in rows:
+            values.setdefault(row._replace(**blank), []).append(getattr(row, field))
+        rows = []
+        for row, found in values.items():
+            joined: dict[str, Any] = {field: ", ".join(found)}
+            rows.append(row._replace(**joined))
     return rows
 
 
@@ -86,25 +106,26 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def kernel_table(rows: list[Row]) -> str:
-    """One line for each kernel, its dtypes together."""
+    """One line for each configuration, its dtypes and tiers together."""
     head = (
-        "op", "GPUs", "dtypes", "head dim up to", "tile (queries x keys)", "stages", "warps",
-        "CTAs an SM", "shared memory a CTA",
+        "op", "GPUs", "dtypes", "tiers", "head dim up to", "tile (queries x keys)", "stages",
+        "warps", "CTAs an SM", "shared memory a CTA",
     )  # fmt: skip
     lines = []
-    for config, same in itertools.groupby(rows, key=lambda row: row._replace(dtype="")):
-        dtypes = ", ".join(row.dtype.lower() for row in same)
-        tile = f"{config.block_m} x {config.block_n}"
-        smem = f"{config.smem_bytes / 1024:g} KiB"
-        resources = (config.stages, config.warps, config.ctas, smem)
-        where = (OPS[config.op], ARCHS[config.arch])
-        lines.append((*where, dtypes, config.head_dim, tile, *resources))
+    for row in merged(rows):
+        dims = str(row.head_dim)
+        if row.head_dim_v != row.head_dim:
+            dims += f", of v {row.head_dim_v}"
+        tile = f"{row.block_m} x {row.block_n}"
+        smem = f"{row.smem_bytes / 1024:g} KiB"
+        kind = (OPS[row.op], ARCHS[row.arch], row.dtype.lower(), row.tier.lower())
+        lines.append((*kind, dims, tile, row.stages, row.warps, row.ctas, smem))
     return table(head, lines)
 
 
 def feature_table(rows: list[Row]) -> str:
     """One line for each feature."""
-    largest = max(row.head_dim for row in rows)
+    largest = max(min(row.head_dim, row.head_dim_v) for row in rows)
     lines = [(name, cpu, cuda.format(largest=largest)) for name, (cpu, cuda) in FEATURES.items()]
     return table(("", "CPU", "CUDA"), lines)
 
