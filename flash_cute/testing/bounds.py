@@ -23,7 +23,8 @@ ROUNDING_UNIT = {
 class Oracle:
     """fp64 answers to one problem. `out_of_abs_v` is P|V|, the scale of rounding errors in out.
 
-    `logit_size` bounds |q||k| softmax_scale, the scale of rounding errors in the logits.
+    `logit_size` is the scale of rounding errors in the logits: it bounds |q||k| softmax_scale and,
+    where ALiBi makes that larger, the largest score of every row.
     """
 
     out: Tensor
@@ -39,16 +40,20 @@ def forward_oracle(inputs: Inputs) -> Oracle:
     both = torch.cat((inputs.v, inputs.v.abs()), -1)
     out, softmax_lse, row_max, softmax = inputs.reference(v=both)
     out, out_of_abs_v = out.chunk(2, -1)
-    return Oracle(out, softmax_lse, row_max, softmax, out_of_abs_v, _logit_size(inputs))
+    logit_size = max(_logit_size(inputs), _largest(row_max))
+    return Oracle(out, softmax_lse, row_max, softmax, out_of_abs_v, logit_size)
 
 
-def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> None:
+def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> float:
     """Assert |out - o64| <= u |o64| + 2u P64|V| elementwise, and softmax_lse close to the oracle's.
 
     For fp16 and bf16 u is the rounding unit: sums are fp32, so only P and out are rounded to it. In
     fp32 and fp64 logits and sums are rounded to the same unit; a logit's error is about
     |q||k| softmax_scale units and enters P as a relative error twice (numerator and denominator),
     hence u is `4 + 4 * logit_size` units.
+
+    Returns:
+        The largest error, as a fraction of its bound.
 
     Raises:
         AssertionError: NaN or infinities differ in position, or an element exceeds its bound; names
@@ -57,41 +62,66 @@ def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> None:
     unit = ROUNDING_UNIT[out.dtype]
     if out.dtype in (torch.float32, torch.float64):
         unit *= 4 + 4 * oracle.logit_size
-    compare("out", out, oracle.out, unit * oracle.out.abs() + 2 * unit * oracle.out_of_abs_v)
-    check_lse("softmax_lse", softmax_lse, oracle.softmax_lse)
+    bound = unit * oracle.out.abs() + 2 * unit * oracle.out_of_abs_v
+    worst = compare("out", out, oracle.out, bound)
+    return max(worst, check_lse("softmax_lse", softmax_lse, oracle.softmax_lse))
 
 
-def check_lse(name: str, got: Tensor, expected: Tensor) -> None:
+def check_lse(name: str, got: Tensor, expected: Tensor) -> float:
     """Assert that log-sums, or row maxima, are within 1e-5 + 2e-6 |expected|.
 
-    For fp64 the bound is 2^-29 of that.
-
-    Raises:
-        AssertionError: as `check_forward`.
+    For fp64 the bound is 2^-29 of that. Returns and raises as `check_forward`.
     """
-    unit = 2.0**-29 if got.dtype == torch.float64 else 1.0
-    compare(name, got, expected, unit * (1e-5 + 2e-6 * expected.abs()))
+    return compare(name, got, expected, _lse_bound(got.dtype, expected))
 
 
-def compare(name: str, got: Tensor, expected: Tensor, bound: Tensor) -> None:
+def check_softmax(got: Tensor, oracle: Oracle) -> float:
+    """Assert that the signed probabilities are the oracle's, and that dropout drops the same ones.
+
+    A probability is exp(logit - lse), rounded: to its dtype's unit come the bound of lse and the
+    rounding of the logit, in fp32 or better. Signs agree wherever the probability is not so small
+    that the dtype rounds it to 0. Returns and raises as `check_forward`.
+    """
+    exact = oracle.softmax
+    assert got.shape == exact.shape, f"softmax: shape {got.shape}, expected {exact.shape}"
+    statistic = torch.promote_types(got.dtype, torch.float32)
+    lse = torch.tensor(_largest(oracle.softmax_lse))
+    relative = ROUNDING_UNIT[got.dtype] + float(_lse_bound(statistic, lse))
+    relative += 4 * ROUNDING_UNIT[statistic] * (1 + oracle.logit_size)
+    own = torch.finfo(got.dtype)
+    smallest = max(own.tiny * own.eps, torch.finfo(statistic).tiny)
+    worst = compare("softmax", got, exact, relative * exact.abs() + smallest)
+    seen = exact.abs() > smallest
+    signs = torch.where(seen | (got != 0), exact.sign(), 0)
+    compare("sign of softmax", got.sign(), signs, torch.zeros_like(signs))
+    return worst
+
+
+def _lse_bound(dtype: torch.dtype, lse: Tensor) -> Tensor:
+    unit = 2.0**-29 if dtype == torch.float64 else 1.0
+    return unit * (1e-5 + 2e-6 * lse.abs())
+
+
+def compare(name: str, got: Tensor, expected: Tensor, bound: Tensor) -> float:
     """Assert equal NaN and infinities, and |got - expected| <= bound elsewhere, elementwise.
 
-    Raises:
-        AssertionError: names the worst coordinate, what was got, what was expected and the bound.
+    Returns and raises as `check_forward`.
     """
     assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
     got = got.to(expected.dtype)
     finite = got.isfinite() & expected.isfinite()
     same = (got == expected) | (got.isnan() & expected.isnan())
     error = (got - expected).abs()
-    wrong = torch.where(finite, error > bound, ~same)
-    if not wrong.any():
-        return
-    excess = torch.where(finite, error / bound, torch.where(same, 0.0, torch.inf))
-    worst = torch.unravel_index(excess.nan_to_num(nan=torch.inf).argmax(), excess.shape)
+    excess = torch.where(finite & (error > 0), error / bound, torch.where(same, 0.0, torch.inf))
+    excess = excess.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    ratio = float(excess.max()) if excess.numel() else 0.0
+    if ratio <= 1:
+        return ratio
+    worst = torch.unravel_index(excess.argmax(), excess.shape)
     raise AssertionError(
         f"{name}{[int(i) for i in worst]}: got {got[worst]:.9g}, expected {expected[worst]:.9g}, "
-        f"bound {bound[worst]:.3g}; {int(wrong.sum())} of {wrong.numel()} elements are wrong"
+        f"bound {bound[worst]:.3g}, error {ratio:.3g} times that; {int((excess > 1).sum())} of "
+        f"{excess.numel()} elements are wrong"
     )
 
 
@@ -115,7 +145,7 @@ def check_same_bits(name: str, got: Tensor, expected: Tensor) -> None:
 
 def check_gradients(
     got: Mapping[str, Tensor], inputs: Inputs, out: Tensor, with_dlse: bool = False
-) -> None:
+) -> float:
     """Assert that every row's error is at most twice that of the unfused chain in the same dtype.
 
     A row is a vector along the last dim, its error the Euclidean distance to the fp64 gradient.
@@ -123,11 +153,15 @@ def check_gradients(
     largest error counts for all of them. `gradient_floor` is allowed on top. So is what follows
     from `out`, the forward's answer that `got` (gradients by name: q, k, v, sink) starts from.
 
+    Returns:
+        The largest error, as a fraction of what is allowed.
+
     Raises:
         AssertionError: names the tensor, the row, its error, the chain's and the floor.
     """
     oracle, from_out = _oracle_gradients(inputs, out, with_dlse)
     chain = _Graph(inputs, None).gradients(inputs.dout, inputs.dlse if with_dlse else None)
+    ratios = [0.0]
     for name, expected in oracle.items():
         assert got[name].shape == expected.shape, f"d{name}: shape {got[name].shape}"
         error = (got[name].double() - expected).norm(dim=-1)
@@ -135,16 +169,18 @@ def check_gradients(
         if expected.shape[-1] < 8 and expected.numel() > 0:
             chain_error = chain_error.max().expand_as(error)
         floor = gradient_floor(name, inputs, expected) + from_out[name].norm(dim=-1)
-        allowed = 2 * chain_error + floor
-        wrong = ~(error <= allowed)
-        if wrong.any():
-            excess = (error / allowed).nan_to_num(nan=torch.inf)
+        excess = torch.where(error == 0, 0, error / (2 * chain_error + floor))
+        excess = excess.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        ratios.append(float(excess.max()) if excess.numel() else 0.0)
+        if ratios[-1] > 1:
             worst = torch.unravel_index(excess.argmax(), excess.shape)
             raise AssertionError(
-                f"d{name}{[int(i) for i in worst]}: row error {error[worst]:.4g}, unfused chain's "
-                f"{chain_error[worst]:.4g}, floor {floor[worst]:.3g}; {int(wrong.sum())} of "
-                f"{wrong.numel()} rows are wrong; norm of the row {expected[worst].norm():.4g}"
+                f"d{name}{[int(i) for i in worst]}: row error {error[worst]:.4g}, {ratios[-1]:.3g} "
+                f"times what is allowed: twice the unfused chain's {chain_error[worst]:.4g} and a "
+                f"floor of {floor[worst]:.3g}; {int((excess > 1).sum())} of {excess.numel()} rows "
+                f"are wrong; norm of the row {expected[worst].norm():.4g}"
             )
+    return max(ratios)
 
 
 def gradient_floor(name: str, inputs: Inputs, expected: Tensor) -> Tensor:
@@ -211,6 +247,11 @@ def _oracle_gradients(
     oracle = graph.gradients(inputs.dout, inputs.dlse if with_dlse else None)
     error = (inputs.dout.double() * (out.double() - graph.out.detach())).sum(-1)
     return oracle, graph.gradients(None, error.transpose(-1, -2))
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude of finite elements."""
+    return float(x.abs().nan_to_num(0.0, posinf=0.0).max()) if x.numel() else 0.0
 
 
 def _row_norm(x: Tensor) -> float:

@@ -42,7 +42,7 @@ class GuardedTensor:
     @staticmethod
     def _view(flat: Tensor, shape: Sequence[int], rows: int, row: int) -> Tensor:
         inner = flat[_RED_ZONE : _RED_ZONE + rows * row].view(rows, row)
-        return inner[:, : shape[-1]].unflatten(0, tuple(shape[:-1]))
+        return inner[:, : shape[-1]].view(tuple(shape))
 
     def check(self, name: str) -> None:
         """Assert that every canary is alive.
