@@ -54,10 +54,11 @@ def flash_attn_func(
         softcap: c > 0 replaces scores s by ``c * tanh(s / c)`` (Gemma 2); 0 is off.
         alibi_slopes: fp32 (heads,) or (batch, heads): adds ``-slope * |i + shift - j|`` (arXiv
             2108.12409).
-        deterministic: backward is bitwise repeatable, or raises. Forward always is.
+        deterministic: backward is bitwise repeatable. Forward always is.
         return_attn_probs: also return the signed probabilities, for tests and study; O(seqlen_q *
             seqlen_k) memory.
-        sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453).
+        sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453);
+            any floating point on the CPU, fp16, bf16 or fp32 on CUDA.
         generator: source of the dropout seed; None is the device's default.
         return_lse: also return the log-sum-exp.
 
@@ -320,13 +321,7 @@ def _attend(
         or (sink is not None and sink.requires_grad)
     )
     if q.is_cuda:
-        validate.cuda(
-            q, v,
-            softcap=softcap, alibi_slopes=alibi_slopes is not None, sink=sink is not None,
-            dropout_p=dropout_p, return_attn_probs=return_attn_probs,
-            block_table=sequences and sequences[-1] is not None,
-            deterministic=grad and ops.deterministic(deterministic),
-        )  # fmt: skip
+        validate.cuda(q, v, sink, paged=bool(sequences) and sequences[-1] is not None)
     rng = None
     if dropout_p > 0.0:
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device, generator=generator)

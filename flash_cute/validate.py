@@ -19,7 +19,8 @@ from flash_cute.library import has_cuda_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
-CUDA_MAX_HEAD_DIM = 128
+CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CUDA_MAX_HEAD_DIM = 256
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -138,8 +139,8 @@ def options(
         raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
 
 
-def cuda(q: Tensor, v: Tensor, **unsupported: Any) -> None:
-    """Refuses what the CUDA kernels do not do yet; ``unsupported``: true where asked for."""
+def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) -> None:
+    """Refuses what the CUDA kernels do not do (yet); ``paged``: there is a block_table."""
     if not has_cuda_kernels():
         raise NotImplementedError(
             "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
@@ -147,21 +148,24 @@ def cuda(q: Tensor, v: Tensor, **unsupported: Any) -> None:
         )
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
-            f"dtype {q.dtype} is not supported on CUDA yet; supported: float16, bfloat16"
+            f"dtype {q.dtype} is not supported on CUDA yet; supported: "
+            f"{_listed(CUDA_DTYPES)}; cast q, k and v, or run on the CPU"
         )
-    if v.shape[-1] != q.shape[-1]:
+    if q.shape[-1] > CUDA_MAX_HEAD_DIM or v.shape[-1] > CUDA_MAX_HEAD_DIM:
+        name, x = ("q", q) if q.shape[-1] > CUDA_MAX_HEAD_DIM else ("v", v)
         raise NotImplementedError(
-            f"v's head dim {v.shape[-1]} differs from q's {q.shape[-1]}: "
-            "not supported on CUDA yet; pad v with zeros, or run on the CPU"
+            f"{name}'s head dim {x.shape[-1]} is not supported on CUDA yet; the largest is "
+            f"{CUDA_MAX_HEAD_DIM}; run on the CPU"
         )
-    if q.shape[-1] > CUDA_MAX_HEAD_DIM:
+    if sink is not None and sink.dtype not in CUDA_SINK_DTYPES:
         raise NotImplementedError(
-            f"head dim {q.shape[-1]} is not supported on CUDA yet; the largest is "
-            f"{CUDA_MAX_HEAD_DIM}"
+            f"sink has dtype {sink.dtype}, which is not supported on CUDA; supported: "
+            f"{_listed(CUDA_SINK_DTYPES)}; cast it"
         )
-    for name, given in unsupported.items():
-        if given:
-            raise NotImplementedError(f"{name} is not supported on CUDA yet; it is on the CPU")
+    if paged:
+        raise NotImplementedError(
+            "block_table is not supported on CUDA yet; gather k and v, or run on the CPU"
+        )
 
 
 def op_arguments(bound: dict[str, Any]) -> None:
@@ -214,6 +218,10 @@ def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
         )
 
 
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
 def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
     return ("q", q), ("k", k), ("v", v)
 
@@ -224,7 +232,7 @@ def _same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
-        raise TypeError(f"q has dtype {dtype}; supported: {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"q has dtype {dtype}; supported: {_listed(DTYPES)}")
     if k.dtype != dtype or v.dtype != dtype:
         raise TypeError(f"dtypes differ: q has {dtype}, k {k.dtype}, v {v.dtype}; cast them to one")
     if k.device != device or v.device != device:
@@ -259,11 +267,8 @@ def _heads_and_dims(
         or (k.stride(-1) != 1 and dim != 1)
         or (v.stride(-1) != 1 and dim_v != 1)
     ):
-        name, x = next((n, x) for n, x in _named(q, k, v) if x.stride(-1) != 1)
-        raise ValueError(
-            f"{name}'s last dimension has stride {x.stride(-1)}; it must be contiguous (stride 1): "
-            f"call {name}.contiguous()"
-        )
+        for name, x in _named(q, k, v):
+            _contiguous_last(name, x)
 
 
 def _indices(name: str, x: Tensor, q: Tensor, length: int | None = None) -> int:
@@ -325,6 +330,7 @@ def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
         raise ValueError(
             f"alibi_slopes has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
         )
+    _contiguous_last("alibi_slopes", x)
     if x.requires_grad:
         raise NotImplementedError("alibi_slopes requires grad, and has no gradient; detach() it")
 
@@ -336,3 +342,12 @@ def _sink(x: Tensor, q: Tensor, heads: int) -> None:
         raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) != (heads,):
         raise ValueError(f"sink has shape {tuple(x.shape)}; expected one logit a head, ({heads},)")
+    _contiguous_last("sink", x)
+
+
+def _contiguous_last(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(
+            f"{name}'s last dimension has stride {x.stride(-1)}; it must be contiguous (stride 1): "
+            f"call {name}.contiguous()"
+        )

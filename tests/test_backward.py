@@ -102,8 +102,13 @@ def test_gradient_of_lse(make, is_causal, dtype):
     check(inputs, with_dlse=True)
 
 
-def test_gradient_of_lse_with_sink(make):
-    check(make(Case(seqlen_q=130, seqlen_k=70, is_causal=True, sink=True)), with_dlse=True)
+@pytest.mark.parametrize("sink_dtype", DTYPES, ids=str)
+def test_gradient_of_lse_with_sink(make, sink_dtype):
+    sink = {"sink": True, "sink_dtype": sink_dtype}
+    grads = check(
+        make(Case(seqlen_q=130, seqlen_k=70, is_causal=True, dtype=BF16, **sink)), with_dlse=True
+    )
+    assert grads["sink"].dtype == torch.float32
 
 
 def test_lse_gradient_at_rows_that_see_no_key(make):
@@ -230,16 +235,6 @@ def test_softmax_d(make):
     products = (inputs.dout.double() * out.double()).transpose(1, 2)
     bound = 2**-20 * products.abs().sum(-1) + 2**-20 * inputs.dlse.abs()
     bounds.compare("softmax_d", softmax_d, products.sum(-1) - inputs.dlse, bound)
-
-
-def test_deterministic_is_refused_on_cuda(cuda):
-    inputs = make_inputs(Case(dtype=BF16), cuda)
-    out, lse, _, _ = inputs.forward()
-    with pytest.raises(RuntimeError, match="deterministic"):
-        inputs.backward(out, lse, deterministic=True)
-    needs_grad = dataclasses.replace(inputs, q=inputs.q.requires_grad_())
-    with pytest.raises(NotImplementedError, match="deterministic"):
-        needs_grad.attend(deterministic=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -3,91 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from bad_arguments import (
+    BF16,
+    INT32,
+    Change,
+    elsewhere,
+    good_arguments,
+    on,
+    pages,
+    strided,
+    to,
+    vector,
+    wide,
+)
 
 import flash_cute
-from flash_cute.testing import memory
+from flash_cute import validate
 
 NAN, INF = math.nan, math.inf
-BF16, INT32 = torch.bfloat16, torch.int32
-Arguments = dict[str, Any]
-Change = Callable[[Arguments], Arguments]
-
-
-def good_arguments(function: str, device: str) -> Arguments:
-    """Arguments that the public function flash_attn_<function> accepts."""
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device).to(BF16)
-
-    def offsets() -> torch.Tensor:
-        return torch.tensor([0, 5, 8], dtype=INT32, device=device)
-
-    sequences_q = {"cu_seqlens_q": offsets(), "max_seqlen_q": 5}
-    sequences_k = {"cu_seqlens_k": offsets(), "max_seqlen_k": 5}
-    q, k, v = random(2, 8, 4, 16), random(2, 8, 2, 16), random(2, 8, 2, 16)
-    rows = {"q": q[0], "k": k[0], "v": v[0], **sequences_q, **sequences_k}
-    return {
-        "func": {"q": q, "k": k, "v": v},
-        "qkvpacked_func": {"qkv": random(2, 8, 3, 4, 16)},
-        "kvpacked_func": {"q": q, "kv": random(2, 8, 2, 2, 16)},
-        "varlen_func": rows,
-        "varlen_qkvpacked_func": {
-            "qkv": random(8, 3, 4, 16),
-            "cu_seqlens": offsets(),
-            "max_seqlen": 5,
-        },
-        "varlen_kvpacked_func": {
-            "q": q[0],
-            "kv": random(8, 2, 2, 16),
-            **sequences_q,
-            **sequences_k,
-        },
-    }[function]
-
-
-def pages(arguments: Arguments, **changes: Any) -> Arguments:
-    """Paged k and v for `varlen_func`: 4 pages of 4 rows, 2 pages a sequence."""
-    device = arguments["q"].device
-    cache = torch.zeros(4, 4, 2, 16, dtype=BF16, device=device)
-    table = torch.arange(4, dtype=INT32, device=device).view(2, 2)
-    return {"k": cache, "v": cache.clone(), "block_table": table} | changes
-
-
-def on(name: str, change: Callable[[Any], Any]) -> Change:
-    """Replaces argument `name` by a function of it."""
-    return lambda arguments: {name: change(arguments[name])}
-
-
-def to(**values: Any) -> Change:
-    """Sets arguments to constants."""
-    return lambda arguments: values
-
-
-def vector(name: str, *shape: int, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Change:
-    """Sets argument `name` to ones of a shape, by default on the device of the other arguments."""
-
-    def change(arguments: Arguments) -> Arguments:
-        device = next(x for x in arguments.values() if isinstance(x, torch.Tensor)).device
-        return {name: torch.ones(shape, **({"dtype": dtype, "device": device} | kwargs))}
-
-    return change
-
-
-def elsewhere(x: torch.Tensor) -> torch.Tensor:
-    """`x` on another device."""
-    return x.to("cpu" if x.is_cuda else "meta")
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """`x` with a last stride of 2."""
-    return x.repeat_interleave(2, -1)[..., ::2]
-
-
 DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "q_is_a_list": (to(q=[1.0]), TypeError, "q is list"),
     "k_is_none": (to(k=None), TypeError, "k is NoneType"),
@@ -148,7 +84,10 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
         NotImplementedError,
         "alibi_slopes",
     ),
+    "alibi_strided": (strided("alibi_slopes", 4), ValueError, "alibi_slopes's last dim"),
+    "alibi_of_batches_strided": (strided("alibi_slopes", 2, 4), ValueError, "alibi_slopes's last"),
     "sink_shape": (vector("sink", 3), ValueError, "sink"),
+    "sink_strided": (strided("sink", 4), ValueError, "sink's last dim"),
     "sink_2d": (vector("sink", 2, 4), ValueError, "sink"),
     "sink_dtype": (vector("sink", 4, dtype=INT32), TypeError, "sink"),
     "sink_elsewhere": (vector("sink", 4, device="meta"), ValueError, "sink"),
@@ -277,53 +216,63 @@ def test_generator_of_another_device(cuda):
             )
 
 
-OPS: dict[str, tuple[Change, str]] = {
-    "k_of_another_batch": (on("k", lambda x: x[:1]), r"batch|\bk\b"),
-    "k_of_another_dim": (on("k", lambda x: x[..., :8].contiguous()), r"dim|\bk\b"),
-    "v_of_another_seqlen": (on("v", lambda x: x[:, :5]), r"seqlen|\bv\b"),
-    "k_dtype": (on("k", torch.Tensor.half), r"dtype|\bk\b"),
-    "heads_not_a_multiple": (on("q", lambda x: x[:, :, :3]), "heads"),
-    "q_of_3_dims": (on("q", lambda x: x[0]), r"\bq\b"),
-    "out_shape": (on("out", lambda x: x[:1]), "out"),
-    "out_dtype": (on("out", lambda x: torch.full_like(x, NAN, dtype=torch.float32)), "out"),
-    "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
-    "lse_dtype": (on("softmax_lse", lambda x: x.double()), "softmax_lse"),
-    "dropout_without_rng": (to(dropout_p=0.3), "rng|dropout"),
-    "rng_dtype": (vector("rng", 2, dtype=INT32), "rng|dropout_p is not supported"),
-    "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng|dropout_p is not supported"),
-    "dropout_above_1": (to(dropout_p=1.5), "dropout"),
-    "softcap_negative": (to(softcap=-1.0), "softcap"),
-    "scale_nan": (to(softmax_scale=NAN), "softmax_scale"),
-    "window_minus_2": (to(window_size_left=-2), "window"),
-    "alibi_shape": (vector("alibi_slopes", 3), "alibi"),
-    "sink_shape": (vector("sink", 3), "sink"),
+def cast(dtype: torch.dtype) -> Change:
+    """q, k and v in another dtype."""
+    return lambda arguments: {name: arguments[name].to(dtype) for name in "qkv"}
+
+
+def of_dim(dim: int, *names: str) -> Change:
+    """The named tensors with another head dim."""
+    return lambda a: {x: a[x].new_ones(*a[x].shape[:-1], dim) for x in names}
+
+
+REFUSED_ON_CUDA: dict[str, tuple[str, Change, str]] = {
+    **{
+        str(dtype): ("func", cast(dtype), str(dtype).removeprefix("torch."))
+        for dtype in validate.DTYPES
+        if dtype not in validate.CUDA_DTYPES
+    },
+    "head_dim": ("func", of_dim(validate.CUDA_MAX_HEAD_DIM + 1, "q", "k"), "head dim"),
+    "head_dim_of_v": ("func", of_dim(validate.CUDA_MAX_HEAD_DIM + 1, "v"), "head dim"),
+    "sink_of_fp64": ("func", vector("sink", 4, dtype=torch.float64), "sink"),
+    "pages": ("varlen_func", pages, "block_table"),
 }
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_ops_write_nothing_when_they_raise(device, name):
-    """Ops check for themselves too, whoever calls them; an output given stays as it was."""
-    change, word = OPS[name]
-    arguments = good_arguments("func", device)
-    out = memory.GuardedTensor(arguments["q"].shape, BF16, device)
-    lse = memory.GuardedTensor((2, 4, 8), torch.float32, device)
-    arguments |= {"out": out.tensor, "softmax_lse": lse.tensor}
+@pytest.mark.parametrize("name", REFUSED_ON_CUDA)
+def test_refused_on_cuda(cuda, name):
+    """By the function and by the op, before anything is written."""
+    function, change, word = REFUSED_ON_CUDA[name]
+    arguments = good_arguments(function, cuda)
     changed = arguments | change(arguments)
-    if "rng" in name:
-        changed["dropout_p"] = 0.3
-    with pytest.raises((RuntimeError, ValueError, TypeError), match=word):
-        torch.ops.flash_cute.fwd.out(**changed)
-    assert out.tensor.isnan().all() and lse.tensor.isnan().all()
-    out.check("out")
-    lse.check("softmax_lse")
-    torch.ops.flash_cute.fwd.out(**arguments)
-    assert out.tensor.isfinite().all() and lse.tensor.isfinite().all()
+    with pytest.raises(NotImplementedError, match=word):
+        getattr(flash_cute, f"flash_attn_{function}")(**changed)
+    packet = torch.ops.flash_cute.varlen_fwd if "varlen" in function else torch.ops.flash_cute.fwd
+    with pytest.raises(RuntimeError, match=word):
+        packet.default(**changed)
+    *rows, heads, _ = changed["q"].shape
+    out_shape = (*rows, heads, changed["v"].shape[-1])
+    out = torch.full(out_shape, NAN, dtype=changed["q"].dtype, device=cuda)
+    lse = torch.full((*rows[:-1], heads, rows[-1]), NAN, device=cuda)
+    with pytest.raises(RuntimeError, match=word):
+        packet.out(**changed, out=out, softmax_lse=lse)
+    assert out.isnan().all() and lse.isnan().all()
 
 
-def test_out_overload_refuses_gradients(device):
-    arguments = good_arguments("func", device)
-    arguments["q"].requires_grad_()
-    arguments["out"] = torch.empty_like(arguments["q"])
-    arguments["softmax_lse"] = torch.empty(2, 4, 8, device=device)
-    with pytest.raises(RuntimeError, match="out"):
-        torch.ops.flash_cute.fwd.out(**arguments)
+@pytest.mark.parametrize("name", REFUSED_ON_CUDA)
+def test_refusals_on_cuda_name_the_argument(monkeypatch, name):
+    """What the functions ask before they call an op on CUDA; it looks at no element."""
+    monkeypatch.setattr(validate, "has_cuda_kernels", lambda: True)
+    function, change, word = REFUSED_ON_CUDA[name]
+    arguments = good_arguments(function, "cpu")
+    validate.cuda(arguments["q"], arguments["v"], torch.ones(4), paged=False)
+    changed = arguments | change(arguments)
+    with pytest.raises(NotImplementedError, match=word):
+        validate.cuda(changed["q"], changed["v"], changed.get("sink"), "block_table" in changed)
+
+
+def test_a_build_without_kernels_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr(validate, "has_cuda_kernels", lambda: False)
+    arguments = good_arguments("func", "cpu")
+    with pytest.raises(NotImplementedError, match="FLASH_CUTE_BUILD=cuda"):
+        validate.cuda(arguments["q"], arguments["v"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import reference
+from flash_cute import reference, validate
 
 LAYOUTS = (
     "contiguous",
@@ -46,6 +46,7 @@ class Problem:
     softcap: float = 0.0
     alibi: str = ""
     sink: bool = False
+    sink_dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
     softmax_scale: float | None = None
     layout: str = "contiguous"
@@ -208,18 +209,15 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 def unsupported_on_cuda(case: Case | VarlenCase) -> str | None:
     """The word that names the first feature of `case` without a CUDA kernel, if there is one."""
-    if case.dtype not in (torch.float16, torch.bfloat16):
+    if case.dtype not in validate.CUDA_DTYPES:
         return str(case.dtype).removeprefix("torch.")
-    if case.dim > 128 or (case.dim_v or case.dim) != case.dim:
+    if max(case.dim, case.dim_v or 0) > validate.CUDA_MAX_HEAD_DIM:
         return "head dim"
-    features = {
-        "softcap": case.softcap,
-        "alibi": case.alibi,
-        "sink": case.sink,
-        "dropout": case.dropout_p,
-        "block_table": isinstance(case, VarlenCase) and case.page_size,
-    }
-    return next((word for word, wanted in features.items() if wanted), None)
+    if case.sink_dtype not in validate.CUDA_SINK_DTYPES:
+        return "sink"
+    if isinstance(case, VarlenCase) and case.page_size:
+        return "block_table"
+    return None
 
 
 def _row_shapes(case: Case | VarlenCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -237,6 +235,7 @@ def _options(
     slopes_shape = {"": None, "heads": (case.heads,), "batch": (batch, case.heads)}[case.alibi]
     slopes = None if slopes_shape is None else 0.5 * torch.rand(slopes_shape, generator=generator)
     sink = torch.randn(case.heads, generator=generator) if case.sink else None
+    sink = None if sink is None else sink.to(device, case.sink_dtype)
     rng = torch.tensor([1234567890123 + seed, 4 * seed], device=device) if case.dropout_p else None
     return {
         "softmax_scale": case.softmax_scale,
@@ -245,7 +244,7 @@ def _options(
         "window_size_right": case.window[1],
         "softcap": case.softcap,
         "alibi_slopes": None if slopes is None else slopes.to(device),
-        "sink": None if sink is None else sink.to(device),
+        "sink": sink,
         "dropout_p": case.dropout_p,
         "rng": rng,
     }

@@ -1,0 +1,105 @@
+"""Ops check for themselves too, whoever calls them; outputs that are given stay as they were."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from bad_arguments import BF16, INT32, Change, good_arguments, on, strided, to, vector
+
+from flash_cute.testing import memory
+
+NAN = math.nan
+
+OPS: dict[str, tuple[Change, str]] = {
+    "k_of_another_batch": (on("k", lambda x: x[:1]), r"batch|\bk\b"),
+    "k_of_another_dim": (on("k", lambda x: x[..., :8].contiguous()), r"dim|\bk\b"),
+    "v_of_another_seqlen": (on("v", lambda x: x[:, :5]), r"seqlen|\bv\b"),
+    "k_dtype": (on("k", torch.Tensor.half), r"dtype|\bk\b"),
+    "heads_not_a_multiple": (on("q", lambda x: x[:, :, :3]), "heads"),
+    "q_of_3_dims": (on("q", lambda x: x[0]), r"\bq\b"),
+    "out_shape": (on("out", lambda x: x[:1]), "out"),
+    "out_dtype": (on("out", lambda x: torch.full_like(x, NAN, dtype=torch.float32)), "out"),
+    "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
+    "lse_dtype": (on("softmax_lse", lambda x: x.double()), "softmax_lse"),
+    "dropout_without_rng": (to(dropout_p=0.3), "rng|dropout"),
+    "rng_dtype": (vector("rng", 2, dtype=INT32), "rng"),
+    "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng"),
+    "dropout_above_1": (to(dropout_p=1.5), "dropout"),
+    "softcap_negative": (to(softcap=-1.0), "softcap"),
+    "scale_nan": (to(softmax_scale=NAN), "softmax_scale"),
+    "window_minus_2": (to(window_size_left=-2), "window"),
+    "alibi_shape": (vector("alibi_slopes", 3), "alibi"),
+    "alibi_dtype": (vector("alibi_slopes", 4, dtype=BF16), "alibi"),
+    "alibi_strided": (strided("alibi_slopes", 4), "alibi"),
+    "sink_shape": (vector("sink", 3), "sink"),
+    "sink_dtype": (vector("sink", 4, dtype=INT32), "sink"),
+    "sink_strided": (strided("sink", 4), "sink"),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_write_nothing_when_they_raise(device, name):
+    change, word = OPS[name]
+    arguments = good_arguments("func", device)
+    out = memory.GuardedTensor(arguments["q"].shape, BF16, device)
+    lse = memory.GuardedTensor((2, 4, 8), torch.float32, device)
+    arguments |= {"out": out.tensor, "softmax_lse": lse.tensor}
+    changed = arguments | change(arguments)
+    if "rng" in name:
+        changed["dropout_p"] = 0.3
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=word):
+        torch.ops.flash_cute.fwd.out(**changed)
+    assert out.tensor.isnan().all() and lse.tensor.isnan().all()
+    out.check("out")
+    lse.check("softmax_lse")
+    torch.ops.flash_cute.fwd.out(**arguments)
+    assert out.tensor.isfinite().all() and lse.tensor.isfinite().all()
+
+
+OPS_OF_BACKWARD: dict[str, tuple[Change, str]] = {
+    "dout_shape": (on("dout", lambda x: x[:1]), "dout"),
+    "dout_dtype": (on("dout", torch.Tensor.float), "dout"),
+    "out_shape": (on("out", lambda x: x[:, :5]), "out"),
+    "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
+    "lse_dtype": (on("softmax_lse", torch.Tensor.double), "softmax_lse"),
+    "dlse_shape": (vector("dlse", 2, 4, 5), "dlse"),
+    "dlse_dtype": (vector("dlse", 2, 4, 8, dtype=BF16), "dlse"),
+    "dropout_without_rng": (to(dropout_p=0.3), "rng"),
+    "alibi_shape": (vector("alibi_slopes", 3), "alibi"),
+    "sink_shape": (vector("sink", 3), "sink"),
+    "dq_shape": (on("dq", lambda x: x[:1]), "dq"),
+    "dk_dtype": (on("dk", lambda x: torch.full_like(x, NAN, dtype=torch.float32)), "dk"),
+    "dv_shape": (on("dv", lambda x: x[..., :8]), "dv"),
+    "dsink_shape": (on("dsink", lambda x: x[:3]), "dsink"),
+    "dsink_dtype": (on("dsink", lambda x: torch.full_like(x, NAN, dtype=BF16)), "dsink"),
+    "dsink_without_sink": (to(sink=None), "dsink"),
+}
+
+
+@pytest.mark.parametrize("name", OPS_OF_BACKWARD)
+def test_backward_ops_write_nothing_when_they_raise(device, name):
+    change, word = OPS_OF_BACKWARD[name]
+    arguments = good_arguments("func", device) | {"sink": torch.ones(4, device=device)}
+    out, lse, _, _ = torch.ops.flash_cute.fwd(**arguments)
+    shapes = {f"d{x}": (arguments[x].shape, BF16) for x in "qkv"} | {"dsink": ((4,), torch.float32)}
+    guarded = {x: memory.GuardedTensor(*kind, device) for x, kind in shapes.items()}
+    arguments |= {"dout": torch.ones_like(out), "out": out, "softmax_lse": lse}
+    arguments |= {x: guard.tensor for x, guard in guarded.items()}
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=word):
+        torch.ops.flash_cute.bwd.out(**(arguments | change(arguments)))
+    for x, guard in guarded.items():
+        assert guard.tensor.isnan().all(), x
+        guard.check(x)
+    torch.ops.flash_cute.bwd.out(**arguments)
+    assert all(guard.tensor.isfinite().all() for guard in guarded.values())
+
+
+def test_out_overload_refuses_gradients(device):
+    arguments = good_arguments("func", device)
+    arguments["q"].requires_grad_()
+    arguments["out"] = torch.empty_like(arguments["q"])
+    arguments["softmax_lse"] = torch.empty(2, 4, 8, device=device)
+    with pytest.raises(RuntimeError, match="out"):
+        torch.ops.flash_cute.fwd.out(**arguments)
