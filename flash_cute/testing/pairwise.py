@@ -1,0 +1,71 @@
+"""Few combinations in which every pair of values of any two factors meets."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Choice = tuple[int, int]  # a factor and one of its values, by their places
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]],
+    excluded: Callable[[Mapping[str, Any]], bool] = lambda pair: False,
+) -> list[dict[str, Any]]:
+    """Rows of one value a factor that together hold all pairs of values; the same ones always.
+
+    `excluded` gets pairs {factor: value, other factor: value}; those for which it is true occur in
+    no row. Greedy: a row begins with the first pair that no row has yet, and takes from each other
+    factor the value that adds most new pairs, of several that with most pairs left.
+
+    Raises:
+        ValueError: a factor has no value that may stand beside those of a row.
+    """
+    names = list(factors)
+
+    def allowed(a: Choice, b: Choice) -> bool:
+        return not excluded({names[f]: factors[names[f]][value] for f, value in (a, b)})
+
+    missing = [pair for pair in _pairs(factors) if allowed(*pair)]
+    rows = []
+    while missing:
+        new, left = set(missing), Counter(itertools.chain.from_iterable(missing))
+        row = dict(missing[0])
+        for factor, name in enumerate(names):
+            if factor in row:
+                continue
+            fits = [
+                (factor, value)
+                for value in range(len(factors[name]))
+                if all(allowed((factor, value), other) for other in row.items())
+            ]
+            if not fits:
+                taken = {names[f]: factors[names[f]][value] for f, value in row.items()}
+                raise ValueError(f"{name}: no value may stand beside {taken}")
+            gains = [
+                (sum(_ordered(one, other) in new for other in row.items()), left[one])
+                for one in fits
+            ]
+            row[factor] = fits[gains.index(max(gains))][1]
+        covered = set(itertools.combinations(sorted(row.items()), 2))
+        missing = [pair for pair in missing if pair not in covered]
+        rows.append({name: factors[name][row[factor]] for factor, name in enumerate(names)})
+    return rows
+
+
+def _pairs(factors: Mapping[str, Sequence[Any]]) -> list[tuple[Choice, Choice]]:
+    """All pairs of values of two factors, the earlier factor first."""
+    choices = [
+        [(factor, value) for value in range(len(values))]
+        for factor, values in enumerate(factors.values())
+    ]
+    return [
+        pair for some, others in itertools.combinations(choices, 2)
+        for pair in itertools.product(some, others)
+    ]  # fmt: skip
+
+
+def _ordered(a: Choice, b: Choice) -> tuple[Choice, Choice]:
+    return (a, b) if a < b else (b, a)

@@ -1,0 +1,37 @@
+"""One problem, checked whole: forward, what it can return besides, backward, repeats."""
+
+from __future__ import annotations
+
+from flash_cute.testing import bounds
+from flash_cute.testing.cases import Inputs
+
+
+def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False) -> float:
+    """Assert that the op under test is right on `inputs`, forward and, without pages, backward.
+
+    `with_dlse` adds a gradient of softmax_lse. What must be repeatable is computed twice.
+
+    Returns:
+        The largest error, as a fraction of its bound.
+
+    Raises:
+        AssertionError: what is wrong, from `flash_cute.testing.bounds`.
+    """
+    out, lse, row_max, softmax = inputs.forward(return_row_max=True, return_softmax=True)
+    oracle = bounds.forward_oracle(inputs)
+    ratios = [
+        bounds.check_forward(out, lse, oracle),
+        bounds.check_lse("row_max", row_max, oracle.row_max),
+        bounds.check_softmax(softmax, oracle),
+    ]
+    for name, x, again in zip(("out", "softmax_lse"), (out, lse), inputs.forward(), strict=False):
+        bounds.check_same_bits(name, again, x)
+    if inputs.lengths.get("block_table") is None:
+        dlse = inputs.dlse if with_dlse else None
+        grads, repeated = (
+            inputs.backward(out, lse, dlse, deterministic=deterministic) for _ in range(2)
+        )
+        ratios.append(bounds.check_gradients(grads, inputs, out, with_dlse))
+        for name in grads if deterministic else ("k", "v"):
+            bounds.check_same_bits(f"d{name}", repeated[name], grads[name])
+    return max(ratios)
