@@ -15,19 +15,26 @@ CASES = {
     "full": Case(heads=4, seqlen_q=257, seqlen_k=300, dtype=BF16),
     "causal": Case(heads=4, seqlen_q=300, seqlen_k=300, is_causal=True, dim=128, dtype=BF16),
     "window": Case(heads=4, seqlen_q=260, seqlen_k=200, window=(70, 5), dim=80, dtype=BF16),
+    "grouped": Case(heads=8, heads_k=2, seqlen_q=300, seqlen_k=257, sink=True, dtype=BF16),
+    "dropout": Case(heads=4, seqlen_q=300, seqlen_k=260, dropout_p=0.2, alibi="heads", dtype=BF16),
+    "wide": Case(heads=6, heads_k=2, seqlen_q=200, seqlen_k=257, dim=256, softcap=9.0, dtype=BF16),
     "varlen": VarlenCase(
         lengths_q=(257, 0, 64, 1), lengths_k=(130, 70, 65, 257), is_causal=True, dtype=BF16
     ),
-}
+    "varlen_rich": VarlenCase(
+        lengths_q=(257, 0, 64, 1), lengths_k=(130, 70, 65, 257), heads=4, heads_k=2, sink=True,
+        dropout_p=0.3, rows_before=3, dim=192, dim_v=128, dtype=BF16,
+    ),
+}  # fmt: skip
 
 
-def repeatable(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Everything that promises equal bits: on CUDA all but dq."""
+def repeatable(inputs: Inputs, deterministic: bool = False) -> dict[str, torch.Tensor]:
+    """Everything that promises equal bits: all with `deterministic`, else on CUDA not dq, dsink."""
     out, lse, _, _ = inputs.forward()
-    results = {"out": out, "softmax_lse": lse, **inputs.backward(out, lse)}
-    if out.is_cuda:
-        del results["q"]
-    return results
+    grads = inputs.backward(out, lse, deterministic=deterministic)
+    if out.is_cuda and not deterministic:
+        grads = {name: grads[name] for name in "kv"}
+    return {"out": out, "softmax_lse": lse, **grads}
 
 
 def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -64,21 +71,58 @@ def test_cpu_deterministic_flag_changes_no_bit():
     check_same(inputs.backward(out, lse, deterministic=True), inputs.backward(out, lse))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_cuda_repeats_under_load(cuda, name):
+def test_cuda_repeats_under_load(cuda, name, deterministic):
     """200 runs beside a stream of matrix products; compared on the device, without a sync."""
     inputs = make_inputs(CASES[name], cuda)
-    expected = repeatable(inputs)
+    expected = repeatable(inputs, deterministic)
     differences = {key: torch.zeros((), dtype=torch.int64, device=cuda) for key in expected}
     load = torch.cuda.Stream()
     matrix = torch.randn(2048, 2048, dtype=BF16, device=cuda)
     for _ in range(200):
         with torch.cuda.stream(load):
             matrix @ matrix
-        for key, x in repeatable(inputs).items():
+        for key, x in repeatable(inputs, deterministic).items():
             integers = torch.int16 if x.element_size() == 2 else torch.int32
             differences[key] += (x.view(integers) != expected[key].view(integers)).sum()
     assert {key: int(count) for key, count in differences.items()} == dict.fromkeys(expected, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deterministic_gradients_are_right(device, name):
+    inputs = make_inputs(CASES[name], device)
+    out, lse, _, _ = inputs.forward()
+    bounds.check_gradients(inputs.backward(out, lse, deterministic=True), inputs, out)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_switch_asks_for_determinism(device, name):
+    """Autograd under torch.use_deterministic_algorithms gives the bits of deterministic=True."""
+    inputs = make_inputs(CASES[name], device)
+    leaves = {x: getattr(inputs, x).detach().requires_grad_() for x in "qkv"}
+    torch.use_deterministic_algorithms(True)
+    try:
+        out, lse, _, _ = dataclasses.replace(inputs, **leaves).forward()
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = inputs.backward(out.detach(), lse.detach(), deterministic=True)
+    check_same(dict(zip("qkv", grads, strict=True)), {x: expected[x] for x in "qkv"})
+
+
+def test_deterministic_backward_takes_linear_memory(cuda):
+    """Twice the lengths take at most 2.2 times the memory, whatever a tile is."""
+    peaks = []
+    for seqlen in (4096, 8192):
+        case = Case(batch=1, heads=4, seqlen_q=seqlen, seqlen_k=seqlen, dtype=BF16)
+        inputs = make_inputs(case, cuda)
+        out, lse, _, _ = inputs.forward()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        inputs.backward(out, lse, deterministic=True)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert 0 < peaks[1] <= 2.2 * peaks[0]
 
 
 def test_sequence_alone_or_in_a_batch(device):

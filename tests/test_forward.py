@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from flash_cute import reference
+from flash_cute.philox import dropout_keep
 from flash_cute.testing import bounds, memory
-from flash_cute.testing.cases import LAYOUTS, Case, Inputs, lay_out_inputs, make_inputs
+from flash_cute.testing.cases import LAYOUTS, Case, Inputs, VarlenCase, lay_out_inputs, make_inputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DIMS = (1, 7, 8, 40, 59, 64, 72, 80, 96, 104, 111, 128)
@@ -40,11 +43,18 @@ def test_lengths_at_tile_edges(make, seqlen_q, is_causal):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 70), (40, 150), (150, 40)])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("left", [-1, 0, 1, 33, 69, 70, 2**31 - 1])
+@pytest.mark.parametrize("left", range(6))
 def test_windows(make, left, is_causal, seqlen_q, seqlen_k):
-    for right in (-1, 0, 1, 33, 69, 70, 2**31 - 1):
+    """Every corner of the table of both sides: exactly the visible keys have a weight."""
+    sides = (-1, 0, 1, seqlen_k - 1, seqlen_k, 2**31 - 1)
+    for right in sides:
+        window = (sides[left], right)
         sizes = {"batch": 1, "heads": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "dim": 16}
-        check(make(Case(**sizes, is_causal=is_causal, window=(left, right), dtype=BF16)))
+        inputs = make(Case(**sizes, is_causal=is_causal, window=window, dtype=BF16))
+        check(inputs)
+        softmax = inputs.forward(return_softmax=True)[3]
+        seen = reference.visible(seqlen_q, seqlen_k, is_causal, *window, device=softmax.device)
+        assert torch.equal(softmax[0, 0] > 0, seen)
 
 
 def test_window_of_64_bits(make):
@@ -267,6 +277,26 @@ def test_dropout_keeps_its_share(make, dropout_p):
     keep = round((1 - dropout_p) * 65536) / 65536
     deviation = (keep * (1 - keep) / softmax.numel()) ** 0.5
     assert abs(float((softmax > 0).float().mean()) - keep) < 5 * deviation
+
+
+RNG = {"zero": (0, 0), "wide": (2**63 - 1, 2**40 + 3), "negative": (-7, -(2**33))}
+
+
+@pytest.mark.parametrize("rng", RNG)
+@pytest.mark.parametrize("dropout_p", [0.0001, 0.17, 1.0])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_dropout_mask_is_that_of_philox(make, packed, dropout_p, rng):
+    """Bit for bit: q is 0, so that no weight is rounded to 0 and every sign shows."""
+    same: dict[str, Any] = {"heads": 3, "dropout_p": dropout_p, "dtype": BF16}
+    dense = Case(**same, seqlen_q=130, seqlen_k=275)
+    varlen = VarlenCase(**same, lengths_q=(130, 130), lengths_k=(275, 275), rows_before=3)
+    inputs = make(varlen if packed else dense)
+    inputs.q.zero_()
+    inputs.options["rng"].copy_(torch.tensor(RNG[rng]))
+    softmax = inputs.forward(return_softmax=True)[3].flatten(0, 1)
+    places = (torch.arange(n, device=softmax.device) for n in softmax.shape)
+    keep = dropout_keep(inputs.options["rng"], dropout_p, *places)
+    assert torch.equal(softmax > 0, keep) and torch.equal(softmax < 0, ~keep)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
