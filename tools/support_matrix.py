@@ -68,8 +68,9 @@ class Row(NamedTuple):
         if self.op == "Fwd":
             return 2 * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
         q_dout = 2 * self.block_m * (self.head_dim + self.head_dim_v)
-        ds = 2 * self.block_m * self.block_n
-        return kv + self.stages * (q_dout + 8 * self.block_m) + ds
+        whole_keys = self.block_n == 32 * self.warps
+        score_tiles = (1 if whole_keys else 2) * 2 * self.block_m * self.block_n
+        return kv + self.stages * (q_dout + 8 * self.block_m) + score_tiles
 
 
 def kernels() -> list[Row]:
