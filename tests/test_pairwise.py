@@ -51,11 +51,16 @@ FACTORS: dict[str, list[Any]] = {
 
 
 def impossible(pair: dict[str, Any]) -> bool:
-    """Packed tensors share their lengths and dims, packed queries also the heads."""
+    """Packed tensors share their lengths and dims, packed queries also the heads.
+
+    Equal rows, which expanded_batch would make of a packed batch, make the unfused chain exact.
+    """
     layout, others = pair.get("layout"), set(pair.values())
     different_dims = bool(others & {"192v128", "64v128"})
     if layout == "qkvpacked":
         return different_dims or bool(others & (LENGTHS.keys() - {"equal"} | {"gqa", "mqa"}))
+    if layout == "expanded_batch":
+        return bool(others & {"varlen", "gaps", "used"})
     return layout == "kvpacked" and different_dims
 
 

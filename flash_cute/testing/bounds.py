@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +25,9 @@ ROUNDING_UNIT = {
 class Oracle:
     """fp64 answers to one problem. `out_of_abs_v` is P|V|, the scale of rounding errors in out.
 
+    `out_of_smallest` bounds what weights add to out that are too small for the dtype.
     `logit_size` is the scale of rounding errors in the logits: it bounds |q||k| softmax_scale and,
-    where ALiBi makes that larger, the largest score of every row.
+    with ALiBi, scores near the largest of a row, whose weights are not below 1 / (number of keys).
     """
 
     out: Tensor
@@ -32,6 +35,7 @@ class Oracle:
     row_max: Tensor
     softmax: Tensor
     out_of_abs_v: Tensor
+    out_of_smallest: Tensor
     logit_size: float
 
 
@@ -40,14 +44,36 @@ def forward_oracle(inputs: Inputs) -> Oracle:
     both = torch.cat((inputs.v, inputs.v.abs()), -1)
     out, softmax_lse, row_max, softmax = inputs.reference(v=both)
     out, out_of_abs_v = out.chunk(2, -1)
-    logit_size = max(_logit_size(inputs), _largest(row_max))
-    return Oracle(out, softmax_lse, row_max, softmax, out_of_abs_v, logit_size)
+    logit_size = _logit_size(inputs)
+    if inputs.options["alibi_slopes"] is not None:
+        logit_size += _largest(row_max) + math.log(1 + inputs.k.shape[-3])
+    out_of_smallest = torch.full_like(out, _smallest(inputs.q.dtype))
+    if inputs.q.dtype == torch.float16:
+        out_of_smallest *= 1 + _count_of_smallest(inputs, softmax_lse, row_max)
+    return Oracle(out, softmax_lse, row_max, softmax, out_of_abs_v, out_of_smallest, logit_size)
+
+
+def _count_of_smallest(inputs: Inputs, softmax_lse: Tensor, row_max: Tensor) -> Tensor:
+    """How much the smallest fp16 number weighs in out, if every visible key has that weight.
+
+    Weights are rounded relative to the row's largest one, and multiplied by 1 / (1 - dropout_p).
+    """
+    off: dict[str, Any] = {
+        "softcap": 0.0,
+        "alibi_slopes": None,
+        "sink": None,
+        "dropout_p": 0.0,
+        "rng": None,
+    }
+    mean, log_count, _, _ = inputs.reference(v=inputs.v.abs(), softmax_scale=0.0, **off)
+    largest = (row_max - softmax_lse).exp().nan_to_num(0.0) * _keep_scale(inputs)
+    return mean * (log_count.exp() * largest).transpose(-1, -2)[..., None]
 
 
 def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> float:
     """Assert |out - o64| <= u |o64| + 2u P64|V| elementwise, and softmax_lse close to the oracle's.
 
-    Numbers below the smallest that the dtype tells from 0 are allowed on top.
+    What the dtype cannot tell from 0 is allowed on top.
     For fp16 and bf16 u is the rounding unit: sums are fp32, so only P and out are rounded to it. In
     fp32 and fp64 logits and sums are rounded to the same unit; a logit's error is about
     |q||k| softmax_scale units and enters P as a relative error twice (numerator and denominator),
@@ -63,7 +89,7 @@ def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> float:
     unit = ROUNDING_UNIT[out.dtype]
     if out.dtype in (torch.float32, torch.float64):
         unit *= 4 + 4 * oracle.logit_size
-    bound = unit * oracle.out.abs() + 2 * unit * oracle.out_of_abs_v + _smallest(out.dtype)
+    bound = unit * oracle.out.abs() + 2 * unit * oracle.out_of_abs_v + oracle.out_of_smallest
     worst = compare("out", out, oracle.out, bound)
     return max(worst, check_lse("softmax_lse", softmax_lse, oracle.softmax_lse))
 
@@ -79,15 +105,17 @@ def check_lse(name: str, got: Tensor, expected: Tensor) -> float:
 def check_softmax(got: Tensor, oracle: Oracle) -> float:
     """Assert that the signed probabilities are the oracle's.
 
-    A probability is exp(logit - lse), rounded: to its dtype's unit come the bound of lse and the
-    rounding of the logit, in fp32 or better. That leaves no room for another sign, unless it is so
-    small that it may be rounded to 0. Returns and raises as `check_forward`.
+    A probability p is exp(logit - lse), rounded: to its dtype's unit come the bound of lse and the
+    rounding of the logit, in fp32 or better; it grows with log(p). That leaves no room for another
+    sign, unless p is so small that it may be rounded to 0. Returns and raises as `check_forward`.
     """
     statistic = torch.promote_types(got.dtype, torch.float32)
+    logit_unit = 4 * ROUNDING_UNIT[statistic]
     lse = torch.tensor(_largest(oracle.softmax_lse))
     relative = ROUNDING_UNIT[got.dtype] + float(_lse_bound(statistic, lse))
-    relative += 4 * ROUNDING_UNIT[statistic] * (1 + oracle.logit_size)
-    bound = relative * oracle.softmax.abs() + _smallest(got.dtype)
+    relative += logit_unit * (1 + oracle.logit_size)
+    p = oracle.softmax.abs()
+    bound = relative * p + logit_unit * torch.special.entr(p) + _smallest(got.dtype)
     return compare("softmax", got, oracle.softmax, bound)
 
 
@@ -161,6 +189,7 @@ def check_gradients(
     """
     oracle, from_out = _oracle_gradients(inputs, out, with_dlse)
     chain = _Graph(inputs, None).gradients(inputs.dout, inputs.dlse if with_dlse else None)
+    key_weights = _key_weights(inputs)
     ratios = [0.0]
     for name, expected in oracle.items():
         assert got[name].shape == expected.shape, f"d{name}: shape {got[name].shape}"
@@ -168,7 +197,8 @@ def check_gradients(
         chain_error = (chain[name].double() - expected).norm(dim=-1)
         if expected.shape[-1] < 8 and expected.numel() > 0:
             chain_error = chain_error.max().expand_as(error)
-        floor = gradient_floor(name, inputs, expected) + from_out[name].norm(dim=-1)
+        floor = gradient_floor(name, inputs, expected, key_weights)
+        floor += (1 + 4 * ROUNDING_UNIT[inputs.q.dtype]) * from_out[name].norm(dim=-1)
         excess = torch.where(error == 0, 0, error / (2 * chain_error + floor))
         excess = excess.nan_to_num(nan=torch.inf, posinf=torch.inf)
         ratios.append(float(excess.max()) if excess.numel() else 0.0)
@@ -183,31 +213,42 @@ def check_gradients(
     return max(ratios)
 
 
-def gradient_floor(name: str, inputs: Inputs, expected: Tensor) -> Tensor:
+def gradient_floor(name: str, inputs: Inputs, expected: Tensor, key_weights: Tensor) -> Tensor:
     """The row error that a correct kernel may have, even where the chain is exact by luck.
 
     Two terms. Rounding the exact gradient to its dtype: u |row|, and the least number of the dtype
-    an element. And sums in fp32 (fp64 for fp64
-    inputs) in an order that is not the chain's: `steps` roundings, each one `unit` times the norms
-    of the operands of one summand and of the row itself. Steps are the errors of a logit and of the
-    saved softmax_lse, from which P is recomputed, `logit_size` each, and 8 for exp2 and sums.
+    an element. And sums in fp32 (fp64 for fp64 inputs) in an order that is not the chain's: `steps`
+    roundings, each one `unit` times the norms of the operands of one summand and of the row itself.
+    Summands of k and v are weighted by P, whose sums over the queries are `key_weights`. Steps are
+    the errors of a logit and of the saved softmax_lse, from which P is recomputed, `logit_size`
+    each, and 8 for exp2 and sums.
     """
     unit = ROUNDING_UNIT[torch.promote_types(inputs.q.dtype, torch.float32)]
     norm_dout, norm_q, norm_k, norm_v = (
         _row_norm(x) for x in (inputs.dout, inputs.q, inputs.k, inputs.v)
     )
-    scale = _softmax_scale(inputs)
-    size = {
+    scale, keep_scale = _softmax_scale(inputs), max(1.0, _keep_scale(inputs))
+    sizes: dict[str, Tensor | float] = {
         "q": scale * norm_dout * norm_v * norm_k,
-        "k": scale * norm_dout * norm_v * norm_q,
-        "v": norm_dout,
+        "k": scale * norm_dout * norm_v * norm_q * key_weights,
+        "v": norm_dout * key_weights,
         "sink": norm_dout * norm_v,
-    }[name]
+    }
     row = expected.norm(dim=-1)
     steps = 8 + 2 * _logit_size(inputs)
-    rounding = ROUNDING_UNIT[inputs.q.dtype] * row
-    rounding += expected.shape[-1] ** 0.5 * _smallest(inputs.q.dtype)
-    return rounding + steps * unit * (size + row)
+    dtype = torch.float32 if name == "sink" else inputs.q.dtype
+    rounding = ROUNDING_UNIT[dtype] * row + expected.shape[-1] ** 0.5 * _smallest(dtype)
+    return rounding + steps * unit * (keep_scale * sizes[name] + row)
+
+
+def _key_weights(inputs: Inputs) -> Tensor:
+    """Sums of P over the queries that share a key, at least 1: the shape of k without head dim."""
+    ones = torch.ones_like(inputs.v[..., :1], dtype=torch.float64, requires_grad=True)
+    out = inputs.reference(v=ones, dropout_p=0.0, rng=None)[0]
+    if not out.requires_grad:  # no sequence
+        return ones.detach()[..., 0]
+    (weights,) = torch.autograd.grad(out.sum(), ones)
+    return weights[..., 0].nan_to_num(1.0).clamp(min=1.0)
 
 
 class _Graph:
@@ -266,6 +307,11 @@ def _row_norm(x: Tensor) -> float:
 def _softmax_scale(inputs: Inputs) -> float:
     scale = inputs.options["softmax_scale"]
     return inputs.q.shape[-1] ** -0.5 if scale is None else abs(scale)
+
+
+def _keep_scale(inputs: Inputs) -> float:
+    dropout_p = inputs.options["dropout_p"]
+    return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def _logit_size(inputs: Inputs) -> float:
