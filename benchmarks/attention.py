@@ -8,7 +8,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from .rivals import LOADERS, OURS, Candidate, Work, describe, load
 from .suites import SUITES, Case, Inputs, Truth, check, make_inputs, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
+_WITHOUT = " without the feature"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def prepare(
         with work.scope():
             results = work.results(work.run())
         names = ("out",) if direction == "fwd" else _GRADIENTS
-        errors, fault = check(case, dict(zip(names, results, strict=True)), truths)
+        named = dict(zip(names, results, strict=True))
+        errors, fault = check(case, named, truths if work.comparable else None)
     except NotImplementedError as error:
         return {"status": "unsupported", "message": describe(error)}, None
     except Exception as error:
@@ -66,21 +68,33 @@ def _poison(x: Inputs) -> None:
 def measure(
     session: Session, case: Case, x: Inputs, direction: str, truths: list[Truth]
 ) -> dict[str, Any]:
-    """One row of the report: every candidate on one case in one direction."""
+    """One row of the report: every candidate on one case in one direction.
+
+    A case with a feature is measured beside the same case without it, in the same rounds.
+    """
     entries: dict[str, dict[str, Any]] = {}
     works: dict[str, Work] = {}
+    plain_case, plain = replace(case, feature=""), replace(x, options={})
     for name, candidate in session.candidates.items():
         entries[name], work = prepare(candidate, case, x, direction, truths)
         if work is not None:
             works[name] = work
+        if work is not None and case.feature:
+            make = candidate.forward if direction == "fwd" else candidate.backward
+            works[name + _WITHOUT] = make(plain_case, plain)
     measured = timing.interleave(
         works, session.rounds, session.round_ms, session.device, session.monitor
     )
-    for name, turn in measured.items():
-        if turn.failure:
-            entries[name].update(status="failed", message=turn.failure)
-        else:
-            entries[name].update(_timed(case, direction, turn))
+    for name, entry in entries.items():
+        turn, without = measured.get(name), measured.get(name + _WITHOUT)
+        if turn is None:
+            continue
+        if failure := turn.failure or (without.failure if without else ""):
+            entry.update(status="failed", message=failure)
+            continue
+        entry.update(_timed(case, direction, turn))
+        if without is not None:
+            entry["feature_speed"] = without.median_ms / turn.median_ms
     return _row(case, direction, entries)
 
 
@@ -126,11 +140,6 @@ def measure_case(
     return [measure(session, case, x, direction, truths) for direction in directions]
 
 
-def _file_names(argv: Sequence[str]) -> list[str]:
-    """Arguments with paths cut to file names: a report says nothing of its machine's folders."""
-    return [Path(word).name if "/" in word else word for word in argv]
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures what the options ask for; the JSON file is complete after every case."""
     device = options.device
@@ -138,7 +147,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     monitor = timing.Monitor(device)
     session = Session(candidates, device, monitor, options.rounds, options.round_ms)
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.attention " + shlex.join(_file_names(options.argv)),
+        "command": "python -m benchmarks.attention " + _without_folders(options),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": report.machine(device, monitor),
         "versions": report.versions({n: c.version for n, c in candidates.items()}),
@@ -162,6 +171,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return result
+
+
+def _without_folders(options: argparse.Namespace) -> str:
+    """The arguments, of output files the names alone."""
+    outputs = {path for path in (options.json, options.plot) if path is not None}
+    words = []
+    for word in options.argv:
+        name, equals, value = word.rpartition("=")
+        words.append(name + equals + (Path(value).name if Path(value) in outputs else value))
+    return shlex.join(words)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -190,8 +209,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _complete(options: argparse.Namespace) -> None:
     """Fills the defaults that depend on other options; ValueError for what makes no sense."""
-    default_rivals = {"fp8": "fa3fp8", "smoke": "math"}.get(options.suite, "cudnn,fa2,fa3,fa4")
-    options.rivals = [n for n in (options.rivals or default_rivals).split(",") if n]
+    default_rivals = {"fp8": "fa3fp8", "smoke": "math", "features": "fa2"}
+    rivals = options.rivals or default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
+    options.rivals = [n for n in rivals.split(",") if n]
     if unknown := [n for n in options.rivals if n not in LOADERS or n == OURS]:
         raise ValueError(f"unknown rivals {unknown}, known: {sorted(LOADERS.keys() - {OURS})}")
     least = timing.SUSTAINED_ROUNDS if options.sustained else 1

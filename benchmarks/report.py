@@ -82,9 +82,13 @@ def _names(result: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(entry: Mapping[str, Any] | None) -> str:
+    """The rate; of a case with a feature, its speed as a multiple of that without, in brackets."""
     if entry is None:
         return "-"
-    return _number(entry["rate"]) if entry["status"] == "ok" else entry["status"]
+    if entry["status"] != "ok":
+        return "n/a" if entry["status"] == "unsupported" else entry["status"]
+    rate = _number(entry["rate"])
+    return f"{rate} ({entry['feature_speed']:.2f}x)" if "feature_speed" in entry else rate
 
 
 def _number(rate: float) -> str:

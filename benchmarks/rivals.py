@@ -10,10 +10,12 @@ import ctypes
 import hashlib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .suites import Case, Inputs
 
 OURS = "flash_cute"
+_FOLDERS = re.compile(r"""(?<![^\s'"(\[=:])/(?:[^\s'"/:]+/)*(?=[^\s/])""")  # of an absolute path
 
 
 class Missing(RuntimeError):
@@ -36,12 +39,14 @@ class Work:
     """What is timed: `run`, called back to back inside `scope`.
 
     `results` turns run's value into the tensors to compare, (batch, seqlen, heads, dim):
-    (out,) of a forward, (dq, dk, dv) of a backward. It is not timed.
+    (out,) of a forward, (dq, dk, dv) of a backward. It is not timed. Results that depend on random
+    numbers of a library's own are not `comparable`.
     """
 
     run: Callable[[], Any]
     results: Callable[[Any], tuple[torch.Tensor, ...]]
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    comparable: bool = True
 
 
 class Candidate(Protocol):
@@ -52,6 +57,12 @@ class Candidate(Protocol):
     def forward(self, case: Case, x: Inputs) -> Work: ...
 
     def backward(self, case: Case, x: Inputs) -> Work: ...
+
+
+def _need_plain(case: Case, *known: str) -> None:
+    """NotImplementedError for a case with a feature that is not among the known ones."""
+    if case.feature and case.feature not in known:
+        raise NotImplementedError(f"{case.feature} is not measured here")
 
 
 def _first(value: Any) -> tuple[torch.Tensor, ...]:
@@ -83,19 +94,21 @@ class FlashCute:
         self.version = getattr(package, "__version__", "unknown")
 
     def forward(self, case: Case, x: Inputs) -> Work:
+        if case.feature:  # the function would draw other random numbers for dropout in each call
+            return self.op(case, x)
         func = self._func
         return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first)
 
     def op(self, case: Case, x: Inputs) -> Work:
         """The forward without the Python function around it."""
-        fwd = self._fwd
-        return Work(lambda: fwd(x.q, x.k, x.v, is_causal=case.causal), _first)
+        fwd, options = self._fwd, x.options
+        return Work(lambda: fwd(x.q, x.k, x.v, is_causal=case.causal, **options), _first)
 
     def backward(self, case: Case, x: Inputs) -> Work:
         out, lse, *_ = self.op(case, x).run()
-        bwd = self._bwd
+        bwd, options = self._bwd, x.options
         return Work(
-            lambda: bwd(x.dout, x.q, x.k, x.v, out, lse, is_causal=case.causal),
+            lambda: bwd(x.dout, x.q, x.k, x.v, out, lse, is_causal=case.causal, **options),
             lambda grads: tuple(grads[:3]),
         )
 
@@ -110,20 +123,28 @@ class Sdpa:
     def _scope(self) -> AbstractContextManager[Any]:
         return sdpa_kernel(self._backend)
 
-    def _attend(self, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        gqa = case.heads != case.heads_k
-        return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=gqa)
+    def _attend(
+        self, case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        gqa, dropout_p = case.heads != case.heads_k, x.options.get("dropout_p", 0.0)
+        return scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=case.causal, enable_gqa=gqa
+        )
 
     def forward(self, case: Case, x: Inputs) -> Work:
+        _need_plain(case, "dropout0.1")
         q, k, v = _transposed(x.q, x.k, x.v)
-        return Work(lambda: self._attend(case, q, k, v), lambda out: _transposed(out), self._scope)
+        run = partial(self._attend, case, x, q, k, v)
+        return Work(run, lambda out: _transposed(out), self._scope, not case.feature)
 
     def backward(self, case: Case, x: Inputs) -> Work:
+        _need_plain(case, "dropout0.1")
         leaves = _leaves(*_transposed(x.q, x.k, x.v))
         with self._scope():
-            out = self._attend(case, *leaves)
+            out = self._attend(case, x, *leaves)
         (dout,) = _transposed(x.dout)
-        return Work(_autograd(out, leaves, dout), lambda grads: _transposed(*grads), self._scope)
+        run = _autograd(out, leaves, dout)
+        return Work(run, lambda grads: _transposed(*grads), self._scope, not case.feature)
 
 
 class FlashAttention3:
@@ -139,6 +160,7 @@ class FlashAttention3:
         self.version = f"fa3.so, sha256 {hashlib.sha256(library.read_bytes()).hexdigest()[:12]}"
 
     def forward(self, case: Case, x: Inputs) -> Work:
+        _need_plain(case)
         fwd, scale = self._ops.fwd, case.dim**-0.5
         return Work(lambda: fwd(x.q, x.k, x.v, softmax_scale=scale, is_causal=case.causal), _first)
 
@@ -158,9 +180,11 @@ class FlashAttentionFunction:
         self.version = version
 
     def forward(self, case: Case, x: Inputs) -> Work:
+        _need_plain(case)
         return Work(lambda: self._func(x.q, x.k, x.v, causal=case.causal), _first)
 
     def backward(self, case: Case, x: Inputs) -> Work:
+        _need_plain(case)
         leaves = _leaves(x.q, x.k, x.v)
         (out,) = _first(self._func(*leaves, causal=case.causal))
         return Work(_autograd(out, leaves, x.dout), tuple)
@@ -248,8 +272,12 @@ def load(names: Iterable[str], device: torch.device) -> tuple[dict[str, Candidat
 
 
 def describe(error: BaseException) -> str:
-    """One line for a report: the type (unless it says nothing) and the message's first line."""
+    """One line for a report: the type (unless it says nothing) and the message's first line.
+
+    Of absolute paths the last part stays: reports are read on other machines.
+    """
     line = next(iter(str(error).strip().splitlines()), "")[:300]
+    line = _FOLDERS.sub("", line)
     if isinstance(error, (Missing, NotImplementedError)) and line:
         return line
     return f"{type(error).__name__}: {line}"

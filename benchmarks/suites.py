@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from flash_cute.reference import attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 
@@ -17,8 +20,19 @@ RELATIVE_LIMITS = {"bf16": 2e-2, "fp16": 2.5e-3, "e4m3": 1e-1}
 # ... or when any single row is off by this share of its own norm (at least of the mean norm).
 ROW_LIMIT = 0.5
 
+# What a case may ask for besides its mask: options of flash_cute's ops. ALiBi's slopes and the
+# random numbers of dropout are tensors, which make_inputs adds.
+FEATURES: dict[str, dict[str, Any]] = {
+    "dropout0.1": {"dropout_p": 0.1},
+    "alibi": {},
+    "window1024": {"window_size_left": 1024},
+    "softcap30": {"softcap": 30.0},
+    "deterministic": {"deterministic": True},
+}
+
 _NAME = re.compile(
     rf"({'|'.join(DTYPES)}) b(\d+) h(\d+)/(\d+) q(\d+) k(\d+) d(\d+)/(\d+) (full|causal)"
+    rf"(?: \+({'|'.join(map(re.escape, FEATURES))}))?"
 )
 _SAMPLED_ROWS = 2**15  # query rows compared, spread over whole (batch, kv head) pairs
 _CHUNK = 2**25  # scores held at once by the reference, elements of fp64
@@ -28,8 +42,9 @@ _CHUNK = 2**25  # scores held at once by the reference, elements of fp64
 class Case:
     """One attention problem: q (batch, seqlen_q, heads, dim), v (batch, seqlen_k, heads_k, dim_v).
 
-    Raises ValueError if heads is no multiple of heads_k, or for a causal case of unequal lengths
-    (the libraries disagree on its alignment and on its FLOPs).
+    `feature` is "" or one of FEATURES. Raises ValueError if heads is no multiple of heads_k, for a
+    causal case of unequal lengths (the libraries disagree on its alignment and on its FLOPs), and
+    for a window that is not causal.
     """
 
     dtype: str
@@ -41,12 +56,15 @@ class Case:
     dim: int
     dim_v: int
     causal: bool
+    feature: str = ""
 
     def __post_init__(self) -> None:
         if self.heads % self.heads_k:
             raise ValueError(f"heads {self.heads} is no multiple of heads_k {self.heads_k}")
         if self.causal and self.seqlen_q != self.seqlen_k:
             raise ValueError(f"a causal case needs equal lengths, got {self}")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"a window needs a causal case, got {self}")
 
     @classmethod
     def parse(cls, name: str) -> Case:
@@ -54,21 +72,30 @@ class Case:
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"no case: {name!r}, expected {_NAME.pattern}")
-        dtype, *sizes, mask = match.groups()
+        dtype, *sizes, mask, feature = match.groups()
         batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v = map(int, sizes)
         return cls(
-            dtype, batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v, causal=mask == "causal"
-        )
+            dtype, batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v,
+            causal=mask == "causal", feature=feature or "",
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return (
             f"{self.dtype} b{self.batch} h{self.heads}/{self.heads_k} q{self.seqlen_q} "
             f"k{self.seqlen_k} d{self.dim}/{self.dim_v} {'causal' if self.causal else 'full'}"
+            f"{self.feature and ' +' + self.feature}"
         )
 
     @property
+    def window(self) -> int | None:
+        """How many keys before its own a query sees; None: all."""
+        return FEATURES.get(self.feature, {}).get("window_size_left")
+
+    @property
     def directions(self) -> tuple[str, ...]:
-        """What can be measured: decode and fp8 are forward only."""
+        """What can be measured: decode and fp8 are forward only, determinism is backward's."""
+        if self.feature == "deterministic":
+            return ("bwd",)
         return ("fwd",) if self.seqlen_q == 1 or self.dtype == "e4m3" else ("fwd", "bwd")
 
     @property
@@ -77,8 +104,13 @@ class Case:
         return "GB/s" if self.seqlen_q == 1 else "TFLOP/s"
 
     def flops(self, direction: str) -> float:
-        """4·b·h·sq·sk·mean(dim, dim_v), half of it when causal, 2.5 times for "bwd"."""
+        """4·b·h·pairs·mean(dim, dim_v), 2.5 times for "bwd".
+
+        Pairs are sq·sk, half of it when causal, less the pairs that a window w hides: (sk - w)²/2.
+        """
         pairs = self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        if self.window is not None:
+            pairs -= max(self.seqlen_k - self.window, 0) ** 2 / 2
         forward = 2.0 * self.batch * self.heads * pairs * (self.dim + self.dim_v)
         return forward * (2.5 if direction == "bwd" else 1.0)
 
@@ -106,6 +138,16 @@ def _square(
     ]
 
 
+def _featured(dims: tuple[int, ...]) -> list[Case]:
+    """Each feature once at b4 s4096, the window causal, the others full."""
+    return [
+        Case("bf16", 4, 2048 // dim, 2048 // dim, 4096, 4096, dim, dim, causal, feature)
+        for dim in dims
+        for feature in ("", *FEATURES)
+        for causal in ((True,) if feature == "window1024" else (False,))
+    ]
+
+
 SUITES: dict[str, list[Case]] = {
     "smoke": [Case.parse("bf16 b1 h4/2 q64 k64 d64/64 causal")],
     "quick": [
@@ -129,18 +171,23 @@ SUITES: dict[str, list[Case]] = {
         Case.parse("bf16 b1 h32/8 q1 k131072 d128/128 full"),
         Case.parse("bf16 b16 h32/32 q1 k8192 d128/128 full"),
     ],
+    "features": _featured((128, 64)),
     "fp8": _square((64, 128, 256), ((4, 4096), (1, 16384)), "e4m3"),
 }
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one case, shared by all candidates; dout has out's shape."""
+    """The tensors of one case, shared by all candidates; dout has out's shape.
+
+    `options` are its feature, as arguments of flash_cute's ops.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> Inputs:
@@ -160,7 +207,18 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> Inputs:
         k=cast(normal(case.seqlen_k, case.heads_k, case.dim)),
         v=cast(normal(case.seqlen_k, case.heads_k, case.dim_v)),
         dout=dout if case.dtype == "e4m3" else cast(dout),
+        options=_options(case, device, seed),
     )
+
+
+def _options(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
+    options = dict(FEATURES.get(case.feature, {}))
+    if case.feature == "alibi":  # the slopes of its paper, arXiv 2108.12409
+        exponents = torch.arange(1, case.heads + 1, device=device) * (-8.0 / case.heads)
+        options["alibi_slopes"] = torch.exp2(exponents)
+    if "dropout_p" in options:
+        options["rng"] = torch.tensor([seed, 0], device=device)
+    return options
 
 
 @dataclass(frozen=True)
@@ -182,7 +240,27 @@ def reference(case: Case, x: Inputs, backward: bool, seed: int) -> list[Truth]:
     pairs = [(b, h) for b in range(case.batch) for h in range(case.heads_k)]
     count = min(len(pairs), max(4, min(64, _SAMPLED_ROWS // case.seqlen_q)))
     drawn = {pairs[0], pairs[-1], *random.Random(seed).sample(pairs, count)}
-    return [Truth(b, h, _pair_truth(case, x, b, h, backward)) for b, h in sorted(drawn)]
+    truth = _featured_truth if case.feature else _pair_truth
+    return [Truth(b, h, truth(case, x, b, h, backward)) for b, h in sorted(drawn)]
+
+
+def _featured_truth(
+    case: Case, x: Inputs, batch: int, head_k: int, backward: bool
+) -> dict[str, torch.Tensor]:
+    """From flash_cute's reference and its autograd, not in chunks: one pair fits in memory."""
+    tensors = (_pair(case, t, batch, head_k)[None].double() for t in (x.q, x.k, x.v))
+    leaves = [t.requires_grad_(backward) for t in tensors]
+    options = {name: value for name, value in x.options.items() if name != "deterministic"}
+    if (slopes := options.get("alibi_slopes")) is not None:
+        options["alibi_slopes"] = slopes.view(case.heads_k, -1)[head_k]
+    first = batch * case.heads_k + head_k  # dropout counts heads through all batches
+    out = attention(*leaves, is_causal=case.causal, first=first, **options).out
+    values = {"out": out.detach()[0]}
+    if backward:
+        dout = _pair(case, x.dout, batch, head_k)[None].double()
+        dq, dk, dv = (t[0] for t in torch.autograd.grad(out, leaves, dout))
+        values |= {"dq": dq, "dk": dk[:, 0], "dv": dv[:, 0]}
+    return values
 
 
 def _pair_truth(
@@ -221,9 +299,11 @@ def _pair(case: Case, tensor: torch.Tensor, batch: int, head_k: int) -> torch.Te
 
 
 def check(
-    case: Case, results: dict[str, torch.Tensor], truths: list[Truth]
+    case: Case, results: dict[str, torch.Tensor], truths: list[Truth] | None
 ) -> tuple[dict[str, dict[str, float | None]], str]:
     """Errors of the named results (batch, seqlen, heads, dim), and what is wrong ("" if nothing).
+
+    Without truths, that of dropout with random numbers of a library's own, no errors are known.
 
     Errors: "relative", ||x - x64|| / ||x64|| over the sample, and "worst_row", the largest
     ||row - row64|| / max(||row64||, mean ||row64||); None where they are not finite. That no
@@ -232,6 +312,9 @@ def check(
     errors: dict[str, dict[str, float | None]] = {}
     faults = []
     for name, result in results.items():
+        if truths is None:
+            faults += [] if bool(torch.isfinite(result).all()) else [f"{name}: not finite"]
+            continue
         relative, worst_row = _error(case, name, result, truths)
         if not (relative <= RELATIVE_LIMITS[case.dtype] and worst_row <= ROW_LIMIT):
             faults.append(f"{name}: relative error {relative:.2g}, worst row {worst_row:.2g}")

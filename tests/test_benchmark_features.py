@@ -1,0 +1,137 @@
+"""Benchmarks of features on the CPU: cases, truths, speeds with and without, paths in reports."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from benchmarks import attention, rivals, suites, timing
+from benchmarks.suites import FEATURES, SUITES, Case
+
+CPU = torch.device("cpu")
+SMALL = "bf16 b2 h4/2 q70 k70 d64/64 causal"
+
+
+class Careless(rivals.FlashCute):
+    """Ours, as if it forgot the feature."""
+
+    def op(self, case, x):
+        return super().op(case, suites.Inputs(x.q, x.k, x.v, x.dout))
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A window that the small cases reach."""
+    monkeypatch.setitem(FEATURES, "window1024", {"window_size_left": 16})
+
+
+def entries(candidate, name):
+    """A candidate's entry in each direction of a case."""
+    case = Case.parse(name)
+    x = suites.make_inputs(case, CPU, seed=2)
+    truths = suites.reference(case, x, backward=True, seed=2)
+    return [attention.prepare(candidate, case, x, way, truths)[0] for way in case.directions]
+
+
+def test_suite_has_each_feature_at_both_head_dims():
+    found = {(case.dim, case.feature) for case in SUITES["features"]}
+    assert found == {(dim, feature) for dim in (64, 128) for feature in ("", *FEATURES)}
+    assert {case.causal for case in SUITES["features"] if case.window} == {True}
+    assert Case.parse(f"{SMALL} +deterministic").directions == ("bwd",)
+
+
+@pytest.mark.parametrize("name", [f"{SMALL} +", f"{SMALL} +sparse", f"{SMALL}+alibi",
+                                  "bf16 b1 h1/1 q8 k8 d64/64 full +window1024"])  # fmt: skip
+def test_what_is_no_feature_is_refused(name):
+    with pytest.raises(ValueError, match=r"no case|a window needs a causal case"):
+        Case.parse(name)
+
+
+def test_a_window_counts_the_pairs_that_it_leaves():
+    name = "bf16 b4 h16/16 q4096 k4096 d128/128 causal"
+    pairs = 4096 * 1024 - 1024**2 / 2
+    assert Case.parse(f"{name} +window1024").flops("fwd") == 4 * 4 * 16 * pairs * 128
+    assert Case.parse(f"{SMALL} +window1024").flops("bwd") == Case.parse(SMALL).flops("bwd")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_ours_is_right_with_every_feature(narrow, feature):
+    found = entries(rivals.FlashCute(CPU), f"{SMALL} +{feature}")
+    assert {entry["status"] for entry in found} == {"ok"}
+    assert all(entry["error"] for entry in found)
+
+
+@pytest.mark.parametrize("feature", ["dropout0.1", "alibi", "window1024"])
+def test_a_feature_that_is_forgotten_is_wrong(narrow, feature):
+    found = entries(Careless(CPU), f"{SMALL} +{feature}")
+    assert [entry["status"] for entry in found] == ["wrong", "wrong"]
+
+
+def test_random_numbers_of_another_library_cannot_be_compared():
+    case = Case.parse(f"{SMALL} +dropout0.1")
+    results = {"out": torch.zeros(2, 70, 4, 64)}
+    assert suites.check(case, results, None) == ({}, "")
+    results["out"][1, 2, 3, 4] = torch.nan
+    assert suites.check(case, results, None) == ({}, "out: not finite")
+    found = entries(rivals.LOADERS["math"](CPU), str(case))
+    assert [(entry["status"], entry["error"]) for entry in found] == [("ok", {})] * 2
+    (refused, _) = entries(rivals.LOADERS["math"](CPU), f"{SMALL} +alibi")
+    assert refused == {"status": "unsupported", "message": "alibi is not measured here"}
+
+
+def test_speed_is_a_multiple_of_that_without_the_feature():
+    class Slow:
+        version = "1"
+
+        def forward(self, case, x):
+            ms = 9 if case.feature else 3
+            assert bool(case.feature) == bool(x.options)
+            return rivals.Work(lambda: time.sleep(ms / 1e3), lambda _: (x.q,), comparable=False)
+
+    case = Case.parse(f"{SMALL} +softcap30")
+    x = suites.make_inputs(case, CPU, seed=1)
+    session = attention.Session({"slow": Slow()}, CPU, timing.Monitor(CPU), rounds=3, round_ms=30.0)
+    row = attention.measure(session, case, x, "fwd", [])
+    assert row["candidates"]["slow"]["feature_speed"] == pytest.approx(1 / 3, rel=0.3)
+    assert list(row["candidates"]) == ["slow"]
+
+
+def test_a_run_over_features_from_end_to_end(narrow, tmp_path, monkeypatch, capsys):
+    cases = [Case.parse(f"{SMALL}{feature}") for feature in ("", " +dropout0.1", " +deterministic")]
+    monkeypatch.setitem(SUITES, "features", cases)
+    path = tmp_path / "folder" / "f.json"
+    arguments = ["--suite", "features", "--device", "cpu", "--rivals", "math,fa3", "--rounds", "1"]
+    assert attention.main([*arguments, f"--json={path}", "--match", "h4/2"]) == 0
+    text = capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert result["command"].endswith("--rounds 1 --json=f.json --match h4/2")
+    assert str(tmp_path) not in path.read_text()
+    rows = {(row["case"], row["direction"]): row["candidates"] for row in result["results"]}
+    assert "feature_speed" not in rows[SMALL, "fwd"]["flash_cute"]
+    for way in ("fwd", "bwd"):
+        assert all(x["feature_speed"] > 0 for x in rows[f"{SMALL} +dropout0.1", way].values())
+    last = rows[f"{SMALL} +deterministic", "bwd"]
+    assert last["flash_cute"]["feature_speed"] > 0 and last["math"]["status"] == "unsupported"
+    assert f"({last['flash_cute']['feature_speed']:.2f}x) | n/a |" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("/opt/rivals/fa3.so: cannot open it", "fa3.so: cannot open it"),
+        ("in '/home/a/c.py', line 3", "in 'c.py', line 3"),
+        ("No module named 'x' (/usr/lib/y.py)", "No module named 'x' (y.py)"),
+        ("/tmp does not exist", "tmp does not exist"),
+        ("h32/8 and TFLOP/s / 2", "h32/8 and TFLOP/s / 2"),
+    ],
+)
+def test_messages_keep_the_last_part_of_a_path(message, said):
+    assert rivals.describe(OSError(message)) == f"OSError: {said}"
+
+
+def test_paths_of_output_files_are_names_however_they_are_given():
+    spelled = ["--json", "out/a.json", "--plot=./out/b.png", "--device", "cpu", "--match", "d64"]
+    options = attention.parse(spelled)
+    words = attention._without_folders(options)
+    assert words == "--json a.json --plot=b.png --device cpu --match d64"
