@@ -219,18 +219,21 @@ def _cpu_kernel(op: Any, function: Callable[..., Results]) -> Callable[..., Resu
     return kernel
 
 
-def _into(op: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
+def _into(op: Any, out_overload: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
     """The CPU kernel of an out overload: computes, then copies into the tensors given."""
     names = [result.name for result in op._schema.returns]
+    outputs = [argument.name for argument in out_overload._schema.arguments if argument.is_out]
 
-    def out_kernel(*args: Any, **outputs: Tensor | None) -> None:
+    def out_kernel(*args: Any, **given: Tensor | None) -> None:
         results = dict(zip(names, kernel(*args), strict=True))
-        for name, given in outputs.items():
-            if given is not None:
-                validate.output(name, given, results[name])
-        for name, given in outputs.items():
-            if given is not None:
-                given.copy_(results[name])
+        for name in ("row_max", "softmax"):
+            if results.get(name) is not None:
+                raise ValueError(f"return_{name}: the out overload has nowhere to put it")
+        for name in outputs:
+            validate.output(name, given.get(name), results[name])
+        for name, x in given.items():
+            if x is not None:
+                x.copy_(results[name])
 
     return out_kernel
 
@@ -247,8 +250,8 @@ def _register() -> torch.library.Library:
         op = getattr(_ops, name).default
         kernel = _cpu_kernel(op, function)
         library.impl(name, kernel, "CPU")
-        library.impl(f"{name}.out", _into(op, kernel), "CPU")
         out_overload = getattr(_ops, name).out
+        library.impl(f"{name}.out", _into(op, out_overload, kernel), "CPU")
         library.impl(f"{name}.out", _reject_gradients(out_overload), "Autograd")
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)
     for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):

@@ -200,10 +200,16 @@ def op_arguments(bound: dict[str, Any]) -> None:
             _like(name, bound[name], statistic, accumulator)
 
 
-def output(name: str, given: Tensor, result: Tensor | None) -> None:
-    """A tensor given to an out overload fits the op's result."""
+def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
+    """A tensor given to an out overload fits the op's result; none is given where there is none."""
+    if given is None and result is None:
+        return
     if result is None:
         raise ValueError(f"{name} is given, but this call has no such result")
+    if given is None:
+        raise ValueError(
+            f"{name} is None; this call needs {result.dtype} {tuple(result.shape)} for it"
+        )
     _like(name, given, tuple(result.shape), result.dtype)
 
 

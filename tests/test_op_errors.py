@@ -30,6 +30,8 @@ OPS: dict[str, tuple[Change, str]] = {
     "softcap_negative": (to(softcap=-1.0), "softcap"),
     "scale_nan": (to(softmax_scale=NAN), "softmax_scale"),
     "window_minus_2": (to(window_size_left=-2), "window"),
+    "return_softmax": (to(return_softmax=True), "return_softmax: the out overload"),
+    "return_row_max": (to(return_row_max=True), "return_row_max: the out overload"),
     "alibi_shape": (vector("alibi_slopes", 3), "alibi"),
     "alibi_dtype": (vector("alibi_slopes", 4, dtype=BF16), "alibi"),
     "alibi_strided": (strided("alibi_slopes", 4), "alibi"),
@@ -75,6 +77,7 @@ OPS_OF_BACKWARD: dict[str, tuple[Change, str]] = {
     "dsink_shape": (on("dsink", lambda x: x[:3]), "dsink"),
     "dsink_dtype": (on("dsink", lambda x: torch.full_like(x, NAN, dtype=BF16)), "dsink"),
     "dsink_without_sink": (to(sink=None), "dsink"),
+    "sink_without_dsink": (to(dsink=None), "dsink"),
 }
 
 
