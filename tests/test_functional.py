@@ -244,16 +244,17 @@ def test_inputs_are_not_changed(device):
         bounds.check_same_bits(name, x, y)
 
 
-def test_no_host_sync(cuda):
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_host_sync(cuda, options):
     """Neither forward nor backward, dense or varlen, waits for the device."""
-    dense = make_inputs(Case(seqlen_q=70, seqlen_k=130, dtype=BF16), cuda)
-    varlen = make_inputs(VarlenCase(used_q=(60, 0, 1, 9), dtype=BF16), cuda)
+    dense = make_inputs(Case(seqlen_q=70, seqlen_k=130, sink=True, dtype=BF16), cuda)
+    varlen = make_inputs(VarlenCase(used_q=(60, 0, 1, 9), alibi="batch", dtype=BF16), cuda)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for inputs in (dense, varlen):
             leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-            torch.autograd.grad(inputs.attend(causal=True), leaves, inputs.dout)
+            torch.autograd.grad(inputs.attend(**OPTIONS[options]), leaves, inputs.dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -151,7 +151,7 @@ def _features(pick: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     drawn = {
         "softcap": pick.choice((0.5, 5.0, 30.0)),
         "alibi": pick.choice(("heads", "batch")),
-        "dropout_p": pick.choice((0.001, 0.1, 0.17, 0.5, 0.9, 1.0)),
+        "dropout_p": pick.choice((1e-6, 0.001, 0.1, 0.17, 0.5, 0.9, 1.0)),
         "softmax_scale": pick.choice((0.0, -0.1, 0.3, 1e-3)),
         "spread": pick.choice((0.1, 3.0)),
         "sink": True,
