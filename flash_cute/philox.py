@@ -1,6 +1,6 @@
 """Counter-based random numbers for dropout: the same bits on every device and for every tiling.
 
-Philox4x32-10 is due to Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
+Philox4x32-7 is due to Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
 3" (SC 2011). One call gives four 32-bit words, that is eight 16-bit lanes; they serve the 2 x 4
 elements whose rows differ by 8 and whose columns differ by 8, 16 and 24, as the matrix instructions
 of a GPU spread a tile over the registers of one thread.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROUNDS = 10
+ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
@@ -31,7 +31,7 @@ def _multiply(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ten-round Philox4x32 of ``counter`` under ``key``.
+    """The seven-round Philox4x32 of ``counter`` under ``key``.
 
     ``counter`` holds four int64 tensors of 32-bit values whose shapes broadcast; ``key`` two 32-bit
     integers. Returns four int64 tensors of 32-bit values, of the broadcast shape.

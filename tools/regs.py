@@ -12,15 +12,21 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Kernels that are faster with these bytes of spill stores a thread than any configuration without:
-# (kernel, part of its configuration) -> bytes. See docs/performance.md.
+# Bytes of spill stores a thread that a kernel may have: (kernel, tier, head dim) -> bytes. Forward
+# kernels of the Plain tier have none. See docs/performance.md.
 SPILLS = {
-    ("forward", "head_dim 128"): 200,
-    ("backward", "head_dim 64"): 64,
-    ("backward", "head_dim 128"): 48,
+    ("forward", "Rich", 192): 8,
+    ("backward", "Plain", 64): 8,
+    ("backward", "Plain", 128): 24,
+    ("backward", "Rich", 64): 200,
+    ("backward", "Rich", 128): 200,
 }
+_TIERS = ("Plain", "Rich")
 
-_FIELDS = ("op", "arch", "dtype", "head_dim", "block_m", "block_n", "stages", "warps", "ctas")
+_FIELDS = (
+    "op", "arch", "dtype", "tier", "head_dim", "head_dim_v",
+    "block_m", "block_n", "stages", "warps", "ctas",
+)  # fmt: skip
 
 
 class Usage(NamedTuple):
@@ -54,12 +60,9 @@ def excess(usages: list[Usage]) -> list[Usage]:
 
 
 def _allowed(usage: Usage) -> int:
-    allowed = (
-        size
-        for (kernel, part), size in SPILLS.items()
-        if kernel == usage.kernel and part in usage.config.split(", ")
-    )
-    return next(allowed, 0)
+    fields = dict(part.split() for part in usage.config.split(", ")) if usage.config else {}
+    tier = _TIERS[int(fields.get("tier", 0))]
+    return SPILLS.get((usage.kernel, tier, int(fields.get("head_dim", 0))), 0)
 
 
 def _demangle(symbols: list[str]) -> list[str]:

@@ -8,9 +8,9 @@
 #include <optional>
 #include <utility>
 
-namespace flash_cute {
+#include "api/tensors.h"
 
-using torch::stable::Tensor;
+namespace flash_cute {
 
 class Stack {
  public:
@@ -19,6 +19,13 @@ class Stack {
   template <class T>
   T take() {
     return torch::stable::detail::to<T>(*next_++);
+  }
+
+  View view() { return View(take<Tensor>()); }
+
+  std::optional<View> optional_view() {
+    auto tensor = take<std::optional<Tensor>>();
+    return tensor ? std::optional<View>(std::move(*tensor)) : std::nullopt;
   }
 
   // The op's results, once every argument is taken.
@@ -38,31 +45,31 @@ struct Score {
   bool is_causal;
   int64_t window_size_left, window_size_right;
   double softcap;
-  std::optional<Tensor> alibi_slopes;  // [h] or [b, h]
-  std::optional<Tensor> sink;          // [h]
+  std::optional<View> alibi_slopes;  // [h] or [b, h]
+  std::optional<View> sink;          // [h]
   double dropout_p;
-  std::optional<Tensor> rng;  // [2]
+  std::optional<View> rng;  // [2]
 };
 
 struct PackedSequences {
-  Tensor cu_seqlens_q, cu_seqlens_k;  // [b + 1]
+  View cu_seqlens_q, cu_seqlens_k;  // [b + 1]
   int64_t max_seqlen_q, max_seqlen_k;
-  std::optional<Tensor> seqused_q, seqused_k;  // [b]
+  std::optional<View> seqused_q, seqused_k;  // [b]
 };
 
 struct FwdArguments {
-  Tensor q, k, v;
+  View q, k, v;
   std::optional<PackedSequences> sequences = {};  // of varlen ops
-  std::optional<Tensor> block_table = {};
+  std::optional<View> block_table = {};
   Score score = {};
   bool return_softmax = false, return_row_max = false;
 };
 
 struct BwdArguments {
-  Tensor dout;
+  View dout;
   FwdArguments fwd;
-  Tensor out, softmax_lse;
-  std::optional<Tensor> dlse;
+  View out, softmax_lse;
+  std::optional<View> dlse;
   bool deterministic;
 };
 
@@ -72,28 +79,24 @@ inline Score take_score(Stack& in) {
           in.take<int64_t>(),
           in.take<int64_t>(),
           in.take<double>(),
-          in.take<std::optional<Tensor>>(),
-          in.take<std::optional<Tensor>>(),
+          in.optional_view(),
+          in.optional_view(),
           in.take<double>(),
-          in.take<std::optional<Tensor>>()};
+          in.optional_view()};
 }
 
 inline PackedSequences take_sequences(Stack& in) {
-  PackedSequences sequences{in.take<Tensor>(),
-                            in.take<Tensor>(),
-                            in.take<int64_t>(),
-                            in.take<int64_t>(),
-                            in.take<std::optional<Tensor>>(),
-                            in.take<std::optional<Tensor>>()};
+  PackedSequences sequences{in.view(),          in.view(),          in.take<int64_t>(),
+                            in.take<int64_t>(), in.optional_view(), in.optional_view()};
   in.take<bool>();  // zero_tensors: rows of no sequence are zeroed in any case
   return sequences;
 }
 
 inline FwdArguments take_fwd(Stack& in, bool varlen) {
-  FwdArguments a{.q = in.take<Tensor>(), .k = in.take<Tensor>(), .v = in.take<Tensor>()};
+  FwdArguments a{.q = in.view(), .k = in.view(), .v = in.view()};
   if (varlen) {
     a.sequences = take_sequences(in);
-    a.block_table = in.take<std::optional<Tensor>>();
+    a.block_table = in.optional_view();
   }
   a.score = take_score(in);
   in.take<bool>();  // deterministic: backward's concern, forward always is
@@ -103,11 +106,11 @@ inline FwdArguments take_fwd(Stack& in, bool varlen) {
 }
 
 inline BwdArguments take_bwd(Stack& in, bool varlen) {
-  const Tensor dout = in.take<Tensor>();
-  FwdArguments fwd{.q = in.take<Tensor>(), .k = in.take<Tensor>(), .v = in.take<Tensor>()};
-  const Tensor out = in.take<Tensor>(), softmax_lse = in.take<Tensor>();
+  const View dout = in.view();
+  FwdArguments fwd{.q = in.view(), .k = in.view(), .v = in.view()};
+  const View out = in.view(), softmax_lse = in.view();
   if (varlen) fwd.sequences = take_sequences(in);
-  const auto dlse = in.take<std::optional<Tensor>>();
+  const std::optional<View> dlse = in.optional_view();
   fwd.score = take_score(in);
   return {dout, std::move(fwd), out, softmax_lse, dlse, /*deterministic=*/in.take<bool>()};
 }

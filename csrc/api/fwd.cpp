@@ -9,56 +9,50 @@
 namespace flash_cute {
 namespace {
 
-// Undefined tensors, None in Python, stand for what was not asked for.
-struct FwdResults {
-  Tensor out, softmax_lse, row_max, softmax;
-};
-
-Tensor allocate_statistics(const Tensor& q) {
-  return q.dim() == 4 ? allocate(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float)
-                      : allocate(q, {q.size(1), q.size(0)}, ScalarType::Float);
-}
-
-FwdResults allocate_results(const FwdArguments& a) {
-  const Tensor& q = a.q;
-  return {
-      .out = q.dim() == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), q.size(3)}, q.scalar_type())
-                          : allocate(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type()),
-      .softmax_lse = allocate_statistics(q),
-      .row_max = a.return_row_max ? allocate_statistics(q) : Tensor(),
-      .softmax = Tensor(),
-  };
-}
-
-void run(FwdProblem& p, const Tensor& q, const Tensor& out, const Tensor& softmax_lse) {
-  check_same_kind(out, q, "out");
-  check_same_shape(out, q, "out");
+void run(FwdProblem& p, const FwdArguments& a, const View& out, const View& softmax_lse) {
+  check_like_out(out, a.q, a.v, "out");
   p.out = matrices(out, "out");
-  p.lse = statistics(softmax_lse, "softmax_lse", q);
-  const auto& kernel = select(fwd_kernels(), p.dtype, p.head_dim, device(q.get_device_index()));
-  const cudaError_t error = kernel.launch(p, current_stream(q));
+  p.lse = statistics(softmax_lse, "softmax_lse", a.q);
+  const auto& kernel = select(fwd_kernels(), p, device(a.q.device));
+  const cudaError_t error = kernel.launch(p, current_stream(a.q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }
 
+Tensor allocate_out(const View& q, const View& v) {
+  const int64_t head_dim_v = v.size(v.dims - 1);
+  return q.dims == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), head_dim_v}, q.dtype)
+                     : allocate(q, {q.size(0), q.size(1), head_dim_v}, q.dtype);
+}
+
+// Undefined tensors, None in Python, stand for what was not asked for.
 void functional(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const FwdArguments a = take_fwd(in, varlen);
   FwdProblem p = make_problem(a);
-  const torch::stable::accelerator::DeviceGuard guard(a.q.get_device_index());
-  const FwdResults r = allocate_results(a);
-  if (a.return_row_max) p.row_max = statistics(r.row_max, "row_max", a.q);
-  run(p, a.q, r.out, r.softmax_lse);
-  in.put(r.out, r.softmax_lse, r.row_max, r.softmax);
+  const torch::stable::accelerator::DeviceGuard guard(a.q.device);
+  const Tensor out = allocate_out(a.q, a.v), softmax_lse = allocate_statistics(a.q);
+  Tensor row_max, softmax;
+  if (a.return_row_max) {
+    row_max = allocate_statistics(a.q);
+    p.row_max = statistics(View(row_max), "row_max", a.q);
+  }
+  if (a.return_softmax) {
+    softmax = allocate(a.q, {p.batch, p.heads, p.seqlen_q, p.seqlen_k}, a.q.dtype);
+    p.softmax = softmax.data_ptr();
+  }
+  run(p, a, View(out), View(softmax_lse));
+  in.put(out, softmax_lse, row_max, softmax);
 }
 
 void into(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const FwdArguments a = take_fwd(in, varlen);
-  const Tensor out = in.take<Tensor>(), softmax_lse = in.take<Tensor>();
+  const View out = in.view(), softmax_lse = in.view();
   FC_CHECK(!a.return_row_max, "return_row_max: the out overload has nowhere to put it");
+  FC_CHECK(!a.return_softmax, "return_softmax: the out overload has nowhere to put it");
   FwdProblem p = make_problem(a);
-  const torch::stable::accelerator::DeviceGuard guard(a.q.get_device_index());
-  run(p, a.q, out, softmax_lse);
+  const torch::stable::accelerator::DeviceGuard guard(a.q.device);
+  run(p, a, out, softmax_lse);
 }
 
 }  // namespace

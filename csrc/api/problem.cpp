@@ -2,33 +2,28 @@
 
 #include <cmath>
 
-#include "api/tensors.h"
-
 namespace flash_cute {
 namespace {
 
 void check_shapes(const FwdArguments& a) {
   const int dims = a.sequences ? 3 : 4;
-  FC_CHECK(a.q.dim() == dims && a.k.dim() == dims, "q and k must have ", dims, " dimensions");
+  FC_CHECK(a.q.dims == dims && a.k.dims == dims && a.v.dims == dims, "q, k and v must have ", dims, " dimensions");
   FC_CHECK(a.sequences || a.q.size(0) == a.k.size(0), "q and k differ in batch size");
   check_same_kind(a.k, a.q, "k");
-  FC_CHECK(a.k.size(dims - 1) == a.q.size(dims - 1), "q and k differ in head dim");
   check_same_kind(a.v, a.q, "v");
-  FC_CHECK(a.v.dim() == dims && a.v.size(dims - 1) == a.k.size(dims - 1),
-           "a head dim of v that differs from q's is not supported on CUDA yet");
-  check_same_shape(a.v, a.k, "v");
-  FC_CHECK(a.q.size(dims - 1) > 0, "the head dim is 0");
+  FC_CHECK(a.k.size(dims - 1) == a.q.size(dims - 1), "q and k differ in head dim");
+  for (int i = 0; i < dims - 1; ++i) FC_CHECK(a.v.size(i) == a.k.size(i), "k and v differ in dimension ", i);
+  FC_CHECK(a.q.size(dims - 1) > 0 && a.v.size(dims - 1) > 0, "the head dim is 0");
   const int64_t heads = a.q.size(dims - 2), heads_k = a.k.size(dims - 2);
   FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, k ", heads_k,
            "; heads must be a multiple of heads_k");
 }
 
-DType dtype_of(const Tensor& q) {
-  const ScalarType dtype = q.scalar_type();
-  const char* name = dtype == ScalarType::Float ? "float32" : dtype == ScalarType::Double ? "float64" : "of q";
-  FC_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "dtype ", name,
+DType dtype_of(const View& q) {
+  const char* name = q.dtype == ScalarType::Float ? "float32" : q.dtype == ScalarType::Double ? "float64" : "of q";
+  FC_CHECK(q.dtype == ScalarType::Half || q.dtype == ScalarType::BFloat16, "dtype ", name,
            " is not supported on CUDA yet; float16 and bfloat16 are");
-  return dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
+  return q.dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
 }
 
 Band band_of(const Score& score) {
@@ -39,21 +34,59 @@ Band band_of(const Score& score) {
   return {bound(score.window_size_left), score.is_causal ? 0 : bound(score.window_size_right)};
 }
 
-}  // namespace
-
-void check_supported(const FwdArguments& a) {
-  FC_CHECK(a.score.softcap == 0, "softcap is not supported on CUDA yet");
-  FC_CHECK(!a.score.alibi_slopes, "alibi_slopes is not supported on CUDA yet");
-  FC_CHECK(!a.score.sink, "sink is not supported on CUDA yet");
-  FC_CHECK(a.score.dropout_p == 0, "dropout_p is not supported on CUDA yet");
-  FC_CHECK(!a.return_softmax, "return_softmax is not supported on CUDA yet");
-  FC_CHECK(!a.block_table, "block_table is not supported on CUDA yet");
+ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
+  ScoreRules rules;
+  FC_CHECK(score.softcap >= 0 && std::isfinite(score.softcap), "softcap is ", score.softcap);
+  rules.softcap = static_cast<float>(score.softcap);
+  if (score.alibi_slopes) {
+    const View& slopes = *score.alibi_slopes;
+    check_device(slopes, q, "alibi_slopes");
+    const bool each_batch = slopes.dims == 2;
+    FC_CHECK(slopes.dtype == ScalarType::Float && (each_batch || slopes.dims == 1) &&
+                 slopes.size(slopes.dims - 1) == heads && (!each_batch || slopes.size(0) == batch),
+             "alibi_slopes must be fp32 (", heads, ") or (", batch, ", ", heads, ")");
+    FC_CHECK(slopes.stride(slopes.dims - 1) == 1 || heads <= 1, "alibi_slopes' last dimension must be contiguous");
+    rules.alibi = static_cast<const float*>(slopes.ptr);
+    rules.alibi_batch = each_batch ? slopes.stride(0) : 0;
+  }
+  FC_CHECK(0 <= score.dropout_p && score.dropout_p <= 1, "dropout_p is ", score.dropout_p, "; expected [0, 1]");
+  if (score.dropout_p > 0) {
+    FC_CHECK(score.rng, "rng is None; dropout needs an int64 tensor (seed, offset)");
+    const View& rng = *score.rng;
+    check_device(rng, q, "rng");
+    FC_CHECK(rng.dtype == ScalarType::Long && rng.dims == 1 && rng.size(0) == 2 && rng.stride(0) == 1,
+             "rng must be a contiguous int64 (2,)");
+    rules.drop_below = static_cast<int>(std::nearbyint(score.dropout_p * 65536));
+    if (rules.drop_below > 0) rules.rng = static_cast<const int64_t*>(rng.ptr);
+    rules.keep_scale = score.dropout_p < 1 ? static_cast<float>(1 / (1 - score.dropout_p)) : 0.f;
+  }
+  return rules;
 }
 
+Sink sink_of(const std::optional<View>& sink, const View& q, int heads) {
+  if (!sink) return {};
+  check_device(*sink, q, "sink");
+  FC_CHECK(sink->dims == 1 && sink->size(0) == heads && (heads <= 1 || sink->stride(0) == 1),
+           "sink must be a contiguous (", heads, ",)");
+  switch (sink->dtype) {
+    case ScalarType::Float:
+      return {sink->ptr, Sink::Element::FP32};
+    case ScalarType::Half:
+      return {sink->ptr, Sink::Element::FP16};
+    case ScalarType::BFloat16:
+      return {sink->ptr, Sink::Element::BF16};
+    default:
+      FC_CHECK(false, "sink must be float32, float16 or bfloat16");
+  }
+  return {};
+}
+
+}  // namespace
+
 FwdProblem make_problem(const FwdArguments& a) {
+  FC_CHECK(!a.block_table, "block_table is not supported on CUDA yet");
   const DType dtype = dtype_of(a.q);
   check_shapes(a);
-  check_supported(a);
   const bool dense = !a.sequences;
   const int head_axis = dense ? 2 : 1;
   FwdProblem p{};
@@ -61,6 +94,7 @@ FwdProblem make_problem(const FwdArguments& a) {
   p.heads = checked_int(a.q.size(head_axis), "heads");
   p.heads_k = checked_int(a.k.size(head_axis), "heads_k");
   p.head_dim = checked_int(a.q.size(head_axis + 1), "head dim");
+  p.head_dim_v = checked_int(a.v.size(head_axis + 1), "head dim of v");
   p.band = band_of(a.score);
   p.softmax_scale =
       static_cast<float>(a.score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
@@ -72,20 +106,27 @@ FwdProblem make_problem(const FwdArguments& a) {
     p.batch = checked_int(a.q.size(0), "batch");
     p.seqlen_q = checked_int(a.q.size(1), "seqlen_q");
     p.seqlen_k = checked_int(a.k.size(1), "seqlen_k");
-    return p;
+  } else {
+    const PackedSequences& s = *a.sequences;
+    FC_CHECK(s.cu_seqlens_q.dims == 1 && s.cu_seqlens_q.size(0) > 0, "cu_seqlens_q must hold batch + 1 offsets");
+    p.batch = checked_int(s.cu_seqlens_q.size(0) - 1, "batch");
+    p.total_q = a.q.size(0);
+    p.total_k = a.k.size(0);
+    p.seqlen_q = checked_int(s.max_seqlen_q, "max_seqlen_q");
+    p.seqlen_k = checked_int(s.max_seqlen_k, "max_seqlen_k");
+    p.sequences.cu_q = indices(s.cu_seqlens_q, p.batch + 1, "cu_seqlens_q", a.q);
+    p.sequences.cu_k = indices(s.cu_seqlens_k, p.batch + 1, "cu_seqlens_k", a.q);
+    if (s.seqused_q) p.sequences.used_q = indices(*s.seqused_q, p.batch, "seqused_q", a.q);
+    if (s.seqused_k) p.sequences.used_k = indices(*s.seqused_k, p.batch, "seqused_k", a.q);
   }
-  const PackedSequences& s = *a.sequences;
-  FC_CHECK(s.cu_seqlens_q.dim() == 1 && s.cu_seqlens_q.size(0) > 0, "cu_seqlens_q must hold batch + 1 offsets");
-  p.batch = checked_int(s.cu_seqlens_q.size(0) - 1, "batch");
-  p.total_q = a.q.size(0);
-  p.total_k = a.k.size(0);
-  p.seqlen_q = checked_int(s.max_seqlen_q, "max_seqlen_q");
-  p.seqlen_k = checked_int(s.max_seqlen_k, "max_seqlen_k");
-  p.sequences.cu_q = indices(s.cu_seqlens_q, p.batch + 1, "cu_seqlens_q", a.q);
-  p.sequences.cu_k = indices(s.cu_seqlens_k, p.batch + 1, "cu_seqlens_k", a.q);
-  if (s.seqused_q) p.sequences.used_q = indices(*s.seqused_q, p.batch, "seqused_q", a.q);
-  if (s.seqused_k) p.sequences.used_k = indices(*s.seqused_k, p.batch, "seqused_k", a.q);
+  p.rules = rules_of(a.score, a.q, p.batch, p.heads);
+  p.sink = sink_of(a.score.sink, a.q, p.heads);
   return p;
+}
+
+Tensor allocate_statistics(const View& q) {
+  return q.dims == 4 ? allocate(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float)
+                     : allocate(q, {q.size(1), q.size(0)}, ScalarType::Float);
 }
 
 }  // namespace flash_cute

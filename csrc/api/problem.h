@@ -9,7 +9,7 @@ namespace flash_cute {
 // Checks the inputs and fills everything but the results.
 FwdProblem make_problem(const FwdArguments& a);
 
-// Refuses what the CUDA kernels do not do yet.
-void check_supported(const FwdArguments& a);
+// Statistics of each row, [b, h, s] or [h, rows], uninitialised.
+Tensor allocate_statistics(const View& q);
 
 }  // namespace flash_cute

@@ -20,23 +20,43 @@ using torch::stable::Tensor;
 
 #define FC_CHECK(condition, ...) STD_TORCH_CHECK(condition, "flash_cute: ", __VA_ARGS__)
 
-// An uninitialised contiguous tensor on the device of `like`.
-Tensor allocate(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype);
+// A tensor and what there is to know of it, read once: each question to a stable Tensor is a call into libtorch.
+struct View {
+  explicit View(Tensor t);
+
+  int64_t size(int dim) const { return sizes[dim]; }
+  int64_t stride(int dim) const { return strides[dim]; }
+  int64_t numel() const;
+
+  Tensor tensor;
+  int dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+  ScalarType dtype;
+  int device;  // index of the GPU, or -1
+  void* ptr;
+};
+
+// An uninitialised contiguous tensor on the GPU of `like`.
+Tensor allocate(const View& like, std::initializer_list<int64_t> sizes, ScalarType dtype);
 
 // (b, s, h, d), or (rows, h, d) of all sequences. The last dimension must be contiguous.
-Matrices matrices(const Tensor& t, const char* name);
+Matrices matrices(const View& t, const char* name);
 
 // [b, h, s], or [h, rows], contiguous fp32 on the device of q.
-Statistics statistics(const Tensor& t, const char* name, const Tensor& q);
+Statistics statistics(const View& t, const char* name, const View& q);
 
-void check_same_shape(const Tensor& t, const Tensor& expected, const char* name);
-void check_same_kind(const Tensor& t, const Tensor& q, const char* name);
+// The shape of q with the head dim of v, and q's dtype and device.
+void check_like_out(const View& t, const View& q, const View& v, const char* name);
+void check_same_shape(const View& t, const View& expected, const char* name);
+void check_same_kind(const View& t, const View& q, const char* name);
+void check_device(const View& t, const View& q, const char* name);
 
 // An int32 vector of `length` entries on the device of q.
-const int* indices(const Tensor& t, int64_t length, const char* name, const Tensor& q);
+const int* indices(const View& t, int64_t length, const char* name, const View& q);
 
 int checked_int(int64_t value, const char* name);
 
-cudaStream_t current_stream(const Tensor& t);
+cudaStream_t current_stream(const View& t);
 
 }  // namespace flash_cute

@@ -1,6 +1,7 @@
 // What distinguishes one kernel of the library from another: a KernelConfig, the only template parameter of a kernel.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 namespace flash_cute {
@@ -8,6 +9,7 @@ namespace flash_cute {
 enum class Op { Fwd, Bwd };
 enum class Arch { Sm80 = 80, Sm90 = 90 };
 enum class DType { FP16, BF16 };
+enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules)
 
 }  // namespace flash_cute
 
@@ -16,31 +18,38 @@ struct KernelConfig {
   flash_cute::Op op;
   flash_cute::Arch arch;
   flash_cute::DType dtype;
-  int head_dim;  // of the tile; the problem's head dim may be smaller
-  int block_m;   // query rows a tile
-  int block_n;   // key rows a tile
-  int stages;    // buffers of the streamed operands: K and V forward, Q and dO backward
-  int warps;     // of the CTA, all of which do matrix products
-  int ctas;      // that an SM is to hold at once: bounds the registers of a thread
+  flash_cute::Tier tier;
+  int head_dim;    // of the tiles of Q and K; the problem's head dims may be smaller
+  int head_dim_v;  // of the tiles of V and O
+  int block_m;     // query rows a tile
+  int block_n;     // key rows a tile
+  int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
+  int warps;       // of the CTA, all of which do matrix products
+  int ctas;        // that an SM is to hold at once: bounds the registers of a thread
 
   constexpr int threads() const { return warps * 32; }
+  constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
+
+  // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
+  constexpr bool whole_keys() const { return block_n == 32 * warps; }
 
   // Bytes of shared memory; the kernels assert that their storage is no larger.
   constexpr int smem_bytes() const {
     constexpr int kElement = 2;
-    const int q = block_m * head_dim * kElement;
-    const int kv = block_n * head_dim * kElement;
-    if (op == flash_cute::Op::Fwd) return q + 2 * stages * kv;
-    const int ds = block_m * block_n * kElement;
+    const int kv = block_n * (head_dim + head_dim_v) * kElement;
+    if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * kElement + stages * kv;
+    const int q_dout = block_m * (head_dim + head_dim_v) * kElement;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
-    return 2 * kv + stages * (2 * q + row_statistics) + ds;
+    const int score_tiles = whole_keys() ? 1 : 2;  // dS, and P unless it stays in registers
+    return kv + stages * (q_dout + row_statistics) + score_tiles * block_m * block_n * kElement;
   }
 
   // Name of the kernel in logs, profiles, tests and the benchmark's JSON.
   std::string id() const {
-    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + "_sm" + std::to_string(static_cast<int>(arch)) +
-           (dtype == flash_cute::DType::BF16 ? "_bf16" : "_fp16") + "_d" + std::to_string(head_dim) + "_m" +
-           std::to_string(block_m) + "_n" + std::to_string(block_n) + "_s" + std::to_string(stages) + "_w" +
-           std::to_string(warps) + "_c" + std::to_string(ctas);
+    auto number = [](const char* name, int value) { return name + std::to_string(value); };
+    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) +
+           (dtype == flash_cute::DType::BF16 ? "_bf16" : "_fp16") + (rich() ? "_rich" : "_plain") +
+           number("_d", head_dim) + number("x", head_dim_v) + number("_m", block_m) + number("_n", block_n) +
+           number("_s", stages) + number("_w", warps) + number("_c", ctas);
   }
 };

@@ -37,18 +37,40 @@ struct Sequences {
   const int* used_k = nullptr;  // [batch], may be null
 };
 
+// What the Rich tier does to scores and probabilities, on top of the scale and the band.
+struct ScoreRules {
+  float softcap = 0.f;              // scores become softcap * tanh(score / softcap); 0: off
+  const float* alibi = nullptr;     // slope of head h of sequence b, at b * alibi_batch + h; null: off
+  int64_t alibi_batch = 0;
+  const int64_t* rng = nullptr;     // {seed, offset} of dropout; null: off
+  int drop_below = 0;               // of 65536: probabilities whose random number is below are dropped
+  float keep_scale = 1.f;           // 1 / (1 - dropout_p); 0 where everything is dropped
+
+  Tier tier() const { return softcap > 0.f || alibi != nullptr || rng != nullptr ? Tier::Rich : Tier::Plain; }
+};
+
+// One more logit a head in the denominator of the softmax.
+struct Sink {
+  enum class Element { None, FP32, FP16, BF16 };
+  const void* ptr = nullptr;
+  Element element = Element::None;
+};
+
 struct FwdProblem {
   DType dtype;
-  int batch, heads, heads_k, head_dim;
+  int batch, heads, heads_k, head_dim, head_dim_v;
   int seqlen_q, seqlen_k;    // the longest, for sequences of different lengths
   int64_t total_q, total_k;  // rows of all sequences
   Sequences sequences;
   Band band;
   float softmax_scale;
+  ScoreRules rules;
+  Sink sink;
   Matrices q, k, v;
   Matrices out;
   Statistics lse;      // natural log
   Statistics row_max;  // may be null
+  void* softmax;       // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
 };
 
 struct BwdProblem {
@@ -59,7 +81,10 @@ struct BwdProblem {
   // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
   Statistics lse_log2;   // lse / ln 2; +inf where a row does not exist or sees no key
   Statistics row_dot;    // softmax_d, 0 where a row does not exist
-  float* dq_accum;       // [b, h, rows, head_dim of the tile], each block of rows in the order of its MMA fragment
+  float* dq_accum;       // [b, h, rows, head_dim of the tile], each block of rows in the order of DqSums
+  int* turns;            // [b, h, rows / block_m, warps]: key tiles that have added to a warp's part of a tile of dQ
+  float* dsink;          // result, [h]; null without a sink
+  bool deterministic;    // dQ is summed in an order that does not depend on timing
 };
 
 // The padded row space of backward's workspaces: sequence b starts at the multiple of `block` that first_row gives, and

@@ -5,9 +5,9 @@
 namespace flash_cute {
 
 // kernels_built.def holds the rows of configs.def whose arch this build compiles.
-#define KERNEL_CONFIG(op, arch, dtype, ...)       \
-  KernelConfig {                                  \
-    Op::op, Arch::arch, DType::dtype, __VA_ARGS__ \
+#define KERNEL_CONFIG(op, arch, dtype, tier, ...)             \
+  KernelConfig {                                              \
+    Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__ \
   }
 #define KERNEL_ENTRY(...) {KERNEL_CONFIG(__VA_ARGS__), &launch<KERNEL_CONFIG(__VA_ARGS__)>},
 #define FWD_KERNEL_Fwd(...) KERNEL_ENTRY(__VA_ARGS__)
@@ -33,37 +33,44 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
   return kernels;
 }
 
-std::string refusal(const KernelConfig& config, DType dtype, int head_dim, const Device& device) {
+Refusal refusal(const KernelConfig& config, const FwdProblem& problem, const Device& device) {
+  return {
+      .dtype = config.dtype != problem.dtype,
+      .tier = config.tier != problem.rules.tier(),
+      .head_dim = problem.head_dim > config.head_dim,
+      .head_dim_v = problem.head_dim_v > config.head_dim_v,
+      .gpu = static_cast<int>(config.arch) > device.capability,
+      .shared_memory = config.smem_bytes() > device.smem_optin,
+  };
+}
+
+std::string explain(const Refusal& refusal) {
   std::string reasons;
-  auto add = [&](const std::string& reason) { reasons += (reasons.empty() ? "" : "; ") + reason; };
-  if (config.dtype != dtype) add("another dtype");
-  if (head_dim > config.head_dim) {
-    add("head dim " + std::to_string(head_dim) + " > " + std::to_string(config.head_dim));
-  }
-  const int arch = static_cast<int>(config.arch);
-  if (device.capability < arch) {
-    add("needs sm_" + std::to_string(arch) + ", the GPU is sm_" + std::to_string(device.capability));
-  }
-  if (config.smem_bytes() > device.smem_optin) {
-    add("needs " + std::to_string(config.smem_bytes()) + " bytes of shared memory, the GPU has " +
-        std::to_string(device.smem_optin));
-  }
+  auto add = [&](bool holds, const char* reason) {
+    if (holds) reasons += (reasons.empty() ? "" : ", ") + std::string(reason);
+  };
+  add(refusal.dtype, "another dtype");
+  add(refusal.tier, "another tier");
+  add(refusal.head_dim, "a smaller head dim");
+  add(refusal.head_dim_v, "a smaller head dim of v");
+  add(refusal.gpu, "for newer GPUs");
+  add(refusal.shared_memory, "needs more shared memory than the GPU has");
   return reasons;
 }
 
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, DType dtype, int head_dim, const Device& device) {
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device) {
   for (const Kernel<op>& kernel : kernels) {
-    if (refusal(kernel.config, dtype, head_dim, device).empty()) return kernel;
+    if (!refusal(kernel.config, problem, device).any()) return kernel;
   }
   std::string message = "flash_cute: no kernel for this call";
   for (const Kernel<op>& kernel : kernels) {
-    message += "\n  " + kernel.config.id() + ": " + refusal(kernel.config, dtype, head_dim, device);
+    message += "\n  " + kernel.config.id() + ": " + explain(refusal(kernel.config, problem, device));
   }
   throw std::runtime_error(message);
 }
 
-template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, DType, int, const Device&);
-template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, DType, int, const Device&);
+template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
+template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const FwdProblem&, const Device&);
 
 }  // namespace flash_cute

@@ -12,7 +12,8 @@
 
 namespace flash_cute {
 
-// Enqueues the kernel C and its passes on a stream. Defined beside the kernel, instantiated for the rows of configs.def.
+// Enqueues the kernel C and its passes on a stream. Defined beside the kernel, instantiated for the rows of
+// configs.def.
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& problem, cudaStream_t stream);
 
@@ -26,11 +27,20 @@ struct Kernel {
 const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 
-// Why this kernel cannot do the problem on the device, all reasons, or "" if it can.
-std::string refusal(const KernelConfig& config, DType dtype, int head_dim, const Device& device);
+// What keeps a kernel from doing a problem on a device.
+struct Refusal {
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory;
+
+  bool any() const { return dtype || tier || head_dim || head_dim_v || gpu || shared_memory; }
+};
+
+Refusal refusal(const KernelConfig& config, const FwdProblem& problem, const Device& device);
+
+// The reasons in words.
+std::string explain(const Refusal& refusal);
 
 // The first kernel that can do the problem. Throws std::runtime_error that lists why each one cannot.
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, DType dtype, int head_dim, const Device& device);
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device);
 
 }  // namespace flash_cute

@@ -17,6 +17,11 @@ CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
                      make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l))));
 }
 
+// Column c of rows_and_columns, counted from the thread's first.
+CUTE_HOST_DEVICE constexpr int column_offset(int c) {
+  return c / 2 * 8 + c % 2;
+}
+
 // An accumulator's registers as the A operand of the next product: two neighbouring n-tiles of the accumulator are one
 // k-step of the operand. ((2,2),MMA_M,MMA_N) -> ((2,2,2),MMA_M,MMA_N/2).
 template <class Accumulator>
@@ -38,10 +43,14 @@ CUTE_DEVICE auto converted(const Source& source) {
 }
 
 // The four threads of a quad hold one row of an accumulator.
-template <class Combine>
-CUTE_DEVICE float quad_reduce(float x, Combine combine) {
-  x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
+CUTE_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+CUTE_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
 }  // namespace flash_cute

@@ -1,6 +1,8 @@
 // Softmax over score tiles that arrive one after the other (online softmax, arXiv 1805.02867).
 #pragma once
 
+#include <cfloat>
+
 #include "kernels/common/fragment.h"
 
 namespace flash_cute {
@@ -20,73 +22,87 @@ CUTE_DEVICE float positive_scale_log2(float softmax_scale) {
   return fmaxf(fabsf(softmax_scale), 1e-30f) * kLog2e;
 }
 
-// Up to here a product of score and scale is rounded by at most 2^-14, a fraction of fp16's rounding unit.
-constexpr float kFarFromZero = 1024.f;
+// Bits that a maximum may rise before weights are taken relative to the new one; 2^8 is far from fp16's largest number.
+constexpr float kSlack = 8.f;
 
 template <int kRows>
 struct OnlineSoftmax {
-  float scale_log2;       // softmax_scale / ln 2, positive
-  float row_max[kRows];   // of the scores before scaling
-  float row_sum[kRows];   // this thread's columns only, until finish()
+  float scale_log2;      // of scores, positive: a weight is 2^(scale_log2 * score - offset)
+  float row_max[kRows];  // of scores; this thread's columns only, until raise() or finish()
+  float row_sum[kRows];  // of weights; this thread's columns only, until finish()
+  float offset[kRows];  // scale_log2 * row_max at the last raise(), rounded: as every weight and the LSE are taken from
+  // the same number, its rounding does not show; before the first raise() less than any score
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -INFINITY;
       row_sum[r] = 0.f;
+      offset[r] = -FLT_MAX;
     }
   }
 
-  // Replaces scores by exp(scale * (score - row_max)) and rescales earlier sums and outputs to the new maximum.
+  // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
+  // (rows,dims) are rescaled to it. A maximum that rises little is let be: larger weights do no harm, rescaling is
+  // work.
   template <class Scores, class Output>
-  CUTE_DEVICE void step(Scores&& scores /* (rows,columns) */, Output&& output /* (rows,dims) */) {
+  CUTE_DEVICE void raise(const Scores& scores, Output&& output) {
+    bool keep = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float highest = row_max[r];
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) highest = fmaxf(highest, scores(r, c));
-      highest = quad_reduce(highest, [](float a, float b) { return fmaxf(a, b); });
-      // A row that has seen no key yet: its scores are all -inf, and must become 0, not NaN.
-      const float reference = highest == -INFINITY ? 0.f : highest;
-      const float shrink = exp2_approx((row_max[r] - reference) * scale_log2);
-      // One FMA a score, unless rounding the product of reference and scale would show in the result.
-      float offset = reference * scale_log2;
-      if (fabsf(offset) > kFarFromZero) {
-        offset = 0.f;
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= reference;
-      }
-      row_max[r] = highest;
+      for (int c = 0; c < size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
+      keep &= row_max[r] * scale_log2 <= offset[r] + kSlack;
+    }
+    if (__all_sync(0xffffffff, keep)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = quad_max(row_max[r]);
+      const float raised = fmaxf(row_max[r] * scale_log2, -FLT_MAX);
+      const float shrink = exp2_approx(offset[r] - raised);
+      offset[r] = raised;
       row_sum[r] *= shrink;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= shrink;
+    }
+  }
+
+  // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
+  template <class Scores>
+  CUTE_DEVICE void weigh(Scores&& scores, int first, int last) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - offset);
+      for (int c = first; c < last; ++c) {
+        scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - offset[r]);
         row_sum[r] += scores(r, c);
       }
     }
   }
 
-  // Divides outputs by the sums; afterwards row_sum holds whole rows. A row without keys stays 0.
+  // Divides outputs (rows,dims) by the sums, the sink's weight included, and multiplies them by `factor`. A row without
+  // keys stays 0. Gives the natural-log LSE of each row.
   template <class Output>
-  CUTE_DEVICE void finish(Output&& output /* (rows,dims) */) {
+  CUTE_DEVICE auto finish(Output&& output, float sink /* -inf: none */, float factor) {
+    cutlass::Array<float, kRows> lse;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_sum[r] = quad_reduce(row_sum[r], [](float a, float b) { return a + b; });
-      const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
+      row_max[r] = quad_max(row_max[r]);
+      row_sum[r] = quad_sum(row_sum[r]);
+      const float top = fmaxf(offset[r], sink * kLog2e);
+      const float weight = exp2_approx(offset[r] - top);
+      const float total = row_sum[r] * weight + exp2_approx(sink * kLog2e - top);
+      const float inverse = total == 0.f ? 0.f : factor * weight / total;
+      lse[r] = total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= inverse;
     }
+    return lse;
   }
 
   // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.
   CUTE_DEVICE float natural_max(int r) const {
     return isnan(row_sum[r]) && row_max[r] < INFINITY ? row_sum[r] : row_max[r] * (scale_log2 * kLn2);
-  }
-
-  CUTE_DEVICE float lse(int r) const {
-    return row_sum[r] == 0.f ? -INFINITY : (row_max[r] * scale_log2 + log2f(row_sum[r])) * kLn2;
   }
 };
 

@@ -18,14 +18,14 @@ struct GapFill {
   float statistic;
 };
 
-inline GapFill query_gaps(const FwdProblem& p, const Matrices& m, const Statistics& first, const Statistics& second,
-                          float statistic) {
-  return {p.sequences.cu_q, p.sequences.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, p.head_dim, m, first,
+inline GapFill query_gaps(const FwdProblem& p, const Matrices& m, int head_dim, const Statistics& first,
+                          const Statistics& second, float statistic) {
+  return {p.sequences.cu_q, p.sequences.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim, m, first,
           second,           statistic};
 }
 
-inline GapFill key_gaps(const FwdProblem& p, const Matrices& m) {
-  return {p.sequences.cu_k, p.sequences.used_k, p.batch, p.seqlen_k, p.total_k, p.heads_k, p.head_dim, m, {}, {}, 0.f};
+inline GapFill key_gaps(const FwdProblem& p, const Matrices& m, int head_dim) {
+  return {p.sequences.cu_k, p.sequences.used_k, p.batch, p.seqlen_k, p.total_k, p.heads_k, head_dim, m, {}, {}, 0.f};
 }
 
 // Writes nothing where sequences lie end to end and are used whole: it then only reads `cu`.

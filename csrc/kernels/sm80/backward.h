@@ -1,16 +1,26 @@
 // Attention backward for sm_80 and later: one CTA owns a tile of keys of one kv head, and walks over the query tiles of
 // every query head that reads it. dK and dV therefore stay in registers from start to end, without atomics also for
-// grouped queries; dQ is summed over CTAs in fp32 global memory. Scores are computed transposed, keys by queries, so that
-// P and dS are already in the registers that the products for dV and dK take them from.
+// grouped queries; dQ is summed over CTAs in fp32 global memory. Scores are computed transposed, keys by queries.
+//
+// Two ways to share the work among warps, see KernelConfig::whole_keys(). Where a warp has 32 keys whole, P and dS are
+// already in the registers that the products for dV and dK take them from. For wide heads the accumulators of 32 keys
+// are too many registers for one warp: there all products are cut in two dimensions, and P and dS pass through shared
+// memory, which costs less than the operands that 16 keys a warp would have to read twice as often.
 #pragma once
+
+#include <cutlass/cutlass.h>
 
 #include "core/registry.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
+#include "kernels/passes/sink.h"
 #include "kernels/sm80/backward_passes.h"
+#include "kernels/sm80/backward_products.h"
+#include "kernels/sm80/backward_scores.h"
 #include "kernels/sm80/mma.h"
 #include "kernels/sm80/tile_io.h"
 
@@ -19,70 +29,208 @@ namespace flash_cute::sm80 {
 template <KernelConfig C>
 struct BackwardTraits {
   using Element = typename Mma16816<C.dtype>::Element;
-  using MmaKeys = WarpMma<C.dtype, C.warps, 1>;  // S^T, dP^T, dK, dV: every warp owns 16 keys
-  using MmaDq = typename DqTraits<C>::Mma;
-  using LayoutQ = SharedLayout<Element, C.block_m, C.head_dim>;  // Q and dO
-  using LayoutKV = SharedLayout<Element, C.block_n, C.head_dim>;  // K and V
-  using LayoutDs = SharedLayout<Element, C.block_n, C.block_m>;  // dS^T
-  using LayoutQt = TransposedLayout<Element, C.block_m, C.head_dim>;
-  using LayoutKt = TransposedLayout<Element, C.block_n, C.head_dim>;
-  using LayoutDsT = TransposedLayout<Element, C.block_n, C.block_m>;
+  using Dq = DqTraits<C>;
+  static constexpr bool kWholeKeys = C.whole_keys();
+  static constexpr int kPartM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
+  static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
+  static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
+  // Registers of a thread: the accumulators of one part of S or dP, those of dQ, and what those of dK and dV leave for
+  // others and for operands, found by trying.
+  static constexpr int kScores = C.block_n * kPartM / C.threads();
+  static constexpr int kDq = C.block_m * C.head_dim / C.threads();
+  static constexpr int kRoom = (kWholeKeys ? 200 : 216) - C.block_n * (C.head_dim + C.head_dim_v) / C.threads();
+
+  using Mma = WarpMma<C.dtype, kDown, kAcross>;  // of all products but dQ
+  // S^T = K Q^T and dP^T = V dO^T.
+  using OperandK = StagedOperand<Side::A, false, Element, C.block_n, C.head_dim, kDown>;
+  using OperandV = StagedOperand<Side::A, false, Element, C.block_n, C.head_dim_v, kDown>;
+  using OperandQ = StagedOperand<Side::B, false, Element, kPartM, C.head_dim, kAcross>;
+  using OperandDout = StagedOperand<Side::B, false, Element, kPartM, C.head_dim_v, kAcross>;
+  using Place = ScorePlace<kDown, kAcross>;
+  using ResultS = SharedResult<Element, C.block_n, C.block_m, kDown, kAcross>;
+  // dK = dS^T Q and dV = P^T dO.
+  using OperandP = StagedOperand<Side::A, false, Element, C.block_n, C.block_m, kDown>;  // and dS
+  using OperandQt = StagedOperand<Side::B, true, Element, kPartM, C.head_dim, kAcross>;
+  using OperandDoutT = StagedOperand<Side::B, true, Element, kPartM, C.head_dim_v, kAcross>;
+  using ResultK = SharedResult<Element, C.block_n, C.head_dim, kDown, kAcross>;
+  using ResultV = SharedResult<Element, C.block_n, C.head_dim_v, kDown, kAcross>;
+  // dQ = dS K.
+  using OperandDsT = StagedOperand<Side::A, true, Element, C.block_n, C.block_m, Dq::kDown>;
+  using OperandKt = StagedOperand<Side::B, true, Element, C.block_n, C.head_dim, Dq::kAcross>;
+
   struct Storage {
-    alignas(128) Element k[cosize_v<LayoutKV>];  // dK on the way out
-    alignas(128) Element v[cosize_v<LayoutKV>];  // dV on the way out
-    alignas(128) Element q[C.stages][cosize_v<LayoutQ>];
-    alignas(128) Element dout[C.stages][cosize_v<LayoutQ>];
-    alignas(128) Element ds[cosize_v<LayoutDs>];
-    alignas(128) float lse_log2[C.stages][C.block_m];
-    alignas(128) float row_dot[C.stages][C.block_m];
+    alignas(128) Element k[C.block_n * C.head_dim];  // dK on the way out
+    alignas(128) Element v[C.block_n * C.head_dim_v];  // dV on the way out
+    alignas(128) Element q[C.stages][C.block_m * C.head_dim];
+    alignas(128) Element dout[C.stages][C.block_m * C.head_dim_v];
+    alignas(128) Element scores[kWholeKeys ? 1 : 2][C.block_n * C.block_m];  // dS^T, and P^T behind it
+    alignas(16) float lse_log2[C.stages][C.block_m];
+    alignas(16) float row_dot[C.stages][C.block_m];
   };
-  static_assert(C.block_n == 16 * C.warps, "every warp owns 16 keys");
-  static_assert(C.stages >= 2, "a step is loaded while the one before it is worked on");
-  static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(!kWholeKeys || std::max(C.head_dim, C.head_dim_v) <= 64,
+                "parts of tiles have no second column of atoms");
+  static_assert(kWholeKeys || C.block_m <= 64, "StagedOperand::from() of P and dS");
+  static_assert(C.stages <= 2, "a step is loaded at most one step ahead");
+  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
 // The tile's place in the problem.
 struct KeyTile {
-  int row, head, batch;
+  int index, row, head, batch;
 
-  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n) {
+  // Early keys first: under a causal mask they have the most queries. Tiles of several heads take turns, so that tiles
+  // of one head do not all start together, as many as the L2 cache holds the queries of. Where sums are deterministic,
+  // tiles that start together wait for each other, and more heads are worth their misses.
+  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
-    row = blockIdx.x % tiles * block_n;  // early keys first: under a causal mask they have the most queries
-    head = blockIdx.x / tiles % p.heads_k;
-    batch = blockIdx.x / tiles / p.heads_k;
+    const int heads_together = max(1, (deterministic ? 1024 : 256) / tiles);  // found by trying
+    const int first_head = blockIdx.x / (tiles * heads_together) * heads_together;
+    const int together = min(heads_together, p.heads_k * p.batch - first_head);
+    const int place = blockIdx.x - first_head * tiles;
+    index = place / together;
+    row = index * block_n;
+    head = (first_head + place % together) % p.heads_k;
+    batch = (first_head + place % together) / p.heads_k;
   }
 };
 
-// A step is one query head of the group and one query tile.
+// A step is one query head of the group and one query tile, late tiles first: under a band early key tiles then finish
+// with the tiles that later ones start with, and with turns nobody waits for long.
 struct Step {
   int head, m;
 
   CUTE_DEVICE Step next(const TileRange& range) const {
-    return m + 1 < range.end ? Step{head, m + 1} : Step{head + 1, range.begin};
+    return m > range.begin ? Step{head, m - 1} : Step{head + 1, range.end - 1};
   }
 };
 
-// Scores become P = exp(S - lse), and dP becomes dS = P (dP - rowsum(dO O)). Both lie transposed, (key, query).
-template <class Scores, class Coordinates>
-CUTE_DEVICE void scores_to_gradients(Scores& s, Scores& dp, const Coordinates& at, float scale_log2,
-                                     const float* lse_log2, const float* row_dot) {
-  CUTE_UNROLL
-  for (int i = 0; i < size(s); ++i) {
-    const int query = get<1>(at(i));
-    s(i) = exp2_approx(s(i) * scale_log2 - lse_log2[query]);
-    dp(i) = s(i) * (dp(i) - row_dot[query]);
-  }
-}
+// Loads the Q, dO and row statistics of steps, one step after the other.
+template <KernelConfig C>
+class StepLoader {
+ public:
+  using Element = typename Mma16816<C.dtype>::Element;
 
-// Hidden elements of P and dS are selected away: hidden keys and values may hold anything.
-template <class Scores, class Coordinates>
-CUTE_DEVICE void mask_gradients(Scores& p, Scores& ds, const Coordinates& at, const BandMask& mask, int key,
-                                int query) {
-  CUTE_UNROLL
-  for (int i = 0; i < size(p); ++i) {
-    if (!mask.visible(query + get<1>(at(i)), key + get<0>(at(i)))) p(i) = ds(i) = 0.f;
+  CUTE_DEVICE StepLoader(const BwdProblem& p, const KeyTile& tile, const SeqInfo& seq, int group,
+                         const TileRange& range)
+      : p_(p),
+        tile_(tile),
+        group_(group),
+        offset_(seq.q.offset),
+        range_(range),
+        queries_(seeing_queries(seq, p.fwd.band, tile.row, C.block_n)),
+        q_(first_vector(p.fwd.q, atom_columns(C.head_dim))),
+        dout_(first_vector(p.dout, atom_columns(C.head_dim_v))) {
+    if (p.fwd.q.vectors && p.dout.vectors && p.fwd.head_dim == C.head_dim && p.fwd.head_dim_v == C.head_dim_v) {
+      whole_begin_ = detail::ceil_div(queries_.first, C.block_m);
+      whole_end_ = detail::floor_div(queries_.last, C.block_m);
+    }
+    const Statistics& from = threadIdx.x < kVectors ? p.lse_log2 : p.row_dot;
+    statistics_ = from.ptr + first_padded_row(p, C.block_m, tile.batch, tile.head * group, offset_) +
+                  (range.end - 1) * C.block_m + threadIdx.x % kVectors * 4;
   }
-}
+
+  // Starts to load a step, which is the one after that of the last call, into a stage. One past the last leaves an
+  // empty group.
+  template <class Storage>
+  CUTE_DEVICE void load(Step step, Storage& storage, int stage) {
+    if (step.head < group_) {
+      if (whole_begin_ <= step.m && step.m < whole_end_) {
+        copy<C.head_dim>(storage.q[stage], q_, p_.fwd.q.row);
+        copy<C.head_dim_v>(storage.dout[stage], dout_, p_.dout.row);
+      } else {
+        copy_parts<C.head_dim>(storage.q[stage], q_, p_.fwd.q, step.m * C.block_m, p_.fwd.head_dim);
+        copy_parts<C.head_dim_v>(storage.dout[stage], dout_, p_.dout, step.m * C.block_m, p_.fwd.head_dim_v);
+      }
+      if (threadIdx.x < 2 * kVectors) {
+        float* to = threadIdx.x < kVectors ? storage.lse_log2[stage] : storage.row_dot[stage];
+        cp_async_16(cast_smem_ptr_to_uint(to + threadIdx.x % kVectors * 4), statistics_, 16);
+      }
+      // On to the next step, as Step::next().
+      const bool same_head = step.m > range_.begin;
+      const int rows = same_head ? -C.block_m : (range_.end - 1 - range_.begin) * C.block_m;
+      q_ += rows * p_.fwd.q.row + (same_head ? 0 : p_.fwd.q.head);
+      dout_ += rows * p_.dout.row + (same_head ? 0 : p_.dout.head);
+      statistics_ += rows + (same_head ? 0 : p_.lse_log2.head);
+    }
+    cp_async_fence();
+  }
+
+ private:
+  static constexpr int kVectors = C.block_m / 4;
+  static_assert(2 * kVectors <= C.threads());
+
+  // This thread's first vector of the first step, and how it copies a tile that is there whole: as TileCopy, without
+  // its questions.
+  CUTE_DEVICE const Element* first_vector(const Matrices& m, int atom) const {
+    const int across = atom / kVector;
+    return static_cast<const Element*>(m.ptr) + tile_.batch * m.batch + tile_.head * group_ * m.head +
+           (offset_ + (range_.end - 1) * C.block_m + int(threadIdx.x) / across) * m.row +
+           int(threadIdx.x) % across * kVector;
+  }
+  template <int kCols>
+  CUTE_DEVICE static void copy(Element* shared, const Element* from, int64_t stride) {
+    using T = TileThreads<C.threads(), C.block_m, kCols>;
+    CUTE_UNROLL
+    for (int i = 0; i < C.block_m / T::kDown; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < kCols / T::kAtom; ++j) {
+        cp_async_16(cast_smem_ptr_to_uint(mine<kCols>(shared) + T::distance(i, j)), from + j * T::kAtom, 16);
+      }
+      from += T::kDown * stride;
+    }
+  }
+  template <int kCols>
+  CUTE_DEVICE void copy_parts(Element* shared, const Element* from, const Matrices& m, int row, int cols) const {
+    load_parts<Element, C.threads(), C.block_m, kCols>(cast_smem_ptr_to_uint(mine<kCols>(shared)), from, m.row,
+                                                       m.vectors, row, queries_, cols, threadIdx.x);
+  }
+  template <int kCols>
+  CUTE_DEVICE static Element* mine(Element* shared) {
+    using T = TileThreads<C.threads(), C.block_m, kCols>;
+    return shared + SharedLayout<C.block_m, kCols>{}(T::row(threadIdx.x), T::col(threadIdx.x));
+  }
+
+  const BwdProblem& p_;
+  const KeyTile& tile_;
+  int group_;
+  int64_t offset_;
+  TileRange range_;
+  RowSpan queries_;
+  const Element* q_;  // this thread's first vectors of the step that comes next
+  const Element* dout_;
+  const float* statistics_;
+  int whole_begin_ = 0, whole_end_ = 0;  // query tiles that are there whole, with all columns
+};
+
+// The order in which key tiles add to a tile of dQ, where it has to be the same every time: ascending. Each warp of a
+// CTA waits for the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger
+// index: one of them always goes on.
+class Turn {
+ public:
+  // Asks how many key tiles have added to this warp's part of a query tile, whose counter this is.
+  CUTE_DEVICE void ask(int* counter) {
+    counter_ = counter;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done_) : "l"(counter) : "memory");
+  }
+
+  // Waits until all before this one have. Nothing that they wrote is read, and no reduction is done before the branch
+  // that leads to it, so nothing has to be acquired.
+  CUTE_DEVICE void wait(int tiles_before) {
+    while (done_ < tiles_before) ask(counter_);
+  }
+
+  // Lets the next one add, if this warp had a turn. Best some time after it has added: additions are waited for.
+  CUTE_DEVICE void pass() const {
+    __syncwarp();
+    if (counter_ != nullptr && threadIdx.x % 32 == 0) {
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory");
+    }
+  }
+
+ private:
+  int* counter_ = nullptr;
+  int done_ = 0;
+};
 
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_constant__ BwdProblem p) {
@@ -92,119 +240,131 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int thread = threadIdx.x;
+  const uint32_t warp = cutlass::canonical_warp_idx_sync();
 
-  const KeyTile tile(p.fwd, C.block_n);
+  const KeyTile tile(p.fwd, C.block_n, p.deterministic);
   const SeqInfo seq(p.fwd, tile.batch);
   if (tile.row >= seq.k.length) return;
   const int group = p.fwd.heads / p.fwd.heads_k;
-  const int head_dim = p.fwd.head_dim;
   const TileRange range = query_tiles(seq, p.fwd.band, tile.row, C.block_n, C.block_m);
-  const int64_t padded_row = PaddedRows{C.block_m}.first_row(seq.q.offset, p.fwd.sequences.cu_q ? tile.batch : 0);
-
-  Tensor sK = make_tensor(make_smem_ptr(storage.k), typename T::LayoutKV{});  // (BLK_N,D)
-  Tensor sKt = make_tensor(make_smem_ptr(storage.k), typename T::LayoutKt{});  // (D,BLK_N)
-  Tensor sV = make_tensor(make_smem_ptr(storage.v), typename T::LayoutKV{});  // (BLK_N,D)
-  Tensor sDs = make_tensor(make_smem_ptr(storage.ds), typename T::LayoutDs{});  // (BLK_N,BLK_M)
-  Tensor sDsT = make_tensor(make_smem_ptr(storage.ds), typename T::LayoutDsT{});  // (BLK_M,BLK_N)
+  const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, tile.head * group, seq.q.offset);
 
   const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
-  const RowSpan queries = seeing_queries(seq, p.fwd.band, tile.row, C.block_n);
-  auto key_tile = [&](const Matrices& m, RowSpan span) {
-    return global_tile<Element>(m, tile.batch, tile.head, seq.k.offset, tile.row, span, head_dim);
-  };
-  // Loads the step's Q, dO and row statistics; a step past the last leaves an empty group.
-  auto load_step = [&](int head, int m, int stage) {
-    if (head < group) {
-      const int head_q = tile.head * group + head;
-      auto load = [&](const Matrices& from, Element* to) {
-        load_tile<kThreads>(
-            global_tile<const Element>(from, tile.batch, head_q, seq.q.offset, m * C.block_m, queries, head_dim),
-            make_tensor(make_smem_ptr(to), typename T::LayoutQ{}), thread);
-      };
-      load(p.fwd.q, storage.q[stage]);
-      load(p.dout, storage.dout[stage]);
-      constexpr int kVectors = C.block_m / 4;
-      if (thread < 2 * kVectors) {
-        const Statistics& from = thread < kVectors ? p.lse_log2 : p.row_dot;
-        float* to = thread < kVectors ? storage.lse_log2[stage] : storage.row_dot[stage];
-        const int i = thread % kVectors * 4;
-        cp_async_16(to + i, from.ptr + tile.batch * from.batch + head_q * from.head + padded_row + m * C.block_m + i,
-                    16);
-      }
-    }
-    cp_async_fence();
-  };
+  TileCopy<Element, kThreads, C.block_n, C.head_dim>(p.fwd.k, tile.batch, tile.head, seq.k.offset, tile.row, keys,
+                                                     p.fwd.head_dim, storage.k, thread)
+      .load();
+  TileCopy<Element, kThreads, C.block_n, C.head_dim_v>(p.fwd.v, tile.batch, tile.head, seq.k.offset, tile.row, keys,
+                                                       p.fwd.head_dim_v, storage.v, thread)
+      .load();
+  StepLoader<C> loader(p, tile, seq, group, range);
+  auto load_step = [&](Step step, int stage) { loader.load(step, storage, stage); };
+  Step step{range.empty() ? group : 0, range.end - 1};
+  load_step(step, 0);  // commits K and V too
 
-  typename T::MmaKeys mma;
-  auto thread_mma = mma.get_slice(thread);
+  typename T::Mma mma;
+  typename T::Dq::Mma mma_q;
+  const uint32_t down = warp % T::kDown, across = warp / T::kDown;
+  const typename T::OperandK k(storage.k, down);
+  const typename T::OperandV v(storage.v, down);
+  const typename T::OperandQ q(storage.q[0], across);
+  const typename T::OperandDout dout(storage.dout[0], across);
+  const typename T::ResultS ds_out(storage.scores[0], warp);
+  const typename T::OperandP ds(storage.scores[0], down);
+  const typename T::OperandQt qt(storage.q[0], across);
+  const typename T::OperandDoutT dout_t(storage.dout[0], across);
+  const typename T::OperandDsT ds_t(storage.scores[0], warp % T::Dq::kDown);
+  const typename T::OperandKt kt(storage.k, warp / T::Dq::kDown);
+  constexpr int kPBytes = sizeof(storage.scores[0]);  // from dS to P
   Tensor tKrdK = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,MMA_N,MMA_D)
-  Tensor tVrdV = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,MMA_N,MMA_D)
+  Tensor tVrdV = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,MMA_N,MMA_DV)
   clear(tKrdK);
   clear(tVrdV);
-  Tensor tScS =
-      thread_mma.partition_C(make_identity_tensor(Shape<Int<C.block_n>, Int<C.block_m>>{}));  // (MMA,MMA_N,MMA_M)
-  const BandMask mask(seq, p.fwd.band);
-  const float scale_log2 = p.fwd.softmax_scale * kLog2e;
-
-  Step step{range.empty() ? group : 0, range.begin};
-  load_tile<kThreads>(key_tile(p.fwd.k, keys), sK, thread);
-  load_tile<kThreads>(key_tile(p.fwd.v, keys), sV, thread);
-  load_step(step.head, step.m, 0);  // commits K and V too
+  const ScoreGradients<C, typename T::Place> gradients(p.fwd, seq, tile.batch, tile.row, warp);
+  Turn turn;
 
   int stage = 0;
   CUTE_NO_UNROLL
   for (; step.head < group; step = step.next(range), stage = (stage + 1) % C.stages) {
-    Tensor sQ = make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQ{});  // (BLK_M,D)
-    Tensor sQt = make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQt{});  // (D,BLK_M)
-    Tensor sdO = make_tensor(make_smem_ptr(storage.dout[stage]), typename T::LayoutQ{});  // (BLK_M,D)
-    Tensor sdOt = make_tensor(make_smem_ptr(storage.dout[stage]), typename T::LayoutQt{});  // (D,BLK_M)
-    Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,MMA_N,MMA_M)
-    Tensor tSrdP = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,MMA_N,MMA_M)
-    clear(tSrS);
-    clear(tSrdP);
+    const int head = tile.head * group + step.head;
+    const int q_bytes = stage * int(sizeof(storage.q[0])), dout_bytes = stage * int(sizeof(storage.dout[0]));
 
-    // After this barrier the step's Q and dO are visible to all, and nobody still reads the buffers of the last step.
+    // After this barrier the step's Q and dO are visible to all, and nobody still reads the scores or the stage of the
+    // step before.
     cp_async_wait<0>();
     __syncthreads();
-    const Step ahead = step.next(range);
-    load_step(ahead.head, ahead.m, (stage + 1) % C.stages);
+    const int64_t dq_row = padded_row + step.head * p.lse_log2.head + step.m * C.block_m;
+    if (p.deterministic) {
+      if constexpr (T::kWholeKeys) turn.pass();
+      turn.ask(p.turns + dq_row / C.block_m * C.warps + warp);
+    }
+    if constexpr (C.stages == 2) load_step(step.next(range), 1 - stage);
 
-    gemm(mma, tSrS, operand_a<LoadMatrix<Element>>(mma, sK, thread), operand_b<LoadMatrix<Element>>(mma, sQ, thread),
-         thread);
-    gemm(mma, tSrdP, operand_a<LoadMatrix<Element>>(mma, sV, thread), operand_b<LoadMatrix<Element>>(mma, sdO, thread),
-         thread);
-
-    scores_to_gradients(tSrS, tSrdP, tScS, scale_log2, storage.lse_log2[stage], storage.row_dot[stage]);
-    if (!range.full(step.m)) mask_gradients(tSrS, tSrdP, tScS, mask, tile.row, step.m * C.block_m);
-    Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
-    Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
-    gemm_registers(mma, tVrdV, as_operand_a(rP), operand_b<LoadMatrixTransposed<Element>>(mma, sdOt, thread), thread);
-    store_accumulator<Element>(mma, rdS, sDs, thread);
-    gemm_registers(mma, tKrdK, as_operand_a(rdS), operand_b<LoadMatrixTransposed<Element>>(mma, sQt, thread), thread);
-
-    // After this barrier all of dS is in shared memory.
-    __syncthreads();
-    typename T::MmaDq mma_dq;
-    Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,MMA_D)
-    clear(tQrdQ);
-    gemm(mma_dq, tQrdQ, operand_a<LoadMatrixTransposed<Element>>(mma_dq, sDsT, thread),
-         operand_b<LoadMatrixTransposed<Element>>(mma_dq, sKt, thread), thread);
-    float* accum = dq_block<C>(p, tile.batch, tile.head * group + step.head, padded_row + step.m * C.block_m);
     CUTE_UNROLL
-    for (int i = 0; i < size(tQrdQ); ++i) atomicAdd(accum + i * kThreads + thread, tQrdQ(i));
+    for (int part = 0; part < C.block_m; part += T::kPartM) {
+      const int q_part = q_bytes + part * C.head_dim * int(sizeof(Element));
+      const int dout_part = dout_bytes + part * C.head_dim_v * int(sizeof(Element));
+      Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<T::kPartM>>{});  // (MMA,MMA_N,MMA_M)
+      Tensor tSrdP = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<T::kPartM>>{});  // (MMA,MMA_N,MMA_M)
+      clear(tSrS);
+      clear(tSrdP);
+      product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_part));
+      product<T::kRoom - 2 * T::kScores>(mma, tSrdP, v, dout.at(dout_part));
+      gradients(tSrS, tSrdP, storage.lse_log2[stage] + part, storage.row_dot[stage] + part, head,
+                step.m * C.block_m + part, range.full(step.m));
+      Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
+      Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
+      if constexpr (!T::kWholeKeys) ds_out.at(kPBytes).write(rP, 0);
+      ds_out.write(rdS, part);
+      Tensor aP = as_operand_a(rP), adS = as_operand_a(rdS);  // (MMA,MMA_N,steps)
+      product<T::kRoom - T::kScores, T::kAcross>(mma, tVrdV, RegisterOperand{aP}, dout_t.at(dout_part).from(across));
+      product<T::kRoom - T::kScores, T::kAcross>(mma, tKrdK, RegisterOperand{adS}, qt.at(q_part).from(across));
+    }
+
+    // After this barrier all of dS and P is in shared memory.
+    __syncthreads();
+    auto tQrdQ = T::Dq::accumulator();  // (MMA,MMA_M,MMA_D)
+    clear(tQrdQ);
+    product<T::kRoom - T::kDq>(mma_q, tQrdQ, ds_t, kt);
+    if (p.deterministic) {
+      turn.wait(tile.index - key_tiles(seq, p.fwd.band, step.m * C.block_m, C.block_m, C.block_n).begin);
+    }
+    DqSums<C>(p, dq_row).add(tQrdQ);
+    // What P and dS of other warps add to dV and dK.
+    CUTE_UNROLL
+    for (int i = 1; i < T::kAcross; ++i) {
+      const uint32_t other = (across + i) % T::kAcross;
+      product<T::kRoom, T::kAcross>(mma, tVrdV, ds.at(kPBytes).from(other), dout_t.at(dout_bytes).from(other));
+      product<T::kRoom, T::kAcross>(mma, tKrdK, ds.from(other), qt.at(q_bytes).from(other));
+    }
+    if (!T::kWholeKeys && p.deterministic) turn.pass();
+    if constexpr (C.stages == 1) {
+      // After this barrier nobody still reads the step's Q and dO.
+      __syncthreads();
+      load_step(step.next(range), 0);
+    }
   }
 
   CUTE_UNROLL
   for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= p.fwd.softmax_scale;
+  if constexpr (C.rich()) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(tVrdV); ++i) tVrdV(i) *= p.fwd.rules.keep_scale;
+  }
   // After this barrier nobody still reads K and V.
   cp_async_wait<0>();
   __syncthreads();
-  store_accumulator<Element>(mma, tKrdK, sK, thread);
-  store_accumulator<Element>(mma, tVrdV, sV, thread);
+  if (T::kWholeKeys && p.deterministic) turn.pass();
+  typename T::ResultK(storage.k, warp).store(tKrdK);
+  typename T::ResultV(storage.v, warp).store(tVrdV);
   // After this barrier all of dK and dV is in shared memory.
   __syncthreads();
-  store_tile<kThreads>(key_tile(p.dk, {0, seq.k.length}), sK, thread);
-  store_tile<kThreads>(key_tile(p.dv, {0, seq.k.length}), sV, thread);
+  const RowSpan all{0, seq.k.length};
+  TileCopy<Element, kThreads, C.block_n, C.head_dim>(p.dk, tile.batch, tile.head, seq.k.offset, tile.row, all,
+                                                     p.fwd.head_dim, storage.k, thread)
+      .store();
+  TileCopy<Element, kThreads, C.block_n, C.head_dim_v>(p.dv, tile.batch, tile.head, seq.k.offset, tile.row, all,
+                                                       p.fwd.head_dim_v, storage.v, thread)
+      .store();
 }
 
 }  // namespace flash_cute::sm80
@@ -217,12 +377,15 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (f.sequences.cu_q != nullptr) {
-    if (cudaError_t e = fill_gaps(query_gaps(f, p.dq, p.softmax_d, {}, 0.f), stream)) return e;
-    if (cudaError_t e = fill_gaps(key_gaps(f, p.dk), stream)) return e;
-    if (cudaError_t e = fill_gaps(key_gaps(f, p.dv), stream)) return e;
+    if (cudaError_t e = fill_gaps(query_gaps(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f), stream)) return e;
+    if (cudaError_t e = fill_gaps(key_gaps(f, p.dk, f.head_dim), stream)) return e;
+    if (cudaError_t e = fill_gaps(key_gaps(f, p.dv, f.head_dim_v), stream)) return e;
   }
   if (cudaError_t e = launch_kernel<sm80::backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (p.dsink != nullptr) {
+    if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
+  }
   return launch_kernel<sm80::backward_finish<C>>(query_tiles, C.threads(), sm80::DqTraits<C>::kSmemBytes, stream, p);
 }
 

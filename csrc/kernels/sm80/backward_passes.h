@@ -8,88 +8,235 @@
 
 namespace flash_cute::sm80 {
 
-template <KernelConfig C>
-struct DqTraits {
-  static constexpr int kWarpsM = C.block_m / 16 < C.warps ? C.block_m / 16 : C.warps;
-  using Element = typename Mma16816<C.dtype>::Element;
-  using Mma = WarpMma<C.dtype, kWarpsM, C.warps / kWarpsM>;
-  using Layout = SharedLayout<Element, C.block_m, C.head_dim>;
-  static constexpr int kSmemBytes = C.block_m * C.head_dim * sizeof(Element);
+// Warps along the rows of a result: those whose shares are the closest to squares, so that they read the least.
+constexpr int warps_down(int rows, int cols, int warps) {
+  int best = 0;
+  for (int down = 1; down <= warps; down *= 2) {
+    const int across = warps / down;
+    if (rows % (16 * down) != 0 || cols % (16 * across) != 0) continue;
+    if (best == 0 || rows / down + cols / across < rows / best + cols * best / warps) best = down;
+  }
+  return best;
+}
+
+// This thread's part of an accumulator (kRows,kCols), of which every kDown x kAcross warps have one 16 x 16 piece each,
+// on its way to a shared tile of SharedLayout<kRows, kCols>.
+template <class Element, int kRows, int kCols, int kDown, int kAcross>
+class SharedResult {
+ public:
+  CUTE_DEVICE SharedResult(Element* tile, uint32_t warp) : tile_bytes_(cast_smem_ptr_to_uint(tile)) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t row = kMatrices ? lane % 16 : lane / 4, col = kMatrices ? lane / 16 * 8 : lane % 4 * 2;
+    lane_bytes_ = SharedLayout<kRows, kCols>{}(row, col + 16 * (warp / kDown)) * kElement;
+    tile_bytes_ += 16 * (warp % kDown) * kRow;
+  }
+
+  // Rounds and writes the accumulator (MMA,MMA_M,MMA_N).
+  template <class Accumulator>
+  CUTE_DEVICE void store(const Accumulator& acc) const {
+    write(converted<Element>(acc), 0);
+  }
+
+  // The same place in a tile that lies `bytes` further.
+  CUTE_DEVICE SharedResult at(int bytes) const {
+    SharedResult moved = *this;
+    moved.tile_bytes_ += bytes;
+    return moved;
+  }
+
+  // Writes columns from `first_col` on that are rounded already.
+  template <class Rounded>
+  CUTE_DEVICE void write(const Rounded& rounded, int first_col) const {
+    Tensor registers = recast<const uint32_t>(rounded);  // ((1,2),MMA_M,MMA_N)
+    CUTE_UNROLL
+    for (int j = 0; j < decltype(size<2>(registers))::value / 2; ++j) {
+      const int col = first_col + 16 * kAcross * j;
+      CUTE_UNROLL
+      for (int i = 0; i < kRows / (16 * kDown); ++i) {
+        const uint32_t address =
+            (lane_bytes_ ^ (col % kAtom * kElement)) + tile_bytes_ + (col / kAtom * kRows + 16 * kDown * i) * kRow;
+        const uint32_t r[4] = {registers(0, i, 2 * j), registers(1, i, 2 * j), registers(0, i, 2 * j + 1),
+                               registers(1, i, 2 * j + 1)};
+#if __CUDA_ARCH__ >= 900
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                     "r"(r[1]), "r"(r[2]), "r"(r[3])
+                     : "memory");
+#else
+        CUTE_UNROLL
+        for (int q = 0; q < 4; ++q) {
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"((address ^ (q / 2 * kVector * kElement)) + q % 2 * 8 * kRow),
+                       "r"(r[q])
+                       : "memory");
+        }
+#endif
+      }
+    }
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 matrices
+#else
+  static constexpr bool kMatrices = false;
+#endif
+  static constexpr int kElement = sizeof(Element);
+  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kRow = kAtom * kElement;  // bytes
+
+  uint32_t lane_bytes_;  // where this lane's part of the first piece is in the tile
+  uint32_t tile_bytes_;  // shared address of the tile, the same in all lanes
 };
 
-// One tile of query rows of one head, in the sequence and in the padded rows of the workspaces.
+template <KernelConfig C>
+struct DqTraits {
+  static constexpr int kDown = warps_down(C.block_m, C.head_dim, C.warps);
+  static constexpr int kAcross = C.warps / kDown;
+  using Element = typename Mma16816<C.dtype>::Element;
+  using Mma = WarpMma<C.dtype, kDown, kAcross>;
+  using Result = SharedResult<Element, C.block_m, C.head_dim, kDown, kAcross>;
+  static constexpr int kSmemBytes = C.block_m * C.head_dim * sizeof(Element);
+
+  CUTE_DEVICE static auto accumulator() {
+    return partition_fragment_C(Mma{}, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,MMA_D)
+  }
+};
+
+// The fp32 sums of one tile of dQ, in an order in which the additions and loads of a warp fall on consecutive
+// addresses: as many numbers of a thread lie together as one reduction adds, then come those of the next thread.
+template <KernelConfig C>
+class DqSums {
+ public:
+  // Of the tile whose first row is `row` of all padded rows of all heads.
+  CUTE_DEVICE DqSums(const BwdProblem& p, int64_t row)
+      : mine_(p.dq_accum + row * C.head_dim + threadIdx.x * kTogether) {}
+
+  CUTE_DEVICE void clear() const {
+    CUTE_UNROLL
+    for (int i = 0; i < C.block_m * C.head_dim / C.threads(); i += kTogether) {
+      if constexpr (kTogether == 4) {
+        *reinterpret_cast<float4*>(mine_ + i * C.threads()) = make_float4(0.f, 0.f, 0.f, 0.f);
+      } else {
+        mine_[i * C.threads()] = 0.f;
+      }
+    }
+  }
+
+  template <class Accumulator>
+  CUTE_DEVICE void add(const Accumulator& acc) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); i += kTogether) {
+#if __CUDA_ARCH__ >= 900
+      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(mine_ + i * C.threads()), "f"(acc(i)),
+                   "f"(acc(i + 1)), "f"(acc(i + 2)), "f"(acc(i + 3))
+                   : "memory");
+#else
+      atomicAdd(mine_ + i * C.threads(), acc(i));
+#endif
+    }
+  }
+
+  template <class Accumulator>
+  CUTE_DEVICE void load(Accumulator& acc) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); i += kTogether) {
+      if constexpr (kTogether == 4) {
+        *reinterpret_cast<float4*>(&acc(i)) = *reinterpret_cast<const float4*>(mine_ + i * C.threads());
+      } else {
+        acc(i) = mine_[i * C.threads()];
+      }
+    }
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  static constexpr int kTogether = 4;  // numbers that one reduction adds
+#else
+  static constexpr int kTogether = 1;
+#endif
+
+  float* mine_;  // this thread's first
+};
+
+// Of a head's first row among the padded rows of all heads.
+CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch, int head, int64_t offset) {
+  return batch * p.lse_log2.batch + head * p.lse_log2.head +
+         PaddedRows{block_m}.first_row(offset, p.fwd.sequences.cu_q ? batch : 0);
+}
+
+// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces.
 template <KernelConfig C>
 struct PassTile {
   int row, head, batch;
   SeqSpan span;
   int64_t padded_row;
 
-  CUTE_DEVICE explicit PassTile(const FwdProblem& p) {
-    const int tiles = ceil_div(p.seqlen_q, C.block_m);
+  CUTE_DEVICE explicit PassTile(const BwdProblem& p) {
+    const FwdProblem& f = p.fwd;
+    const int tiles = ceil_div(f.seqlen_q, C.block_m);
     row = blockIdx.x % tiles * C.block_m;
-    head = blockIdx.x / tiles % p.heads;
-    batch = blockIdx.x / tiles / p.heads;
-    span = seq_span(p.sequences.cu_q, p.sequences.used_q, batch, p.seqlen_q, p.total_q);
-    padded_row = PaddedRows{C.block_m}.first_row(span.offset, p.sequences.cu_q ? batch : 0) + row;
+    head = blockIdx.x / tiles % f.heads;
+    batch = blockIdx.x / tiles / f.heads;
+    span = seq_span(f.sequences.cu_q, f.sequences.used_q, batch, f.seqlen_q, f.total_q);
+    padded_row = first_padded_row(p, C.block_m, batch, head, span.offset) + row;
   }
 };
 
-// The sums of dQ for block_m padded rows from `padded_row` on: element i of thread t at i * threads + t, so that atomics
-// and loads of a warp fall on consecutive addresses.
-template <KernelConfig C>
-CUTE_DEVICE float* dq_block(const BwdProblem& p, int batch, int head, int64_t padded_row) {
-  return p.dq_accum + (batch * p.lse_log2.batch + head * p.lse_log2.head + padded_row) * C.head_dim;
+// This thread's share of the dot product of two rows: vectors at distances of kStride from `col` on.
+template <class Element, int kCols, int kStride>
+CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b, bool vectors_b, int col, int cols) {
+  using Vector = cutlass::AlignedArray<Element, kVector>;
+  auto read = [&](const Element* from, bool vectors, int c) {
+    Vector values;
+    if (vectors && c + kVector <= cols) return *reinterpret_cast<const Vector*>(from + c);
+    for (int i = 0; i < kVector; ++i) values[i] = c + i < cols ? from[c + i] : Element(0.f);
+    return values;
+  };
+  float dot = 0.f;
+  CUTE_UNROLL
+  for (int c = 0; c < kCols; c += kStride) {
+    const Vector x = read(a, vectors_a, col + c), y = read(b, vectors_b, col + c);
+    CUTE_UNROLL
+    for (int i = 0; i < kVector; ++i) dot += float(x[i]) * float(y[i]);
+  }
+  return dot;
 }
 
-// softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of anything
-// minus it is 0), and zero sums of dQ.
+// softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of
+// anything minus it is 0), zero sums of dQ, and its turns.
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads()) backward_prepare(const __grid_constant__ BwdProblem p) {
   using Element = typename Mma16816<C.dtype>::Element;
-  constexpr int kThreadsPerRow = C.head_dim / 8;
+  constexpr int kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = C.threads() / kThreadsPerRow;
-  const PassTile<C> tile(p.fwd);
+  const PassTile<C> tile(p);
   if (tile.row >= tile.span.length) return;
+  DqSums<C>(p, tile.padded_row).clear();
+  if (threadIdx.x < C.warps) p.turns[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
 
-  auto* accum = reinterpret_cast<float4*>(dq_block<C>(p, tile.batch, tile.head, tile.padded_row));
-  for (int i = threadIdx.x; i < C.block_m * C.head_dim / 4; i += C.threads()) {
-    accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-
-  auto matrix = [&](const Matrices& m) {
-    return global_tile<const Element>(m, tile.batch, tile.head, tile.span.offset, tile.row, {0, tile.span.length},
-                                      p.fwd.head_dim);
+  const int first_col = threadIdx.x % kThreadsPerRow * kVector;
+  auto row_of = [&](const Matrices& m, int row) {
+    return static_cast<const Element*>(m.ptr) + tile.batch * m.batch + tile.head * m.head +
+           (tile.span.offset + tile.row + row) * m.row;
   };
-  const auto dout = matrix(p.dout), out = matrix(p.fwd.out);
-  const int col = threadIdx.x % kThreadsPerRow * 8;
-  auto read = [&](const GlobalTile<const Element>& m, int row) {
-    cutlass::Array<Element, 8> values;
-    const Element* from = m.ptr + row * m.row_stride + col;
-    if (m.vectors && row < m.last_row && col + 8 <= m.cols) {
-      values = *reinterpret_cast<const cutlass::Array<Element, 8>*>(from);
-    } else {
-      for (int i = 0; i < 8; ++i) values[i] = row < m.last_row && col + i < m.cols ? from[i] : Element(0.f);
-    }
-    return values;
-  };
+  CUTE_UNROLL
   for (int row = threadIdx.x / kThreadsPerRow; row < C.block_m; row += kRowsAtOnce) {
-    const auto a = read(dout, row), b = read(out, row);
+    const bool exists = tile.row + row < tile.span.length;
     float dot = 0.f;
-    CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) dot += float(a[i]) * float(b[i]);
+    if (exists) {
+      dot = partial_dot<Element, C.head_dim_v, kThreadsPerRow * kVector>(
+          row_of(p.dout, row), p.dout.vectors, row_of(p.fwd.out, row), p.fwd.out.vectors, first_col, p.fwd.head_dim_v);
+    }
     CUTE_UNROLL
     for (int lane = kThreadsPerRow / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(0xffffffff, dot, lane);
-    if (col != 0) continue;
-    auto at = [&](const Statistics& s, int64_t first) {
-      return s.ptr + tile.batch * s.batch + tile.head * s.head + first + row;
+    if (first_col != 0) continue;
+    auto at = [&](const Statistics& s) {
+      return s.ptr + tile.batch * s.batch + tile.head * s.head + tile.span.offset + tile.row + row;
     };
-    const int64_t first = tile.span.offset + tile.row;
-    const bool exists = row < out.last_row;
-    const float lse = exists ? *at(p.fwd.lse, first) : -INFINITY;
-    if (exists && p.dlse.ptr != nullptr) dot -= *at(p.dlse, first);
-    if (exists) *at(p.softmax_d, first) = dot;
-    *at(p.lse_log2, tile.padded_row) = lse == -INFINITY ? INFINITY : lse * kLog2e;
-    *at(p.row_dot, tile.padded_row) = exists ? dot : 0.f;
+    const float lse = exists ? *at(p.fwd.lse) : -INFINITY;
+    if (exists && p.dlse.ptr != nullptr) dot -= *at(p.dlse);
+    if (exists) *at(p.softmax_d) = dot;
+    p.lse_log2.ptr[tile.padded_row + row] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    p.row_dot.ptr[tile.padded_row + row] = dot;
   }
 }
 
@@ -99,22 +246,19 @@ __global__ void __launch_bounds__(C.threads()) backward_finish(const __grid_cons
   using T = DqTraits<C>;
   using Element = typename T::Element;
   extern __shared__ __align__(128) char smem[];
-  const PassTile<C> tile(p.fwd);
+  auto* shared = reinterpret_cast<Element*>(smem);
+  const PassTile<C> tile(p);
   if (tile.row >= tile.span.length) return;
-  Tensor sdQ = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem)), typename T::Layout{});  // (BLK_M,D)
-  typename T::Mma mma;
-  Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,MMA_D)
-  const float* accum = dq_block<C>(p, tile.batch, tile.head, tile.padded_row);
+  auto tQrdQ = T::accumulator();  // (MMA,MMA_M,MMA_D)
+  DqSums<C>(p, tile.padded_row).load(tQrdQ);
   CUTE_UNROLL
-  for (int i = 0; i < size(tQrdQ); ++i) {
-    tQrdQ(i) = accum[i * C.threads() + threadIdx.x] * p.fwd.softmax_scale;
-  }
-  store_accumulator<Element>(mma, tQrdQ, sdQ, threadIdx.x);
+  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale;
+  typename T::Result(shared, threadIdx.x / 32).store(tQrdQ);
   // After this barrier all of dQ's tile is in shared memory.
   __syncthreads();
-  store_tile<C.threads()>(global_tile<Element>(p.dq, tile.batch, tile.head, tile.span.offset, tile.row,
-                                               {0, tile.span.length}, p.fwd.head_dim),
-                          sdQ, threadIdx.x);
+  TileCopy<Element, C.threads(), C.block_m, C.head_dim>(p.dq, tile.batch, tile.head, tile.span.offset, tile.row,
+                                                        {0, tile.span.length}, p.fwd.head_dim, shared, threadIdx.x)
+      .store();
 }
 
 }  // namespace flash_cute::sm80

@@ -4,10 +4,12 @@
 
 #include "core/registry.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
+#include "kernels/passes/probabilities.h"
 #include "kernels/sm80/mma.h"
 #include "kernels/sm80/tile_io.h"
 
@@ -17,14 +19,18 @@ template <KernelConfig C>
 struct ForwardTraits {
   using Element = typename Mma16816<C.dtype>::Element;
   using Mma = WarpMma<C.dtype, C.warps, 1>;
-  using LayoutQ = SharedLayout<Element, C.block_m, C.head_dim>;
-  using LayoutKV = SharedLayout<Element, C.block_n, C.head_dim>;
-  using LayoutVt = TransposedLayout<Element, C.block_n, C.head_dim>;
+  using OperandQ = SharedOperand<Side::A, false, Element, C.block_m, C.head_dim, C.warps>;
+  using OperandK = SharedOperand<Side::B, false, Element, C.block_n, C.head_dim, 1>;
+  using OperandV = SharedOperand<Side::B, true, Element, C.block_n, C.head_dim_v, 1>;
+  using LayoutO = SharedLayout<C.block_m, C.head_dim_v>;
   struct Storage {
-    alignas(128) Element q[cosize_v<LayoutQ>];  // O on the way out
-    alignas(128) Element k[C.stages][cosize_v<LayoutKV>];
-    alignas(128) Element v[C.stages][cosize_v<LayoutKV>];
+    alignas(128) Element q[C.block_m * std::max(C.head_dim, C.head_dim_v)];  // O on the way out
+    alignas(128) Element k[C.stages][C.block_n * C.head_dim];
+    alignas(128) Element v[C.stages][C.block_n * C.head_dim_v];
   };
+  // Where a warp has 16 rows, reading Q again for every key tile would be as much as reading the half of K.
+  static constexpr bool kQueryInRegisters = C.block_m == 16 * C.warps && C.head_dim < 256;
+  static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
@@ -41,31 +47,61 @@ struct QueryTile {
   }
 };
 
-// Scores that the band hides become -inf. Selected, not added: hidden keys may hold anything.
+// Scale, softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from
+// `col` on.
 template <class Scores, class Coordinates>
-CUTE_DEVICE void mask_scores(Scores& scores, const Coordinates& at, const BandMask& mask, int row, int col) {
+CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdProblem& p, float slope, int row,
+                             int col) {
+  const float cap = p.rules.softcap;
+  if (cap > 0.f) {
+    const float inner = p.softmax_scale / cap;
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = cap * tanh_of(scores(i) * inner);
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) *= p.softmax_scale;
+  }
+  if (slope == 0.f) return;
   CUTE_UNROLL
-  for (int i = 0; i < size(scores); ++i) {
-    if (!mask.visible(row + get<0>(at(i)), col + get<1>(at(i)))) scores(i) = -INFINITY;
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const float distance = float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= slope * fabsf(distance - float(column_offset(c)));
+  }
+}
+
+// Weights (rows,columns) that dropout does not keep become 0.
+template <class Weights, class Coordinates>
+CUTE_DEVICE void drop(Weights&& weights, const Coordinates& at, const Dropout& dropout, int row, int col) {
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(weights); r += 2) {
+    CUTE_UNROLL
+    for (int group = 0; group < size<1>(weights); group += 8) {
+      CUTE_UNROLL
+      for (int parity = 0; parity < 2; ++parity) {
+        const uint4 bits = dropout.bits(row + get<0>(at(r, 0)), col + get<1>(at(r, group + parity)));
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          if (!dropout.keeps(bits, i / 4, i % 4)) weights(r + i / 4, group + parity + i % 4 * 2) = 0.f;
+        }
+      }
+    }
   }
 }
 
 // Writes the natural-log LSE of each row, and the maximum where asked for.
-template <class Softmax, class Coordinates>
+template <class Softmax, class Lse, class Coordinates>
 CUTE_DEVICE void store_statistics(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile,
-                                  const Softmax& softmax, const Coordinates& at) {
-  auto rows = rows_and_columns(at);  // (rows,columns) -> (row, column)
-  if (get<1>(rows(0, 0)) != 0) return;  // one thread of the quad writes
+                                  const Softmax& softmax, const Lse& lse, const Coordinates& at) {
+  if (get<1>(at(0, 0)) != 0) return;  // one thread of the quad writes
   const int64_t lse_base = tile.batch * p.lse.batch + tile.head * p.lse.head + seq.q.offset;
   const int64_t max_base = tile.batch * p.row_max.batch + tile.head * p.row_max.head + seq.q.offset;
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(rows); ++r) {
-    const int row = tile.row + get<0>(rows(r, 0));
+  for (int r = 0; r < size<0>(at); ++r) {
+    const int row = tile.row + get<0>(at(r, 0));
     if (row >= seq.q.length) continue;
-    p.lse.ptr[lse_base + row] = softmax.lse(r);
-    if (p.row_max.ptr != nullptr) {
-      p.row_max.ptr[max_base + row] = softmax.natural_max(r);
-    }
+    p.lse.ptr[lse_base + row] = lse[r];
+    if (p.row_max.ptr != nullptr) p.row_max.ptr[max_base + row] = softmax.natural_max(r);
   }
 }
 
@@ -85,80 +121,116 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   const TileRange range = key_tiles(seq, p.band, tile.row, C.block_m, C.block_n);
   const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
 
-  Tensor sQ = make_tensor(make_smem_ptr(storage.q), typename T::LayoutQ{});  // (BLK_M,D)
-  auto load_kv = [&](const Matrices& m, Element* stage, int n) {
-    const auto global =
-        global_tile<const Element>(m, tile.batch, head_k, seq.k.offset, n * C.block_n, keys, p.head_dim);
-    load_tile<kThreads>(global, make_tensor(make_smem_ptr(stage), typename T::LayoutKV{}), thread);
+  const int past_keys = range.end * C.block_n;  // where copies come from, going down
+  const RowSpan queries{0, seq.q.length};
+  TileCopy<Element, kThreads, C.block_m, C.head_dim> copy_q(p.q, tile.batch, tile.head, seq.q.offset, tile.row, queries,
+                                                            p.head_dim, storage.q, thread);
+  TileCopy<Element, kThreads, C.block_n, C.head_dim> copy_k(p.k, tile.batch, head_k, seq.k.offset, past_keys, keys,
+                                                            p.head_dim, storage.k[0], thread);
+  TileCopy<Element, kThreads, C.block_n, C.head_dim_v> copy_v(p.v, tile.batch, head_k, seq.k.offset, past_keys, keys,
+                                                              p.head_dim_v, storage.v[0], thread);
+  // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n;
+  // with one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
+  auto load_k = [&](int n, int stage) {
+    if (n < range.begin) return;
+    copy_k.move(-C.block_n);
+    copy_k.load(stage * int(sizeof(storage.k[0])));
   };
-  // Copies are committed in the order K, V, K, V, ... from the last tile down; an empty group stands for a tile that
-  // does not exist, so that counting groups always tells what has landed.
-  auto load_k = [&](int n) {
-    if (n >= range.begin) load_kv(p.k, storage.k[(range.end - 1 - n) % C.stages], n);
-    cp_async_fence();
+  auto load_v = [&](int n, int stage) {
+    if (n < range.begin) return;
+    copy_v.move(-C.block_n);
+    copy_v.load(stage * int(sizeof(storage.v[0])));
   };
-  auto load_v = [&](int n) {
-    if (n >= range.begin) load_kv(p.v, storage.v[(range.end - 1 - n) % C.stages], n);
-    cp_async_fence();
-  };
-  constexpr int kGroupsAhead = 2 * C.stages - 2;
-
-  if (!range.empty()) {
-    load_tile<kThreads>(
-        global_tile<const Element>(p.q, tile.batch, tile.head, seq.q.offset, tile.row, {0, seq.q.length}, p.head_dim),
-        sQ, thread);
-  }
-  load_k(range.end - 1);  // commits Q too
-  CUTE_UNROLL
-  for (int s = 1; s < C.stages; ++s) {
-    load_v(range.end - s);
-    load_k(range.end - 1 - s);
-  }
+  if (!range.empty()) copy_q.load();
+  load_k(range.end - 1, 0);
+  if constexpr (C.stages == 2) load_v(range.end - 1, 0);
+  cp_async_fence();
 
   typename T::Mma mma;
-  auto thread_mma = mma.get_slice(thread);
-  Tensor tOrO = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,MMA_D)
+  const int warp = thread / 32;
+  const typename T::OperandQ q(storage.q, warp);
+  const typename T::OperandK k(storage.k[0], 0);
+  const typename T::OperandV v(storage.v[0], 0);
+  Tensor tOrO = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,MMA_M,MMA_DV)
   clear(tOrO);
-  Tensor tScS =
-      thread_mma.partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));  // (MMA,MMA_M,MMA_N)
-  OnlineSoftmax<2 * decltype(size<1>(tScS))::value> softmax(positive_scale_log2(p.softmax_scale));
+  Tensor output = rows_and_columns(tOrO);  // (rows,dims)
+  Tensor tScS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));
+  Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
+  OnlineSoftmax<decltype(size<0>(at))::value> softmax(C.rich() ? kLog2e : positive_scale_log2(p.softmax_scale));
   const BandMask mask(seq, p.band);
+  const Dropout dropout(p.rules, int64_t(tile.batch) * p.heads + tile.head);
+  const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
 
-  CUTE_NO_UNROLL
-  for (int n = range.end - 1; n >= range.begin; --n) {
-    const int stage = (range.end - 1 - n) % C.stages;
-    Tensor sK = make_tensor(make_smem_ptr(storage.k[stage]), typename T::LayoutKV{});   // (BLK_N,D)
-    Tensor sVt = make_tensor(make_smem_ptr(storage.v[stage]), typename T::LayoutVt{});  // (D,BLK_N)
-    Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.block_n>>{});   // (MMA,MMA_M,MMA_N)
-    clear(tSrS);
-
-    // After this barrier K(n) is visible to all, and nobody still reads V(n + 1).
-    cp_async_wait<kGroupsAhead>();
+  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<C.head_dim / 16>>{});  // (MMA,MMA_M,K)
+  if constexpr (T::kQueryInRegisters) {
+    // After this barrier Q is visible to all.
+    cp_async_wait<0>();
     __syncthreads();
-    load_v(n - C.stages + 1);
-    gemm(mma, tSrS, operand_a<LoadMatrix<Element>>(mma, sQ, thread), operand_b<LoadMatrix<Element>>(mma, sK, thread),
-         thread);
-    if (p.softmax_scale < 0.f) transform(tSrS, [](float s) { return -s; });
-    if (!range.full(n)) mask_scores(tSrS, tScS, mask, tile.row, n * C.block_n);
-    softmax.step(rows_and_columns(tSrS), rows_and_columns(tOrO));
-
-    // After this barrier V(n) is visible to all, and nobody still reads K(n).
-    cp_async_wait<kGroupsAhead>();
-    __syncthreads();
-    load_k(n - C.stages);
-    gemm_registers(mma, tOrO, as_operand_a(converted<Element>(tSrS)),
-                   operand_b<LoadMatrixTransposed<Element>>(mma, sVt, thread), thread);
+    CUTE_UNROLL
+    for (int step = 0; step < size<2>(rQ); ++step) q.load(&recast<uint32_t>(rQ)(0, 0, step), step, 0);
   }
 
-  softmax.finish(rows_and_columns(tOrO));
-  store_statistics(p, seq, tile, softmax, tScS);
-  // Each warp overwrites the rows of Q that it alone has read.
-  store_accumulator<Element>(mma, tOrO, sQ, thread);
+  int stage = 0;
+  CUTE_NO_UNROLL
+  for (int n = range.end - 1; n >= range.begin; --n, stage ^= C.stages - 1) {
+    Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,MMA_M,MMA_N)
+    Tensor scores = rows_and_columns(tSrS);                                            // (rows,columns)
+    clear(tSrS);
+
+    // After this barrier K(n), with two stages V(n) too, is visible to all, and nobody still reads tile n + 1.
+    cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (C.stages == 2) {
+      load_k(n - 1, stage ^ 1);
+      load_v(n - 1, stage ^ 1);
+    } else {
+      load_v(n, 0);
+    }
+    cp_async_fence();
+    const auto k_n = k.at(stage * int(sizeof(storage.k[0])));
+    if constexpr (T::kQueryInRegisters) {
+      gemm_registers(mma, tSrS, [&](int step) { return rQ(_, _, step); }, k_n);
+    } else {
+      gemm(mma, tSrS, q, k_n);
+    }
+    if constexpr (C.rich()) {
+      apply_rules(scores, at, p, slope, tile.row + seq.shift(), n * C.block_n);
+    } else {
+      if (p.softmax_scale < 0.f) transform(tSrS, [](float s) { return -s; });
+    }
+    if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
+    softmax.raise(scores, output);
+    if constexpr (C.rich()) {
+      softmax.weigh(scores, 0, size<1>(scores));
+      if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, n * C.block_n);
+    }
+
+    if constexpr (C.stages == 1) {
+      // After this barrier V(n) is visible to all, and nobody still reads K(n).
+      cp_async_wait<0>();
+      __syncthreads();
+      load_k(n - 1, 0);
+      cp_async_fence();
+    }
+    Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
+    auto weights = [&](int step) {  // of 16 keys
+      if constexpr (!C.rich()) softmax.weigh(scores, 4 * step, 4 * step + 4);
+      return converted<Element>(rP(_, _, step));
+    };
+    gemm_registers(mma, tOrO, weights, v.at(stage * int(sizeof(storage.v[0]))));
+  }
+
+  const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
+  store_statistics(p, seq, tile, softmax, lse, at);
+  // After this barrier nobody still reads Q, whose memory O takes on the way out.
+  __syncthreads();
+  Tensor sO = make_tensor(make_smem_ptr(storage.q), typename T::LayoutO{});  // (BLK_M,DV)
+  store_accumulator<Element>(mma, tOrO, sO, thread);
   // After this barrier all of O is in shared memory.
   __syncthreads();
-  store_tile<kThreads>(
-      global_tile<Element>(p.out, tile.batch, tile.head, seq.q.offset, tile.row, {0, seq.q.length}, p.head_dim), sQ,
-      thread);
+  TileCopy<Element, kThreads, C.block_m, C.head_dim_v>(p.out, tile.batch, tile.head, seq.q.offset, tile.row, queries,
+                                                       p.head_dim_v, storage.q, thread)
+      .store();
 }
 
 }  // namespace flash_cute::sm80
@@ -168,10 +240,11 @@ namespace flash_cute {
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (p.sequences.cu_q != nullptr) {
-    if (cudaError_t e = fill_gaps(query_gaps(p, p.out, p.lse, p.row_max, -INFINITY), stream)) return e;
+    if (cudaError_t e = fill_gaps(query_gaps(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY), stream)) return e;
   }
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
-  return launch_kernel<sm80::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p);
+  if (cudaError_t e = launch_kernel<sm80::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
 
 }  // namespace flash_cute

@@ -4,6 +4,8 @@
 
 #include <cute/tensor.hpp>
 
+#include <climits>
+
 #include "core/problem.h"
 #include "kernels/common/tiles.h"
 
@@ -12,106 +14,165 @@ namespace flash_cute::sm80 {
 using namespace cute;
 
 // 16 bytes from global to shared memory without passing through registers; bytes past `valid` arrive as zero.
-CUTE_DEVICE void cp_async_16(void* shared, const void* global, int valid) {
-  const uint32_t address = cast_smem_ptr_to_uint(shared);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid) : "memory");
+CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
-// Rows of 64 elements (128 bytes), rotated so that neither 16-byte rows nor ldmatrix's 8x8 blocks hit a bank twice.
-template <class Element>
-using SwizzleAtom = decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{}));
+// Columns of a tile that lie together: 64 elements (128 bytes), or 32 where the tile is no multiple of 64 wide.
+constexpr int atom_columns(int cols) {
+  return cols % 64 == 0 ? 64 : 32;
+}
 
-template <class Element, int kRows, int kCols>
-using SharedLayout = decltype(tile_to_shape(SwizzleAtom<Element>{}, Shape<Int<kRows>, Int<kCols>>{}));
+// Rows rotated so that neither 16-byte rows nor ldmatrix's 8x8 blocks hit a bank twice.
+template <int kCols>
+using SwizzleAtom = decltype(composition(Swizzle<kCols == 64 ? 3 : 2, 3, 3>{},
+                                         Layout<Shape<_8, Int<kCols>>, Stride<Int<kCols>, _1>>{}));
+
+template <int kRows, int kCols>
+using SharedLayout = decltype(tile_to_shape(SwizzleAtom<atom_columns(kCols)>{}, Shape<Int<kRows>, Int<kCols>>{}));
 
 // The same memory read as its transpose: (kRows,kCols) stored, (kCols,kRows) seen.
-template <class Element, int kRows, int kCols>
-using TransposedLayout = decltype(composition(SharedLayout<Element, kRows, kCols>{},
+template <int kRows, int kCols>
+using TransposedLayout = decltype(composition(SharedLayout<kRows, kCols>{},
                                               Layout<Shape<Int<kCols>, Int<kRows>>, Stride<Int<kRows>, _1>>{}));
-
-// A piece of a global matrix: rows [first_row, last_row) and columns [0, cols) of it exist, counted from `ptr`.
-template <class Element>
-struct GlobalTile {
-  Element* ptr;
-  int64_t row_stride;
-  int first_row, last_row, cols;
-  bool vectors;  // rows start on 16-byte boundaries
-};
-
-// From `row` on, of one head of a sequence that starts at row `offset`; `span` are the rows of the sequence that count.
-template <class Element>
-CUTE_DEVICE GlobalTile<Element> global_tile(const Matrices& m, int batch, int head, int64_t offset, int row,
-                                            RowSpan span, int cols) {
-  Element* ptr = static_cast<Element*>(m.ptr) + batch * m.batch + head * m.head + (offset + row) * m.row;
-  return {ptr, m.row, span.first - row, span.last - row, cols, m.vectors};
-}
 
 constexpr int kVector = 8;  // elements in 16 bytes
 
-// How kThreads threads cover a tile, 64 columns at a time.
-template <class Element, int kThreads>
-struct VectorCopy {
-  static constexpr int kAcross = 64 / kVector;
-  using Tiled =
-      decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
-                               Layout<Shape<Int<kThreads / kAcross>, Int<kAcross>>, Stride<Int<kAcross>, _1>>{},
-                               Layout<Shape<_1, Int<kVector>>>{}));
+// The value, from where the compiler cannot see how to compute it again: it then stays in its register, instead of
+// being computed anew in every iteration. All lanes of a warp call this together.
+CUTE_DEVICE uint32_t kept(uint32_t value) {
+  return __shfl_sync(0xffffffff, value, threadIdx.x % 32);
+}
+
+// How kThreads threads cover a tile of kRows x kCols: a thread has the vectors at (row + i * kDown, col + j * kAtom),
+// at constant distances in shared memory.
+template <int kThreads, int kRows, int kCols>
+struct TileThreads {
+  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kAcross = kAtom / kVector;  // threads side by side
+  static constexpr int kDown = kThreads / kAcross;
+  static_assert(kRows % kDown == 0 && kDown % 8 == 0, "every thread has as many vectors, all with the same swizzle");
+
+  static constexpr CUTE_HOST_DEVICE int row(int thread) { return thread / kAcross; }
+  static constexpr CUTE_HOST_DEVICE int col(int thread) { return thread % kAcross * kVector; }
+
+  // Elements in shared memory from a thread's first vector to the one i steps down and j atoms across.
+  static constexpr CUTE_HOST_DEVICE int distance(int i, int j) { return (i * kDown + j * kRows) * kAtom; }
 };
 
-// Calls body(shared vector, its row, its column) for each 16-byte vector of a shared tile that this thread copies.
-template <class Element, int kThreads, class Shared, class Body>
-CUTE_DEVICE void for_each_vector(const Shared& shared, int thread, Body body) {
-  // Hides that the addresses do not change between iterations: kept in registers they would push accumulators out.
-  asm volatile("" : "+r"(thread));
-  auto copy = typename VectorCopy<Element, kThreads>::Tiled{}.get_slice(thread);
-  Tensor cS = make_identity_tensor(product_each(shape(shared)));  // (rows,cols) -> (row, col)
-  Tensor tSs = copy.partition_D(shared);  // (CPY,CPY_M,CPY_K)
-  Tensor tCs = copy.partition_D(cS);  // (CPY,CPY_M,CPY_K)
-  CUTE_UNROLL
-  for (int m = 0; m < size<1>(tSs); ++m) {
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(tSs); ++k) body(&tSs(0, m, k), get<0>(tCs(0, m, 0)), get<1>(tCs(0, m, k)));
-  }
+// Elements that exist of a vector at (row, col), where rows of `span` do, and their first `cols` columns.
+CUTE_DEVICE int elements_there(int row, int col, RowSpan span, int cols) {
+  return span.first <= row && row < span.last ? min(max(cols - col, 0), kVector) : 0;
 }
 
-// Starts the copy of a tile into shared memory. It has landed after cp_async_wait and a barrier.
-template <int kThreads, class Element, class Shared>
-CUTE_DEVICE void load_tile(const GlobalTile<Element>& tile, const Shared& shared, int thread) {
-  using Value = remove_const_t<Element>;
-  constexpr int kRows = decltype(size<0>(shared))::value, kCols = decltype(size<1>(shared))::value;
-  auto source = [&](int row, int col) { return tile.ptr + row * tile.row_stride + col; };
-  auto exist = [&](int row, int col) {  // elements of a vector
-    return tile.first_row <= row && row < tile.last_row ? min(max(tile.cols - col, 0), kVector) : 0;
-  };
-  if (tile.vectors && tile.first_row <= 0 && kRows <= tile.last_row && kCols == tile.cols) {
-    for_each_vector<Value, kThreads>(
-        shared, thread, [&](Value* to, int row, int col) { cp_async_16(to, source(row, col), sizeof(uint128_t)); });
-  } else if (tile.vectors) {
-    for_each_vector<Value, kThreads>(shared, thread, [&](Value* to, int row, int col) {
-      const int count = exist(row, col);
-      cp_async_16(to, count > 0 ? source(row, col) : tile.ptr, count * int(sizeof(Value)));
-    });
-  } else {
-    for_each_vector<Value, kThreads>(shared, thread, [&](Value* to, int row, int col) {
-      const int count = exist(row, col);
-      CUTE_NO_UNROLL
-      for (int i = 0; i < kVector; ++i) to[i] = i < count ? source(row, col)[i] : Value(0.f);
-    });
-  }
-}
-
-// Writes a tile from shared memory.
-template <int kThreads, class Element, class Shared>
-CUTE_DEVICE void store_tile(const GlobalTile<Element>& tile, const Shared& shared, int thread) {
-  for_each_vector<Element, kThreads>(shared, thread, [&](Element* from, int row, int col) {
-    if (row >= tile.last_row) return;
-    Element* to = tile.ptr + row * tile.row_stride + col;
-    if (tile.vectors && col + kVector <= tile.cols) {
-      *reinterpret_cast<uint128_t*>(to) = *reinterpret_cast<const uint128_t*>(from);
-    } else {
-      for (int i = 0; i < min(kVector, tile.cols - col); ++i) to[i] = from[i];
+// Starts the copy of a tile that may not exist whole, or not in vectors, with zeros for what does not. The tile starts
+// at `row`; this thread's first vector goes from `from` to `to`.
+template <class Element, int kThreads, int kRows, int kCols>
+CUTE_DEVICE void load_parts(uint32_t to, const Element* from, int64_t stride, bool vectors, int row, RowSpan span,
+                            int cols, int thread) {
+  using T = TileThreads<kThreads, kRows, kCols>;
+  CUTE_NO_UNROLL
+  for (int i = 0; i < kRows / T::kDown; ++i) {
+    CUTE_NO_UNROLL
+    for (int j = 0; j < kCols / T::kAtom; ++j) {
+      const uint32_t vector = to + T::distance(i, j) * int(sizeof(Element));
+      const int count = elements_there(row + T::row(thread) + i * T::kDown, T::col(thread) + j * T::kAtom, span, cols);
+      if (vectors) {
+        cp_async_16(vector, from + j * T::kAtom, count * int(sizeof(Element)));
+      } else {
+        CUTE_NO_UNROLL
+        for (int e = 0; e < kVector; ++e) {
+          const uint16_t bits = e < count ? reinterpret_cast<const uint16_t*>(from + j * T::kAtom)[e] : 0;
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(vector + e * int(sizeof(Element))), "h"(bits) : "memory");
+        }
+      }
     }
-  });
+    from += T::kDown * stride;
+  }
 }
+
+// Copies between a shared tile and rows of one head in global memory, a tile's rows at a time.
+template <class Element, int kThreads, int kRows, int kCols>
+class TileCopy {
+ public:
+  // The head's rows start at row `offset` of the tensor; of them those of `span` exist, and their first `cols` columns.
+  // The first tile starts at `row`.
+  CUTE_DEVICE TileCopy(const Matrices& m, int batch, int head, int64_t offset, int row, RowSpan span, int cols,
+                       Element* shared, int thread)
+      : span_(span),
+        cols_(cols),
+        vectors_(m.vectors),
+        stride_(m.row),
+        last_whole_(m.vectors && cols == kCols ? span.last - kRows : INT_MIN),
+        shared_(kept(cast_smem_ptr_to_uint(shared + SharedLayout<kRows, kCols>{}(T::row(thread), T::col(thread))))),
+        global_(static_cast<Element*>(m.ptr) + batch * m.batch + head * m.head +
+                (offset + row + T::row(thread)) * m.row + T::col(thread)),
+        tile_row_(row) {}
+
+  // Goes on to the tile that starts `rows` further.
+  CUTE_DEVICE void move(int rows) {
+    global_ += rows * stride_;
+    tile_row_ += rows;
+  }
+
+  // Starts the copy of the tile into shared memory, `bytes` past the first place, with zeros for what does not exist.
+  // It has landed after cp_async_wait and a barrier.
+  CUTE_DEVICE void load(int bytes = 0) const {
+    const uint32_t to = shared_ + bytes;
+    const Element* from = global_;
+    if (span_.first <= tile_row_ && tile_row_ <= last_whole_) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows / T::kDown; ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < kCols / T::kAtom; ++j)
+          cp_async_16(to + distance(i, j), from + j * T::kAtom, sizeof(uint128_t));
+        from += T::kDown * stride_;
+      }
+    } else {
+      int thread;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // here, and not where every tile would wait for it
+      load_parts<Element, kThreads, kRows, kCols>(to, from, stride_, vectors_, tile_row_, span_, cols_, thread);
+    }
+  }
+
+  // Writes what exists of the tile from shared memory.
+  CUTE_DEVICE void store() const {
+    Element* to = global_;
+    const int row = tile_row_ + T::row(threadIdx.x), col = T::col(threadIdx.x);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / T::kDown; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < kCols / T::kAtom; ++j) {
+        const int count = elements_there(row + i * T::kDown, col + j * T::kAtom, span_, cols_);
+        cutlass::Array<Element, kVector> vector;
+        auto* words = reinterpret_cast<uint32_t*>(&vector);
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(shared_ + distance(i, j)));
+        if (vectors_ && count == kVector) {
+          *reinterpret_cast<uint128_t*>(to + j * T::kAtom) = *reinterpret_cast<const uint128_t*>(&vector);
+        } else {
+          for (int e = 0; e < count; ++e) to[j * T::kAtom + e] = vector[e];
+        }
+      }
+      to += T::kDown * stride_;
+    }
+  }
+
+ private:
+  using T = TileThreads<kThreads, kRows, kCols>;
+
+  // Bytes in shared memory from this thread's first vector to the one i steps down and j atoms across.
+  static constexpr int distance(int i, int j) { return T::distance(i, j) * int(sizeof(Element)); }
+
+  RowSpan span_;
+  int cols_;
+  bool vectors_;
+  int64_t stride_;
+  int last_whole_;  // tiles that start here or earlier, and not before the span, need no tests
+  uint32_t shared_;  // this thread's first vector of the tile
+  Element* global_;
+  int tile_row_;
+};
 
 }  // namespace flash_cute::sm80

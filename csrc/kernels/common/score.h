@@ -1,0 +1,79 @@
+// The rules of the Rich tier: softcap and ALiBi on scores, dropout on probabilities. flash_cute/reference.py has their
+// definitions, flash_cute/philox.py that of the random numbers.
+#pragma once
+
+#include "kernels/common/fragment.h"
+#include "kernels/common/softmax.h"
+
+namespace flash_cute {
+
+// tanh to about 2^-22 absolute: the hardware's own is off by 2^-11, which a softcap of 50 makes visible.
+CUTE_DEVICE float tanh_of(float x) {
+  return 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
+}
+
+// ALiBi's slope of a head, 0 where there is none.
+CUTE_DEVICE float slope_of(const ScoreRules& rules, int batch, int head) {
+  return rules.alibi == nullptr ? 0.f : rules.alibi[batch * rules.alibi_batch + head];
+}
+
+// One logit a head beside those of the keys; -inf weighs nothing.
+CUTE_DEVICE float sink_of(const Sink& sink, int head) {
+  switch (sink.element) {
+    case Sink::Element::FP32:
+      return static_cast<const float*>(sink.ptr)[head];
+    case Sink::Element::FP16:
+      return float(static_cast<const cutlass::half_t*>(sink.ptr)[head]);
+    case Sink::Element::BF16:
+      return float(static_cast<const cutlass::bfloat16_t*>(sink.ptr)[head]);
+    default:
+      return -INFINITY;
+  }
+}
+
+// A scaled score under softcap and ALiBi; `distance` is how far the key lies from where the query stands.
+CUTE_DEVICE float ruled(float score, const ScoreRules& rules, float softmax_scale, float slope, int distance) {
+  score *= softmax_scale;
+  if (rules.softcap > 0.f) score = rules.softcap * tanh_of(score / rules.softcap);
+  return score - slope * float(abs(distance));
+}
+
+// Random bits of dropout: one Philox4x32-7 call serves queries `row`, `row + 8` and keys `col`, `col + 8`, `col + 16`,
+// `col + 24`, a 16-bit lane each.
+class Dropout {
+ public:
+  CUTE_DEVICE Dropout(const ScoreRules& rules, int64_t head_of_all)
+      : last_dropped_((uint32_t(rules.drop_below) << 16) - 1) {
+    if (rules.rng == nullptr) return;
+    const uint64_t seed = rules.rng[0], offset = rules.rng[1];
+    key_ = make_uint2(uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32));
+    counter_ = make_uint2(uint32_t(head_of_all), uint32_t(offset));
+  }
+
+  // Bits for the group that holds this query and key.
+  CUTE_DEVICE uint4 bits(int query, int key) const {
+    uint4 c = make_uint4(key / 32 * 8 + key % 8, query / 16 * 8 + query % 8, counter_.x, counter_.y);
+    uint2 k = key_;
+    CUTE_UNROLL
+    for (int round = 0; round < 7; ++round) {
+      const uint64_t a = uint64_t(0xD2511F53u) * c.x, b = uint64_t(0xCD9E8D57u) * c.z;
+      c = make_uint4(uint32_t(b >> 32) ^ c.y ^ k.x, uint32_t(b), uint32_t(a >> 32) ^ c.w ^ k.y, uint32_t(a));
+      k.x += 0x9E3779B9u;
+      k.y += 0xBB67AE85u;
+    }
+    return c;
+  }
+
+  // Whether the group's element in query half `row` (0, 1) and key octet `col` (0 to 3) is kept.
+  CUTE_DEVICE bool keeps(const uint4& bits, int row, int col) const {
+    const int lane = row * 4 + col;
+    const uint32_t word = lane / 2 == 0 ? bits.x : lane / 2 == 1 ? bits.y : lane / 2 == 2 ? bits.z : bits.w;
+    return (lane % 2 == 0 ? word << 16 : word) > last_dropped_;
+  }
+
+ private:
+  uint32_t last_dropped_;  // of 32-bit numbers whose upper half is the lane
+  uint2 key_{}, counter_{};
+};
+
+}  // namespace flash_cute

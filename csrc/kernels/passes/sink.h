@@ -1,0 +1,13 @@
+// The gradient of the sinks.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/problem.h"
+
+namespace flash_cute {
+
+// p.dsink, all of it: -sum over batch and rows of exp(sink - lse) * softmax_d, in the same order every time.
+cudaError_t sum_sink_gradient(const BwdProblem& p, cudaStream_t stream);
+
+}  // namespace flash_cute

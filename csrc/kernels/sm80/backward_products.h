@@ -1,0 +1,131 @@
+// Matrix products of backward: as gemm() and gemm_registers(), but over some of the steps, and further ahead of the
+// tensor cores.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/sm80/mma.h"
+
+namespace flash_cute::sm80 {
+
+// A SharedOperand whose place is in two parts: the lane's, and the tile's, which all lanes share and which moves with
+// the stage. Backward has ten operands and no register to spare; uniform registers are free.
+template <Side kSide, bool kTransposed, class Element_, int kRows, int kCols, int kWarps>
+struct StagedOperand {
+  using Element = Element_;
+  static constexpr int kOuter = kTransposed ? kCols : kRows;
+  static constexpr int kSteps = (kTransposed ? kRows : kCols) / 16;
+  static constexpr int kPieces = kOuter / (16 * kWarps);
+  static constexpr int kAtom = atom_columns(kCols);
+  using Piece = std::conditional_t<kSide == Side::A, Shape<Shape<_2, _2, _2>, Int<kPieces>>,
+                                   Shape<Shape<_2, _2>, Int<2 * kPieces>>>;  // (MMA,MMA_M) or (MMA,MMA_N)
+
+  uint32_t lane_bytes;  // where this lane's vector of the first piece is in the tile
+  uint32_t tile_bytes;  // shared address of the tile, the same in all lanes, and so kept apart
+
+  CUTE_DEVICE StagedOperand(const Element* tile, uint32_t warp) : tile_bytes(cast_smem_ptr_to_uint(tile)) {
+    // ldmatrix fills four 8x8 matrices. A takes them down the outer dimension first, B along K first.
+    constexpr bool kDownFirst = (kSide == Side::A) != kTransposed;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
+    const uint32_t col = (kDownFirst ? lane / 16 : lane / 8 % 2) * 8;
+    if constexpr (kTransposed) {
+      lane_bytes = SharedLayout<kRows, kCols>{}(row, col + 16 * warp) * sizeof(Element);
+    } else {
+      lane_bytes = SharedLayout<kRows, kCols>{}(row, col) * sizeof(Element);
+      tile_bytes += 16 * warp * kAtom * sizeof(Element);
+    }
+  }
+
+  // The same operand in a tile that lies `bytes` further.
+  CUTE_DEVICE StagedOperand at(int bytes) const {
+    StagedOperand moved = *this;
+    moved.tile_bytes += bytes;
+    return moved;
+  }
+
+  // The same operand with step `first` as its step 0. Other steps may then only be taken in strides of a power of two
+  // above `first`, and along columns only inside the first atom.
+  CUTE_DEVICE StagedOperand from(uint32_t first) const {
+    StagedOperand moved = *this;
+    if constexpr (kTransposed) {
+      moved.tile_bytes += first * 16 * kAtom * sizeof(Element);
+    } else {
+      moved.lane_bytes ^= first * 16 * sizeof(Element);
+    }
+    return moved;
+  }
+
+  CUTE_DEVICE static auto fragment() { return make_tensor<Element>(Piece{}); }
+
+  // Step k, 16 along K, of all pieces.
+  template <class Fragment>
+  CUTE_DEVICE void load(Fragment& to, int k) const {
+    Tensor registers = recast<uint32_t>(to);
+    CUTE_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      const int row = 16 * (kTransposed ? k : i * kWarps), col = 16 * (kTransposed ? i * kWarps : k);
+      const uint32_t address = (lane_bytes ^ (col % kAtom * sizeof(Element))) + tile_bytes +
+                               (col / kAtom * kRows + row) * kAtom * sizeof(Element);
+      uint32_t* r = &registers(4 * i);
+      if constexpr (kTransposed) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address));
+      } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address));
+      }
+    }
+  }
+};
+
+// An A operand in registers: (MMA,MMA_M,steps).
+template <class Fragment>
+struct RegisterOperand {
+  using Element = typename Fragment::value_type;
+  using Piece = Shape<Shape<_1>, _1>;  // nothing to load
+  const Fragment& fragment;
+};
+template <class Fragment>
+RegisterOperand(const Fragment&) -> RegisterOperand<Fragment>;
+
+template <class Operand>
+constexpr bool kInRegisters = false;
+template <class Fragment>
+constexpr bool kInRegisters<RegisterOperand<Fragment>> = true;
+
+// acc += A B^T over every kStride-th step of B, and of A where it is in shared memory, or all steps of A in registers.
+// While the tensor cores work on one step, one or two others are on their way: as many as kRoom registers hold.
+template <int kRoom, int kStride = 1, class Mma, class Accumulator, class A, class B>
+CUTE_DEVICE void product(const Mma& mma, Accumulator& acc, const A& a, const B& b) {
+  constexpr int kSteps = B::kSteps / kStride;
+  constexpr int kOfStep =
+      decltype(size(typename A::Piece{}))::value / 2 + decltype(size(typename B::Piece{}))::value / 2;
+  constexpr int kAhead = std::clamp(kRoom / kOfStep - 1, 1, 2);
+  constexpr int kBuffers = kAhead + 1;
+  auto rA = make_tensor<typename A::Element>(append<3>(typename A::Piece{}, Int<kBuffers>{}));  // (MMA,MMA_M,buffers)
+  auto rB = make_tensor<typename B::Element>(append<3>(typename B::Piece{}, Int<kBuffers>{}));  // (MMA,MMA_N,buffers)
+  auto load = [&](int k) {
+    if constexpr (!kInRegisters<A>) {
+      Tensor to_a = rA(_, _, k % kBuffers);
+      a.load(to_a, k * kStride);
+    }
+    Tensor to_b = rB(_, _, k % kBuffers);
+    b.load(to_b, k * kStride);
+  };
+  CUTE_UNROLL
+  for (int k = 0; k < std::min(kAhead, kSteps); ++k) load(k);
+  CUTE_UNROLL
+  for (int k = 0; k < kSteps; ++k) {
+    if (k + kAhead < kSteps) load(k + kAhead);
+    if constexpr (kInRegisters<A>) {
+      cute::gemm(mma, a.fragment(_, _, k), rB(_, _, k % kBuffers), acc);
+    } else {
+      cute::gemm(mma, rA(_, _, k % kBuffers), rB(_, _, k % kBuffers), acc);
+    }
+  }
+}
+
+}  // namespace flash_cute::sm80
