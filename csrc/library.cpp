@@ -31,12 +31,13 @@ const std::string kScore =
     "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
     "Tensor? sink=None, float dropout_p=0.0, Tensor? rng=None, ";
 const std::string kDeterministic = "bool deterministic=False";
+const std::string kAllowTf32 = ", bool allow_tf32=False";
 const std::string kReturns = ", bool return_softmax=False, bool return_row_max=False";
 
-const std::string kFwd = kQkv + kScore + kDeterministic + kReturns;
-const std::string kBwd = kSaved + kDlse + kScore + kDeterministic;
-const std::string kVarlenFwd = kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns;
-const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic;
+const std::string kFwd = kQkv + kScore + kDeterministic + kReturns + kAllowTf32;
+const std::string kBwd = kSaved + kDlse + kScore + kDeterministic + kAllowTf32;
+const std::string kVarlenFwd = kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns + kAllowTf32;
+const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic + kAllowTf32;
 
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
 const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";

@@ -41,7 +41,8 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, dim), fp16, bf16, fp32 or fp64; any strides, last dimension
-            contiguous.
+            contiguous. fp32 on CUDA is as accurate as fp32 products are, unless torch's matmuls
+            are in TF32 at the time of the call (``torch.backends.cuda.matmul``).
         k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
             reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
         v: (batch, seqlen_k, heads_k, dim_v).
@@ -78,7 +79,8 @@ def flash_attn_func(
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal)
+                precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
+                out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
             return (out, softmax_lse) if return_lse else out
         except (RuntimeError, TypeError):
             pass
@@ -327,7 +329,7 @@ def _attend(
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device, generator=generator)
     args = (
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
-        rng, deterministic, return_attn_probs,
+        rng, deterministic, return_attn_probs, False, ops.allow_tf32(q),
     )  # fmt: skip
     if not grad and not torch.compiler.is_compiling():
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.

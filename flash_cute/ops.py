@@ -175,6 +175,16 @@ def backward_arguments(
     return [bound[name] for name in _DEFAULTS[bwd_op] if name in bound]
 
 
+def allow_tf32(x: Tensor) -> bool:
+    """Whether products of ``x`` may be rounded to TF32: fp32 on CUDA where torch's own may be."""
+    return x.dtype == torch.float32 and x.is_cuda and _matmuls_in_tf32()
+
+
+@torch.compiler.assume_constant_result  # torch.compile guards torch's switch in any case
+def _matmuls_in_tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def deterministic(asked: bool) -> bool:
     """Whether backward must be bitwise repeatable: asked for here, or by torch's global switch."""
     return asked or torch.are_deterministic_algorithms_enabled()

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_cute.library import has_cuda_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_MAX_HEAD_DIM = 256
 

@@ -26,13 +26,14 @@ SEQUENCES = (
     "Tensor? seqused_q=None, Tensor? seqused_k=None, bool zero_tensors=False, "
 )
 SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-RETURNS = ", bool return_softmax=False, bool return_row_max=False"
+RETURNS = ", bool return_softmax=False, bool return_row_max=False, bool allow_tf32=False"
 ARGUMENTS = {
     "fwd": f"Tensor q, Tensor k, Tensor v, {SCORE}bool deterministic=False{RETURNS}",
-    "bwd": f"{SAVED}Tensor? dlse=None, {SCORE}bool deterministic=False",
+    "bwd": f"{SAVED}Tensor? dlse=None, {SCORE}bool deterministic=False, bool allow_tf32=False",
     "varlen_fwd": f"Tensor q, Tensor k, Tensor v, {SEQUENCES}Tensor? block_table=None, {SCORE}"
     f"bool deterministic=False{RETURNS}",
-    "varlen_bwd": f"{SAVED}{SEQUENCES}Tensor? dlse=None, {SCORE}bool deterministic=False",
+    "varlen_bwd": f"{SAVED}{SEQUENCES}Tensor? dlse=None, {SCORE}bool deterministic=False, "
+    "bool allow_tf32=False",
 }
 FWD_OUTPUTS = "Tensor(a!) out, Tensor(b!) softmax_lse"
 BWD_OUTPUTS = "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None"

@@ -16,7 +16,12 @@ from typing import NamedTuple
 # kernels of the Plain tier have none. See docs/performance.md.
 SPILLS = {
     ("forward", "Rich", 192): 8,
-    ("backward", "Plain", 64): 8,
+    ("forward", "Rich", 64): 12,
+    ("forward", "Rich", 128): 28,
+    ("forward", "Rich", 256): 12,
+    ("backward", "Plain", 64): 32,
+    ("backward", "Rich", 32): 8,
+    ("backward", "Rich", 256): 64,
     ("backward", "Plain", 128): 24,
     ("backward", "Rich", 64): 200,
     ("backward", "Rich", 128): 200,

@@ -25,7 +25,7 @@ YES, NO = "yes", "-"
 # What a caller can ask for: (on the CPU, on CUDA).
 FEATURES = {
     "fp16, bf16": (YES, YES),
-    "fp32": (YES, NO),
+    "fp32": (YES, "in TF32 if torch's matmuls are, else as accurate as fp32"),
     "fp64": (YES, NO),
     "head dim": ("any", "1 to {largest}"),
     "a head dim of v other than q's": (YES, YES),
@@ -64,10 +64,13 @@ class Row(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA, as KernelConfig::smem_bytes() in csrc/core/config.h has it."""
-        kv = 2 * self.block_n * (self.head_dim + self.head_dim_v)
+        element = 4 if self.dtype.startswith("TF32") else 2
+        kv = element * self.block_n * (self.head_dim + self.head_dim_v)
         if self.op == "Fwd":
-            return 2 * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
-        q_dout = 2 * self.block_m * (self.head_dim + self.head_dim_v)
+            return element * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
+        q_dout = element * self.block_m * (self.head_dim + self.head_dim_v)
+        if element == 4:
+            return kv + self.stages * q_dout
         whole_keys = self.block_n == 32 * self.warps
         score_tiles = (1 if whole_keys else 2) * 2 * self.block_m * self.block_n
         return kv + self.stages * (q_dout + 8 * self.block_m) + score_tiles

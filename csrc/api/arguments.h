@@ -63,6 +63,7 @@ struct FwdArguments {
   std::optional<View> block_table = {};
   Score score = {};
   bool return_softmax = false, return_row_max = false;
+  bool allow_tf32 = false;  // of fp32 inputs
 };
 
 struct BwdArguments {
@@ -102,6 +103,7 @@ inline FwdArguments take_fwd(Stack& in, bool varlen) {
   in.take<bool>();  // deterministic: backward's concern, forward always is
   a.return_softmax = in.take<bool>();
   a.return_row_max = in.take<bool>();
+  a.allow_tf32 = in.take<bool>();
   return a;
 }
 
@@ -112,7 +114,9 @@ inline BwdArguments take_bwd(Stack& in, bool varlen) {
   if (varlen) fwd.sequences = take_sequences(in);
   const std::optional<View> dlse = in.optional_view();
   fwd.score = take_score(in);
-  return {dout, std::move(fwd), out, softmax_lse, dlse, /*deterministic=*/in.take<bool>()};
+  const bool deterministic = in.take<bool>();
+  fwd.allow_tf32 = in.take<bool>();
+  return {dout, std::move(fwd), out, softmax_lse, dlse, deterministic};
 }
 
 }  // namespace flash_cute

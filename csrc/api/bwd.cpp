@@ -41,6 +41,23 @@ float* sink_gradient(const View& t, const View& q, int heads) {
   return static_cast<float*>(t.ptr);
 }
 
+// What the 16-bit kernels keep between their passes.
+Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View& q) {
+  const bool dense = p.fwd.sequences.cu_q == nullptr;
+  const PaddedRows padded{config.block_m};
+  const int64_t rows = dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
+  const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
+  const int64_t turns = all_rows / config.block_m * config.warps;
+  const Tensor workspace = allocate(q, {all_rows * (config.head_dim + 2) + turns}, ScalarType::Float);
+  float* base = static_cast<float*>(workspace.data_ptr());
+  const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
+  p.lse_log2 = {base, batch_stride, rows};
+  p.row_dot = {base + all_rows, batch_stride, rows};
+  p.dq_accum = base + 2 * all_rows;
+  p.turns = reinterpret_cast<int*>(p.dq_accum + all_rows * config.head_dim);
+  return workspace;
+}
+
 void run(BwdProblem& p, const FwdArguments& a, const View& dq, const View& dk, const View& dv, const View& softmax_d) {
   p.dq = gradient(dq, a.q, "dq");
   p.dk = gradient(dk, a.k, "dk");
@@ -48,19 +65,8 @@ void run(BwdProblem& p, const FwdArguments& a, const View& dq, const View& dk, c
   p.softmax_d = statistics(softmax_d, "softmax_d", a.q);
   const auto& kernel = select(bwd_kernels(), p.fwd, device(a.q.device));
 
-  const bool dense = p.fwd.sequences.cu_q == nullptr;
-  const PaddedRows padded{kernel.config.block_m};
-  const int64_t rows = dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
-  const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
-  const int64_t turns = all_rows / kernel.config.block_m * kernel.config.warps;
-  const Tensor workspace = allocate(a.q, {all_rows * (kernel.config.head_dim + 2) + turns}, ScalarType::Float);
-  float* base = static_cast<float*>(workspace.data_ptr());
-  const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
-  p.lse_log2 = {base, batch_stride, rows};
-  p.row_dot = {base + all_rows, batch_stride, rows};
-  p.dq_accum = base + 2 * all_rows;
-  p.turns = reinterpret_cast<int*>(p.dq_accum + all_rows * kernel.config.head_dim);
-
+  Tensor workspace;
+  if (!kernel.config.fp32()) workspace = allocate_workspace(p, kernel.config, a.q);
   const cudaError_t error = kernel.launch(p, current_stream(a.q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }

@@ -19,11 +19,12 @@ void check_shapes(const FwdArguments& a) {
            "; heads must be a multiple of heads_k");
 }
 
-DType dtype_of(const View& q) {
-  const char* name = q.dtype == ScalarType::Float ? "float32" : q.dtype == ScalarType::Double ? "float64" : "of q";
-  FC_CHECK(q.dtype == ScalarType::Half || q.dtype == ScalarType::BFloat16, "dtype ", name,
-           " is not supported on CUDA yet; float16 and bfloat16 are");
-  return q.dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
+DType dtype_of(const View& q, bool allow_tf32) {
+  if (q.dtype == ScalarType::Half) return DType::FP16;
+  if (q.dtype == ScalarType::BFloat16) return DType::BF16;
+  FC_CHECK(q.dtype == ScalarType::Float, "dtype ", q.dtype == ScalarType::Double ? "float64" : "of q",
+           " is not supported on CUDA yet; float16, bfloat16 and float32 are");
+  return allow_tf32 ? DType::TF32 : DType::TF32x3;
 }
 
 Band band_of(const Score& score) {
@@ -85,7 +86,7 @@ Sink sink_of(const std::optional<View>& sink, const View& q, int heads) {
 
 FwdProblem make_problem(const FwdArguments& a) {
   FC_CHECK(!a.block_table, "block_table is not supported on CUDA yet");
-  const DType dtype = dtype_of(a.q);
+  const DType dtype = dtype_of(a.q, a.allow_tf32);
   check_shapes(a);
   const bool dense = !a.sequences;
   const int head_axis = dense ? 2 : 1;

@@ -19,6 +19,7 @@ int64_t step(const View& t, int dim) {
 }
 
 bool is_contiguous(const View& t) {
+  if (t.numel() == 0) return true;
   int64_t expected = 1;
   for (int dim = t.dims - 1; dim >= 0; --dim) {
     if (t.size(dim) > 1 && t.stride(dim) != expected) return false;
@@ -69,9 +70,9 @@ Matrices matrices(const View& t, const char* name) {
              .row = step(t, dims - 3),
              .head = step(t, dims - 2),
              .vectors = false};
-  constexpr int kVector = 8;  // elements in 16 bytes
-  m.vectors = reinterpret_cast<uintptr_t>(m.ptr) % 16 == 0 && m.batch % kVector == 0 && m.row % kVector == 0 &&
-              m.head % kVector == 0;
+  const int vector = t.dtype == ScalarType::Float ? 4 : 8;  // elements in 16 bytes
+  m.vectors = reinterpret_cast<uintptr_t>(m.ptr) % 16 == 0 && m.batch % vector == 0 && m.row % vector == 0 &&
+              m.head % vector == 0;
   return m;
 }
 

@@ -8,8 +8,25 @@ namespace flash_cute {
 
 enum class Op { Fwd, Bwd };
 enum class Arch { Sm80 = 80, Sm90 = 90 };
-enum class DType { FP16, BF16 };
+enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules)
+
+constexpr int element_bytes(DType dtype) {
+  return dtype == DType::FP16 || dtype == DType::BF16 ? 2 : 4;
+}
+
+constexpr const char* name(DType dtype) {
+  switch (dtype) {
+    case DType::FP16:
+      return "fp16";
+    case DType::BF16:
+      return "bf16";
+    case DType::TF32:
+      return "tf32";
+    default:
+      return "tf32x3";
+  }
+}
 
 }  // namespace flash_cute
 
@@ -29,27 +46,29 @@ struct KernelConfig {
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
+  constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
   // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
   constexpr bool whole_keys() const { return block_n == 32 * warps; }
 
   // Bytes of shared memory; the kernels assert that their storage is no larger.
   constexpr int smem_bytes() const {
-    constexpr int kElement = 2;
-    const int kv = block_n * (head_dim + head_dim_v) * kElement;
-    if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * kElement + stages * kv;
-    const int q_dout = block_m * (head_dim + head_dim_v) * kElement;
+    const int element = flash_cute::element_bytes(dtype);
+    const int kv = block_n * (head_dim + head_dim_v) * element;
+    if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * element + stages * kv;
+    const int q_dout = block_m * (head_dim + head_dim_v) * element;
+    if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
     const int score_tiles = whole_keys() ? 1 : 2;  // dS, and P unless it stays in registers
-    return kv + stages * (q_dout + row_statistics) + score_tiles * block_m * block_n * kElement;
+    return kv + stages * (q_dout + row_statistics) + score_tiles * block_m * block_n * element;
   }
 
   // Name of the kernel in logs, profiles, tests and the benchmark's JSON.
   std::string id() const {
     auto number = [](const char* name, int value) { return name + std::to_string(value); };
-    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) +
-           (dtype == flash_cute::DType::BF16 ? "_bf16" : "_fp16") + (rich() ? "_rich" : "_plain") +
-           number("_d", head_dim) + number("x", head_dim_v) + number("_m", block_m) + number("_n", block_n) +
-           number("_s", stages) + number("_w", warps) + number("_c", ctas);
+    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) + "_" +
+           flash_cute::name(dtype) + (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) +
+           number("_m", block_m) + number("_n", block_n) + number("_s", stages) + number("_w", warps) +
+           number("_c", ctas);
   }
 };

@@ -36,7 +36,7 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
 Refusal refusal(const KernelConfig& config, const FwdProblem& problem, const Device& device) {
   return {
       .dtype = config.dtype != problem.dtype,
-      .tier = config.tier != problem.rules.tier(),
+      .tier = !config.rich() && problem.rules.tier() == Tier::Rich,
       .head_dim = problem.head_dim > config.head_dim,
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
       .gpu = static_cast<int>(config.arch) > device.capability,

@@ -109,6 +109,7 @@ def bwd(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     deterministic: bool = False,
+    allow_tf32: bool = False,
 ) -> Results:
     """The op ``bwd`` on the CPU: (dq, dk, dv, dsink, softmax_d) of a call of ``fwd``.
 
@@ -149,6 +150,7 @@ def varlen_bwd(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     deterministic: bool = False,
+    allow_tf32: bool = False,
 ) -> Results:
     """The op ``varlen_bwd`` on the CPU: (dq, dk, dv, dsink, softmax_d) of packed sequences.
 

@@ -131,6 +131,7 @@ def fwd(
     deterministic: bool = False,
     return_softmax: bool = False,
     return_row_max: bool = False,
+    allow_tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The op ``fwd`` on the CPU: (out, softmax_lse, row_max, softmax) of dense q, k and v.
 
@@ -173,6 +174,7 @@ def varlen_fwd(
     deterministic: bool = False,
     return_softmax: bool = False,
     return_row_max: bool = False,
+    allow_tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The op ``varlen_fwd`` on the CPU: (out, softmax_lse, row_max, softmax) of packed sequences.
 

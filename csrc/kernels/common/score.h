@@ -34,7 +34,7 @@ CUTE_DEVICE float sink_of(const Sink& sink, int head) {
 // A scaled score under softcap and ALiBi; `distance` is how far the key lies from where the query stands.
 CUTE_DEVICE float ruled(float score, const ScoreRules& rules, float softmax_scale, float slope, int distance) {
   score *= softmax_scale;
-  if (rules.softcap > 0.f) score = rules.softcap * tanh_of(score / rules.softcap);
+  if (rules.softcap > 0.f) score = rules.softcap * tanhf(score / rules.softcap);
   return score - slope * float(abs(distance));
 }
 

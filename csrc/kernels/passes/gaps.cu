@@ -25,7 +25,12 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill
   for (int64_t i = begin * row_elements + first; i < end * row_elements; i += kCtasPerGap * kThreads) {
     const int64_t row = i / row_elements;
     const int head = int(i % row_elements) / g.head_dim, col = int(i % g.head_dim);
-    static_cast<uint16_t*>(g.matrices.ptr)[row * g.matrices.row + head * g.matrices.head + col] = 0;
+    const int64_t at = row * g.matrices.row + head * g.matrices.head + col;
+    if (g.element_bytes == 2) {
+      static_cast<uint16_t*>(g.matrices.ptr)[at] = 0;
+    } else {
+      static_cast<uint32_t*>(g.matrices.ptr)[at] = 0;
+    }
   }
   for (int64_t i = begin * g.heads + first; i < end * g.heads; i += kCtasPerGap * kThreads) {
     const int64_t row = i / g.heads;

@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
 cudaError_t write_probabilities(const FwdProblem& p, cudaStream_t stream) {
   const int64_t rows = int64_t(p.batch) * p.heads * p.seqlen_q;
   const int smem = p.head_dim * static_cast<int>(sizeof(float));
+  if (element_bytes(p.dtype) == 4) return launch_kernel<probabilities<float>>(rows, kThreads, smem, stream, p);
   if (p.dtype == DType::FP16) return launch_kernel<probabilities<cutlass::half_t>>(rows, kThreads, smem, stream, p);
   return launch_kernel<probabilities<cutlass::bfloat16_t>>(rows, kThreads, smem, stream, p);
 }

@@ -4,6 +4,7 @@
 
 #include "core/registry.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/rows.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
@@ -33,18 +34,6 @@ struct ForwardTraits {
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
-};
-
-// The tile's place in the problem.
-struct QueryTile {
-  int row, head, batch;
-
-  CUTE_DEVICE QueryTile(const FwdProblem& p, int block_m) {
-    const int tiles = ceil_div(p.seqlen_q, block_m);
-    row = (tiles - 1 - blockIdx.x % tiles) * block_m;  // late rows first: under a causal mask they are the longest
-    head = blockIdx.x / tiles % p.heads;
-    batch = blockIdx.x / tiles / p.heads;
-  }
 };
 
 // Scale, softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from
@@ -86,22 +75,6 @@ CUTE_DEVICE void drop(Weights&& weights, const Coordinates& at, const Dropout& d
         }
       }
     }
-  }
-}
-
-// Writes the natural-log LSE of each row, and the maximum where asked for.
-template <class Softmax, class Lse, class Coordinates>
-CUTE_DEVICE void store_statistics(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile,
-                                  const Softmax& softmax, const Lse& lse, const Coordinates& at) {
-  if (get<1>(at(0, 0)) != 0) return;  // one thread of the quad writes
-  const int64_t lse_base = tile.batch * p.lse.batch + tile.head * p.lse.head + seq.q.offset;
-  const int64_t max_base = tile.batch * p.row_max.batch + tile.head * p.row_max.head + seq.q.offset;
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(at); ++r) {
-    const int row = tile.row + get<0>(at(r, 0));
-    if (row >= seq.q.length) continue;
-    p.lse.ptr[lse_base + row] = lse[r];
-    if (p.row_max.ptr != nullptr) p.row_max.ptr[max_base + row] = softmax.natural_max(r);
   }
 }
 

@@ -1,0 +1,159 @@
+// Attention forward of fp32 inputs for sm_80 and later: one CTA computes one tile of query rows of one head. One kernel
+// does plain and rich problems.
+#pragma once
+
+#include "core/registry.h"
+#include "kernels/common/mask.h"
+#include "kernels/common/rows.h"
+#include "kernels/common/score.h"
+#include "kernels/common/softmax.h"
+#include "kernels/launch.h"
+#include "kernels/passes/gaps.h"
+#include "kernels/passes/probabilities.h"
+#include "kernels/sm80/fp32/mma.h"
+#include "kernels/sm80/fp32/rules.h"
+
+namespace flash_cute::sm80::fp32 {
+
+template <KernelConfig C>
+struct ForwardTraits {
+  static constexpr int kPieces = C.block_m / (16 * C.warps);  // of 16 rows, that a warp has
+  using OperandQ = RowOperand<Side::A, C.block_m, C.head_dim, C.warps>;
+  using OperandK = RowOperand<Side::B, C.block_n, C.head_dim, 1>;
+  using OperandV = ColumnOperand<C.block_n, C.head_dim_v>;
+  struct Storage {
+    alignas(128) float q[C.block_m * C.head_dim];
+    alignas(128) float k[C.stages][C.block_n * C.head_dim];
+    alignas(128) float v[C.stages][C.block_n * C.head_dim_v];
+  };
+  static_assert(C.stages == 1 || C.stages == 2);
+  static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
+  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+};
+
+// ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col` on.
+template <class Scores, class Coordinates>
+CUTE_DEVICE void lower_by_distance(Scores&& scores, const Coordinates& at, float slope, int row, int col) {
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const float distance = float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= slope * fabsf(distance - float(column_offset(c)));
+  }
+}
+
+// Weights (rows,columns) that dropout does not keep become 0.
+template <class Weights, class Coordinates>
+CUTE_DEVICE void drop(Weights&& weights, const Coordinates& at, const Dropout& dropout, int row, int col) {
+  constexpr int kColumns = decltype(size<1>(weights))::value;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(weights); r += 2) {
+    const uint32_t kept = kept_elements<false, kColumns / 2>(dropout, row + get<0>(at(r, 0)), col + get<1>(at(r, 0)));
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      if ((kept >> i & 1) == 0) weights(r + i % 2, i / 2) = 0.f;
+    }
+  }
+}
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_constant__ FwdProblem p) {
+  using T = ForwardTraits<C>;
+  constexpr int kThreads = C.threads();
+  extern __shared__ __align__(128) char smem[];
+  auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
+  const int thread = threadIdx.x, warp = thread / 32;
+
+  const QueryTile tile(p, C.block_m);
+  const SeqInfo seq(p, tile.batch);
+  if (tile.row >= seq.q.length) return;
+  const int head_k = tile.head / (p.heads / p.heads_k);
+  const TileRange range = key_tiles(seq, p.band, tile.row, C.block_m, C.block_n);
+  const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
+
+  const HeadRows from_q(p.q, tile.batch, tile.head, seq.q.offset, p.head_dim);
+  const HeadRows from_k(p.k, tile.batch, head_k, seq.k.offset, p.head_dim);
+  const HeadRows from_v(p.v, tile.batch, head_k, seq.k.offset, p.head_dim_v);
+  // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n; with
+  // one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
+  auto load_k = [&](int n, int stage) {
+    if (n >= range.begin) load_tile<kThreads, C.block_n, C.head_dim>(storage.k[stage], from_k, n * C.block_n, keys);
+  };
+  auto load_v = [&](int n, int stage) {
+    if (n >= range.begin) load_tile<kThreads, C.block_n, C.head_dim_v>(storage.v[stage], from_v, n * C.block_n, keys);
+  };
+  if (!range.empty()) load_tile<kThreads, C.block_m, C.head_dim>(storage.q, from_q, tile.row, {0, seq.q.length});
+  load_k(range.end - 1, 0);
+  if constexpr (C.stages == 2) load_v(range.end - 1, 0);
+  cp_async_fence();
+
+  const typename T::OperandQ q(storage.q, warp);
+  const typename T::OperandK k(storage.k[0], 0);
+  const typename T::OperandV v(storage.v[0], 0);
+  Tensor tOrO = make_accumulator<T::kPieces, C.head_dim_v>();  // (MMA,MMA_M,MMA_DV)
+  clear(tOrO);
+  Tensor output = rows_and_columns(tOrO);  // (rows,dims)
+  Tensor tScS =
+      WarpMma<C.warps>{}.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));
+  Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
+  OnlineSoftmax<2 * T::kPieces> softmax(kLog2e);
+  const BandMask mask(seq, p.band);
+  const Dropout dropout(p.rules, int64_t(tile.batch) * p.heads + tile.head);
+  const float slope = slope_of(p.rules, tile.batch, tile.head);
+
+  int stage = 0;
+  CUTE_NO_UNROLL
+  for (int n = range.end - 1; n >= range.begin; --n, stage ^= C.stages - 1) {
+    Tensor tSrS = make_accumulator<T::kPieces, C.block_n>();  // (MMA,MMA_M,MMA_N)
+    Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
+    clear(tSrS);
+
+    // After this barrier K(n), with two stages V(n) too, is visible to all, and nobody still reads tile n + 1.
+    cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (C.stages == 2) {
+      load_k(n - 1, stage ^ 1);
+      load_v(n - 1, stage ^ 1);
+    } else {
+      load_v(n, 0);
+    }
+    cp_async_fence();
+    gemm<C.dtype>(tSrS, q, k.at(stage * int(sizeof(storage.k[0]))));
+    scale_and_cap(scores, p);
+    if (slope != 0.f) lower_by_distance(scores, at, slope, tile.row + seq.shift(), n * C.block_n);
+    if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
+    softmax.raise(scores, output);
+    softmax.weigh(scores, 0, size<1>(scores));
+    if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, n * C.block_n);
+
+    if constexpr (C.stages == 1) {
+      // After this barrier V(n) is visible to all, and nobody still reads K(n).
+      cp_async_wait<0>();
+      __syncthreads();
+      load_k(n - 1, 0);
+      cp_async_fence();
+    }
+    gemm<C.dtype>(tOrO, as_operand_a(tSrS), v.at(stage * int(sizeof(storage.v[0]))));
+  }
+
+  const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
+  store_statistics(p, seq, tile, softmax, lse, at);
+  const HeadRows to(p.out, tile.batch, tile.head, seq.q.offset, p.head_dim_v);
+  store_values<16 * C.warps>(output, to, tile.row + get<0>(at(0, 0)), seq.q.length, get<1>(at(0, 0)), 1.f);
+}
+
+}  // namespace flash_cute::sm80::fp32
+
+namespace flash_cute {
+
+template <KernelConfig C>
+cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+  if (p.sequences.cu_q != nullptr) {
+    if (cudaError_t e = fill_gaps(query_gaps(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY), stream)) return e;
+  }
+  const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
+  if (cudaError_t e = launch_kernel<sm80::fp32::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
+}
+
+}  // namespace flash_cute
