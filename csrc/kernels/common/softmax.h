@@ -27,7 +27,7 @@ constexpr float kSlack = 8.f;
 
 template <int kRows>
 struct OnlineSoftmax {
-  float scale_log2;      // of scores, positive: a weight is 2^(scale_log2 * score - offset)
+  float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
   float row_max[kRows];  // of scores; this thread's columns only, until raise() or finish()
   float row_sum[kRows];  // of weights; this thread's columns only, until finish()
   float offset[kRows];  // scale_log2 * row_max at the last raise(), rounded: as every weight and the LSE are taken from

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   CUTE_NO_UNROLL
   for (int n = range.end - 1; n >= range.begin; --n, stage ^= C.stages - 1) {
     Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,MMA_M,MMA_N)
-    Tensor scores = rows_and_columns(tSrS);                                            // (rows,columns)
+    Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
 
     // After this barrier K(n), with two stages V(n) too, is visible to all, and nobody still reads tile n + 1.
