@@ -147,6 +147,35 @@ class Sdpa:
         return Work(run, lambda grads: _transposed(*grads), self._scope, not case.feature)
 
 
+class FlashAttention2(Sdpa):
+    """The FlashAttention-2 in torch; its windows, which scaled_dot_product_attention does not
+    offer, through the ops behind it."""
+
+    def forward(self, case: Case, x: Inputs) -> Work:
+        if case.window is None:
+            return super().forward(case, x)
+        run = partial(
+            torch.ops.aten._flash_attention_forward.default,
+            *(x.q, x.k, x.v, None, None, case.seqlen_q, case.seqlen_k, 0.0, True, False),
+            window_size_left=case.window,
+            window_size_right=0,
+        )
+        return Work(run, _first)
+
+    def backward(self, case: Case, x: Inputs) -> Work:
+        if case.window is None:
+            return super().backward(case, x)
+        out, lse, rng_state, unused, _ = self.forward(case, x).run()
+        run = partial(
+            torch.ops.aten._flash_attention_backward.default,
+            *(x.dout, x.q, x.k, x.v, out, lse, None, None, case.seqlen_q, case.seqlen_k),
+            *(0.0, True, rng_state, unused),
+            window_size_left=case.window,
+            window_size_right=0,
+        )
+        return Work(run, tuple)
+
+
 class FlashAttention3:
     """FlashAttention-3 from a shared library, its ops called directly in both directions."""
 
@@ -215,7 +244,7 @@ def _cudnn(device: torch.device) -> Candidate:
 
 def _fa2(device: torch.device) -> Candidate:
     _need_cuda(device)
-    return Sdpa(SDPBackend.FLASH_ATTENTION, f"in torch {torch.__version__}")
+    return FlashAttention2(SDPBackend.FLASH_ATTENTION, f"in torch {torch.__version__}")
 
 
 def _math(device: torch.device) -> Candidate:

@@ -1,9 +1,11 @@
 """Counter-based random numbers for dropout: the same bits on every device and for every tiling.
 
 Philox4x32-7 is due to Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
-3" (SC 2011). One call gives four 32-bit words, that is eight 16-bit lanes; they serve the 2 x 4
-elements whose rows differ by 8 and whose columns differ by 8, 16 and 24, as the matrix instructions
-of a GPU spread a tile over the registers of one thread.
+3" (SC 2011). One call gives 128 bits, which serve the 16 elements of 32 queries x 32 keys whose
+places are the same modulo 8, as the matrix instructions of a GPU spread a tile over the registers
+of one thread. Each takes 16 bits: those of query octet y (of 4) are in word y, those of key octet x
+are the word's byte x and the byte below it, for x = 0 the word's byte 3. So every element is
+dropped with its exact chance, and two that share a byte are correlated by less than 0.004.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def dropout_keep(
             f"dropout_p={dropout_p} needs rng, an int64 tensor (seed, offset); got None"
         )
     seed, offset = rng.tolist()
-    row_groups, row_index = torch.unique(rows // 16 * 8 + rows % 8, return_inverse=True)
+    row_groups, row_index = torch.unique(rows // 32 * 8 + rows % 8, return_inverse=True)
     col_groups, col_index = torch.unique(cols // 32 * 8 + cols % 8, return_inverse=True)
     counter = (
         col_groups[None, None, :],
@@ -71,11 +73,10 @@ def dropout_keep(
         torch.full((1, 1, 1), offset & MASK, device=rows.device),
     )
     key = (seed & MASK, (seed >> 32 ^ offset >> 32) & MASK)
-    words = philox4x32(counter, key)
-    threshold = round(dropout_p * 65536)
-    lanes = [half >= threshold for word in words for half in (word & 0xFFFF, word >> 16)]
-    kept = torch.stack([torch.stack(lanes[:4], -1), torch.stack(lanes[4:], -1)], 2)
-    kept = kept.flatten(3).flatten(1, 2)  # (bh, row group x 2, column group x 4)
-    row_index = row_index * 2 + rows // 8 % 2
+    words = torch.stack(philox4x32(counter, key), 2)  # (bh, row group, 4, column group)
+    bytes_ = [words >> 8 * i & 0xFF for i in range(4)]
+    lanes = torch.stack([bytes_[i] << 8 | bytes_[i - 1] for i in range(4)], -1)
+    kept = (lanes >= round(dropout_p * 65536)).flatten(3).flatten(1, 2)  # (bh, rows, columns)
+    row_index = row_index * 4 + rows // 8 % 4
     col_index = col_index * 4 + cols // 8 % 4
     return kept.index_select(1, row_index).index_select(2, col_index)

@@ -30,14 +30,15 @@ def test_known_answers_of_random123(counter, key, expected):
 
 def keep_one(seed: int, offset: int, p: float, bh: int, i: int, j: int) -> bool:
     """One element's decision, written from the mapping with Python integers alone."""
-    c = [j // 32 * 8 + j % 8, i // 16 * 8 + i % 8, bh & ONES, offset & ONES]
+    c = [j // 32 * 8 + j % 8, i // 32 * 8 + i % 8, bh & ONES, offset & ONES]
     k = [seed & ONES, (seed >> 32 & ONES) ^ (offset >> 32 & ONES)]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [b >> 32 ^ c[1] ^ k[0], b & ONES, a >> 32 ^ c[3] ^ k[1], a & ONES]
         k = [k[0] + 0x9E3779B9 & ONES, k[1] + 0xBB67AE85 & ONES]
-    lane = i // 8 % 2 * 4 + j // 8 % 4
-    return (c[lane // 2] >> 16 * (lane % 2) & 0xFFFF) >= round(p * 65536)
+    word, x = c[i // 8 % 4], j // 8 % 4
+    high, low = word >> 8 * x & 0xFF, word >> 8 * ((x - 1) % 4) & 0xFF
+    return 256 * high + low >= round(p * 65536)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,17 @@ def test_keep_rate_within_five_sigma(p):
     )
     sigma = (p * (1 - p) / keep.numel()) ** 0.5
     assert abs(keep.double().mean().item() - (1 - p)) <= 5 * sigma + 2**-17
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.502])
+def test_elements_that_share_a_byte_are_hardly_correlated(p):
+    heads = torch.arange(16)
+    keep = dropout_keep(torch.tensor([5, 0]), p, heads, torch.arange(512), torch.arange(512))
+    x = keep.double() - (1 - round(p * 65536) / 65536)
+    variance = p * (1 - p)
+    for rows, cols in ((0, 8), (0, 24), (8, 0), (0, 1), (1, 0), (8, 8)):
+        a, b = x[:, rows:, cols:], x[:, : 512 - rows, : 512 - cols]
+        assert abs((a * b).mean().item()) / variance < 0.004 + 5 / a.numel() ** 0.5
 
 
 def test_seed_offset_and_head_change_the_mask():

@@ -2,6 +2,8 @@
 // definitions, flash_cute/philox.py that of the random numbers.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/common/fragment.h"
 #include "kernels/common/softmax.h"
 
@@ -38,8 +40,9 @@ CUTE_DEVICE float ruled(float score, const ScoreRules& rules, float softmax_scal
   return score - slope * float(abs(distance));
 }
 
-// Random bits of dropout: one Philox4x32-7 call serves queries `row`, `row + 8` and keys `col`, `col + 8`, `col + 16`,
-// `col + 24`, a 16-bit lane each.
+// Random bits of dropout: one Philox4x32-7 call serves the 16 elements of 32 queries x 32 keys whose places are the same
+// modulo 8. Each has 16 of its 128 bits: those of query octet y are in word y, those of key octet x start at its byte x
+// and go down, around the end of the word.
 class Dropout {
  public:
   CUTE_DEVICE Dropout(const ScoreRules& rules, int64_t head_of_all)
@@ -50,9 +53,9 @@ class Dropout {
     counter_ = make_uint2(uint32_t(head_of_all), uint32_t(offset));
   }
 
-  // Bits for the group that holds this query and key.
+  // Bits for the elements that share them with this query and key.
   CUTE_DEVICE uint4 bits(int query, int key) const {
-    uint4 c = make_uint4(key / 32 * 8 + key % 8, query / 16 * 8 + query % 8, counter_.x, counter_.y);
+    uint4 c = make_uint4(key / 32 * 8 + key % 8, query / 32 * 8 + query % 8, counter_.x, counter_.y);
     uint2 k = key_;
     CUTE_UNROLL
     for (int round = 0; round < 7; ++round) {
@@ -64,16 +67,42 @@ class Dropout {
     return c;
   }
 
-  // Whether the group's element in query half `row` (0, 1) and key octet `col` (0 to 3) is kept.
-  CUTE_DEVICE bool keeps(const uint4& bits, int row, int col) const {
-    const int lane = row * 4 + col;
-    const uint32_t word = lane / 2 == 0 ? bits.x : lane / 2 == 1 ? bits.y : lane / 2 == 2 ? bits.z : bits.w;
-    return (lane % 2 == 0 ? word << 16 : word) > last_dropped_;
+  // Whether the element in query octet y and key octet x is kept.
+  CUTE_DEVICE bool keeps(const uint4& bits, int y, int x) const {
+    const uint32_t word = y == 0 ? bits.x : y == 1 ? bits.y : y == 2 ? bits.z : bits.w;
+    return __funnelshift_l(word, word, 24 - 8 * x) > last_dropped_;
   }
 
  private:
-  uint32_t last_dropped_;  // of 32-bit numbers whose upper half is the lane
+  uint32_t last_dropped_;  // of 32-bit numbers whose upper half is the element's
   uint2 key_{}, counter_{};
 };
+
+// Which of a thread's elements of an accumulator, kRows x kColumns, dropout keeps: f(r, c, keep). Rows are queries and
+// columns keys, or the other way round where kTransposed; row(r) and col(c) are their places. Rows lie 8 apart, two from
+// a multiple of 16 on, or four from a multiple of 32 on; so do pairs of neighbouring columns.
+template <bool kTransposed, int kRows, int kColumns, class Row, class Column, class F>
+CUTE_DEVICE void each_kept(const Dropout& dropout, Row row, Column col, F f) {
+  constexpr int kDown = std::min(kRows, 4), kAcross = std::min(kColumns / 2, 4);  // octets that share bits
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; r += kDown) {
+    const int first_row = row(r), y = kDown == 4 ? 0 : first_row / 8 % 4;
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; c += 2 * kAcross) {
+      CUTE_UNROLL
+      for (int parity = 0; parity < 2; ++parity) {
+        const int first_col = col(c + parity), x = kAcross == 4 ? 0 : first_col / 8 % 4;
+        const uint4 bits = kTransposed ? dropout.bits(first_col, first_row) : dropout.bits(first_row, first_col);
+        CUTE_UNROLL
+        for (int i = 0; i < kDown * kAcross; ++i) {
+          const int down = i % kDown, across = i / kDown;
+          const bool keep =
+              kTransposed ? dropout.keeps(bits, x + across, y + down) : dropout.keeps(bits, y + down, x + across);
+          f(r + down, c + 2 * across + parity, keep);
+        }
+      }
+    }
+  }
+}
 
 }  // namespace flash_cute

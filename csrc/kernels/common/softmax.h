@@ -25,13 +25,18 @@ CUTE_DEVICE float positive_scale_log2(float softmax_scale) {
 // Bits that a maximum may rise before weights are taken relative to the new one; 2^8 is far from fp16's largest number.
 constexpr float kSlack = 8.f;
 
+// Maxima from here on, in bits, are subtracted from scores exactly, before the scale: the rounding of an offset of that
+// size would be a factor that overflows.
+constexpr float kHuge = 0x1p24f;
+
 template <int kRows>
 struct OnlineSoftmax {
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
   float row_max[kRows];  // of scores; this thread's columns only, until raise() or finish()
   float row_sum[kRows];  // of weights; this thread's columns only, until finish()
   float offset[kRows];  // scale_log2 * row_max at the last raise(), rounded: as every weight and the LSE are taken from
-  // the same number, its rounding does not show; before the first raise() less than any score
+  // the same number, its rounding does not show; before the first raise() less than any score; 0 where `exact`
+  bool exact = false;  // a maximum of this warp was huge: since then scores are taken relative to row_max by raise()
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
     CUTE_UNROLL
@@ -46,7 +51,8 @@ struct OnlineSoftmax {
   // (rows,dims) are rescaled to it. A maximum that rises little is let be: larger weights do no harm, rescaling is
   // work.
   template <class Scores, class Output>
-  CUTE_DEVICE void raise(const Scores& scores, Output&& output) {
+  CUTE_DEVICE void raise(Scores&& scores, Output&& output) {
+    if (exact) return raise_exactly(scores, output);
     bool keep = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -55,16 +61,17 @@ struct OnlineSoftmax {
       keep &= row_max[r] * scale_log2 <= offset[r] + kSlack;
     }
     if (__all_sync(0xffffffff, keep)) return;
+    bool huge = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = quad_max(row_max[r]);
-      const float raised = fmaxf(row_max[r] * scale_log2, -FLT_MAX);
-      const float shrink = exp2_approx(offset[r] - raised);
+      const float raised = at_least_finite(row_max[r] * scale_log2);
+      rescale(r, exp2_approx(offset[r] - raised), output);
       offset[r] = raised;
-      row_sum[r] *= shrink;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= shrink;
+      huge |= kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX;
     }
+    exact = __any_sync(0xffffffff, huge);
+    if (exact) subtract_maxima(scores);
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
@@ -89,6 +96,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = quad_max(row_max[r]);
       row_sum[r] = quad_sum(row_sum[r]);
+      if (exact) offset[r] = at_least_finite(row_max[r] * scale_log2);
       const float top = fmaxf(offset[r], sink * kLog2e);
       const float weight = exp2_approx(offset[r] - top);
       const float total = row_sum[r] * weight + exp2_approx(sink * kLog2e - top);
@@ -103,6 +111,39 @@ struct OnlineSoftmax {
   // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.
   CUTE_DEVICE float natural_max(int r) const {
     return isnan(row_sum[r]) && row_max[r] < INFINITY ? row_sum[r] : row_max[r] * (scale_log2 * kLn2);
+  }
+
+ private:
+  CUTE_DEVICE static float at_least_finite(float x) { return fmaxf(x, -FLT_MAX); }
+
+  template <class Output>
+  CUTE_DEVICE void rescale(int r, float factor, Output&& output) {
+    row_sum[r] *= factor;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factor;
+  }
+
+  template <class Scores, class Output>
+  CUTE_DEVICE void raise_exactly(Scores&& scores, Output&& output) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float before = at_least_finite(row_max[r]);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
+      row_max[r] = quad_max(row_max[r]);
+      rescale(r, exp2_approx((before - at_least_finite(row_max[r])) * scale_log2), output);
+    }
+    subtract_maxima(scores);
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void subtract_maxima(Scores&& scores) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      offset[r] = 0.f;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= at_least_finite(row_max[r]);
+    }
   }
 };
 

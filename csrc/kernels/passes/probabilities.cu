@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
       float score = 0.f;
       for (int i = 0; i < p.head_dim; ++i) score += query[i] * float(from[i]);
       weight = expf(ruled(score, p.rules, p.softmax_scale, slope, row + seq.shift() - key) - lse);
-      if (p.rules.rng != nullptr && !dropout.keeps(dropout.bits(row, key), row / 8 % 2, key / 8 % 4)) weight = -weight;
+      if (p.rules.rng != nullptr && !dropout.keeps(dropout.bits(row, key), row / 8 % 4, key / 8 % 4)) weight = -weight;
     }
     to[key] = Element(weight);
   }

@@ -34,19 +34,23 @@ struct BackwardTraits {
   static constexpr int kPartM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
   static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
   static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
+  static constexpr int kSteps = kPartM / (16 * kAcross);  // of the products for dV and dK that a warp has scores for
   // Registers of a thread: the accumulators of one part of S or dP, those of dQ, and what those of dK and dV leave for
   // others and for operands, found by trying.
   static constexpr int kScores = C.block_n * kPartM / C.threads();
   static constexpr int kDq = C.block_m * C.head_dim / C.threads();
   static constexpr int kRoom = (kWholeKeys ? 200 : 216) - C.block_n * (C.head_dim + C.head_dim_v) / C.threads();
 
-  using Mma = WarpMma<C.dtype, kDown, kAcross>;  // of all products but dQ
+  template <int kCols>  // of a result whose rows are keys
+  CUTE_DEVICE static auto accumulator() {
+    return make_accumulator<C.block_n, kCols, kDown, kAcross>();  // (MMA,MMA_N,columns)
+  }
   // S^T = K Q^T and dP^T = V dO^T.
   using OperandK = StagedOperand<Side::A, false, Element, C.block_n, C.head_dim, kDown>;
   using OperandV = StagedOperand<Side::A, false, Element, C.block_n, C.head_dim_v, kDown>;
   using OperandQ = StagedOperand<Side::B, false, Element, kPartM, C.head_dim, kAcross>;
   using OperandDout = StagedOperand<Side::B, false, Element, kPartM, C.head_dim_v, kAcross>;
-  using Place = ScorePlace<kDown, kAcross>;
+  using Place = ScorePlace<C.block_n, kPartM, kDown, kAcross>;
   using ResultS = SharedResult<Element, C.block_n, C.block_m, kDown, kAcross>;
   // dK = dS^T Q and dV = P^T dO.
   using OperandP = StagedOperand<Side::A, false, Element, C.block_n, C.block_m, kDown>;  // and dS
@@ -261,8 +265,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   Step step{range.empty() ? group : 0, range.end - 1};
   load_step(step, 0);  // commits K and V too
 
-  typename T::Mma mma;
-  typename T::Dq::Mma mma_q;
+  const typename Mma16816<C.dtype>::Atom mma;
   const uint32_t down = warp % T::kDown, across = warp / T::kDown;
   const typename T::OperandK k(storage.k, down);
   const typename T::OperandV v(storage.v, down);
@@ -275,8 +278,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const typename T::OperandDsT ds_t(storage.scores[0], warp % T::Dq::kDown);
   const typename T::OperandKt kt(storage.k, warp / T::Dq::kDown);
   constexpr int kPBytes = sizeof(storage.scores[0]);  // from dS to P
-  Tensor tKrdK = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,MMA_N,MMA_D)
-  Tensor tVrdV = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,MMA_N,MMA_DV)
+  auto tKrdK = T::template accumulator<C.head_dim>();  // (MMA,MMA_N,MMA_D)
+  auto tVrdV = T::template accumulator<C.head_dim_v>();  // (MMA,MMA_N,MMA_DV)
   clear(tKrdK);
   clear(tVrdV);
   const ScoreGradients<C, typename T::Place> gradients(p.fwd, seq, tile.batch, tile.row, warp);
@@ -303,8 +306,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     for (int part = 0; part < C.block_m; part += T::kPartM) {
       const int q_part = q_bytes + part * C.head_dim * int(sizeof(Element));
       const int dout_part = dout_bytes + part * C.head_dim_v * int(sizeof(Element));
-      Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<T::kPartM>>{});  // (MMA,MMA_N,MMA_M)
-      Tensor tSrdP = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<T::kPartM>>{});  // (MMA,MMA_N,MMA_M)
+      auto tSrS = T::template accumulator<T::kPartM>();  // (MMA,MMA_N,MMA_M)
+      auto tSrdP = T::template accumulator<T::kPartM>();  // (MMA,MMA_N,MMA_M)
       clear(tSrS);
       clear(tSrdP);
       product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_part));
@@ -316,15 +319,16 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       if constexpr (!T::kWholeKeys) ds_out.at(kPBytes).write(rP, 0);
       ds_out.write(rdS, part);
       Tensor aP = as_operand_a(rP), adS = as_operand_a(rdS);  // (MMA,MMA_N,steps)
-      product<T::kRoom - T::kScores, T::kAcross>(mma, tVrdV, RegisterOperand{aP}, dout_t.at(dout_part).from(across));
-      product<T::kRoom - T::kScores, T::kAcross>(mma, tKrdK, RegisterOperand{adS}, qt.at(q_part).from(across));
+      const uint32_t first = across * T::kSteps;
+      product<T::kRoom - T::kScores, T::kAcross>(mma, tVrdV, RegisterOperand{aP}, dout_t.at(dout_part).from(first));
+      product<T::kRoom - T::kScores, T::kAcross>(mma, tKrdK, RegisterOperand{adS}, qt.at(q_part).from(first));
     }
 
     // After this barrier all of dS and P is in shared memory.
     __syncthreads();
     auto tQrdQ = T::Dq::accumulator();  // (MMA,MMA_M,MMA_D)
     clear(tQrdQ);
-    product<T::kRoom - T::kDq>(mma_q, tQrdQ, ds_t, kt);
+    product<T::kRoom - T::kDq>(mma, tQrdQ, ds_t, kt);
     if (p.deterministic) {
       turn.wait(tile.index - key_tiles(seq, p.fwd.band, step.m * C.block_m, C.block_m, C.block_n).begin);
     }
@@ -332,9 +336,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     // What P and dS of other warps add to dV and dK.
     CUTE_UNROLL
     for (int i = 1; i < T::kAcross; ++i) {
-      const uint32_t other = (across + i) % T::kAcross;
-      product<T::kRoom, T::kAcross>(mma, tVrdV, ds.at(kPBytes).from(other), dout_t.at(dout_bytes).from(other));
-      product<T::kRoom, T::kAcross>(mma, tKrdK, ds.from(other), qt.at(q_bytes).from(other));
+      const uint32_t first = (across + i) % T::kAcross * T::kSteps;
+      product<T::kRoom, T::kAcross>(mma, tVrdV, ds.at(kPBytes).from(first), dout_t.at(dout_bytes).from(first));
+      product<T::kRoom, T::kAcross>(mma, tKrdK, ds.from(first), qt.at(q_bytes).from(first));
     }
     if (!T::kWholeKeys && p.deterministic) turn.pass();
     if constexpr (C.stages == 1) {

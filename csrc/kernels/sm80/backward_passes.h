@@ -19,85 +19,16 @@ constexpr int warps_down(int rows, int cols, int warps) {
   return best;
 }
 
-// This thread's part of an accumulator (kRows,kCols), of which every kDown x kAcross warps have one 16 x 16 piece each,
-// on its way to a shared tile of SharedLayout<kRows, kCols>.
-template <class Element, int kRows, int kCols, int kDown, int kAcross>
-class SharedResult {
- public:
-  CUTE_DEVICE SharedResult(Element* tile, uint32_t warp) : tile_bytes_(cast_smem_ptr_to_uint(tile)) {
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t row = kMatrices ? lane % 16 : lane / 4, col = kMatrices ? lane / 16 * 8 : lane % 4 * 2;
-    lane_bytes_ = SharedLayout<kRows, kCols>{}(row, col + 16 * (warp / kDown)) * kElement;
-    tile_bytes_ += 16 * (warp % kDown) * kRow;
-  }
-
-  // Rounds and writes the accumulator (MMA,MMA_M,MMA_N).
-  template <class Accumulator>
-  CUTE_DEVICE void store(const Accumulator& acc) const {
-    write(converted<Element>(acc), 0);
-  }
-
-  // The same place in a tile that lies `bytes` further.
-  CUTE_DEVICE SharedResult at(int bytes) const {
-    SharedResult moved = *this;
-    moved.tile_bytes_ += bytes;
-    return moved;
-  }
-
-  // Writes columns from `first_col` on that are rounded already.
-  template <class Rounded>
-  CUTE_DEVICE void write(const Rounded& rounded, int first_col) const {
-    Tensor registers = recast<const uint32_t>(rounded);  // ((1,2),MMA_M,MMA_N)
-    CUTE_UNROLL
-    for (int j = 0; j < decltype(size<2>(registers))::value / 2; ++j) {
-      const int col = first_col + 16 * kAcross * j;
-      CUTE_UNROLL
-      for (int i = 0; i < kRows / (16 * kDown); ++i) {
-        const uint32_t address =
-            (lane_bytes_ ^ (col % kAtom * kElement)) + tile_bytes_ + (col / kAtom * kRows + 16 * kDown * i) * kRow;
-        const uint32_t r[4] = {registers(0, i, 2 * j), registers(1, i, 2 * j), registers(0, i, 2 * j + 1),
-                               registers(1, i, 2 * j + 1)};
-#if __CUDA_ARCH__ >= 900
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
-                     "r"(r[1]), "r"(r[2]), "r"(r[3])
-                     : "memory");
-#else
-        CUTE_UNROLL
-        for (int q = 0; q < 4; ++q) {
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"((address ^ (q / 2 * kVector * kElement)) + q % 2 * 8 * kRow),
-                       "r"(r[q])
-                       : "memory");
-        }
-#endif
-      }
-    }
-  }
-
- private:
-#if __CUDA_ARCH__ >= 900
-  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 matrices
-#else
-  static constexpr bool kMatrices = false;
-#endif
-  static constexpr int kElement = sizeof(Element);
-  static constexpr int kAtom = atom_columns(kCols);
-  static constexpr int kRow = kAtom * kElement;  // bytes
-
-  uint32_t lane_bytes_;  // where this lane's part of the first piece is in the tile
-  uint32_t tile_bytes_;  // shared address of the tile, the same in all lanes
-};
-
 template <KernelConfig C>
 struct DqTraits {
   static constexpr int kDown = warps_down(C.block_m, C.head_dim, C.warps);
   static constexpr int kAcross = C.warps / kDown;
   using Element = typename Mma16816<C.dtype>::Element;
-  using Mma = WarpMma<C.dtype, kDown, kAcross>;
   using Result = SharedResult<Element, C.block_m, C.head_dim, kDown, kAcross>;
   static constexpr int kSmemBytes = C.block_m * C.head_dim * sizeof(Element);
 
   CUTE_DEVICE static auto accumulator() {
-    return partition_fragment_C(Mma{}, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,MMA_D)
+    return make_accumulator<C.block_m, C.head_dim, kDown, kAcross>();  // (MMA,MMA_M,MMA_D)
   }
 };
 

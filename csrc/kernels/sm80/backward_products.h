@@ -17,6 +17,7 @@ struct StagedOperand {
   static constexpr int kSteps = (kTransposed ? kRows : kCols) / 16;
   static constexpr int kPieces = kOuter / (16 * kWarps);
   static constexpr int kAtom = atom_columns(kCols);
+  using OfWarp = Share<kPieces, kWarps>;
   using Piece = std::conditional_t<kSide == Side::A, Shape<Shape<_2, _2, _2>, Int<kPieces>>,
                                    Shape<Shape<_2, _2>, Int<2 * kPieces>>>;  // (MMA,MMA_M) or (MMA,MMA_N)
 
@@ -30,10 +31,10 @@ struct StagedOperand {
     const uint32_t row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
     const uint32_t col = (kDownFirst ? lane / 16 : lane / 8 % 2) * 8;
     if constexpr (kTransposed) {
-      lane_bytes = SharedLayout<kRows, kCols>{}(row, col + 16 * warp) * sizeof(Element);
+      lane_bytes = SharedLayout<kRows, kCols>{}(row, col + OfWarp::first(warp)) * sizeof(Element);
     } else {
       lane_bytes = SharedLayout<kRows, kCols>{}(row, col) * sizeof(Element);
-      tile_bytes += 16 * warp * kAtom * sizeof(Element);
+      tile_bytes += OfWarp::first(warp) * kAtom * sizeof(Element);
     }
   }
 
@@ -44,8 +45,8 @@ struct StagedOperand {
     return moved;
   }
 
-  // The same operand with step `first` as its step 0. Other steps may then only be taken in strides of a power of two
-  // above `first`, and along columns only inside the first atom.
+  // The same operand with step `first` as its step 0, for as many steps as the largest power of two that divides it,
+  // along columns inside the first atom only.
   CUTE_DEVICE StagedOperand from(uint32_t first) const {
     StagedOperand moved = *this;
     if constexpr (kTransposed) {
@@ -64,7 +65,7 @@ struct StagedOperand {
     Tensor registers = recast<uint32_t>(to);
     CUTE_UNROLL
     for (int i = 0; i < kPieces; ++i) {
-      const int row = 16 * (kTransposed ? k : i * kWarps), col = 16 * (kTransposed ? i * kWarps : k);
+      const int row = kTransposed ? 16 * k : OfWarp::offset(i), col = kTransposed ? OfWarp::offset(i) : 16 * k;
       const uint32_t address = (lane_bytes ^ (col % kAtom * sizeof(Element))) + tile_bytes +
                                (col / kAtom * kRows + row) * kAtom * sizeof(Element);
       uint32_t* r = &registers(4 * i);
@@ -96,11 +97,11 @@ constexpr bool kInRegisters = false;
 template <class Fragment>
 constexpr bool kInRegisters<RegisterOperand<Fragment>> = true;
 
-// acc += A B^T over every kStride-th step of B, and of A where it is in shared memory, or all steps of A in registers.
-// While the tensor cores work on one step, one or two others are on their way: as many as kRoom registers hold.
-template <int kRoom, int kStride = 1, class Mma, class Accumulator, class A, class B>
+// acc += A B^T over the first steps, one in kShare of all. While the tensor cores work on one step, one or two others are
+// on their way: as many as kRoom registers hold.
+template <int kRoom, int kShare = 1, class Mma, class Accumulator, class A, class B>
 CUTE_DEVICE void product(const Mma& mma, Accumulator& acc, const A& a, const B& b) {
-  constexpr int kSteps = B::kSteps / kStride;
+  constexpr int kSteps = B::kSteps / kShare;
   constexpr int kOfStep =
       decltype(size(typename A::Piece{}))::value / 2 + decltype(size(typename B::Piece{}))::value / 2;
   constexpr int kAhead = std::clamp(kRoom / kOfStep - 1, 1, 2);
@@ -110,10 +111,10 @@ CUTE_DEVICE void product(const Mma& mma, Accumulator& acc, const A& a, const B& 
   auto load = [&](int k) {
     if constexpr (!kInRegisters<A>) {
       Tensor to_a = rA(_, _, k % kBuffers);
-      a.load(to_a, k * kStride);
+      a.load(to_a, k);
     }
     Tensor to_b = rB(_, _, k % kBuffers);
-    b.load(to_b, k * kStride);
+    b.load(to_b, k);
   };
   CUTE_UNROLL
   for (int k = 0; k < std::min(kAhead, kSteps); ++k) load(k);

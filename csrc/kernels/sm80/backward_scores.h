@@ -5,21 +5,25 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
+#include "kernels/sm80/mma.h"
 
 namespace flash_cute::sm80 {
 
-// Where this thread's elements are in a tile of scores, of which every kDown x kAcross warps have one 16 x 16 piece
-// each.
-template <int kDown, int kAcross>
+// Where this thread's elements are in a tile of scores, kKeys x kQueries, which kDown x kAcross warps share.
+template <int kKeys, int kQueries, int kDown, int kAcross>
 struct ScorePlace {
+  using Keys = Share<kKeys / (16 * kDown), kDown>;
+  using Queries = Share<kQueries / (16 * kAcross), kAcross>;
+
   int key, query;  // of the first element
 
   CUTE_DEVICE explicit ScorePlace(uint32_t warp)
-      : key(16 * (warp % kDown) + threadIdx.x % 32 / 4), query(16 * (warp / kDown) + threadIdx.x % 4 * 2) {}
+      : key(Keys::first(warp % kDown) + threadIdx.x % 32 / 4),
+        query(Queries::first(warp / kDown) + threadIdx.x % 4 * 2) {}
 
   // Row r and column c of rows_and_columns(), counted from the first.
-  CUTE_HOST_DEVICE static constexpr int down(int r) { return 16 * kDown * (r / 2) + 8 * (r % 2); }
-  CUTE_HOST_DEVICE static constexpr int across(int c) { return 16 * kAcross * (c / 4) + 8 * (c / 2 % 2) + c % 2; }
+  CUTE_HOST_DEVICE static constexpr int down(int r) { return Keys::offset(r / 2) + 8 * (r % 2); }
+  CUTE_HOST_DEVICE static constexpr int across(int c) { return Queries::offset(c / 4) + 8 * (c / 2 % 2) + c % 2; }
 };
 
 template <KernelConfig C, class Place>
@@ -63,30 +67,62 @@ class ScoreGradients {
     return *reinterpret_cast<const float2*>(statistic + place_.query + Place::across(c));
   }
 
+  // As plain(), with each rule in a pass of its own: where it is off, it costs a branch.
   template <class Scores>
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
                          int query) const {
-    const float cap = p_.rules.softcap, keep_scale = p_.rules.keep_scale;
-    const float inner = cap > 0.f ? p_.softmax_scale / cap : p_.softmax_scale;
-    const float slope = slope_of(p_.rules, batch_, head);
-    const uint32_t kept = p_.rules.rng == nullptr ? ~0u : kept_bits(s, head, query);
+    const ScoreRules& rules = p_.rules;
+    uint32_t kept = ~0u;
+    if (rules.rng != nullptr) {
+      kept = kept_bits(s, head, query);
+      CUTE_UNROLL
+      for (int i = 0; i < size(dp); ++i) dp(i) = kept >> i & 1 ? dp(i) * rules.keep_scale : 0.f;
+    }
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(s); ++c) {
-      const float lse = lse_log2[place_.query + Place::across(c)], dot = row_dot[place_.query + Place::across(c)];
+    for (int c = 0; c < size<1>(s); c += 2) {
+      const float2 dot = pair(row_dot, c);
       CUTE_UNROLL
       for (int r = 0; r < size<0>(s); ++r) {
-        float score = s(r, c) * inner, steepness = 1.f;  // of the softcap at this score
-        if (cap > 0.f) {
-          const float t = tanh_of(score);
-          score = cap * t;
-          steepness = 1.f - t * t;
-        }
-        score -= slope * float(abs(query + Place::across(c) + shift_ - key_ - Place::down(r)));
-        const bool keep = kept >> bit(s, r, c) & 1;
-        const float weight = exp2_approx(score * kLog2e - lse);
-        dp(r, c) = weight * steepness * ((keep ? dp(r, c) * keep_scale : 0.f) - dot);
-        s(r, c) = keep ? weight : 0.f;
+        dp(r, c) -= dot.x;
+        dp(r, c + 1) -= dot.y;
       }
+    }
+    float scale = p_.softmax_scale;  // of scores
+    if (const float cap = rules.softcap; cap > 0.f) {
+      const float inner = scale / cap;
+      scale = cap;
+      CUTE_UNROLL
+      for (int i = 0; i < size(s); ++i) {
+        s(i) = tanh_of(s(i) * inner);
+        dp(i) *= 1.f - s(i) * s(i);
+      }
+    }
+    if (const float slope = slope_of(rules, batch_, head); slope != 0.f) {
+      const float distance = float(query + shift_ - key_);
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(s); ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(s); ++c) {
+          s(r, c) = s(r, c) * scale - slope * fabsf(distance + float(Place::across(c) - Place::down(r)));
+        }
+      }
+      scale = 1.f;
+    }
+    const float scale_log2 = scale * kLog2e;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(s); c += 2) {
+      const float2 lse = pair(lse_log2, c);
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(s); ++r) {
+        s(r, c) = exp2_approx(s(r, c) * scale_log2 - lse.x);
+        s(r, c + 1) = exp2_approx(s(r, c + 1) * scale_log2 - lse.y);
+        dp(r, c) *= s(r, c);
+        dp(r, c + 1) *= s(r, c + 1);
+      }
+    }
+    if (rules.rng != nullptr) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(s); ++i) s(i) = kept >> i & 1 ? s(i) : 0.f;
     }
   }
 
@@ -96,27 +132,10 @@ class ScoreGradients {
     static_assert(decltype(size(s))::value <= 32);
     const Dropout dropout(p_.rules, int64_t(batch_) * p_.heads + head);
     uint32_t kept = 0;
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(s); r += 2) {
-      CUTE_UNROLL
-      for (int group = 0; group < size<1>(s); group += 4) {
-        CUTE_UNROLL
-        for (int parity = 0; parity < 2; ++parity) {
-          const int key = key_ + Place::down(r), c = group + parity;
-          const uint4 bits = dropout.bits(query + Place::across(c), key);
-          CUTE_UNROLL
-          for (int i = 0; i < 4; ++i) {  // keys `key` and `key` + 8 of two queries
-            kept |= uint32_t(dropout.keeps(bits, i / 2, key / 8 % 4 + i % 2)) << bit(s, r + i % 2, c + i / 2 * 2);
-          }
-        }
-      }
-    }
+    each_kept<true, decltype(size<0>(s))::value, decltype(size<1>(s))::value>(
+        dropout, [&](int r) { return key_ + Place::down(r); }, [&](int c) { return query + Place::across(c); },
+        [&](int r, int c, bool keep) { kept |= uint32_t(keep) << (c * decltype(size<0>(s))::value + r); });
     return kept;
-  }
-
-  template <class Scores>
-  CUTE_DEVICE static constexpr int bit(const Scores& s, int r, int c) {
-    return c * decltype(size<0>(s))::value + r;
   }
 
   // Hidden elements are selected away: hidden keys and values may hold anything.

@@ -19,11 +19,11 @@ namespace flash_cute::sm80 {
 template <KernelConfig C>
 struct ForwardTraits {
   using Element = typename Mma16816<C.dtype>::Element;
-  using Mma = WarpMma<C.dtype, C.warps, 1>;
+  using Mma = RowsMma<C.dtype, C.block_m, C.warps>;
   using OperandQ = SharedOperand<Side::A, false, Element, C.block_m, C.head_dim, C.warps>;
   using OperandK = SharedOperand<Side::B, false, Element, C.block_n, C.head_dim, 1>;
   using OperandV = SharedOperand<Side::B, true, Element, C.block_n, C.head_dim_v, 1>;
-  using LayoutO = SharedLayout<C.block_m, C.head_dim_v>;
+  using ResultO = SharedResult<Element, C.block_m, C.head_dim_v, C.warps, 1>;
   struct Storage {
     alignas(128) Element q[C.block_m * std::max(C.head_dim, C.head_dim_v)];  // O on the way out
     alignas(128) Element k[C.stages][C.block_n * C.head_dim];
@@ -36,8 +36,9 @@ struct ForwardTraits {
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
-// Scale, softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from
-// `col` on.
+// Softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col`
+// on. What they still have to be multiplied by is
+// rule_scale_log2().
 template <class Scores, class Coordinates>
 CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdProblem& p, float slope, int row,
                              int col) {
@@ -45,37 +46,37 @@ CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdPr
   if (cap > 0.f) {
     const float inner = p.softmax_scale / cap;
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = cap * tanh_of(scores(i) * inner);
-  } else {
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(scores(i) * inner);
+  } else if (p.softmax_scale < 0.f) {
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) *= p.softmax_scale;
+    for (int i = 0; i < size(scores); ++i) scores(i) = -scores(i);
   }
-  if (slope == 0.f) return;
+  if (p.rules.alibi == nullptr) return;
+  const float scale = cap > 0.f ? cap : fabsf(p.softmax_scale);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
     const float distance = float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= slope * fabsf(distance - float(column_offset(c)));
+    for (int c = 0; c < size<1>(scores); ++c) {
+      scores(r, c) = scores(r, c) * scale - slope * fabsf(distance - float(column_offset(c)));
+    }
   }
 }
 
-// Weights (rows,columns) that dropout does not keep become 0.
-template <class Weights, class Coordinates>
-CUTE_DEVICE void drop(Weights&& weights, const Coordinates& at, const Dropout& dropout, int row, int col) {
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(weights); r += 2) {
-    CUTE_UNROLL
-    for (int group = 0; group < size<1>(weights); group += 8) {
-      CUTE_UNROLL
-      for (int parity = 0; parity < 2; ++parity) {
-        const uint4 bits = dropout.bits(row + get<0>(at(r, 0)), col + get<1>(at(r, group + parity)));
-        CUTE_UNROLL
-        for (int i = 0; i < 8; ++i) {
-          if (!dropout.keeps(bits, i / 4, i % 4)) weights(r + i / 4, group + parity + i % 4 * 2) = 0.f;
-        }
-      }
-    }
-  }
+// What scores are still multiplied by after the rules: no pass of its own, as the softmax multiplies anyway.
+CUTE_DEVICE float rule_scale_log2(const FwdProblem& p) {
+  if (p.rules.alibi != nullptr) return kLog2e;
+  return p.rules.softcap > 0.f ? p.rules.softcap * kLog2e : positive_scale_log2(p.softmax_scale);
+}
+
+// Those of kColumns weights (rows,columns) from column `first` on that dropout does not keep become 0.
+template <int kColumns, class Weights, class Coordinates>
+CUTE_DEVICE void drop(Weights&& weights, int first, const Coordinates& at, const Dropout& dropout, int row, int col) {
+  each_kept<false, decltype(size<0>(weights))::value, kColumns>(
+      dropout, [&](int r) { return row + get<0>(at(r, 0)); }, [&](int c) { return col + get<1>(at(0, first + c)); },
+      [&](int r, int c, bool keep) {
+        if (!keep) weights(r, first + c) = 0.f;
+      });
 }
 
 template <KernelConfig C>
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   Tensor output = rows_and_columns(tOrO);  // (rows,dims)
   Tensor tScS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));
   Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
-  OnlineSoftmax<decltype(size<0>(at))::value> softmax(C.rich() ? kLog2e : positive_scale_log2(p.softmax_scale));
+  OnlineSoftmax<decltype(size<0>(at))::value> softmax(rule_scale_log2(p));
   const BandMask mask(seq, p.band);
   const Dropout dropout(p.rules, int64_t(tile.batch) * p.heads + tile.head);
   const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
@@ -173,10 +174,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     }
     if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
     softmax.raise(scores, output);
-    if constexpr (C.rich()) {
-      softmax.weigh(scores, 0, size<1>(scores));
-      if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, n * C.block_n);
-    }
 
     if constexpr (C.stages == 1) {
       // After this barrier V(n) is visible to all, and nobody still reads K(n).
@@ -186,8 +183,12 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
       cp_async_fence();
     }
     Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
-    auto weights = [&](int step) {  // of 16 keys
-      if constexpr (!C.rich()) softmax.weigh(scores, 4 * step, 4 * step + 4);
+    auto weights = [&](int step) {  // of 16 keys; those of 32 together where they share random bits
+      constexpr int kColumns = C.rich() ? 8 : 4;
+      if (4 * step % kColumns == 0) {
+        softmax.weigh(scores, 4 * step, 4 * step + kColumns);
+        if (C.rich() && p.rules.rng != nullptr) drop<kColumns>(scores, 4 * step, at, dropout, tile.row, n * C.block_n);
+      }
       return converted<Element>(rP(_, _, step));
     };
     gemm_registers(mma, tOrO, weights, v.at(stage * int(sizeof(storage.v[0]))));
@@ -197,8 +198,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   store_statistics(p, seq, tile, softmax, lse, at);
   // After this barrier nobody still reads Q, whose memory O takes on the way out.
   __syncthreads();
-  Tensor sO = make_tensor(make_smem_ptr(storage.q), typename T::LayoutO{});  // (BLK_M,DV)
-  store_accumulator<Element>(mma, tOrO, sO, thread);
+  typename T::ResultO(storage.q, warp).store(tOrO);
   // After this barrier all of O is in shared memory.
   __syncthreads();
   TileCopy<Element, kThreads, C.block_m, C.head_dim_v>(p.out, tile.batch, tile.head, seq.q.offset, tile.row, queries,

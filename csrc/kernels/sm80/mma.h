@@ -25,16 +25,37 @@ struct Mma16816<DType::BF16> {
   using Atom = MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>;
 };
 
-// kWarpsM x kWarpsN warps, each on 16 x 16 pieces, so that one ldmatrix fills a whole B fragment.
-template <DType dtype, int kWarpsM, int kWarpsN>
-using WarpMma = TiledMMA<typename Mma16816<dtype>::Atom, Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,
-                         Tile<Int<16 * kWarpsM>, Int<16 * kWarpsN>, _16>>;
+// How warps share a dimension of a product's result: in pieces of 16, so that one ldmatrix fills a whole fragment, and
+// kPieces of them each. Pieces lie in pairs where their number is even: dropout's random numbers come for 32 x 32
+// scores.
+template <int kPieces, int kWarps>
+struct Share {
+  static constexpr int kTogether = kPieces % 2 == 0 ? 2 : 1;
+  using Tile = Layout<Shape<_16, Int<kWarps>, Int<kTogether>>, Stride<_1, Int<16 * kTogether>, _16>>;
+
+  // Where a warp's first piece starts, and how far from there its piece i does.
+  static constexpr CUTE_HOST_DEVICE int first(int warp) { return 16 * kTogether * warp; }
+  static constexpr CUTE_HOST_DEVICE int offset(int i) {
+    return 16 * (i / kTogether * kTogether * kWarps + i % kTogether);
+  }
+};
+
+// kWarps warps, each with whole rows of a result of M rows.
+template <DType dtype, int M, int kWarps>
+using RowsMma = TiledMMA<typename Mma16816<dtype>::Atom, Layout<Shape<Int<kWarps>, _1, _1>>,
+                         Tile<typename Share<M / (16 * kWarps), kWarps>::Tile, _16, _16>>;
+
+// A thread's part of a result of M x N that kDown x kAcross warps share.
+template <int M, int N, int kDown, int kAcross>
+CUTE_DEVICE auto make_accumulator() {
+  return make_tensor<float>(
+      Shape<Shape<_2, _2>, Int<M / (16 * kDown)>, Int<N / (8 * kAcross)>>{});  // (MMA,MMA_M,MMA_N)
+}
 
 enum class Side { A, B };
 
 // One operand of a product, (kOuter,K) in pieces of 16 x 16, in a shared tile of SharedLayout<kRows, kCols>: its rows
-// are the outer dimension, or K where it is kTransposed. Of every kWarps pieces along the outer dimension a warp has
-// one.
+// are the outer dimension, which kWarps warps share, or K where it is kTransposed.
 //
 // A lane reads every piece from one address, moved by constants: swizzling turns a step along the columns of an atom
 // into an XOR of the address bits that count 16-byte vectors.
@@ -45,6 +66,7 @@ struct SharedOperand {
   static constexpr int kSteps = (kTransposed ? kRows : kCols) / 16;
   static constexpr int kPieces = kOuter / (16 * kWarps);
   static constexpr int kAtom = atom_columns(kCols);
+  using OfWarp = Share<kPieces, kWarps>;
 
   uint32_t first;  // shared address of this lane's vector of the first piece
 
@@ -54,7 +76,7 @@ struct SharedOperand {
     const int lane = threadIdx.x % 32;
     const int row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
     const int col = (kDownFirst ? lane / 16 : lane / 8 % 2) * 8;
-    const int row_of_warp = kTransposed ? 0 : 16 * warp, col_of_warp = kTransposed ? 16 * warp : 0;
+    const int row_of_warp = kTransposed ? 0 : OfWarp::first(warp), col_of_warp = kTransposed ? OfWarp::first(warp) : 0;
     first = kept(cast_smem_ptr_to_uint(tile + SharedLayout<kRows, kCols>{}(row + row_of_warp, col + col_of_warp)));
   }
 
@@ -67,7 +89,7 @@ struct SharedOperand {
 
   // Piece i along the outer dimension at step k, 16 along K.
   CUTE_DEVICE void load(uint32_t* r, int k, int i) const {
-    const int row = 16 * (kTransposed ? k : i * kWarps), col = 16 * (kTransposed ? i * kWarps : k);
+    const int row = kTransposed ? 16 * k : OfWarp::offset(i), col = kTransposed ? OfWarp::offset(i) : 16 * k;
     const uint32_t address =
         (first ^ (col % kAtom * sizeof(Element))) + (col / kAtom * kRows + row) * kAtom * sizeof(Element);
     if constexpr (kTransposed) {
@@ -127,13 +149,74 @@ CUTE_DEVICE void gemm(const Mma& mma, Accumulator& acc, const A& a, const B& b) 
   gemm_registers(mma, acc, step, b);
 }
 
-// Rounds an accumulator and writes it to a shared tile (M,N).
-template <class Element, class Mma, class Accumulator, class Shared>
-CUTE_DEVICE void store_accumulator(const Mma& mma, const Accumulator& acc, const Shared& shared, int thread) {
-  auto copy = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, Element>{}, mma);
-  auto slice = copy.get_slice(thread);
-  Tensor rounded = converted<Element>(acc);
-  cute::copy(copy, slice.retile_S(rounded), slice.partition_D(shared));
-}
+// This thread's part of an accumulator (kRows,kCols), which kDown x kAcross warps share, on its way to a shared tile of
+// SharedLayout<kRows, kCols>.
+template <class Element, int kRows, int kCols, int kDown, int kAcross>
+class SharedResult {
+ public:
+  CUTE_DEVICE SharedResult(Element* tile, uint32_t warp) : tile_bytes_(cast_smem_ptr_to_uint(tile)) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t row = kMatrices ? lane % 16 : lane / 4, col = kMatrices ? lane / 16 * 8 : lane % 4 * 2;
+    lane_bytes_ = SharedLayout<kRows, kCols>{}(row, col + Cols::first(warp / kDown)) * kElement;
+    tile_bytes_ += Rows::first(warp % kDown) * kRow;
+  }
+
+  // Rounds and writes the accumulator (MMA,MMA_M,MMA_N).
+  template <class Accumulator>
+  CUTE_DEVICE void store(const Accumulator& acc) const {
+    write(converted<Element>(acc), 0);
+  }
+
+  // The same place in a tile that lies `bytes` further.
+  CUTE_DEVICE SharedResult at(int bytes) const {
+    SharedResult moved = *this;
+    moved.tile_bytes_ += bytes;
+    return moved;
+  }
+
+  // Writes columns from `first_col` on that are rounded already.
+  template <class Rounded>
+  CUTE_DEVICE void write(const Rounded& rounded, int first_col) const {
+    Tensor registers = recast<const uint32_t>(rounded);  // ((1,2),MMA_M,MMA_N)
+    CUTE_UNROLL
+    for (int j = 0; j < decltype(size<2>(registers))::value / 2; ++j) {
+      const int col = first_col + Cols::offset(j);
+      CUTE_UNROLL
+      for (int i = 0; i < kRows / (16 * kDown); ++i) {
+        const uint32_t address =
+            (lane_bytes_ ^ (col % kAtom * kElement)) + tile_bytes_ + (col / kAtom * kRows + Rows::offset(i)) * kRow;
+        const uint32_t r[4] = {registers(0, i, 2 * j), registers(1, i, 2 * j), registers(0, i, 2 * j + 1),
+                               registers(1, i, 2 * j + 1)};
+#if __CUDA_ARCH__ >= 900
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                     "r"(r[1]), "r"(r[2]), "r"(r[3])
+                     : "memory");
+#else
+        CUTE_UNROLL
+        for (int q = 0; q < 4; ++q) {
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"((address ^ (q / 2 * kVector * kElement)) + q % 2 * 8 * kRow),
+                       "r"(r[q])
+                       : "memory");
+        }
+#endif
+      }
+    }
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 matrices
+#else
+  static constexpr bool kMatrices = false;
+#endif
+  using Rows = Share<kRows / (16 * kDown), kDown>;
+  using Cols = Share<kCols / (16 * kAcross), kAcross>;
+  static constexpr int kElement = sizeof(Element);
+  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kRow = kAtom * kElement;  // bytes
+
+  uint32_t lane_bytes_;  // where this lane's part of the first piece is in the tile
+  uint32_t tile_bytes_;  // shared address of the tile, the same in all lanes
+};
 
 }  // namespace flash_cute::sm80

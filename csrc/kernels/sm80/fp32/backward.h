@@ -70,7 +70,12 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
   const float inverse_cap = rules.softcap > 0.f ? 1.f / rules.softcap : 0.f;
   scale_and_cap(s, p.fwd);
   uint32_t kept = ~0u;
-  if (rules.rng != nullptr) kept = kept_elements<kKeys, kColumns / 2>(dropout, first.own, first.met);
+  if (rules.rng != nullptr) {
+    kept = 0;
+    each_kept<kKeys, 2, kColumns>(
+        dropout, [&](int r) { return first.own + 8 * r; }, [&](int c) { return first.met + column_offset(c); },
+        [&](int r, int c, bool keep) { kept |= uint32_t(keep) << (2 * c + r); });
+  }
   const int ahead = kKeys ? first.met + shift - first.own : first.own + shift - first.met;  // of the query's place
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {

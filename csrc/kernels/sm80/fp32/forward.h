@@ -45,14 +45,13 @@ CUTE_DEVICE void lower_by_distance(Scores&& scores, const Coordinates& at, float
 // Weights (rows,columns) that dropout does not keep become 0.
 template <class Weights, class Coordinates>
 CUTE_DEVICE void drop(Weights&& weights, const Coordinates& at, const Dropout& dropout, int row, int col) {
-  constexpr int kColumns = decltype(size<1>(weights))::value;
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(weights); r += 2) {
-    const uint32_t kept = kept_elements<false, kColumns / 2>(dropout, row + get<0>(at(r, 0)), col + get<1>(at(r, 0)));
-    CUTE_UNROLL
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      if ((kept >> i & 1) == 0) weights(r + i % 2, i / 2) = 0.f;
-    }
+  for (int piece = 0; piece < size<0>(weights); piece += 2) {
+    each_kept<false, 2, decltype(size<1>(weights))::value>(
+        dropout, [&](int r) { return row + get<0>(at(piece + r, 0)); }, [&](int c) { return col + get<1>(at(0, c)); },
+        [&](int r, int c, bool keep) {
+          if (!keep) weights(piece + r, c) = 0.f;
+        });
   }
 }
 
