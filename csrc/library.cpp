@@ -6,11 +6,13 @@
 
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
+#include "core/registry.h"
 #else
 namespace flash_cute {
 static std::string kernels() {
   return "";
 }
+static void use_kernels(std::string) {}
 }  // namespace flash_cute
 #endif
 
@@ -56,10 +58,12 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(("varlen_bwd(" + kVarlenBwd + ")" + kBwdResults).c_str());
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
   m.def("kernels() -> str");
+  m.def("use_kernels(str ids) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&kernels));
+  m.impl("use_kernels", TORCH_BOX(&use_kernels));
 }
 
 #ifdef FLASH_CUTE_CUDA

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -50,3 +52,20 @@ def kernels() -> tuple[str, ...]:
 def has_cuda_kernels() -> bool:
     """Whether the loaded library holds any CUDA kernel."""
     return bool(_KERNELS)
+
+
+@contextmanager
+def only(*parts: str) -> Iterator[None]:
+    """Inside, CUDA calls are done by kernels whose id contains one of ``parts``, or refused.
+
+    For tests and measurements: holds for all threads. A call that no such kernel can do raises
+    RuntimeError. Raises ValueError if there is no such kernel.
+    """
+    ids = [kernel for kernel in _KERNELS if any(part in kernel for part in parts)]
+    if not ids:
+        raise ValueError(f"no kernel's id contains any of {parts}; kernels() lists them")
+    torch.ops.flash_cute.use_kernels("\n".join(ids))
+    try:
+        yield
+    finally:
+        torch.ops.flash_cute.use_kernels("")

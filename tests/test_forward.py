@@ -206,14 +206,28 @@ def test_logits_at_the_end_of_fp32(make, logit, dtype):
     bounds.check_lse("softmax_lse", lse, oracle.softmax_lse)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("dtype", "value"), [(BF16, 133120.0), (torch.float16, 65504.0)], ids=str)
-def test_huge_inputs(make, dtype, value):
-    inputs = make(Case(seqlen_q=130, seqlen_k=130, dtype=dtype))
+def test_huge_inputs(make, dtype, value, sign):
+    inputs = make(Case(seqlen_q=130, seqlen_k=300, dtype=dtype))
     for x in (inputs.q, inputs.k, inputs.v):
         x.fill_(value)
+    inputs.q[:, 1::2] *= sign  # rows whose scores are all far below 0, beside such far above
     out, _, _, _ = inputs.forward()
     assert out.isfinite().all()
-    bounds.compare("out", out, inputs.v.double(), inputs.v.double() * 2**-8)
+    expected = torch.full_like(out, value, dtype=torch.float64)
+    bounds.compare("out", out, expected, expected * 2**-8)
+
+
+def test_huge_score_after_small_ones(make):
+    """The last key's score is huge, in a tile that forward meets first on CUDA; and the first's."""
+    for key in (0, -1):
+        inputs = make(Case(seqlen_q=130, seqlen_k=300, dtype=BF16))
+        inputs.q.abs_()
+        inputs.k[:, key] = 2.0**30
+        out, _, _, _ = inputs.forward()
+        expected = inputs.v[:, key, None].double().expand(-1, out.shape[1], -1, -1)
+        bounds.compare("out", out, expected, expected.abs() * 2**-8)
 
 
 def test_sharp_softmax(make):

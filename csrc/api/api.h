@@ -3,8 +3,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <string>
-
 namespace flash_cute {
 
 void fwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
@@ -16,8 +14,5 @@ void bwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void varlen_bwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void varlen_bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
-
-// Ids of the kernels in this library, one a line.
-std::string kernels();
 
 }  // namespace flash_cute

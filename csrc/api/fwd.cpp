@@ -70,11 +70,4 @@ void varlen_fwd_out(StableIValue* stack, uint64_t, uint64_t) {
   into(stack, true);
 }
 
-std::string kernels() {
-  std::string ids;
-  for (const auto& kernel : fwd_kernels()) ids += kernel.config.id() + "\n";
-  for (const auto& kernel : bwd_kernels()) ids += kernel.config.id() + "\n";
-  return ids;
-}
-
 }  // namespace flash_cute

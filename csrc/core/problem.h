@@ -46,6 +46,9 @@ struct ScoreRules {
   int drop_below = 0;               // of 65536: probabilities whose random number is below are dropped
   float keep_scale = 1.f;           // 1 / (1 - dropout_p); 0 where everything is dropped
 
+  // Factor that backward's kernels leave out of the gradients of scores, and put into dK and dQ in the end.
+  constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }
+
   Tier tier() const { return softcap > 0.f || alibi != nullptr || rng != nullptr ? Tier::Rich : Tier::Plain; }
 };
 
@@ -80,7 +83,7 @@ struct BwdProblem {
   Statistics softmax_d;  // result: rowsum(dout * out) - dlse
   // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
   Statistics lse_log2;   // lse / ln 2; +inf where a row does not exist or sees no key
-  Statistics row_dot;    // softmax_d, 0 where a row does not exist
+  Statistics row_dot;    // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum;       // [b, h, rows, head_dim of the tile], each block of rows in the order of DqSums
   int* turns;            // [b, h, rows / block_m, warps]: key tiles that have added to a warp's part of a tile of dQ
   float* dsink;          // result, [h]; null without a sink

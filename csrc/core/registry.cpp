@@ -15,8 +15,8 @@ namespace flash_cute {
 #define BWD_KERNEL_Fwd(...)
 #define BWD_KERNEL_Bwd(...) KERNEL_ENTRY(__VA_ARGS__)
 
-const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
-  static const std::vector<Kernel<Op::Fwd>> kernels = {
+static std::vector<Kernel<Op::Fwd>>& all_fwd_kernels() {
+  static std::vector<Kernel<Op::Fwd>> kernels = {
 #define KERNEL(op, ...) FWD_KERNEL_##op(op, __VA_ARGS__)
 #include "kernels_built.def"
 #undef KERNEL
@@ -24,8 +24,8 @@ const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
   return kernels;
 }
 
-const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
-  static const std::vector<Kernel<Op::Bwd>> kernels = {
+static std::vector<Kernel<Op::Bwd>>& all_bwd_kernels() {
+  static std::vector<Kernel<Op::Bwd>> kernels = {
 #define KERNEL(op, ...) BWD_KERNEL_##op(op, __VA_ARGS__)
 #include "kernels_built.def"
 #undef KERNEL
@@ -33,7 +33,17 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
   return kernels;
 }
 
-Refusal refusal(const KernelConfig& config, const FwdProblem& problem, const Device& device) {
+const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
+  return all_fwd_kernels();
+}
+
+const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
+  return all_bwd_kernels();
+}
+
+template <Op op>
+Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Device& device) {
+  const KernelConfig& config = kernel.config;
   return {
       .dtype = config.dtype != problem.dtype,
       .tier = !config.rich() && problem.rules.tier() == Tier::Rich,
@@ -41,6 +51,7 @@ Refusal refusal(const KernelConfig& config, const FwdProblem& problem, const Dev
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
       .gpu = static_cast<int>(config.arch) > device.capability,
       .shared_memory = config.smem_bytes() > device.smem_optin,
+      .set_aside = !kernel.in_use,
   };
 }
 
@@ -55,22 +66,41 @@ std::string explain(const Refusal& refusal) {
   add(refusal.head_dim_v, "a smaller head dim of v");
   add(refusal.gpu, "for newer GPUs");
   add(refusal.shared_memory, "needs more shared memory than the GPU has");
+  add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;
 }
 
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device) {
   for (const Kernel<op>& kernel : kernels) {
-    if (!refusal(kernel.config, problem, device).any()) return kernel;
+    if (!refusal(kernel, problem, device).any()) return kernel;
   }
   std::string message = "flash_cute: no kernel for this call";
   for (const Kernel<op>& kernel : kernels) {
-    message += "\n  " + kernel.config.id() + ": " + explain(refusal(kernel.config, problem, device));
+    message += "\n  " + kernel.config.id() + ": " + explain(refusal(kernel, problem, device));
   }
   throw std::runtime_error(message);
 }
 
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const FwdProblem&, const Device&);
+
+std::string kernels() {
+  std::string ids;
+  for (const auto& kernel : fwd_kernels()) ids += kernel.config.id() + "\n";
+  for (const auto& kernel : bwd_kernels()) ids += kernel.config.id() + "\n";
+  return ids;
+}
+
+void use_kernels(std::string ids) {
+  ids = "\n" + ids + "\n";
+  auto update = [&](auto& kernels) {
+    for (auto& kernel : kernels) {
+      kernel.in_use = ids == "\n\n" || ids.find("\n" + kernel.config.id() + "\n") != std::string::npos;
+    }
+  };
+  update(all_fwd_kernels());
+  update(all_bwd_kernels());
+}
 
 }  // namespace flash_cute

@@ -21,6 +21,7 @@ template <Op op>
 struct Kernel {
   KernelConfig config;
   cudaError_t (*launch)(const Problem<op>&, cudaStream_t);
+  bool in_use = true;
 };
 
 // Kernels of this build, in the order of configs.def.
@@ -29,12 +30,13 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 
 // What keeps a kernel from doing a problem on a device.
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, set_aside;
 
-  bool any() const { return dtype || tier || head_dim || head_dim_v || gpu || shared_memory; }
+  bool any() const { return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || set_aside; }
 };
 
-Refusal refusal(const KernelConfig& config, const FwdProblem& problem, const Device& device);
+template <Op op>
+Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Device& device);
 
 // The reasons in words.
 std::string explain(const Refusal& refusal);
@@ -42,5 +44,12 @@ std::string explain(const Refusal& refusal);
 // The first kernel that can do the problem. Throws std::runtime_error that lists why each one cannot.
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device);
+
+// Ids of all kernels, one a line.
+std::string kernels();
+
+// From now on only kernels with these ids, one a line, are selected; all if there is none. For tests and measurements:
+// must not run beside other calls.
+void use_kernels(std::string ids);
 
 }  // namespace flash_cute

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
-from flash_cute import ops
+from flash_cute import library, ops
 
-# Whole tiles of every width, then columns that do not exist and rows that are not aligned.
-HEAD_DIMS = (
-    (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256),
-    (40, 40), (59, 51),
-)  # fmt: skip
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "tf32x3": torch.float32,
+}
+_ID = re.compile(r"(fwd|bwd)_sm\d+_(\w+)_(plain|rich)_d(\d+)x(\d+)_.*")
 
 
 def rules(heads: int) -> dict[str, Any]:
@@ -49,13 +52,17 @@ def varlen(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) ->
 
 
 def main() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        for dim, dim_v in HEAD_DIMS:
-            for options in ({}, rules(heads=4)):
-                dense(dtype, dim, dim_v, options)
-                varlen(dtype, dim, dim_v, options)
+    for kernel in library.kernels():
+        match = _ID.fullmatch(kernel)
+        assert match is not None
+        op, name, tier, dim, dim_v = match.groups()
+        options = {"allow_tf32": name == "tf32", **(rules(heads=4) if tier == "rich" else {})}
+        with library.only(kernel, "bwd_" if op == "fwd" else "fwd_"):
+            dense(DTYPES[name], int(dim), int(dim_v), options)
+            # Columns that do not exist, and rows that are not aligned.
+            varlen(DTYPES[name], int(dim) - 5, int(dim_v) - 13, options)
     torch.cuda.synchronize()
-    print("every kernel ran")
+    print(f"{len(library.kernels())} kernels ran")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ struct OnlineSoftmax {
   float row_sum[kRows];  // of weights; this thread's columns only, until finish()
   float offset[kRows];  // scale_log2 * row_max at the last raise(), rounded: as every weight and the LSE are taken from
   // the same number, its rounding does not show; before the first raise() less than any score; 0 where `exact`
-  bool exact = false;  // a maximum of this warp was huge: since then scores are taken relative to row_max by raise()
+  bool exact = false;  // a maximum of this warp was huge: since then raise() makes scores relative to row_max
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
     CUTE_UNROLL
@@ -52,26 +52,21 @@ struct OnlineSoftmax {
   // work.
   template <class Scores, class Output>
   CUTE_DEVICE void raise(Scores&& scores, Output&& output) {
-    if (exact) return raise_exactly(scores, output);
-    bool keep = true;
+    float top[kRows];
+    bool keep = !exact;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      top[r] = scores(r, 0);
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      keep &= row_max[r] * scale_log2 <= offset[r] + kSlack;
+      for (int c = 1; c < size<1>(scores); ++c) top[r] = fmaxf(top[r], scores(r, c));
+      keep &= top[r] * scale_log2 <= offset[r] + kSlack;
     }
-    if (__all_sync(0xffffffff, keep)) return;
-    bool huge = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      row_max[r] = quad_max(row_max[r]);
-      const float raised = at_least_finite(row_max[r] * scale_log2);
-      rescale(r, exp2_approx(offset[r] - raised), output);
-      offset[r] = raised;
-      huge |= kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX;
+    if (__all_sync(0xffffffff, keep)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) row_max[r] = fmaxf(row_max[r], top[r]);
+    } else {
+      rescale(top, scores, output);
     }
-    exact = __any_sync(0xffffffff, huge);
-    if (exact) subtract_maxima(scores);
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
@@ -116,28 +111,25 @@ struct OnlineSoftmax {
  private:
   CUTE_DEVICE static float at_least_finite(float x) { return fmaxf(x, -FLT_MAX); }
 
-  template <class Output>
-  CUTE_DEVICE void rescale(int r, float factor, Output&& output) {
-    row_sum[r] *= factor;
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factor;
-  }
-
+  // `top`: maxima of the new scores, this thread's columns only.
   template <class Scores, class Output>
-  CUTE_DEVICE void raise_exactly(Scores&& scores, Output&& output) {
+  CUTE_DEVICE void rescale(const float (&top)[kRows], Scores&& scores, Output&& output) {
+    bool huge = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float before = at_least_finite(row_max[r]);
+      row_max[r] = quad_max(fmaxf(row_max[r], top[r]));
+      const float raised = at_least_finite(row_max[r] * scale_log2);
+      const float fall = exact ? (before - at_least_finite(row_max[r])) * scale_log2 : offset[r] - raised;
+      const float factor = exp2_approx(fall);
+      row_sum[r] *= factor;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      row_max[r] = quad_max(row_max[r]);
-      rescale(r, exp2_approx((before - at_least_finite(row_max[r])) * scale_log2), output);
+      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factor;
+      offset[r] = raised;
+      huge |= kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX;
     }
-    subtract_maxima(scores);
-  }
-
-  template <class Scores>
-  CUTE_DEVICE void subtract_maxima(Scores&& scores) {
+    exact = exact || __any_sync(0xffffffff, huge);
+    if (!exact) return;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       offset[r] = 0.f;

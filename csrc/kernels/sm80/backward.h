@@ -34,6 +34,7 @@ struct BackwardTraits {
   static constexpr int kPartM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
   static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
   static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
+  static constexpr int kTurn = C.block_n / 32;  // tiles of dQ in a turn, found by trying
   static constexpr int kSteps = kPartM / (16 * kAcross);  // of the products for dV and dK that a warp has scores for
   // Registers of a thread: the accumulators of one part of S or dP, those of dQ, and what those of dK and dV leave for
   // others and for operands, found by trying.
@@ -82,12 +83,12 @@ struct BackwardTraits {
 struct KeyTile {
   int index, row, head, batch;
 
-  // Early keys first: under a causal mask they have the most queries. Tiles of several heads take turns, so that tiles
-  // of one head do not all start together, as many as the L2 cache holds the queries of. Where sums are deterministic,
-  // tiles that start together wait for each other, and more heads are worth their misses.
+  // Early keys first: under a causal mask they have the most queries. Tiles of several heads alternate, so that tiles of
+  // one head do not all start together, as many heads as the L2 cache holds the queries of. Where sums are
+  // deterministic, tiles that start together wait for each other, and more heads are worth their misses.
   CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
-    const int heads_together = max(1, (deterministic ? 1024 : 256) / tiles);  // found by trying
+    const int heads_together = deterministic ? block_n / 2 : max(1, 256 / tiles);  // found by trying
     const int first_head = blockIdx.x / (tiles * heads_together) * heads_together;
     const int together = min(heads_together, p.heads_k * p.batch - first_head);
     const int place = blockIdx.x - first_head * tiles;
@@ -108,53 +109,39 @@ struct Step {
   }
 };
 
-// Loads the Q, dO and row statistics of steps, one step after the other.
+// Loads the Q, dO and row statistics of steps. Addresses are computed anew for each step, when registers are free.
 template <KernelConfig C>
 class StepLoader {
  public:
   using Element = typename Mma16816<C.dtype>::Element;
 
-  CUTE_DEVICE StepLoader(const BwdProblem& p, const KeyTile& tile, const SeqInfo& seq, int group,
-                         const TileRange& range)
+  CUTE_DEVICE StepLoader(const BwdProblem& p, const KeyTile& tile, const SeqInfo& seq, int group)
       : p_(p),
         tile_(tile),
         group_(group),
         offset_(seq.q.offset),
-        range_(range),
-        queries_(seeing_queries(seq, p.fwd.band, tile.row, C.block_n)),
-        q_(first_vector(p.fwd.q, atom_columns(C.head_dim))),
-        dout_(first_vector(p.dout, atom_columns(C.head_dim_v))) {
+        queries_(seeing_queries(seq, p.fwd.band, tile.row, C.block_n)) {
     if (p.fwd.q.vectors && p.dout.vectors && p.fwd.head_dim == C.head_dim && p.fwd.head_dim_v == C.head_dim_v) {
       whole_begin_ = detail::ceil_div(queries_.first, C.block_m);
       whole_end_ = detail::floor_div(queries_.last, C.block_m);
     }
-    const Statistics& from = threadIdx.x < kVectors ? p.lse_log2 : p.row_dot;
-    statistics_ = from.ptr + first_padded_row(p, C.block_m, tile.batch, tile.head * group, offset_) +
-                  (range.end - 1) * C.block_m + threadIdx.x % kVectors * 4;
   }
 
-  // Starts to load a step, which is the one after that of the last call, into a stage. One past the last leaves an
-  // empty group.
+  // Starts to load a step into a stage. One past the last leaves an empty group.
   template <class Storage>
-  CUTE_DEVICE void load(Step step, Storage& storage, int stage) {
+  CUTE_DEVICE void load(Step step, Storage& storage, int stage) const {
     if (step.head < group_) {
-      if (whole_begin_ <= step.m && step.m < whole_end_) {
-        copy<C.head_dim>(storage.q[stage], q_, p_.fwd.q.row);
-        copy<C.head_dim_v>(storage.dout[stage], dout_, p_.dout.row);
-      } else {
-        copy_parts<C.head_dim>(storage.q[stage], q_, p_.fwd.q, step.m * C.block_m, p_.fwd.head_dim);
-        copy_parts<C.head_dim_v>(storage.dout[stage], dout_, p_.dout, step.m * C.block_m, p_.fwd.head_dim_v);
-      }
+      const int head = tile_.head * group_ + step.head, row = step.m * C.block_m;
+      const bool whole = whole_begin_ <= step.m && step.m < whole_end_;
+      copy<C.head_dim>(storage.q[stage], p_.fwd.q, head, row, p_.fwd.head_dim, whole);
+      copy<C.head_dim_v>(storage.dout[stage], p_.dout, head, row, p_.fwd.head_dim_v, whole);
       if (threadIdx.x < 2 * kVectors) {
-        float* to = threadIdx.x < kVectors ? storage.lse_log2[stage] : storage.row_dot[stage];
-        cp_async_16(cast_smem_ptr_to_uint(to + threadIdx.x % kVectors * 4), statistics_, 16);
+        const bool first = threadIdx.x < kVectors;
+        const int vector = threadIdx.x % kVectors * 4;
+        const float* from = (first ? p_.lse_log2 : p_.row_dot).ptr +
+                            first_padded_row(p_, C.block_m, tile_.batch, head, offset_) + row + vector;
+        cp_async_16(cast_smem_ptr_to_uint((first ? storage.lse_log2 : storage.row_dot)[stage] + vector), from, 16);
       }
-      // On to the next step, as Step::next().
-      const bool same_head = step.m > range_.begin;
-      const int rows = same_head ? -C.block_m : (range_.end - 1 - range_.begin) * C.block_m;
-      q_ += rows * p_.fwd.q.row + (same_head ? 0 : p_.fwd.q.head);
-      dout_ += rows * p_.dout.row + (same_head ? 0 : p_.dout.head);
-      statistics_ += rows + (same_head ? 0 : p_.lse_log2.head);
     }
     cp_async_fence();
   }
@@ -163,68 +150,59 @@ class StepLoader {
   static constexpr int kVectors = C.block_m / 4;
   static_assert(2 * kVectors <= C.threads());
 
-  // This thread's first vector of the first step, and how it copies a tile that is there whole: as TileCopy, without
-  // its questions.
-  CUTE_DEVICE const Element* first_vector(const Matrices& m, int atom) const {
-    const int across = atom / kVector;
-    return static_cast<const Element*>(m.ptr) + tile_.batch * m.batch + tile_.head * group_ * m.head +
-           (offset_ + (range_.end - 1) * C.block_m + int(threadIdx.x) / across) * m.row +
-           int(threadIdx.x) % across * kVector;
-  }
+  // As TileCopy, with its question whether the tile is there whole answered.
   template <int kCols>
-  CUTE_DEVICE static void copy(Element* shared, const Element* from, int64_t stride) {
+  CUTE_DEVICE void copy(Element* shared, const Matrices& m, int head, int row, int cols, bool whole) const {
     using T = TileThreads<C.threads(), C.block_m, kCols>;
+    const int my_row = T::row(threadIdx.x), my_col = T::col(threadIdx.x);
+    const uint32_t to = cast_smem_ptr_to_uint(shared + SharedLayout<C.block_m, kCols>{}(my_row, my_col));
+    const Element* from = static_cast<const Element*>(m.ptr) + tile_.batch * m.batch + head * m.head +
+                          (offset_ + row + my_row) * m.row + my_col;
+    if (!whole) {
+      load_parts<Element, C.threads(), C.block_m, kCols>(to, from, m.row, m.vectors, row, queries_, cols, threadIdx.x);
+      return;
+    }
     CUTE_UNROLL
     for (int i = 0; i < C.block_m / T::kDown; ++i) {
       CUTE_UNROLL
       for (int j = 0; j < kCols / T::kAtom; ++j) {
-        cp_async_16(cast_smem_ptr_to_uint(mine<kCols>(shared) + T::distance(i, j)), from + j * T::kAtom, 16);
+        cp_async_16(to + T::distance(i, j) * int(sizeof(Element)), from + j * T::kAtom, 16);
       }
-      from += T::kDown * stride;
+      from += T::kDown * m.row;
     }
-  }
-  template <int kCols>
-  CUTE_DEVICE void copy_parts(Element* shared, const Element* from, const Matrices& m, int row, int cols) const {
-    load_parts<Element, C.threads(), C.block_m, kCols>(cast_smem_ptr_to_uint(mine<kCols>(shared)), from, m.row,
-                                                       m.vectors, row, queries_, cols, threadIdx.x);
-  }
-  template <int kCols>
-  CUTE_DEVICE static Element* mine(Element* shared) {
-    using T = TileThreads<C.threads(), C.block_m, kCols>;
-    return shared + SharedLayout<C.block_m, kCols>{}(T::row(threadIdx.x), T::col(threadIdx.x));
   }
 
   const BwdProblem& p_;
   const KeyTile& tile_;
   int group_;
   int64_t offset_;
-  TileRange range_;
   RowSpan queries_;
-  const Element* q_;  // this thread's first vectors of the step that comes next
-  const Element* dout_;
-  const float* statistics_;
   int whole_begin_ = 0, whole_end_ = 0;  // query tiles that are there whole, with all columns
 };
 
-// The order in which key tiles add to a tile of dQ, where it has to be the same every time: ascending. Each warp of a
-// CTA waits for the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger
-// index: one of them always goes on.
+// The order in which key tiles add to dQ, where it has to be the same every time: ascending. A turn is a warp's part of
+// kTurn tiles of dQ one after the other: passing it on is a fence for all that the warp has under way, but the longer
+// turns are, the further apart are the tiles that queries in the L2 cache have to last for. Each warp of a CTA waits for
+// the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger index: one of
+// them always goes on.
 class Turn {
  public:
-  // Asks how many key tiles have added to this warp's part of a query tile, whose counter this is.
-  CUTE_DEVICE void ask(int* counter) {
+  // Begins the turn with this counter of the key tiles that have had it, if it has not begun, and ends the one before.
+  CUTE_DEVICE void begin(int* counter) {
+    if (counter == counter_) return;
+    end();
     counter_ = counter;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done_) : "l"(counter) : "memory");
+    ask();
   }
 
-  // Waits until all before this one have. Nothing that they wrote is read, and no reduction is done before the branch
-  // that leads to it, so nothing has to be acquired.
+  // Waits until all key tiles before have had the turn. Nothing that they wrote is read, and no reduction is done before
+  // the branch that leads to it, so nothing has to be acquired.
   CUTE_DEVICE void wait(int tiles_before) {
-    while (done_ < tiles_before) ask(counter_);
+    while (done_ < tiles_before) ask();
   }
 
-  // Lets the next one add, if this warp had a turn. Best some time after it has added: additions are waited for.
-  CUTE_DEVICE void pass() const {
+  // Lets the next key tile have the turn. Best some time after the last addition: additions are waited for.
+  CUTE_DEVICE void end() const {
     __syncwarp();
     if (counter_ != nullptr && threadIdx.x % 32 == 0) {
       asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory");
@@ -232,6 +210,10 @@ class Turn {
   }
 
  private:
+  CUTE_DEVICE void ask() {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done_) : "l"(counter_) : "memory");
+  }
+
   int* counter_ = nullptr;
   int done_ = 0;
 };
@@ -260,7 +242,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   TileCopy<Element, kThreads, C.block_n, C.head_dim_v>(p.fwd.v, tile.batch, tile.head, seq.k.offset, tile.row, keys,
                                                        p.fwd.head_dim_v, storage.v, thread)
       .load();
-  StepLoader<C> loader(p, tile, seq, group, range);
+  const StepLoader<C> loader(p, tile, seq, group);
   auto load_step = [&](Step step, int stage) { loader.load(step, storage, stage); };
   Step step{range.empty() ? group : 0, range.end - 1};
   load_step(step, 0);  // commits K and V too
@@ -296,10 +278,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     cp_async_wait<0>();
     __syncthreads();
     const int64_t dq_row = padded_row + step.head * p.lse_log2.head + step.m * C.block_m;
-    if (p.deterministic) {
-      if constexpr (T::kWholeKeys) turn.pass();
-      turn.ask(p.turns + dq_row / C.block_m * C.warps + warp);
-    }
+    const int first_of_turn = step.m / T::kTurn * T::kTurn;
+    auto begin_turn = [&] {
+      if (p.deterministic) turn.begin(p.turns + (dq_row / C.block_m - step.m + first_of_turn) * C.warps + warp);
+    };
+    if constexpr (T::kWholeKeys) begin_turn();
     if constexpr (C.stages == 2) load_step(step.next(range), 1 - stage);
 
     CUTE_UNROLL
@@ -324,13 +307,15 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       product<T::kRoom - T::kScores, T::kAcross>(mma, tKrdK, RegisterOperand{adS}, qt.at(q_part).from(first));
     }
 
+    if constexpr (!T::kWholeKeys) begin_turn();
     // After this barrier all of dS and P is in shared memory.
     __syncthreads();
     auto tQrdQ = T::Dq::accumulator();  // (MMA,MMA_M,MMA_D)
     clear(tQrdQ);
     product<T::kRoom - T::kDq>(mma, tQrdQ, ds_t, kt);
     if (p.deterministic) {
-      turn.wait(tile.index - key_tiles(seq, p.fwd.band, step.m * C.block_m, C.block_m, C.block_n).begin);
+      const int rows = T::kTurn * C.block_m;
+      turn.wait(tile.index - key_tiles(seq, p.fwd.band, first_of_turn * C.block_m, rows, C.block_n).begin);
     }
     DqSums<C>(p, dq_row).add(tQrdQ);
     // What P and dS of other warps add to dV and dK.
@@ -340,7 +325,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       product<T::kRoom, T::kAcross>(mma, tVrdV, ds.at(kPBytes).from(first), dout_t.at(dout_bytes).from(first));
       product<T::kRoom, T::kAcross>(mma, tKrdK, ds.from(first), qt.at(q_bytes).from(first));
     }
-    if (!T::kWholeKeys && p.deterministic) turn.pass();
     if constexpr (C.stages == 1) {
       // After this barrier nobody still reads the step's Q and dO.
       __syncthreads();
@@ -353,11 +337,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   if constexpr (C.rich()) {
     CUTE_UNROLL
     for (int i = 0; i < size(tVrdV); ++i) tVrdV(i) *= p.fwd.rules.keep_scale;
+    CUTE_UNROLL
+    for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= p.fwd.rules.gradient_scale();
   }
   // After this barrier nobody still reads K and V.
   cp_async_wait<0>();
   __syncthreads();
-  if (T::kWholeKeys && p.deterministic) turn.pass();
+  if (p.deterministic) turn.end();
   typename T::ResultK(storage.k, warp).store(tKrdK);
   typename T::ResultV(storage.v, warp).store(tVrdV);
   // After this barrier all of dK and dV is in shared memory.

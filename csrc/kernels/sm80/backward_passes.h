@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(C.threads()) backward_prepare(const __grid_con
     if (exists && p.dlse.ptr != nullptr) dot -= *at(p.dlse);
     if (exists) *at(p.softmax_d) = dot;
     p.lse_log2.ptr[tile.padded_row + row] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-    p.row_dot.ptr[tile.padded_row + row] = dot;
+    p.row_dot.ptr[tile.padded_row + row] = dot / p.fwd.rules.gradient_scale();
   }
 }
 
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(C.threads()) backward_finish(const __grid_cons
   auto tQrdQ = T::accumulator();  // (MMA,MMA_M,MMA_D)
   DqSums<C>(p, tile.padded_row).load(tQrdQ);
   CUTE_UNROLL
-  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale;
+  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
   typename T::Result(shared, threadIdx.x / 32).store(tQrdQ);
   // After this barrier all of dQ's tile is in shared memory.
   __syncthreads();

@@ -1,5 +1,5 @@
-// Matrix products of backward: as gemm() and gemm_registers(), but over some of the steps, and further ahead of the
-// tensor cores.
+// Matrix products of backward: as gemm_registers(), but with both operands in shared memory, over some of the steps, and
+// further ahead of the tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -25,11 +25,7 @@ struct StagedOperand {
   uint32_t tile_bytes;  // shared address of the tile, the same in all lanes, and so kept apart
 
   CUTE_DEVICE StagedOperand(const Element* tile, uint32_t warp) : tile_bytes(cast_smem_ptr_to_uint(tile)) {
-    // ldmatrix fills four 8x8 matrices. A takes them down the outer dimension first, B along K first.
-    constexpr bool kDownFirst = (kSide == Side::A) != kTransposed;
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
-    const uint32_t col = (kDownFirst ? lane / 16 : lane / 8 % 2) * 8;
+    const auto [row, col] = lane_place<kSide, kTransposed>();
     if constexpr (kTransposed) {
       lane_bytes = SharedLayout<kRows, kCols>{}(row, col + OfWarp::first(warp)) * sizeof(Element);
     } else {
@@ -68,16 +64,7 @@ struct StagedOperand {
       const int row = kTransposed ? 16 * k : OfWarp::offset(i), col = kTransposed ? OfWarp::offset(i) : 16 * k;
       const uint32_t address = (lane_bytes ^ (col % kAtom * sizeof(Element))) + tile_bytes +
                                (col / kAtom * kRows + row) * kAtom * sizeof(Element);
-      uint32_t* r = &registers(4 * i);
-      if constexpr (kTransposed) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(address));
-      } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(address));
-      }
+      ldmatrix<kTransposed>(&registers(4 * i), address);
     }
   }
 };

@@ -48,16 +48,34 @@ class ScoreGradients {
  private:
   template <class Scores>
   CUTE_DEVICE void plain(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot) const {
-    const float scale_log2 = p_.softmax_scale * kLog2e;
+    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
+    subtract(dp, row_dot);
+    CUTE_UNROLL
+    for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(Scores& s, const float* lse_log2, float scale_log2) const {
     CUTE_UNROLL
     for (int c = 0; c < size<1>(s); c += 2) {
-      const float2 lse = pair(lse_log2, c), dot = pair(row_dot, c);
+      const float2 lse = pair(lse_log2, c);
       CUTE_UNROLL
       for (int r = 0; r < size<0>(s); ++r) {
         s(r, c) = exp2_approx(s(r, c) * scale_log2 - lse.x);
         s(r, c + 1) = exp2_approx(s(r, c + 1) * scale_log2 - lse.y);
-        dp(r, c) = s(r, c) * (dp(r, c) - dot.x);
-        dp(r, c + 1) = s(r, c + 1) * (dp(r, c + 1) - dot.y);
+      }
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void subtract(Scores& dp, const float* row_dot) const {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(dp); c += 2) {
+      const float2 dot = pair(row_dot, c);
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(dp); ++r) {
+        dp(r, c) -= dot.x;
+        dp(r, c + 1) -= dot.y;
       }
     }
   }
@@ -67,35 +85,26 @@ class ScoreGradients {
     return *reinterpret_cast<const float2*>(statistic + place_.query + Place::across(c));
   }
 
-  // As plain(), with each rule in a pass of its own: where it is off, it costs a branch.
+  // As plain(), with each rule in a pass of its own: where it is off, it costs a branch. With dropout, dS lacks
+  // the factor gradient_scale().
   template <class Scores>
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
                          int query) const {
     const ScoreRules& rules = p_.rules;
-    uint32_t kept = ~0u;
-    if (rules.rng != nullptr) {
-      kept = kept_bits(s, head, query);
-      CUTE_UNROLL
-      for (int i = 0; i < size(dp); ++i) dp(i) = kept >> i & 1 ? dp(i) * rules.keep_scale : 0.f;
-    }
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(s); c += 2) {
-      const float2 dot = pair(row_dot, c);
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(s); ++r) {
-        dp(r, c) -= dot.x;
-        dp(r, c + 1) -= dot.y;
-      }
-    }
+    const bool capped = rules.softcap > 0.f, drops = rules.rng != nullptr;
     float scale = p_.softmax_scale;  // of scores
-    if (const float cap = rules.softcap; cap > 0.f) {
-      const float inner = scale / cap;
-      scale = cap;
+    if (capped) {
+      if (drops) each(s, head, query, [&](int r, int c, bool keep) { dp(r, c) = keep ? dp(r, c) : 0.f; });
+      subtract(dp, row_dot);
+      const float inner = scale / rules.softcap;
+      scale = rules.softcap;
       CUTE_UNROLL
       for (int i = 0; i < size(s); ++i) {
         s(i) = tanh_of(s(i) * inner);
         dp(i) *= 1.f - s(i) * s(i);
       }
+    } else if (!drops) {
+      subtract(dp, row_dot);
     }
     if (const float slope = slope_of(rules, batch_, head); slope != 0.f) {
       const float distance = float(query + shift_ - key_);
@@ -108,34 +117,26 @@ class ScoreGradients {
       }
       scale = 1.f;
     }
-    const float scale_log2 = scale * kLog2e;
+    exponentiate(s, lse_log2, scale * kLog2e);
+    if (drops && !capped) {
+      each(s, head, query, [&](int r, int c, bool keep) {
+        const float lost = s(r, c) * row_dot[place_.query + Place::across(c)];
+        s(r, c) = keep ? s(r, c) : 0.f;
+        dp(r, c) = s(r, c) * dp(r, c) - lost;
+      });
+      return;
+    }
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(s); c += 2) {
-      const float2 lse = pair(lse_log2, c);
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(s); ++r) {
-        s(r, c) = exp2_approx(s(r, c) * scale_log2 - lse.x);
-        s(r, c + 1) = exp2_approx(s(r, c + 1) * scale_log2 - lse.y);
-        dp(r, c) *= s(r, c);
-        dp(r, c + 1) *= s(r, c + 1);
-      }
-    }
-    if (rules.rng != nullptr) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(s); ++i) s(i) = kept >> i & 1 ? s(i) : 0.f;
-    }
+    for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
+    if (drops) each(s, head, query, [&](int r, int c, bool keep) { s(r, c) = keep ? s(r, c) : 0.f; });
   }
 
-  // Whether dropout keeps each of this thread's elements.
-  template <class Scores>
-  CUTE_DEVICE uint32_t kept_bits(const Scores& s, int head, int query) const {
-    static_assert(decltype(size(s))::value <= 32);
+  // f(r, c, keep) for this thread's elements, as dropout says.
+  template <class Scores, class F>
+  CUTE_DEVICE void each(const Scores& s, int head, int query, F f) const {
     const Dropout dropout(p_.rules, int64_t(batch_) * p_.heads + head);
-    uint32_t kept = 0;
     each_kept<true, decltype(size<0>(s))::value, decltype(size<1>(s))::value>(
-        dropout, [&](int r) { return key_ + Place::down(r); }, [&](int c) { return query + Place::across(c); },
-        [&](int r, int c, bool keep) { kept |= uint32_t(keep) << (c * decltype(size<0>(s))::value + r); });
-    return kept;
+        dropout, [&](int r) { return key_ + Place::down(r); }, [&](int c) { return query + Place::across(c); }, f);
   }
 
   // Hidden elements are selected away: hidden keys and values may hold anything.

@@ -29,8 +29,13 @@ struct ForwardTraits {
     alignas(128) Element k[C.stages][C.block_n * C.head_dim];
     alignas(128) Element v[C.stages][C.block_n * C.head_dim_v];
   };
-  // Where a warp has 16 rows, reading Q again for every key tile would be as much as reading the half of K.
-  static constexpr bool kQueryInRegisters = C.block_m == 16 * C.warps && C.head_dim < 256;
+  // Steps of Q that stay in registers: as many as the accumulators leave room for, found by trying. The others are read
+  // again for each tile of keys, into two slots by turns.
+  static constexpr int kPieces = C.block_m / (16 * C.warps), kSteps = C.head_dim / 16;
+  static constexpr int kRoom = (kPieces == 1 ? 180 : 160) - C.block_m * (C.head_dim_v + C.block_n) / C.threads();
+  static constexpr int kKept = std::clamp(kRoom / (4 * kPieces), 0, kSteps);
+  static constexpr int kSlots = kKept == kSteps ? kSteps : kKept + 2;
+  static constexpr int slot(int step) { return step < kKept ? step : kKept + (step - kKept) % 2; }
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
@@ -135,13 +140,18 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   const Dropout dropout(p.rules, int64_t(tile.batch) * p.heads + tile.head);
   const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
 
-  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<C.head_dim / 16>>{});  // (MMA,MMA_M,K)
-  if constexpr (T::kQueryInRegisters) {
+  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<T::kPieces>, Int<T::kSlots>>{});  // (MMA,MMA_M,slot)
+  auto read_q = [&](int step) {
+    Tensor words = recast<uint32_t>(rQ);
+    CUTE_UNROLL
+    for (int i = 0; i < T::kPieces; ++i) q.load(&words(0, i, T::slot(step)), step, i);
+  };
+  if constexpr (T::kKept > 0) {
     // After this barrier Q is visible to all.
     cp_async_wait<0>();
     __syncthreads();
     CUTE_UNROLL
-    for (int step = 0; step < size<2>(rQ); ++step) q.load(&recast<uint32_t>(rQ)(0, 0, step), step, 0);
+    for (int step = 0; step < T::kKept; ++step) read_q(step);
   }
 
   int stage = 0;
@@ -162,11 +172,12 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     }
     cp_async_fence();
     const auto k_n = k.at(stage * int(sizeof(storage.k[0])));
-    if constexpr (T::kQueryInRegisters) {
-      gemm_registers(mma, tSrS, [&](int step) { return rQ(_, _, step); }, k_n);
-    } else {
-      gemm(mma, tSrS, q, k_n);
-    }
+    if constexpr (T::kKept == 0) read_q(0);
+    auto query = [&](int step) {
+      if (T::kKept <= step + 1 && step + 1 < T::kSteps) read_q(step + 1);
+      return rQ(_, _, T::slot(step));
+    };
+    gemm_registers(mma, tSrS, query, k_n);
     if constexpr (C.rich()) {
       apply_rules(scores, at, p, slope, tile.row + seq.shift(), n * C.block_n);
     } else {

@@ -4,6 +4,8 @@
 #include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
 
+#include <utility>
+
 #include "core/config.h"
 #include "kernels/common/fragment.h"
 #include "kernels/sm80/tile_io.h"
@@ -54,6 +56,29 @@ CUTE_DEVICE auto make_accumulator() {
 
 enum class Side { A, B };
 
+// Four 8x8 matrices of 16-bit elements from shared memory, a row of one of them at each lane's address.
+template <bool kTransposed>
+CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+  }
+}
+
+// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four matrices down the
+// outer dimension first, B along K first.
+template <Side kSide, bool kTransposed>
+CUTE_DEVICE std::pair<uint32_t, uint32_t> lane_place() {
+  constexpr bool kDownFirst = (kSide == Side::A) != kTransposed;
+  const uint32_t lane = threadIdx.x % 32;
+  return {kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8, (kDownFirst ? lane / 16 : lane / 8 % 2) * 8};
+}
+
 // One operand of a product, (kOuter,K) in pieces of 16 x 16, in a shared tile of SharedLayout<kRows, kCols>: its rows
 // are the outer dimension, which kWarps warps share, or K where it is kTransposed.
 //
@@ -71,11 +96,7 @@ struct SharedOperand {
   uint32_t first;  // shared address of this lane's vector of the first piece
 
   CUTE_DEVICE SharedOperand(const Element* tile, int warp) {
-    // ldmatrix fills four 8x8 matrices. A takes them down the outer dimension first, B along K first.
-    constexpr bool kDownFirst = (kSide == Side::A) != kTransposed;
-    const int lane = threadIdx.x % 32;
-    const int row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
-    const int col = (kDownFirst ? lane / 16 : lane / 8 % 2) * 8;
+    const auto [row, col] = lane_place<kSide, kTransposed>();
     const int row_of_warp = kTransposed ? 0 : OfWarp::first(warp), col_of_warp = kTransposed ? OfWarp::first(warp) : 0;
     first = kept(cast_smem_ptr_to_uint(tile + SharedLayout<kRows, kCols>{}(row + row_of_warp, col + col_of_warp)));
   }
@@ -92,15 +113,7 @@ struct SharedOperand {
     const int row = kTransposed ? 16 * k : OfWarp::offset(i), col = kTransposed ? OfWarp::offset(i) : 16 * k;
     const uint32_t address =
         (first ^ (col % kAtom * sizeof(Element))) + (col / kAtom * kRows + row) * kAtom * sizeof(Element);
-    if constexpr (kTransposed) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                   : "r"(address));
-    } else {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                   : "r"(address));
-    }
+    ldmatrix<kTransposed>(r, address);
   }
 };
 
@@ -129,24 +142,6 @@ CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const B& 
       }
     }
   }
-}
-
-// acc += A B^T with both operands in shared memory.
-template <class Mma, class Accumulator, class A, class B>
-CUTE_DEVICE void gemm(const Mma& mma, Accumulator& acc, const A& a, const B& b) {
-  static_assert(A::kSteps == B::kSteps);
-  Tensor rA = make_tensor<typename A::Element>(Shape<Shape<_2, _2, _2>, Int<A::kPieces>, _2>{});  // (MMA,MMA_M,slot)
-  Tensor words = recast<uint32_t>(rA);
-  auto load = [&](int k) {
-    CUTE_UNROLL
-    for (int i = 0; i < A::kPieces; ++i) a.load(&words(0, i, k % 2), k, i);
-  };
-  load(0);
-  auto step = [&](int k) {
-    if (k + 1 < A::kSteps) load(k + 1);
-    return rA(_, _, k % 2);
-  };
-  gemm_registers(mma, acc, step, b);
 }
 
 // This thread's part of an accumulator (kRows,kCols), which kDown x kAcross warps share, on its way to a shared tile of
