@@ -93,12 +93,12 @@ struct OnlineSoftmax {
       row_sum[r] = quad_sum(row_sum[r]);
       if (exact) offset[r] = at_least_finite(row_max[r] * scale_log2);
       const float top = fmaxf(offset[r], sink * kLog2e);
-      const float weight = exp2_approx(offset[r] - top);
-      const float total = row_sum[r] * weight + exp2_approx(sink * kLog2e - top);
-      const float inverse = total == 0.f ? 0.f : factor * weight / total;
+      const float half = exp2_approx((offset[r] - top) * 0.5f);  // its square may be too small for a float
+      const float total = row_sum[r] * half * half + exp2_approx(sink * kLog2e - top);
+      const float inverse = total == 0.f ? 0.f : factor * half / total;
       lse[r] = total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= inverse;
+      for (int c = 0; c < size<1>(output); ++c) output(r, c) = output(r, c) * half * inverse;
     }
     return lse;
   }
