@@ -38,8 +38,11 @@ class Session:
 
 def prepare(
     candidate: Candidate, case: Case, x: Inputs, direction: str, truths: list[Truth]
-) -> tuple[dict[str, Any], Work | None]:
-    """A candidate's entry in the report after one checked call, and the work to time if right."""
+) -> tuple[dict[str, Any], list[Work]]:
+    """A candidate's entry in the report after one checked call, and the work to time if right.
+
+    For a case with a feature, the same case without it is the second work.
+    """
     try:
         _poison(x)
         make = candidate.forward if direction == "fwd" else candidate.backward
@@ -49,12 +52,15 @@ def prepare(
         names = ("out",) if direction == "fwd" else _GRADIENTS
         named = dict(zip(names, results, strict=True))
         errors, fault = check(case, named, truths if work.comparable else None)
+        works = [work]
+        if case.feature:
+            works.append(make(replace(case, feature=""), replace(x, options={})))
     except NotImplementedError as error:
-        return {"status": "unsupported", "message": describe(error)}, None
+        return {"status": "unsupported", "message": describe(error)}, []
     except Exception as error:
-        return {"status": "failed", "message": describe(error)}, None
+        return {"status": "failed", "message": describe(error)}, []
     entry = {"status": "wrong" if fault else "ok", "message": fault, "error": errors}
-    return entry, None if fault else work
+    return entry, [] if fault else works
 
 
 def _poison(x: Inputs) -> None:
@@ -74,14 +80,9 @@ def measure(
     """
     entries: dict[str, dict[str, Any]] = {}
     works: dict[str, Work] = {}
-    plain_case, plain = replace(case, feature=""), replace(x, options={})
     for name, candidate in session.candidates.items():
-        entries[name], work = prepare(candidate, case, x, direction, truths)
-        if work is not None:
-            works[name] = work
-        if work is not None and case.feature:
-            make = candidate.forward if direction == "fwd" else candidate.backward
-            works[name + _WITHOUT] = make(plain_case, plain)
+        entries[name], prepared = prepare(candidate, case, x, direction, truths)
+        works.update(zip((name, name + _WITHOUT), prepared, strict=False))
     measured = timing.interleave(
         works, session.rounds, session.round_ms, session.device, session.monitor
     )

@@ -1,5 +1,5 @@
-# Groups the rows of csrc/configs.def into translation units, one for each (op, arch, tier, head dims): the first kernel of
-# a unit costs most of the time to compile, further ones little.
+# Groups the rows of csrc/configs.def into translation units, one for each (op, arch, 16 bits or fp32, tier, head dims):
+# the first kernel of a unit costs most of the time to compile, further ones little.
 
 set(FLASH_CUTE_ROWS ".*" CACHE STRING "regular expression: only rows of configs.def that match are built")
 set(FLASH_CUTE_GENERATED "${CMAKE_BINARY_DIR}/generated")

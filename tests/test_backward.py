@@ -10,6 +10,7 @@ import torch
 
 from flash_cute.testing import bounds, memory
 from flash_cute.testing.cases import LAYOUTS, Case, Inputs, make_inputs
+from flash_cute.testing.verify import verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DIMS = (1, 7, 8, 40, 59, 64, 72, 80, 96, 104, 111, 128)
@@ -285,3 +286,9 @@ def test_long_rows_of_dout(cuda):
     for name in "kv":
         bounds.check_same_bits(f"d{name}", got[name], expected[name])
     bounds.check_gradients(got, inputs, inputs.forward()[0])
+
+
+@pytest.mark.parametrize("dropout_p", [2.0**-18, 1 - 2.0**-18, 1.0])
+def test_dropout_of_nothing_and_of_everything(make, dropout_p):
+    inputs = make(Case(seqlen_q=65, seqlen_k=70, dropout_p=dropout_p, dtype=torch.float16))
+    verify(inputs, with_dlse=True)

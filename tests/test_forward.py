@@ -230,6 +230,20 @@ def test_huge_score_after_small_ones(make):
         bounds.compare("out", out, expected, expected.abs() * 2**-8)
 
 
+def test_row_beside_one_that_becomes_huge(make):
+    """Both rows in one warp on CUDA, whose maxima are then taken exactly from some tile on."""
+    inputs = make(Case(seqlen_q=16, seqlen_k=300, softmax_scale=1.0, dtype=BF16))
+    inputs.q.zero_()
+    inputs.k.zero_()
+    inputs.q[:, :, :, :2] = 1.0
+    inputs.q[:, 5, :, :3] = torch.tensor([0.0, 0.0, 2.0**20], dtype=BF16)
+    inputs.k[..., 0] = 2.0**22
+    inputs.k[:, :100, :, 1] = 2.0
+    inputs.k[:, :40, :, 2] = 2.0**10
+    out, lse, _, _ = inputs.forward()
+    bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
+
+
 def test_sharp_softmax(make):
     check(make(Case(seqlen_q=130, seqlen_k=260, spread=30.0, dtype=BF16)))
 

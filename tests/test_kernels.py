@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 from flash_cute import library
 from flash_cute.testing.cases import Case, make_inputs
+from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 KERNELS = [kernel for kernel in library.kernels() if "_tf32" not in kernel]
 RICH = {"softcap": 20.0, "alibi": "batch", "dropout_p": 0.2}
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel(cuda, kernel):
-    match = re.fullmatch(r"(fwd|bwd)_sm\d+_(\w+)_(plain|rich)_d(\d+)x(\d+)_.*", kernel)
-    assert match is not None
-    op, dtype, tier, dim, dim_v = match.groups()
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel(cuda, name):
+    kernel = parse(name)
     case = Case(
-        heads=4, heads_k=2, seqlen_q=200, seqlen_k=333, is_causal=True, dim=int(dim),
-        dim_v=int(dim_v), dtype=DTYPES[dtype], **(RICH if tier == "rich" else {}),
+        heads=4, heads_k=2, seqlen_q=200, seqlen_k=333, is_causal=True, dim=kernel.dim,
+        dim_v=kernel.dim_v, dtype=kernel.dtype, **(RICH if kernel.tier == "rich" else {}),
     )  # fmt: skip
     inputs = make_inputs(case, cuda)
-    with library.only(kernel, "bwd_" if op == "fwd" else "fwd_"):
+    with library.only(name, f"{kernel.other_op}_"):
         for deterministic in (False, True):
             verify(inputs, deterministic=deterministic)
+
+
+def test_ids_say_what_a_kernel_is():
+    kernel = parse("bwd_sm80_tf32x3_rich_d192x128_m16_n64_s2_w4_c1")
+    assert kernel == ("bwd", "tf32x3", "rich", 192, 128)
+    assert (kernel.dtype, kernel.other_op) == (torch.float32, "fwd")
+    with pytest.raises(ValueError, match="no kernel's id"):
+        parse("bwd_sm80_d64")
 
 
 def test_no_kernel_of_that_name():

@@ -106,3 +106,18 @@ def test_out_overload_refuses_gradients(device):
     arguments["softmax_lse"] = torch.empty(2, 4, 8, device=device)
     with pytest.raises(RuntimeError, match="out"):
         torch.ops.flash_cute.fwd.out(**arguments)
+
+
+def test_more_tiles_than_a_grid_holds(cuda):
+    """The rows outside of the one sequence stay as they were too."""
+    q, out = (torch.full((4, 2048, 32), x, device=cuda, dtype=BF16) for x in (1.0, NAN))
+    lse = torch.full((2048, 4), NAN, device=cuda)
+    offsets = torch.tensor([1, 3], device=cuda, dtype=INT32)
+    lengths = (offsets, offsets, 2**28, 2**28)
+    with pytest.raises(RuntimeError, match="invalid configuration"):
+        torch.ops.flash_cute.varlen_fwd.out(q, q, q, *lengths, out=out, softmax_lse=lse)
+    assert out.isnan().all() and lse.isnan().all()
+    grads = {x: out.clone() for x in ("dq", "dk", "dv")}
+    with pytest.raises(RuntimeError, match="invalid configuration"):
+        torch.ops.flash_cute.varlen_bwd.out(q, q, q, q, q, lse, *lengths, **grads)
+    assert all(x.isnan().all() for x in grads.values())

@@ -59,7 +59,7 @@ ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
              "rng must be a contiguous int64 (2,)");
     rules.drop_below = static_cast<int>(std::nearbyint(score.dropout_p * 65536));
     if (rules.drop_below > 0) rules.rng = static_cast<const int64_t*>(rng.ptr);
-    rules.keep_scale = score.dropout_p < 1 ? static_cast<float>(1 / (1 - score.dropout_p)) : 0.f;
+    rules.keep_scale = rules.drop_below < 65536 ? static_cast<float>(1 / (1 - score.dropout_p)) : 0.f;
   }
   return rules;
 }

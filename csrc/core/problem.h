@@ -49,7 +49,7 @@ struct ScoreRules {
   // Factor that backward's kernels leave out of the gradients of scores, and put into dK and dQ in the end.
   constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }
 
-  Tier tier() const { return softcap > 0.f || alibi != nullptr || rng != nullptr ? Tier::Rich : Tier::Plain; }
+  Tier tier() const { return softcap > 0.f || alibi != nullptr || keep_scale != 1.f ? Tier::Rich : Tier::Plain; }
 };
 
 // One more logit a head in the denominator of the softmax.
@@ -85,9 +85,10 @@ struct BwdProblem {
   Statistics lse_log2;   // lse / ln 2; +inf where a row does not exist or sees no key
   Statistics row_dot;    // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum;       // [b, h, rows, head_dim of the tile], each block of rows in the order of DqSums
-  int* turns;            // [b, h, rows / block_m, warps]: key tiles that have added to a warp's part of a tile of dQ
-  float* dsink;          // result, [h]; null without a sink
-  bool deterministic;    // dQ is summed in an order that does not depend on timing
+  int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
+  // Turn), counted at the turn's first tile of dQ
+  float* dsink;  // result, [h]; null without a sink
+  bool deterministic;  // dQ is summed in an order that does not depend on timing
 };
 
 // The padded row space of backward's workspaces: sequence b starts at the multiple of `block` that first_row gives, and

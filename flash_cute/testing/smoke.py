@@ -1,21 +1,13 @@
-"""Every kernel once, on small ragged problems: what ``tools/sanitize.sh`` watches."""
+"""Every kernel, dense and varlen, on small ragged problems: what ``tools/sanitize.sh`` watches."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 
 from flash_cute import library, ops
-
-DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "tf32": torch.float32,
-    "tf32x3": torch.float32,
-}
-_ID = re.compile(r"(fwd|bwd)_sm\d+_(\w+)_(plain|rich)_d(\d+)x(\d+)_.*")
+from flash_cute.testing.kernels import parse
 
 
 def rules(heads: int) -> dict[str, Any]:
@@ -52,15 +44,15 @@ def varlen(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) ->
 
 
 def main() -> None:
-    for kernel in library.kernels():
-        match = _ID.fullmatch(kernel)
-        assert match is not None
-        op, name, tier, dim, dim_v = match.groups()
-        options = {"allow_tf32": name == "tf32", **(rules(heads=4) if tier == "rich" else {})}
-        with library.only(kernel, "bwd_" if op == "fwd" else "fwd_"):
-            dense(DTYPES[name], int(dim), int(dim_v), options)
+    for name in library.kernels():
+        kernel = parse(name)
+        options = {"allow_tf32": kernel.precision == "tf32"}
+        if kernel.tier == "rich":
+            options |= rules(heads=4)
+        with library.only(name, f"{kernel.other_op}_"):
+            dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
             # Columns that do not exist, and rows that are not aligned.
-            varlen(DTYPES[name], int(dim) - 5, int(dim_v) - 13, options)
+            varlen(kernel.dtype, kernel.dim - 5, kernel.dim_v - 13, options)
     torch.cuda.synchronize()
     print(f"{len(library.kernels())} kernels ran")
 

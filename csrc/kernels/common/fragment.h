@@ -1,4 +1,4 @@
-// Views and conversions of the registers that one thread holds of an m16n8k16 matrix product.
+// Views and conversions of the registers that one thread holds of an m16n8 matrix product.
 #pragma once
 
 #include <cute/tensor.hpp>

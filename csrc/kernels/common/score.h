@@ -84,6 +84,7 @@ class Dropout {
 template <bool kTransposed, int kRows, int kColumns, class Row, class Column, class F>
 CUTE_DEVICE void each_kept(const Dropout& dropout, Row row, Column col, F f) {
   constexpr int kDown = std::min(kRows, 4), kAcross = std::min(kColumns / 2, 4);  // octets that share bits
+  static_assert(kRows % kDown == 0 && kColumns % (2 * kAcross) == 0);
   CUTE_UNROLL
   for (int r = 0; r < kRows; r += kDown) {
     const int first_row = row(r), y = kDown == 4 ? 0 : first_row / 8 % 4;

@@ -1,7 +1,6 @@
 // Where one sequence of a batch lies and how long it is, safe against any values in the index tensors.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/problem.h"

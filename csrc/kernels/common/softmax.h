@@ -32,10 +32,11 @@ constexpr float kHuge = 0x1p24f;
 template <int kRows>
 struct OnlineSoftmax {
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
-  float row_max[kRows];  // of scores; this thread's columns only, until raise() or finish()
+  float row_max[kRows];  // of scores; this thread's columns only, until rescale() or finish()
   float row_sum[kRows];  // of weights; this thread's columns only, until finish()
-  float offset[kRows];  // scale_log2 * row_max at the last raise(), rounded: as every weight and the LSE are taken from
-  // the same number, its rounding does not show; before the first raise() less than any score; 0 where `exact`
+  // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number, its
+  // rounding does not show. Before the first rescale() less than any score; 0 where `exact`.
+  float offset[kRows];
   bool exact = false;  // a maximum of this warp was huge: since then raise() makes scores relative to row_max
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
@@ -114,21 +115,32 @@ struct OnlineSoftmax {
   // `top`: maxima of the new scores, this thread's columns only.
   template <class Scores, class Output>
   CUTE_DEVICE void rescale(const float (&top)[kRows], Scores&& scores, Output&& output) {
+    float before[kRows];
     bool huge = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float before = at_least_finite(row_max[r]);
+      before[r] = at_least_finite(row_max[r]);
       row_max[r] = quad_max(fmaxf(row_max[r], top[r]));
-      const float raised = at_least_finite(row_max[r] * scale_log2);
-      const float fall = exact ? (before - at_least_finite(row_max[r])) * scale_log2 : offset[r] - raised;
+      const float raised = fabsf(at_least_finite(row_max[r] * scale_log2));
+      huge |= kHuge < raised && raised < FLT_MAX;
+    }
+    const bool was_exact = exact;
+    exact = was_exact || __any_sync(0xffffffff, huge);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float after = at_least_finite(row_max[r]), raised = at_least_finite(row_max[r] * scale_log2);
+      float fall = offset[r] - raised;
+      if (was_exact) {
+        fall = (before[r] - after) * scale_log2;
+      } else if (exact) {  // from a rounded offset to the maximum itself; no sum to rescale where there was no key yet
+        fall = fminf(fmaf(-after, scale_log2, offset[r]), 1.f);
+      }
       const float factor = exp2_approx(fall);
       row_sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factor;
       offset[r] = raised;
-      huge |= kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX;
     }
-    exact = exact || __any_sync(0xffffffff, huge);
     if (!exact) return;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {

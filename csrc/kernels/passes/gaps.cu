@@ -9,6 +9,18 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kCtasPerGap = 8;
 
+struct GapFill {
+  const int* cu;    // [batch + 1]
+  const int* used;  // [batch], may be null
+  int batch, longest;
+  int64_t total;
+  int heads, head_dim;
+  int element_bytes;         // 2 or 4
+  Matrices matrices;         // set to 0
+  Statistics first, second;  // set to `statistic`; may be null
+  float statistic;
+};
+
 // Gap b lies between the end of sequence b - 1 and the start of sequence b.
 __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill g) {
   const int b = blockIdx.x / kCtasPerGap;
@@ -40,10 +52,46 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill
   }
 }
 
+cudaError_t launch(const GapFill& gaps, cudaStream_t stream) {
+  return launch_kernel<fill>(int64_t(gaps.batch + 1) * kCtasPerGap, kThreads, 0, stream, gaps);
+}
+
+cudaError_t fill_queries(const FwdProblem& p, const Matrices& m, int head_dim, const Statistics& first,
+                         const Statistics& second, float statistic, cudaStream_t stream) {
+  return launch({p.sequences.cu_q, p.sequences.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim,
+                 element_bytes(p.dtype), m, first, second, statistic},
+                stream);
+}
+
+cudaError_t fill_keys(const FwdProblem& p, const Matrices& m, int head_dim, cudaStream_t stream) {
+  return launch({p.sequences.cu_k,
+                 p.sequences.used_k,
+                 p.batch,
+                 p.seqlen_k,
+                 p.total_k,
+                 p.heads_k,
+                 head_dim,
+                 element_bytes(p.dtype),
+                 m,
+                 {},
+                 {},
+                 0.f},
+                stream);
+}
+
 }  // namespace
 
-cudaError_t fill_gaps(const GapFill& gaps, cudaStream_t stream) {
-  return launch_kernel<fill>(int64_t(gaps.batch + 1) * kCtasPerGap, kThreads, 0, stream, gaps);
+cudaError_t fill_gaps(const FwdProblem& p, cudaStream_t stream) {
+  if (p.sequences.cu_q == nullptr) return cudaSuccess;
+  return fill_queries(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY, stream);
+}
+
+cudaError_t fill_gaps(const BwdProblem& p, cudaStream_t stream) {
+  const FwdProblem& f = p.fwd;
+  if (f.sequences.cu_q == nullptr) return cudaSuccess;
+  if (cudaError_t e = fill_queries(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f, stream)) return e;
+  if (cudaError_t e = fill_keys(f, p.dk, f.head_dim, stream)) return e;
+  return fill_keys(f, p.dv, f.head_dim_v, stream);
 }
 
 }  // namespace flash_cute

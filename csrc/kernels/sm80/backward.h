@@ -366,11 +366,8 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
-  if (f.sequences.cu_q != nullptr) {
-    if (cudaError_t e = fill_gaps(query_gaps(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f), stream)) return e;
-    if (cudaError_t e = fill_gaps(key_gaps(f, p.dk, f.head_dim), stream)) return e;
-    if (cudaError_t e = fill_gaps(key_gaps(f, p.dv, f.head_dim_v), stream)) return e;
-  }
+  if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (p.dsink != nullptr) {

@@ -1,5 +1,5 @@
-// Matrix products of backward: as gemm_registers(), but with both operands in shared memory, over some of the steps, and
-// further ahead of the tensor cores.
+// Matrix products of backward: as gemm_registers(), but with A in shared memory too where it is not in registers, over
+// some of the steps, and further ahead of the tensor cores.
 #pragma once
 
 #include <algorithm>

@@ -32,18 +32,18 @@ struct ForwardTraits {
   // Steps of Q that stay in registers: as many as the accumulators leave room for, found by trying. The others are read
   // again for each tile of keys, into two slots by turns.
   static constexpr int kPieces = C.block_m / (16 * C.warps), kSteps = C.head_dim / 16;
-  static constexpr int kRoom = (kPieces == 1 ? 180 : 160) - C.block_m * (C.head_dim_v + C.block_n) / C.threads();
+  static constexpr int kRoom = (kPieces == 1 ? 176 : 160) - C.block_m * (C.head_dim_v + C.block_n) / C.threads();
   static constexpr int kKept = std::clamp(kRoom / (4 * kPieces), 0, kSteps);
   static constexpr int kSlots = kKept == kSteps ? kSteps : kKept + 2;
   static constexpr int slot(int step) { return step < kKept ? step : kKept + (step - kKept) % 2; }
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
+  static_assert(!C.rich() || C.block_n % 32 == 0, "random bits of dropout are for 32 keys");
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
 // Softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col`
-// on. What they still have to be multiplied by is
-// rule_scale_log2().
+// on. A factor is left out: rule_scale_log2().
 template <class Scores, class Coordinates>
 CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdProblem& p, float slope, int row,
                              int col) {
@@ -223,10 +223,9 @@ namespace flash_cute {
 
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
-  if (p.sequences.cu_q != nullptr) {
-    if (cudaError_t e = fill_gaps(query_gaps(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY), stream)) return e;
-  }
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
+  if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (cudaError_t e = launch_kernel<sm80::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }

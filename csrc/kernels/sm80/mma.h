@@ -1,7 +1,6 @@
 // Matrix products of tiles with mma.sync: operands come from shared memory by ldmatrix, or are in registers already.
 #pragma once
 
-#include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
 
 #include <utility>

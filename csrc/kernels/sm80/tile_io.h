@@ -31,11 +31,6 @@ using SwizzleAtom = decltype(composition(Swizzle<kCols == 64 ? 3 : 2, 3, 3>{},
 template <int kRows, int kCols>
 using SharedLayout = decltype(tile_to_shape(SwizzleAtom<atom_columns(kCols)>{}, Shape<Int<kRows>, Int<kCols>>{}));
 
-// The same memory read as its transpose: (kRows,kCols) stored, (kCols,kRows) seen.
-template <int kRows, int kCols>
-using TransposedLayout = decltype(composition(SharedLayout<kRows, kCols>{},
-                                              Layout<Shape<Int<kCols>, Int<kRows>>, Stride<Int<kRows>, _1>>{}));
-
 constexpr int kVector = 8;  // elements in 16 bytes
 
 // The value, from where the compiler cannot see how to compute it again: it then stays in its register, instead of

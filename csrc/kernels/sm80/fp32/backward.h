@@ -241,16 +241,13 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   using sm80::fp32::Owner;
   const FwdProblem& f = p.fwd;
-  if (f.sequences.cu_q != nullptr) {
-    if (cudaError_t e = fill_gaps(query_gaps(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f), stream)) return e;
-    if (cudaError_t e = fill_gaps(key_gaps(f, p.dk, f.head_dim), stream)) return e;
-    if (cudaError_t e = fill_gaps(key_gaps(f, p.dv, f.head_dim_v), stream)) return e;
-  }
   auto tiles = [&](int rows, int block, int heads) { return int64_t(cute::ceil_div(rows, block)) * heads * f.batch; };
   const int64_t rows_together = tiles(f.seqlen_q, C.warps, f.heads);
-  if (cudaError_t e = launch_kernel<sm80::fp32::row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   const int64_t key_tiles = tiles(f.seqlen_k, C.block_n, f.heads_k),
                 query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
+  if (std::max(rows_together, std::max(key_tiles, query_tiles)) > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  if (cudaError_t e = launch_kernel<sm80::fp32::row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   constexpr auto keys = sm80::fp32::backward<C, Owner::Keys>, queries = sm80::fp32::backward<C, Owner::Queries>;
   if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (cudaError_t e = launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;

@@ -147,10 +147,9 @@ namespace flash_cute {
 
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
-  if (p.sequences.cu_q != nullptr) {
-    if (cudaError_t e = fill_gaps(query_gaps(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY), stream)) return e;
-  }
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
+  if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (cudaError_t e = launch_kernel<sm80::fp32::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
