@@ -35,9 +35,11 @@ struct OnlineSoftmax {
   float row_max[kRows];  // of scores; this thread's columns only, until rescale() or finish()
   float row_sum[kRows];  // of weights; this thread's columns only, until finish()
   // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number, its
-  // rounding does not show. Before the first rescale() less than any score; 0 where `exact`.
+  // rounding does not show. Before the first rescale() less than any score.
   float offset[kRows];
-  bool exact = false;  // a maximum of this warp was huge: since then raise() makes scores relative to row_max
+  // A maximum of this warp was huge: since then every tile is rescaled, and rows whose offset is 0 have their scores made
+  // relative to row_max itself.
+  bool exact = false;
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
     CUTE_UNROLL
@@ -92,7 +94,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = quad_max(row_max[r]);
       row_sum[r] = quad_sum(row_sum[r]);
-      if (exact) offset[r] = at_least_finite(row_max[r] * scale_log2);
+      if (exact && offset[r] == 0.f) offset[r] = at_least_finite(row_max[r] * scale_log2);
       const float top = fmaxf(offset[r], sink * kLog2e);
       const float half = exp2_approx((offset[r] - top) * 0.5f);  // its square may be too small for a float
       const float total = row_sum[r] * half * half + exp2_approx(sink * kLog2e - top);
@@ -115,38 +117,29 @@ struct OnlineSoftmax {
   // `top`: maxima of the new scores, this thread's columns only.
   template <class Scores, class Output>
   CUTE_DEVICE void rescale(const float (&top)[kRows], Scores&& scores, Output&& output) {
-    float before[kRows];
     bool huge = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      before[r] = at_least_finite(row_max[r]);
+      const bool was_huge = exact && offset[r] == 0.f;
+      const float before = at_least_finite(row_max[r]);
       row_max[r] = quad_max(fmaxf(row_max[r], top[r]));
-      const float raised = fabsf(at_least_finite(row_max[r] * scale_log2));
-      huge |= kHuge < raised && raised < FLT_MAX;
-    }
-    const bool was_exact = exact;
-    exact = was_exact || __any_sync(0xffffffff, huge);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float after = at_least_finite(row_max[r]), raised = at_least_finite(row_max[r] * scale_log2);
-      float fall = offset[r] - raised;
-      if (was_exact) {
-        fall = (before[r] - after) * scale_log2;
-      } else if (exact) {  // from a rounded offset to the maximum itself; no sum to rescale where there was no key yet
-        fall = fminf(fmaf(-after, scale_log2, offset[r]), 1.f);
-      }
+      const float raised = at_least_finite(row_max[r] * scale_log2);
+      const float fall = was_huge ? (before - at_least_finite(row_max[r])) * scale_log2 : offset[r] - raised;
       const float factor = exp2_approx(fall);
       row_sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factor;
-      offset[r] = raised;
+      const bool is_huge = was_huge || (kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX);
+      offset[r] = is_huge ? 0.f : raised;
+      huge |= is_huge;
     }
+    exact = exact || __any_sync(0xffffffff, huge);
     if (!exact) return;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      offset[r] = 0.f;
+      const float reference = offset[r] == 0.f ? at_least_finite(row_max[r]) : 0.f;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= at_least_finite(row_max[r]);
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= reference;
     }
   }
 };
