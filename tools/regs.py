@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Bytes of spill stores a thread that a kernel may have: (kernel, tier, head dim) -> bytes. What they
-# cost stands in docs/performance.md.
+# Bytes of spill stores a thread that a kernel may have: (kernel, tier, head dim) -> bytes. See
+# docs/performance.md.
 SPILLS = {
     ("forward", "Plain", 32): 28,
     ("forward", "Rich", 32): 64,
