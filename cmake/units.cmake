@@ -17,7 +17,7 @@ foreach(arch IN LISTS FLASH_CUTE_CUDA_ARCHS)
     list(APPEND sm80_flags "-gencode=arch=compute_${plain},code=sm_${plain}")
   endif()
   if(arch STREQUAL "90a")
-    list(APPEND sm90_flags "-gencode=arch=compute_90a,code=sm_90a")
+    list(APPEND sm90_flags "-gencode=arch=compute_90a,code=sm_90a" -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
   endif()
 endforeach()
 

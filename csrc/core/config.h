@@ -9,7 +9,7 @@ namespace flash_cute {
 enum class Op { Fwd, Bwd };
 enum class Arch { Sm80 = 80, Sm90 = 90 };
 enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
-enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules)
+enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
 
 constexpr int element_bytes(DType dtype) {
   return dtype == DType::FP16 || dtype == DType::BF16 ? 2 : 4;
@@ -41,20 +41,27 @@ struct KernelConfig {
   int block_m;     // query rows a tile
   int block_n;     // key rows a tile
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
-  int warps;       // of the CTA, all of which do matrix products
+  int warps;       // of the CTA that do matrix products: all, but for the warpgroup that loads tiles on sm90
   int ctas;        // that an SM is to hold at once: bounds the registers of a thread
+  bool ping_pong = false;  // sm90: warpgroups take turns at issuing products
 
-  constexpr int threads() const { return warps * 32; }
+  constexpr int threads() const { return (arch == flash_cute::Arch::Sm90 ? warps + 4 : warps) * 32; }
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
   // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
   constexpr bool whole_keys() const { return block_n == 32 * warps; }
 
+  // Sm90 forward: buffers of Q, and whether O has shared memory of its own. Where there is room for both, the next Q need
+  // not wait for anything. Else O takes the memory of V.
+  constexpr int stages_q() const { return hopper_bytes(2, true) <= kMostSharedMemory ? 2 : 1; }
+  constexpr bool own_output() const { return hopper_bytes(stages_q(), true) <= kMostSharedMemory; }
+
   // Bytes of shared memory; the kernels assert that their storage is no larger.
   constexpr int smem_bytes() const {
     const int element = flash_cute::element_bytes(dtype);
     const int kv = block_n * (head_dim + head_dim_v) * element;
+    if (arch == flash_cute::Arch::Sm90) return hopper_bytes(stages_q(), own_output());
     if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * element + stages * kv;
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
@@ -69,6 +76,15 @@ struct KernelConfig {
     return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) + "_" +
            flash_cute::name(dtype) + (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) +
            number("_m", block_m) + number("_n", block_n) + number("_s", stages) + number("_w", warps) +
-           number("_c", ctas);
+           number("_c", ctas) + (ping_pong ? "_p" : "");
+  }
+
+  static constexpr int kBookkeeping = 1024;             // bytes of barriers and of what they hand over, sm90
+  static constexpr int kMostSharedMemory = 227 * 1024;  // of a CTA on Hopper
+
+  // Bytes of shared memory of a kernel for Hopper, 16 bits an element.
+  constexpr int hopper_bytes(int buffers_q, bool room_for_output) const {
+    const int rows_of_q = block_m * head_dim * buffers_q, output = room_for_output ? block_m * head_dim_v : 0;
+    return 2 * (rows_of_q + output + stages * block_n * (head_dim + head_dim_v)) + kBookkeeping;
   }
 };

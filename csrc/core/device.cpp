@@ -35,6 +35,7 @@ const Device& device(int index) {
         .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
                       attribute(cudaDevAttrComputeCapabilityMinor, index),
         .smem_optin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
+        .sms = attribute(cudaDevAttrMultiProcessorCount, index),
     };
   });
   return devices[index];

@@ -6,6 +6,7 @@ namespace flash_cute {
 struct Device {
   int capability;  // 10 * major + minor: 80, 86, 89, 90
   int smem_optin;  // bytes of shared memory that one CTA can have
+  int sms;         // streaming multiprocessors
 };
 
 // Of the GPU with this index; asked of the driver once. Throws std::runtime_error.

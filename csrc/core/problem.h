@@ -48,8 +48,6 @@ struct ScoreRules {
 
   // Factor that backward's kernels leave out of the gradients of scores, and put into dK and dQ in the end.
   constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }
-
-  Tier tier() const { return softcap > 0.f || alibi != nullptr || keep_scale != 1.f ? Tier::Rich : Tier::Plain; }
 };
 
 // One more logit a head in the denominator of the softmax.
@@ -74,6 +72,12 @@ struct FwdProblem {
   Statistics lse;      // natural log
   Statistics row_max;  // may be null
   void* softmax;       // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
+
+  // The least one that has all of the rules. A negative scale turns maxima into minima.
+  Tier tier() const {
+    const bool plain = rules.softcap == 0.f && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
+    return plain ? Tier::Plain : Tier::Rich;
+  }
 };
 
 struct BwdProblem {

@@ -1,5 +1,6 @@
 #include "core/registry.h"
 
+#include <cstdint>
 #include <stdexcept>
 
 namespace flash_cute {
@@ -41,16 +42,35 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
   return all_bwd_kernels();
 }
 
+// Whether Hopper's TMA can address all of a tensor.
+static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
+  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2 bytes
+  auto fits = [](int64_t stride, int64_t steps) { return steps <= 1 || (0 < stride && stride < kStrides); };
+  return m.vectors && 0 < rows && rows < INT32_MAX && fits(m.row, rows) && fits(m.head, heads) && fits(m.batch, batch);
+}
+
+static bool addressable(const FwdProblem& p) {
+  const bool dense = p.sequences.cu_q == nullptr;
+  const int64_t rows_q = dense ? p.seqlen_q : p.total_q, rows_k = dense ? p.seqlen_k : p.total_k;
+  const int batch = dense ? p.batch : 1;
+  return addressable(p.q, rows_q, p.heads, batch) && addressable(p.out, rows_q, p.heads, batch) &&
+         addressable(p.k, rows_k, p.heads_k, batch) && addressable(p.v, rows_k, p.heads_k, batch);
+}
+
 template <Op op>
 Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Device& device) {
   const KernelConfig& config = kernel.config;
+  const bool hopper = config.arch == Arch::Sm90;
   return {
       .dtype = config.dtype != problem.dtype,
-      .tier = !config.rich() && problem.rules.tier() == Tier::Rich,
+      .tier = !config.rich() && problem.tier() == Tier::Rich,
       .head_dim = problem.head_dim > config.head_dim,
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
-      .gpu = static_cast<int>(config.arch) > device.capability,
+      .gpu = hopper ? device.capability != 90 : static_cast<int>(config.arch) > device.capability,
       .shared_memory = config.smem_bytes() > device.smem_optin,
+      .tensor_map = hopper && !addressable(problem),
+      // Key tiles begin at the window's edge there, in the middle of a random number for 32 keys.
+      .window = hopper && problem.rules.rng != nullptr && problem.band.left < Band::kUnbounded,
       .set_aside = !kernel.in_use,
   };
 }
@@ -64,8 +84,10 @@ std::string explain(const Refusal& refusal) {
   add(refusal.tier, "another tier");
   add(refusal.head_dim, "a smaller head dim");
   add(refusal.head_dim_v, "a smaller head dim of v");
-  add(refusal.gpu, "for newer GPUs");
+  add(refusal.gpu, "for other GPUs");
   add(refusal.shared_memory, "needs more shared memory than the GPU has");
+  add(refusal.tensor_map, "needs vectors on 16-byte boundaries, and strides that are not 0");
+  add(refusal.window, "no dropout with a window's left side");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;
 }

@@ -30,9 +30,11 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 
 // What keeps a kernel from doing a problem on a device.
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, set_aside;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, window, set_aside;
 
-  bool any() const { return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || set_aside; }
+  bool any() const {
+    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || window || set_aside;
+  }
 };
 
 template <Op op>

@@ -31,14 +31,21 @@ CUTE_DEVICE auto as_operand_a(Accumulator&& acc) {
                      make_layout(make_layout(get<0, 0>(l), get<0, 1>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l)));
 }
 
-// Rounds every element to the nearest Element.
+// Rounds every element to the nearest one of the result's type. Both have the same layout.
+template <class Source, class Result>
+CUTE_DEVICE void convert(const Source& source, Result& result) {
+  using From = typename Source::value_type;
+  using To = typename Result::value_type;
+  constexpr int kSize = decltype(size(source))::value;
+  static_assert(is_same_v<decltype(source.layout()), decltype(result.layout())>);
+  *reinterpret_cast<cutlass::Array<To, kSize>*>(result.data()) = cutlass::NumericArrayConverter<To, From, kSize>{}(
+      *reinterpret_cast<const cutlass::Array<From, kSize>*>(source.data()));
+}
+
 template <class Element, class Source>
 CUTE_DEVICE auto converted(const Source& source) {
-  constexpr int kSize = decltype(size(source))::value;
   Tensor result = make_tensor<Element>(source.layout());
-  cutlass::NumericArrayConverter<Element, typename Source::value_type, kSize> convert;
-  *reinterpret_cast<cutlass::Array<Element, kSize>*>(result.data()) =
-      convert(*reinterpret_cast<const cutlass::Array<typename Source::value_type, kSize>*>(source.data()));
+  convert(source, result);
   return result;
 }
 

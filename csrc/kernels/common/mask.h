@@ -21,17 +21,30 @@ struct BandMask {
   // Selected, not added: hidden keys may hold anything.
   template <class Scores, class Coordinates>
   CUTE_DEVICE void hide(Scores&& scores, const Coordinates& at, int row, int col) const {
+    constexpr int kColumns = decltype(size<1>(scores))::value, kBits = 32;
     const int first = get<1>(at(0, 0));  // this thread's first column
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       const int query = row + get<0>(at(r, 0));
-      const int begin = query + lowest - col - first;
-      const int end = min(seqlen_k, query + highest + 1) - col - first;
+      const int begin = columns_before(query + lowest - col - first);
+      const int end = columns_before(min(seqlen_k, query + highest + 1) - col - first);
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        if (column_offset(c) < begin || column_offset(c) >= end) scores(r, c) = -INFINITY;
+      for (int c = 0; c < kColumns; c += kBits) {
+        const uint32_t visible = low_bits(end - c) & ~low_bits(begin - c);  // a bit a column
+        CUTE_UNROLL
+        for (int i = 0; i < kBits && c + i < kColumns; ++i) {
+          if (!(visible & (1u << i))) scores(r, c + i) = -INFINITY;
+        }
       }
     }
+  }
+
+ private:
+  // How many columns of a thread have a column_offset() less than `offset`.
+  CUTE_DEVICE static int columns_before(int offset) { return offset <= 0 ? 0 : offset / 8 * 2 + min(offset % 8, 2); }
+
+  CUTE_DEVICE static uint32_t low_bits(int count) {
+    return count <= 0 ? 0 : count >= 32 ? 0xffffffff : (1u << count) - 1;
   }
 };
 

@@ -10,11 +10,14 @@ namespace flash_cute {
 struct QueryTile {
   int row, head, batch;
 
-  CUTE_DEVICE QueryTile(const FwdProblem& p, int block_m) {
+  // For kernels with one CTA a tile.
+  CUTE_DEVICE static QueryTile of_block(const FwdProblem& p, int block_m) {
     const int tiles = ceil_div(p.seqlen_q, block_m);
-    row = (tiles - 1 - blockIdx.x % tiles) * block_m;  // late rows first: under a causal mask they are the longest
-    head = blockIdx.x / tiles % p.heads;
-    batch = blockIdx.x / tiles / p.heads;
+    QueryTile tile;
+    tile.row = (tiles - 1 - blockIdx.x % tiles) * block_m;  // late rows first: under a causal mask they are the longest
+    tile.head = blockIdx.x / tiles % p.heads;
+    tile.batch = blockIdx.x / tiles / p.heads;
+    return tile;
   }
 };
 

@@ -29,47 +29,55 @@ constexpr float kSlack = 8.f;
 // size would be a factor that overflows.
 constexpr float kHuge = 0x1p24f;
 
-template <int kRows>
+// The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
+template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
   float row_max[kRows];  // of scores; this thread's columns only, until rescale() or finish()
-  float row_sum[kRows];  // of weights; this thread's columns only, until finish()
+  float row_sum[kRows][kChains];  // of weights; this thread's columns only, until finish()
   // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number, its
   // rounding does not show. Before the first rescale() less than any score.
   float offset[kRows];
-  // A maximum of this warp was huge: since then every tile is rescaled, and rows whose offset is 0 have their scores made
-  // relative to row_max itself.
-  bool exact = false;
+  // Largest scale_log2 * score for which the offset may stay. Rows whose maximum is huge have -inf: their offset is 0,
+  // and rescale() makes the scores of every tile relative to row_max itself.
+  float limit[kRows];
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -INFINITY;
-      row_sum[r] = 0.f;
-      offset[r] = -FLT_MAX;
+      offset[r] = limit[r] = -FLT_MAX;
+      CUTE_UNROLL
+      for (int i = 0; i < kChains; ++i) row_sum[r][i] = 0.f;
     }
   }
 
   // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
-  // (rows,dims) are rescaled to it. A maximum that rises little is let be: larger weights do no harm, rescaling is
-  // work.
+  // (rows,dims) are rescaled to it, and the result is true for the whole warp. A maximum that rises little is let be:
+  // larger weights do no harm, rescaling is work.
   template <class Scores, class Output>
-  CUTE_DEVICE void raise(Scores&& scores, Output&& output) {
+  CUTE_DEVICE bool raise(Scores&& scores, Output&& output) {
     float top[kRows];
-    bool keep = !exact;
+    bool keep = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      top[r] = scores(r, 0);
+      float part[kChains];
       CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c) top[r] = fmaxf(top[r], scores(r, c));
-      keep &= top[r] * scale_log2 <= offset[r] + kSlack;
+      for (int i = 0; i < kChains; ++i) part[i] = scores(r, i);
+      CUTE_UNROLL
+      for (int c = kChains; c < size<1>(scores); ++c) part[c % kChains] = fmaxf(part[c % kChains], scores(r, c));
+      top[r] = part[0];
+      CUTE_UNROLL
+      for (int i = 1; i < kChains; ++i) top[r] = fmaxf(top[r], part[i]);
+      keep &= top[r] * scale_log2 <= limit[r];
     }
     if (__all_sync(0xffffffff, keep)) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) row_max[r] = fmaxf(row_max[r], top[r]);
-    } else {
-      rescale(top, scores, output);
+      return false;
     }
+    rescale(top, scores, output);
+    return true;
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
@@ -80,7 +88,7 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int c = first; c < last; ++c) {
         scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - offset[r]);
-        row_sum[r] += scores(r, c);
+        row_sum[r][c % kChains] += scores(r, c);
       }
     }
   }
@@ -93,22 +101,26 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = quad_max(row_max[r]);
-      row_sum[r] = quad_sum(row_sum[r]);
-      if (exact && offset[r] == 0.f) offset[r] = at_least_finite(row_max[r] * scale_log2);
+      CUTE_UNROLL
+      for (int i = 1; i < kChains; ++i) row_sum[r][0] += row_sum[r][i];
+      row_sum[r][0] = quad_sum(row_sum[r][0]);
+      if (limit[r] == -INFINITY) offset[r] = at_least_finite(row_max[r] * scale_log2);
       const float top = fmaxf(offset[r], sink * kLog2e);
       const float half = exp2_approx((offset[r] - top) * 0.5f);  // its square may be too small for a float
-      const float total = row_sum[r] * half * half + exp2_approx(sink * kLog2e - top);
+      const float total = row_sum[r][0] * half * half + exp2_approx(sink * kLog2e - top);
       const float inverse = total == 0.f ? 0.f : factor * half / total;
       lse[r] = total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) = output(r, c) * half * inverse;
+      for (int c = 0; half < 1.f && c < size<1>(output); ++c) output(r, c) *= half;  // a sink outweighs all keys
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= inverse;
     }
     return lse;
   }
 
   // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.
   CUTE_DEVICE float natural_max(int r) const {
-    return isnan(row_sum[r]) && row_max[r] < INFINITY ? row_sum[r] : row_max[r] * (scale_log2 * kLn2);
+    return isnan(row_sum[r][0]) && row_max[r] < INFINITY ? row_sum[r][0] : row_max[r] * (scale_log2 * kLn2);
   }
 
  private:
@@ -117,29 +129,22 @@ struct OnlineSoftmax {
   // `top`: maxima of the new scores, this thread's columns only.
   template <class Scores, class Output>
   CUTE_DEVICE void rescale(const float (&top)[kRows], Scores&& scores, Output&& output) {
-    bool huge = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const bool was_huge = exact && offset[r] == 0.f;
+      const bool was_huge = limit[r] == -INFINITY;
       const float before = at_least_finite(row_max[r]);
       row_max[r] = quad_max(fmaxf(row_max[r], top[r]));
-      const float raised = at_least_finite(row_max[r] * scale_log2);
-      const float fall = was_huge ? (before - at_least_finite(row_max[r])) * scale_log2 : offset[r] - raised;
-      const float factor = exp2_approx(fall);
-      row_sum[r] *= factor;
+      const float after = at_least_finite(row_max[r]), raised = at_least_finite(row_max[r] * scale_log2);
+      const float factor = exp2_approx(was_huge ? (before - after) * scale_log2 : offset[r] - raised);
+      CUTE_UNROLL
+      for (int i = 0; i < kChains; ++i) row_sum[r][i] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factor;
-      const bool is_huge = was_huge || (kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX);
-      offset[r] = is_huge ? 0.f : raised;
-      huge |= is_huge;
-    }
-    exact = exact || __any_sync(0xffffffff, huge);
-    if (!exact) return;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float reference = offset[r] == 0.f ? at_least_finite(row_max[r]) : 0.f;
+      const bool huge = was_huge || (kHuge < fabsf(raised) && fabsf(raised) < FLT_MAX);
+      offset[r] = huge ? 0.f : raised;
+      limit[r] = huge ? -INFINITY : raised + kSlack;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= reference;
+      for (int c = 0; huge && c < size<1>(scores); ++c) scores(r, c) -= after;
     }
   }
 };

@@ -42,12 +42,12 @@ FC_HOST_DEVICE TileRange tile_range(int first, int last, int full_first, int ful
 }
 }  // namespace detail
 
-// Key tiles that queries [row, row + rows) see; rows past the sequence's end do not count.
-FC_HOST_DEVICE TileRange key_tiles(const SeqInfo& seq, Band band, int row, int rows, int block_n) {
+// Key tiles, counted from key `origin` on, that queries [row, row + rows) see; rows past the sequence's end do not count.
+FC_HOST_DEVICE TileRange key_tiles(const SeqInfo& seq, Band band, int row, int rows, int block_n, int origin = 0) {
   const int last_row = detail::at_most(row + rows, seq.q.length) - 1;
-  const int shift = seq.shift();
+  const int shift = seq.shift() - origin, length = seq.k.length - origin;
   return detail::tile_range(row + shift - band.left, last_row + shift + band.right, last_row + shift - band.left,
-                            row + shift + band.right, seq.k.length, seq.k.length, block_n);
+                            row + shift + band.right, length, length, block_n);
 }
 
 // Positions [first, last) of a sequence. Rows outside of what a tile sees are loaded as zeros: whatever they hold, it

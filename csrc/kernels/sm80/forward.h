@@ -3,9 +3,9 @@
 #pragma once
 
 #include "core/registry.h"
+#include "kernels/common/forward_rules.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/rows.h"
-#include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
 #include "kernels/launch.h"
@@ -42,48 +42,6 @@ struct ForwardTraits {
   static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
-// Softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col`
-// on. A factor is left out: rule_scale_log2().
-template <class Scores, class Coordinates>
-CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdProblem& p, float slope, int row,
-                             int col) {
-  const float cap = p.rules.softcap;
-  if (cap > 0.f) {
-    const float inner = p.softmax_scale / cap;
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(scores(i) * inner);
-  } else if (p.softmax_scale < 0.f) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = -scores(i);
-  }
-  if (p.rules.alibi == nullptr) return;
-  const float scale = cap > 0.f ? cap : fabsf(p.softmax_scale);
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    const float distance = float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = scores(r, c) * scale - slope * fabsf(distance - float(column_offset(c)));
-    }
-  }
-}
-
-// What scores are still multiplied by after the rules: no pass of its own, as the softmax multiplies anyway.
-CUTE_DEVICE float rule_scale_log2(const FwdProblem& p) {
-  if (p.rules.alibi != nullptr) return kLog2e;
-  return p.rules.softcap > 0.f ? p.rules.softcap * kLog2e : positive_scale_log2(p.softmax_scale);
-}
-
-// Those of kColumns weights (rows,columns) from column `first` on that dropout does not keep become 0.
-template <int kColumns, class Weights, class Coordinates>
-CUTE_DEVICE void drop(Weights&& weights, int first, const Coordinates& at, const Dropout& dropout, int row, int col) {
-  each_kept<false, decltype(size<0>(weights))::value, kColumns>(
-      dropout, [&](int r) { return row + get<0>(at(r, 0)); }, [&](int c) { return col + get<1>(at(0, first + c)); },
-      [&](int r, int c, bool keep) {
-        if (!keep) weights(r, first + c) = 0.f;
-      });
-}
-
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_constant__ FwdProblem p) {
   using T = ForwardTraits<C>;
@@ -93,7 +51,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int thread = threadIdx.x;
 
-  const QueryTile tile(p, C.block_m);
+  const QueryTile tile = QueryTile::of_block(p, C.block_m);
   const SeqInfo seq(p, tile.batch);
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);
@@ -178,11 +136,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
       return rQ(_, _, T::slot(step));
     };
     gemm_registers(mma, tSrS, query, k_n);
-    if constexpr (C.rich()) {
-      apply_rules(scores, at, p, slope, tile.row + seq.shift(), n * C.block_n);
-    } else {
-      if (p.softmax_scale < 0.f) transform(tSrS, [](float s) { return -s; });
-    }
+    if constexpr (C.rich()) apply_rules(scores, at, p, slope, tile.row + seq.shift(), n * C.block_n);
     if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
     softmax.raise(scores, output);
 

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int thread = threadIdx.x, warp = thread / 32;
 
-  const QueryTile tile(p, C.block_m);
+  const QueryTile tile = QueryTile::of_block(p, C.block_m);
   const SeqInfo seq(p, tile.batch);
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);

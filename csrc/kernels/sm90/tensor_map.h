@@ -1,0 +1,99 @@
+// Tiles between global and shared memory by Hopper's tensor memory accelerator (TMA).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+
+#include "core/problem.h"
+#include "kernels/common/seq.h"
+
+namespace flash_cute::sm90 {
+
+using namespace cute;
+
+// Columns of a tile that lie together: 64 elements (128 bytes), or 32 where the tile is no multiple of 64 wide.
+constexpr int atom_columns(int cols) {
+  return cols % 64 == 0 ? 64 : 32;
+}
+
+// Vectors of sequences as the TMA sees them: (dim, row, start, head, batch). `row` and `start` both step along rows, from
+// a base that lies `longest` rows early: row i of a sequence of `length` rows from `offset` on is
+//
+//     row = longest - length + i,   start = offset + length.
+//
+// So the bound of `row` is the sequence's own end: behind it a load reads zeros, and a store writes nothing.
+struct RaggedMap {
+  CUtensorMap map;
+  int longest;
+  int batch_step;  // 0 where sequences lie end to end
+
+  // A tile of kRows x kCols whose first row is `row` of the sequence `span`, into memory at `to`; bytes are counted at
+  // `barrier`.
+  template <int kRows, int kCols, class Element>
+  CUTE_DEVICE void load(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row, int head,
+                        int batch) const {
+    constexpr int kAtom = atom_columns(kCols);
+    CUTE_UNROLL
+    for (int col = 0; col < kCols; col += kAtom) {
+      SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), to + col * kRows, col, longest - span.length + row,
+                             int(span.offset) + span.length, head, batch * batch_step);
+    }
+  }
+
+  // Rows from row `row` on, as many as the map's box has, of a shared tile of kRows x kCols that has them at `from`.
+  template <int kRows, int kCols, class Element>
+  CUTE_DEVICE void store(const Element* from, const SeqSpan& span, int row, int head, int batch) const {
+    constexpr int kAtom = atom_columns(kCols);
+    CUTE_UNROLL
+    for (int col = 0; col < kCols; col += kAtom) {
+      SM90_TMA_STORE_5D::copy(&map, from + col * kRows, col, longest - span.length + row, int(span.offset) + span.length,
+                              head, batch * batch_step);
+    }
+  }
+};
+
+// The driver's function, found at run time: the library does not link libcuda.
+inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)& encoder) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                                       &found)) {
+    return e;
+  }
+  encoder = reinterpret_cast<decltype(encoder)>(function);
+  return found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
+}
+
+// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once. `total` is 0 for a dense tensor.
+inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int head_dim, int longest, int64_t total,
+                                   int heads, int batch, int box_rows, int tile_cols) {
+  static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  if (encode == nullptr) {
+    if (cudaError_t e = find_encoder(encode)) return e;
+  }
+  constexpr int64_t kElement = 2;
+  const bool dense = total == 0;
+  const cuuint64_t sizes[5] = {cuuint64_t(head_dim), cuuint64_t(longest), cuuint64_t((dense ? longest : total) + 1),
+                               cuuint64_t(heads), cuuint64_t(dense ? batch : 1)};
+  // A dimension of one step needs a stride all the same.
+  auto bytes = [&](int64_t stride) { return cuuint64_t(stride > 0 ? stride * kElement : 16); };
+  const cuuint64_t strides[4] = {bytes(m.row), bytes(m.row), bytes(m.head), bytes(m.batch)};
+  const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  char* base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
+  const CUresult status = encode(
+      &result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      atom_columns(tile_cols) == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  result.longest = longest;
+  result.batch_step = dense ? 1 : 0;
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace flash_cute::sm90

@@ -1,0 +1,67 @@
+// Matrix products of a warpgroup with wgmma, and views of its accumulators.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "core/config.h"
+#include "kernels/sm90/tensor_map.h"
+
+namespace flash_cute::sm90 {
+
+using namespace cute;
+
+template <DType dtype>
+using ElementOf = std::conditional_t<dtype == DType::FP16, cutlass::half_t, cutlass::bfloat16_t>;
+
+// Tiles in shared memory as RaggedMap brings them: columns of one atom, all rows of them, then the next atom.
+template <class Element, int kRows, int kCols>
+using RowsLayout = decltype(tile_to_shape(
+    std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>{},
+    Shape<Int<kRows>, Int<kCols>>{}));  // (row,col)
+
+// The same tile as the operand whose K runs along its rows.
+template <class Element, int kRows, int kCols>
+using ColumnsLayout = decltype(tile_to_shape(
+    std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>{},
+    Shape<Int<kCols>, Int<kRows>>{}, Step<_2, _1>{}));  // (col,row)
+
+// An accumulator as a matrix: (MMA=(2,2,N/8),1,1) -> (2,(2,N/8)), rows by columns, placed as those of m16n8.
+template <class Accumulator>
+CUTE_DEVICE auto rows_of(Accumulator&& acc) {
+  auto l = acc.layout();
+  return make_tensor(acc.data(), make_layout(get<0, 1>(l), make_layout(get<0, 0>(l), get<0, 2>(l))));
+}
+
+// An accumulator's registers as the A operand of the next product: (MMA=(2,2,N/8),1,1) -> ((2,2,2),1,N/16).
+template <class Accumulator>
+CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
+  auto l = logical_divide(get<0, 2>(acc.layout()), Layout<_2>{});  // (2,N/16)
+  auto m = acc.layout();
+  return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(m), get<0, 1>(m), get<0>(l)), get<1>(m), get<1>(l)));
+}
+
+// Starts acc = A B, or acc += A B, in the background. Until warpgroup_wait() nobody may touch acc, nor A in registers.
+template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
+CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
+  warpgroup_fence_operand(acc);
+  if constexpr (!is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value) warpgroup_fence_operand(a);
+  warpgroup_arrive();
+  mma.accumulate_ = kFirst;
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    cute::gemm(mma, a(_, _, k), b(_, _, k), acc);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+// Waits until at most kPending products are under way.
+template <int kPending, class Accumulator>
+CUTE_DEVICE void wait_products(Accumulator& acc) {
+  warpgroup_wait<kPending>();
+  warpgroup_fence_operand(acc);
+}
+
+}  // namespace flash_cute::sm90
