@@ -69,8 +69,7 @@ Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Devic
       .gpu = hopper ? device.capability != 90 : static_cast<int>(config.arch) > device.capability,
       .shared_memory = config.smem_bytes() > device.smem_optin,
       .tensor_map = hopper && !addressable(problem),
-      // Key tiles begin at the window's edge there, in the middle of a random number for 32 keys.
-      .window = hopper && problem.rules.rng != nullptr && problem.band.left < Band::kUnbounded,
+      .dropout = hopper && problem.rules.keep_scale != 1.f,
       .set_aside = !kernel.in_use,
   };
 }
@@ -87,7 +86,7 @@ std::string explain(const Refusal& refusal) {
   add(refusal.gpu, "for other GPUs");
   add(refusal.shared_memory, "needs more shared memory than the GPU has");
   add(refusal.tensor_map, "needs vectors on 16-byte boundaries, and strides that are not 0");
-  add(refusal.window, "no dropout with a window's left side");
+  add(refusal.dropout, "has no dropout");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;
 }

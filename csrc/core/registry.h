@@ -30,10 +30,10 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 
 // What keeps a kernel from doing a problem on a device.
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, window, set_aside;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, dropout, set_aside;
 
   bool any() const {
-    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || window || set_aside;
+    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || dropout || set_aside;
   }
 };
 

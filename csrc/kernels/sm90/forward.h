@@ -31,11 +31,23 @@ struct ForwardParams {
 };
 
 // A tile of queries and what it has to do, from the producer to the consumers.
+template <int kGroups>
 struct Work {
   QueryTile tile;
   SeqInfo seq;
-  int first_key;     // tiles of keys are counted from here
-  TileRange range;
+  int first_key;                 // tiles of keys are counted from here
+  TileRange range;               // of the whole tile
+  TileRange of_group[kGroups];   // of the rows of each warpgroup
+
+  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& tile, const SeqInfo& seq, int block_n)
+      : tile(tile), seq(seq), first_key(visible_keys(seq, p.band, tile.row, 64 * kGroups).first) {
+    range = key_tiles(seq, p.band, tile.row, 64 * kGroups, block_n, first_key);
+    CUTE_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      const int row = tile.row + 64 * i;
+      of_group[i] = row < seq.q.length ? key_tiles(seq, p.band, row, 64, block_n, first_key) : TileRange{};
+    }
+  }
 };
 
 template <KernelConfig C>
@@ -68,7 +80,7 @@ struct ForwardTraits {
     Ring<C.stages> ring_k, ring_v;
     Ring<kStagesQ> ring_q;
     cutlass::arch::ClusterBarrier out_left;  // V's memory
-    Work work[kStagesQ + 1];  // a tile's is read until its end, when those of all Q that are loaded are there already
+    Work<kGroups> work[kStagesQ + 1];  // a tile's is read until its end, when those of all Q that are loaded are there already
 
     CUTE_DEVICE Element* out_tile() { return kOwnOutput ? out : v[0]; }
   };
@@ -76,13 +88,6 @@ struct ForwardTraits {
   static_assert(kOwnOutput || C.stages * C.block_n >= C.block_m, "O fits where V was");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
-
-// What a tile of queries has to do.
-template <KernelConfig C>
-CUTE_DEVICE Work work_of(const FwdProblem& p, const QueryTile& tile, const SeqInfo& seq) {
-  const int first_key = visible_keys(seq, p.band, tile.row, C.block_m).first;
-  return {tile, seq, first_key, key_tiles(seq, p.band, tile.row, C.block_m, C.block_n, first_key)};
-}
 
 // One thread that takes tiles of queries, and loads Q, K and V of each.
 template <KernelConfig C>
@@ -99,7 +104,7 @@ CUTE_DEVICE void produce(const ForwardParams& params, typename ForwardTraits<C>:
     if constexpr (!T::kOwnOutput) storage.out_left.wait(out_phase);
     out_phase ^= 1;
   };
-  auto hand_over = [&](const Work& work, uint32_t bytes_q) {
+  auto hand_over = [&](const Work<T::kGroups>& work, uint32_t bytes_q) {
     storage.ring_q.empty[at_q.stage].wait(at_q.phase ^ 1);
     storage.work[at_work.stage] = work;
     storage.ring_q.full[at_q.stage].arrive_and_expect_tx(bytes_q);
@@ -116,7 +121,7 @@ CUTE_DEVICE void produce(const ForwardParams& params, typename ForwardTraits<C>:
       take();
       continue;
     }
-    const Work work = work_of<C>(p, tile, seq);
+    const Work<T::kGroups> work(p, tile, seq, C.block_n);
     if (work.range.empty()) {
       take();
       wait_for_out();
@@ -205,18 +210,17 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   Tensor at = rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
   const Baton<T::kGroups> baton(group);
   Cursor<C.stages> at_k, at_v;
-
+  Cursor<T::kStagesQ> at_q;
   Cursor<T::kStagesQ + 1> at_work;
-  for (Cursor<T::kStagesQ> at_q;; at_q.advance(), at_work.advance()) {
+  for (;; at_q.advance(), at_work.advance()) {
     storage.ring_q.wait(at_q);
-    const Work& work = storage.work[at_work.stage];
+    const Work<T::kGroups>& work = storage.work[at_work.stage];
     const QueryTile tile = work.tile;
     if (tile.row < 0) break;
     Tensor tSrQ = fragment_q(at_q.stage);  // (MMA,1,MMA_K)
-    const TileRange range = work.range;
-    const int first_key = work.first_key;
+    const TileRange range = work.of_group[group];
+    const int first_key = work.first_key, last_tile = work.range.end - 1;
     typename T::Softmax softmax(rule_scale_log2(p));
-    const Dropout dropout(p.rules, int64_t(tile.batch) * p.heads + tile.head);
     const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
 
     // Scores of key tile n, which are still in products' units, become weights. The result: whether sums of before were
@@ -228,18 +232,40 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       fill(factors, 1.f);
       const bool rescaled = softmax.raise(scores, factors);
       softmax.weigh(scores, 0, size<1>(scores));
-      if constexpr (C.rich()) {
-        if (p.rules.rng != nullptr) drop<C.block_n / 4>(scores, 0, at, dropout, tile.row, key);
-      }
       return rescaled;
+    };
+
+    // The warpgroup's turn, of which each tile of keys but the first has one.
+    auto take_turn = [&](int n) {
+      if (C.ping_pong && n < last_tile) baton.take();
+    };
+    auto pass_turn = [&](int n) {
+      if (C.ping_pong && n < last_tile) baton.pass();
+    };
+    // Key tiles down to `until` that other warpgroups see and this one does not.
+    int n = last_tile;
+    auto skip = [&](int until) {
+      CUTE_NO_UNROLL
+      for (; n >= until; --n) {
+        storage.ring_k.wait(at_k);
+        storage.ring_k.release(at_k);
+        at_k.advance();
+        take_turn(n);
+        pass_turn(n);
+        storage.ring_v.wait(at_v);
+        storage.ring_v.release(at_v);
+        at_v.advance();
+      }
     };
 
     clear(tOrO);
     if (!range.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
-      int n = range.end - 1;
+      skip(range.end);
       storage.ring_k.wait(at_k);
+      take_turn(n);
       start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage), tSrS);
+      pass_turn(n);
       wait_products<0>(tSrS);
       storage.ring_k.release(at_k);
       at_k.advance();
@@ -250,7 +276,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       }
       convert(tSrS, tSrP);
       // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
-      auto step = [&](int n, auto masked) __attribute__((always_inline)) {
+      auto step = [&](auto masked) __attribute__((always_inline)) {
         storage.ring_k.wait(at_k);
         if constexpr (C.ping_pong) baton.take();
         start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage), tSrS);
@@ -273,9 +299,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       CUTE_NO_UNROLL
       for (--n; n >= range.begin; --n) {
         if (range.full(n)) {
-          step(n, false_type{});
+          step(false_type{});
         } else {
-          step(n, true_type{});
+          step(true_type{});
         }
       }
       storage.ring_q.release(at_q);
@@ -287,6 +313,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     } else {
       storage.ring_q.release(at_q);
     }
+    skip(work.range.begin);
 
     const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
     store_statistics(p, work.seq, tile, softmax, lse, at);
@@ -355,18 +382,16 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
-  auto map = [&](sm90::RaggedMap& m, const Matrices& of, int dim, int rows, int cols) {
-    const bool keys = of.ptr == p.k.ptr || of.ptr == p.v.ptr;
-    (void)keys;
-    return sm90::make_ragged_map(m, of, dim, p.seqlen_q, p.total_q, p.heads, p.batch, rows, cols);
+  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
+    return sm90::make_ragged_map(map, m, dim, p.seqlen_q, p.total_q, p.heads, p.batch, rows, cols);
   };
-  auto map_k = [&](sm90::RaggedMap& m, const Matrices& of, int dim, int rows, int cols) {
-    return sm90::make_ragged_map(m, of, dim, p.seqlen_k, p.total_k, p.heads_k, p.batch, rows, cols);
+  auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
+    return sm90::make_ragged_map(map, m, dim, p.seqlen_k, p.total_k, p.heads_k, p.batch, C.block_n, cols);
   };
-  if (cudaError_t e = map(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
-  if (cudaError_t e = map_k(params.k, p.k, p.head_dim, C.block_n, C.head_dim)) return e;
-  if (cudaError_t e = map_k(params.v, p.v, p.head_dim_v, C.block_n, C.head_dim_v)) return e;
-  if (cudaError_t e = map(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
+  if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
+  if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
+  if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
+  if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   if (cudaError_t e = tile_counter(params.counter, stream)) return e;
