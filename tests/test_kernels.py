@@ -11,15 +11,18 @@ from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify
 
 KERNELS = [kernel for kernel in library.kernels() if "_tf32" not in kernel]
-RICH = {"softcap": 20.0, "alibi": "batch", "dropout_p": 0.2}
+RICH = {"softcap": 20.0, "alibi": "batch"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel(cuda, name):
     kernel = parse(name)
+    rules = RICH if kernel.tier == "rich" else {}
+    if kernel.has_dropout:
+        rules = {**rules, "dropout_p": 0.2}
     case = Case(
         heads=4, heads_k=2, seqlen_q=200, seqlen_k=333, is_causal=True, dim=kernel.dim,
-        dim_v=kernel.dim_v, dtype=kernel.dtype, **(RICH if kernel.tier == "rich" else {}),
+        dim_v=kernel.dim_v, dtype=kernel.dtype, **rules,
     )  # fmt: skip
     inputs = make_inputs(case, cuda)
     with library.only(name, f"{kernel.other_op}_"):
@@ -29,7 +32,8 @@ def test_kernel(cuda, name):
 
 def test_ids_say_what_a_kernel_is():
     kernel = parse("bwd_sm80_tf32x3_rich_d192x128_m16_n64_s2_w4_c1")
-    assert kernel == ("bwd", "tf32x3", "rich", 192, 128)
+    assert kernel == ("bwd", 80, "tf32x3", "rich", 192, 128)
+    assert kernel.has_dropout and kernel.vector == 1
     assert (kernel.dtype, kernel.other_op) == (torch.float32, "fwd")
     with pytest.raises(ValueError, match="no kernel's id"):
         parse("bwd_sm80_d64")
@@ -45,3 +49,20 @@ def test_other_kernels_refuse(cuda):
     with library.only("fp16"), pytest.raises(RuntimeError, match=r"set aside by use_kernels\(\)"):
         torch.ops.flash_cute.fwd(q, q, q)
     torch.ops.flash_cute.fwd(q, q, q)
+
+
+def test_hopper_kernels_refuse_what_they_lack(cuda):
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    q = torch.randn(1, 8, 2, 104, device=cuda, dtype=torch.bfloat16)
+    rng = torch.tensor([1, 2], device=cuda)
+    with library.only("fwd_sm90"):
+        torch.ops.flash_cute.fwd(q, q, q)
+        with pytest.raises(RuntimeError, match="has no dropout"):
+            torch.ops.flash_cute.fwd(q, q, q, dropout_p=0.5, rng=rng)
+        odd = q[..., :100].contiguous()
+        with pytest.raises(RuntimeError, match="16-byte boundaries"):
+            torch.ops.flash_cute.fwd(odd, odd, odd)
+        repeated = q[:, :, :1].expand(-1, -1, 2, -1)
+        with pytest.raises(RuntimeError, match="strides that are not 0"):
+            torch.ops.flash_cute.fwd(q, repeated, repeated)

@@ -275,6 +275,12 @@ def test_small_max_seqlen_cuts_sequences(make):
     check_same(cut, with_lengths(inputs, seqused_q=[64, 70], seqused_k=[70, 64]))
 
 
+def test_max_seqlen_k_of_zero_leaves_no_key(make):
+    inputs = make(VarlenCase(lengths_q=(64, 200), lengths_k=(200, 64), dtype=BF16))
+    out, lse = with_lengths(inputs, max_seqlen_k=0).forward()[:2]
+    assert not out.any() and bool((lse == -torch.inf).all())
+
+
 @pytest.mark.parametrize("zero_tensors", [False, True])
 def test_uninitialized_memory_never_shows(make, device, zero_tensors):
     inputs = make(VarlenCase(**PADDED, **USED, is_causal=True, dtype=BF16))

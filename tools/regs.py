@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Bytes of spill stores a thread that a kernel may have: (kernel, tier, head dim) -> bytes. See
-# docs/performance.md.
+# Bytes of spill stores a thread that a kernel of the sm80 family may have: (kernel, tier, head dim)
+# -> bytes. See docs/performance.md.
 SPILLS = {
-    ("forward", "Plain", 32): 28,
     ("forward", "Rich", 32): 64,
     ("forward", "Rich", 64): 64,
     ("forward", "Rich", 96): 64,
@@ -69,6 +68,8 @@ def excess(usages: list[Usage]) -> list[Usage]:
 
 def _allowed(usage: Usage) -> int:
     fields = dict(part.split() for part in usage.config.split(", ")) if usage.config else {}
+    if fields.get("arch") != "80":
+        return 0
     tier = _TIERS[int(fields.get("tier", 0))]
     return SPILLS.get((usage.kernel, tier, int(fields.get("head_dim", 0))), 0)
 

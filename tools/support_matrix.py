@@ -66,6 +66,10 @@ class Row(NamedTuple):
         """Shared memory of a CTA, as KernelConfig::smem_bytes() in csrc/core/config.h has it."""
         element = 4 if self.dtype.startswith("TF32") else 2
         kv = element * self.block_n * (self.head_dim + self.head_dim_v)
+        if self.op == "Fwd" and self.arch == "Sm90":
+            q, out = 2 * self.block_m * self.head_dim, 2 * self.block_m * self.head_dim_v
+            least = self.stages * kv + q + 1024
+            return next((b for b in (least + q + out, least + out) if b <= 227 * 1024), least)
         if self.op == "Fwd":
             return element * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
         q_dout = element * self.block_m * (self.head_dim + self.head_dim_v)

@@ -43,7 +43,6 @@ struct KernelConfig {
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
   int warps;       // of the CTA that do matrix products: all, but for the warpgroup that loads tiles on sm90
   int ctas;        // that an SM is to hold at once: bounds the registers of a thread
-  bool ping_pong = false;  // sm90: warpgroups take turns at issuing products
 
   constexpr int threads() const { return (arch == flash_cute::Arch::Sm90 ? warps + 4 : warps) * 32; }
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
@@ -52,8 +51,12 @@ struct KernelConfig {
   // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
   constexpr bool whole_keys() const { return block_n == 32 * warps; }
 
-  // Sm90 forward: buffers of Q, and whether O has shared memory of its own. Where there is room for both, the next Q need
-  // not wait for anything. Else O takes the memory of V.
+  // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's products
+  // run. For wide heads exponentials are too few to matter.
+  constexpr bool ping_pong() const { return head_dim <= 128; }
+
+  // Sm90 forward: buffers of Q, two if O has room beside them, and whether O has shared memory of its own; else it takes
+  // V's. With both, the next Q need not wait for anything.
   constexpr int stages_q() const { return hopper_bytes(2, true) <= kMostSharedMemory ? 2 : 1; }
   constexpr bool own_output() const { return hopper_bytes(stages_q(), true) <= kMostSharedMemory; }
 
@@ -61,7 +64,7 @@ struct KernelConfig {
   constexpr int smem_bytes() const {
     const int element = flash_cute::element_bytes(dtype);
     const int kv = block_n * (head_dim + head_dim_v) * element;
-    if (arch == flash_cute::Arch::Sm90) return hopper_bytes(stages_q(), own_output());
+    if (arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd) return hopper_bytes(stages_q(), own_output());
     if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * element + stages * kv;
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
@@ -76,10 +79,10 @@ struct KernelConfig {
     return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) + "_" +
            flash_cute::name(dtype) + (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) +
            number("_m", block_m) + number("_n", block_n) + number("_s", stages) + number("_w", warps) +
-           number("_c", ctas) + (ping_pong ? "_p" : "");
+           number("_c", ctas);
   }
 
-  static constexpr int kBookkeeping = 1024;             // bytes of barriers and of what they hand over, sm90
+  static constexpr int kBookkeeping = 1024;  // bytes of barriers and of what they hand over, sm90
   static constexpr int kMostSharedMemory = 227 * 1024;  // of a CTA on Hopper
 
   // Bytes of shared memory of a kernel for Hopper, 16 bits an element.

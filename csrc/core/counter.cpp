@@ -16,14 +16,21 @@ cudaError_t allocate_zeros(unsigned*& memory) {
   const size_t bytes = sizeof(unsigned) * kApart * kCountersAtOnce;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   if (cudaError_t e = cudaThreadExchangeStreamCaptureMode(&mode)) return e;
+  void* allocated = nullptr;
   cudaStream_t stream = nullptr;
-  cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&memory), bytes);
+  cudaError_t error = cudaMalloc(&allocated, bytes);
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, bytes, stream);
+  if (error == cudaSuccess) error = cudaMemsetAsync(allocated, 0, bytes, stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   if (stream != nullptr) cudaStreamDestroy(stream);
-  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
-  return error != cudaSuccess ? error : restored;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error != cudaSuccess) {
+    cudaFree(allocated);
+    cudaGetLastError();  // reported here: the next call must not see it
+    return error;
+  }
+  memory = static_cast<unsigned*>(allocated);
+  return cudaSuccess;
 }
 
 struct Pool {

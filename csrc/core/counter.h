@@ -5,8 +5,9 @@
 
 namespace flash_cute {
 
-// A counter that is 0 whenever no kernel of this stream is running, as long as each kernel leaves it so. No two kernels
-// that may run at once get the same one: each stream has its own, and so has each launch that is captured into a graph.
+// A counter that is 0 whenever no kernel of this stream is running, as long as each kernel leaves it so. Each stream has
+// its own, and so has each launch that is captured into a graph. A graph must therefore not run beside itself, as two
+// executable graphs made from one capture could: both would write the same results, too.
 cudaError_t tile_counter(unsigned*& counter, cudaStream_t stream);
 
 }  // namespace flash_cute

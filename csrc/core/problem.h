@@ -75,7 +75,8 @@ struct FwdProblem {
 
   // The least one that has all of the rules. A negative scale turns maxima into minima.
   Tier tier() const {
-    const bool plain = rules.softcap == 0.f && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
+    const bool plain =
+        rules.softcap == 0.f && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
     return plain ? Tier::Plain : Tier::Rich;
   }
 };

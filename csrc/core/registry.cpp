@@ -44,8 +44,8 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
 
 // Whether Hopper's TMA can address all of a tensor.
 static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
-  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2 bytes
-  auto fits = [](int64_t stride, int64_t steps) { return steps <= 1 || (0 < stride && stride < kStrides); };
+  constexpr int64_t kStrideLimit = int64_t{1} << 39;  // elements of 2 bytes
+  auto fits = [](int64_t stride, int64_t steps) { return steps <= 1 || (0 < stride && stride < kStrideLimit); };
   return m.vectors && 0 < rows && rows < INT32_MAX && fits(m.row, rows) && fits(m.head, heads) && fits(m.batch, batch);
 }
 
@@ -85,7 +85,8 @@ std::string explain(const Refusal& refusal) {
   add(refusal.head_dim_v, "a smaller head dim of v");
   add(refusal.gpu, "for other GPUs");
   add(refusal.shared_memory, "needs more shared memory than the GPU has");
-  add(refusal.tensor_map, "needs vectors on 16-byte boundaries, and strides that are not 0");
+  add(refusal.tensor_map,
+      "needs tensors that are not empty, with vectors on 16-byte boundaries and strides that are not 0");
   add(refusal.dropout, "has no dropout");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;

@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-_ID = re.compile(r"(fwd|bwd)_sm\d+_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*")
+from flash_cute import library
+
+_ID = re.compile(r"(fwd|bwd)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*")
 
 
 class Kernel(NamedTuple):
     """One kernel of the library; `precision` is its dtype, or the way it computes fp32."""
 
     op: str
+    arch: int
     precision: str
     tier: str
     dim: int
@@ -24,9 +27,28 @@ class Kernel(NamedTuple):
         return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.precision, torch.float32)
 
     @property
+    def has_dropout(self) -> bool:
+        return self.tier == "rich" and self.arch != 90
+
+    @property
+    def vector(self) -> int:
+        """Head dims of its tensors are multiples of this."""
+        return 8 if self.arch == 90 else 1
+
+    @property
     def other_op(self) -> str:
         """The op that a test of this one needs too."""
         return "bwd" if self.op == "fwd" else "fwd"
+
+
+def forward_families(device: torch.device) -> list[str]:
+    """Beginnings of the ids of forward kernels that run on a GPU, one for each family.
+
+    Which one does a call depends on its layout, and so do the last bits of its result.
+    """
+    major_minor = torch.cuda.get_device_capability(device)
+    built = {f"fwd_sm{parse(kernel).arch}_" for kernel in library.kernels()}
+    return sorted(built & {"fwd_sm80_", "fwd_sm90_"} if major_minor == (9, 0) else {"fwd_sm80_"})
 
 
 def parse(kernel: str) -> Kernel:
@@ -34,5 +56,5 @@ def parse(kernel: str) -> Kernel:
     match = _ID.fullmatch(kernel)
     if match is None:
         raise ValueError(f"{kernel!r} is no kernel's id")
-    op, precision, tier, dim, dim_v = match.groups()
-    return Kernel(op, precision, tier, int(dim), int(dim_v))
+    op, arch, precision, tier, dim, dim_v = match.groups()
+    return Kernel(op, int(arch), precision, tier, int(dim), int(dim_v))

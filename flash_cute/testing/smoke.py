@@ -10,15 +10,16 @@ from flash_cute import library, ops
 from flash_cute.testing.kernels import parse
 
 
-def rules(heads: int) -> dict[str, Any]:
-    """Every option of the Rich tier, and a sink."""
-    return {
+def rules(heads: int, dropout: bool) -> dict[str, Any]:
+    """Every option of the Rich tier that the kernel has, and a sink."""
+    options = {
         "softcap": 10.0,
         "alibi_slopes": torch.rand(heads, device="cuda"),
         "sink": torch.randn(heads, device="cuda"),
-        "dropout_p": 0.3,
-        "rng": torch.tensor([1, 2], device="cuda"),
     }
+    if dropout:
+        options |= {"dropout_p": 0.3, "rng": torch.tensor([1, 2], device="cuda")}
+    return options
 
 
 def dense(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) -> None:
@@ -48,11 +49,12 @@ def main() -> None:
         kernel = parse(name)
         options = {"allow_tf32": kernel.precision == "tf32"}
         if kernel.tier == "rich":
-            options |= rules(heads=4)
+            options |= rules(heads=4, dropout=kernel.has_dropout)
         with library.only(name, f"{kernel.other_op}_"):
             dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
-            # Columns that do not exist, and rows that are not aligned.
-            varlen(kernel.dtype, kernel.dim - 5, kernel.dim_v - 13, options)
+            # Columns that do not exist, and rows that are not aligned where that may be.
+            missing = max(kernel.vector, 5)
+            varlen(kernel.dtype, kernel.dim - missing, kernel.dim_v - 2 * missing, options)
     torch.cuda.synchronize()
     print(f"{len(library.kernels())} kernels ran")
 

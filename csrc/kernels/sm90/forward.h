@@ -27,7 +27,7 @@ struct ForwardParams {
   FwdProblem p;
   RaggedMap q, k, v, out;
   TileOrder order;
-  unsigned* counter;  // tiles that were taken beyond the first of each CTA; 0 before and after the kernel
+  unsigned* counter;  // by which CTAs share out tiles; 0 before and after the kernel
 };
 
 // A tile of queries and what it has to do, from the producer to the consumers.
@@ -35,17 +35,18 @@ template <int kGroups>
 struct Work {
   QueryTile tile;
   SeqInfo seq;
-  int first_key;                 // tiles of keys are counted from here
-  TileRange range;               // of the whole tile
-  TileRange of_group[kGroups];   // of the rows of each warpgroup
+  RowSpan keys;  // that some of the rows see
+  int key_tiles;  // that hold these, counted from keys.first on
+  TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
 
   CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& tile, const SeqInfo& seq, int block_n)
-      : tile(tile), seq(seq), first_key(visible_keys(seq, p.band, tile.row, 64 * kGroups).first) {
-    range = key_tiles(seq, p.band, tile.row, 64 * kGroups, block_n, first_key);
+      : tile(tile), seq(seq), keys(visible_keys(seq, p.band, tile.row, 64 * kGroups)) {
+    key_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
     CUTE_UNROLL
     for (int i = 0; i < kGroups; ++i) {
       const int row = tile.row + 64 * i;
-      of_group[i] = row < seq.q.length ? key_tiles(seq, p.band, row, 64, block_n, first_key) : TileRange{};
+      const bool exists = row < seq.q.length;
+      of_group[i] = exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first) : TileRange{};
     }
   }
 };
@@ -54,23 +55,27 @@ template <KernelConfig C>
 struct ForwardTraits {
   using Element = ElementOf<C.dtype>;
   static constexpr int kGroups = C.warps / 4;  // warpgroups that compute
-  using LayoutQ = RowsLayout<Element, C.block_m, C.head_dim>;      // (row,dim)
-  using LayoutK = RowsLayout<Element, C.block_n, C.head_dim>;      // (key,dim)
-  using LayoutV = ColumnsLayout<Element, C.block_n, C.head_dim_v>; // (dim,key)
-  using LayoutO = RowsLayout<Element, C.block_m, C.head_dim_v>;    // (row,dim)
+  using LayoutQ = RowsLayout<Element, C.block_m, C.head_dim>;  // (row,dim)
+  using LayoutK = RowsLayout<Element, C.block_n, C.head_dim>;  // (key,dim)
+  using LayoutV = ColumnsLayout<Element, C.block_n, C.head_dim_v>;  // (dim,key)
+  using LayoutO = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (row,dim)
   using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
   using MmaQK = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.block_n>, Int<C.head_dim>>>(), Groups{}));
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.block_n>, Int<C.head_dim>>>(),
+      Groups{}));
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       Groups{}));
-  using Softmax = OnlineSoftmax<2, 4>;
+  using Softmax = OnlineSoftmax<2, kGroups == 2 ? 4 : 2>;  // chains: as many as registers hold
   static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
   static constexpr uint32_t kBytesK = C.block_n * C.head_dim * sizeof(Element);
   static constexpr uint32_t kBytesV = C.block_n * C.head_dim_v * sizeof(Element);
   static constexpr int kStagesQ = C.stages_q();
-  static constexpr bool kOwnOutput = C.own_output();
+  static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
+  // Named barriers: one of each warpgroup's turn, of all warpgroups, and of the threads of each.
+  static constexpr int kTurnBarrier = 1, kAllGroupsBarrier = kTurnBarrier + kGroups;
+  static constexpr int kGroupBarrier = kAllGroupsBarrier + 1;
 
   struct Storage {
     alignas(1024) Element q[kStagesQ][C.block_m * C.head_dim];
@@ -79,12 +84,11 @@ struct ForwardTraits {
     alignas(1024) Element out[kOwnOutput ? C.block_m * C.head_dim_v : 1];
     Ring<C.stages> ring_k, ring_v;
     Ring<kStagesQ> ring_q;
-    cutlass::arch::ClusterBarrier out_left;  // V's memory
-    Work<kGroups> work[kStagesQ + 1];  // a tile's is read until its end, when those of all Q that are loaded are there already
-
-    CUTE_DEVICE Element* out_tile() { return kOwnOutput ? out : v[0]; }
+    cutlass::arch::ClusterBarrier out_left;  // each warpgroup's O has left V's memory
+    Work<kGroups> work[kStagesQ + 1];  // read until the tile's end, when those of all Q that have come are there
   };
-  static_assert(C.block_m == 64 * kGroups && kGroups >= 2);
+  static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
+                "registers and named barriers are for these");
   static_assert(kOwnOutput || C.stages * C.block_n >= C.block_m, "O fits where V was");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
@@ -95,7 +99,7 @@ CUTE_DEVICE void produce(const ForwardParams& params, typename ForwardTraits<C>:
   using T = ForwardTraits<C>;
   const FwdProblem& p = params.p;
   const int tiles = params.order.row_tiles * params.order.heads * params.order.batch;
-  const int group = p.heads / p.heads_k;
+  const int heads_each = p.heads / p.heads_k;  // of queries, for a head of keys
   Cursor<C.stages> at_k, at_v;
   Cursor<T::kStagesQ> at_q;
   Cursor<T::kStagesQ + 1> at_work;
@@ -105,15 +109,16 @@ CUTE_DEVICE void produce(const ForwardParams& params, typename ForwardTraits<C>:
     out_phase ^= 1;
   };
   auto hand_over = [&](const Work<T::kGroups>& work, uint32_t bytes_q) {
-    storage.ring_q.empty[at_q.stage].wait(at_q.phase ^ 1);
+    storage.ring_q.wait_empty(at_q);
     storage.work[at_work.stage] = work;
-    storage.ring_q.full[at_q.stage].arrive_and_expect_tx(bytes_q);
     at_work.advance();
+    return storage.ring_q.expect(at_q, bytes_q);
   };
 
   int index = blockIdx.x;
   while (index < tiles) {
-    // As late as its latency allows: who comes first to the end of a tile should be the first to have another one.
+    // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late as
+    // its latency allows: who comes first to the end of a tile should be the first to have another one.
     auto take = [&] { index = gridDim.x + atomicInc(params.counter, tiles - 1); };
     const QueryTile tile = params.order.at(index, C.block_m);
     const SeqInfo seq(p, tile.batch);
@@ -122,72 +127,106 @@ CUTE_DEVICE void produce(const ForwardParams& params, typename ForwardTraits<C>:
       continue;
     }
     const Work<T::kGroups> work(p, tile, seq, C.block_n);
-    if (work.range.empty()) {
+    if (work.key_tiles == 0) {
       take();
       wait_for_out();
       hand_over(work, 0);
       at_q.advance();
       continue;
     }
-    const SeqSpan visible{seq.k.offset, visible_keys(seq, p.band, tile.row, C.block_m).last};
-    const int head_k = tile.head / group;
+    const SeqSpan visible{seq.k.offset, work.keys.last};
+    const int head_k = tile.head / heads_each;
     auto load_k = [&](int n) {
-      uint64_t* barrier = storage.ring_k.acquire(at_k, T::kBytesK);
-      params.k.template load<C.block_n, C.head_dim>(storage.k[at_k.stage], barrier, TMA::CacheHintSm90::EVICT_LAST,
-                                                    visible, work.first_key + n * C.block_n, head_k, tile.batch);
+      storage.ring_k.wait_empty(at_k);
+      params.k.template load<C.block_n, C.head_dim>(storage.k[at_k.stage], storage.ring_k.expect(at_k, T::kBytesK),
+                                                    TMA::CacheHintSm90::EVICT_LAST, visible,
+                                                    work.keys.first + n * C.block_n, head_k, tile.batch);
       at_k.advance();
     };
     auto load_v = [&](int n) {
-      uint64_t* barrier = storage.ring_v.acquire(at_v, T::kBytesV);
-      params.v.template load<C.block_n, C.head_dim_v>(storage.v[at_v.stage], barrier, TMA::CacheHintSm90::EVICT_LAST,
-                                                      visible, work.first_key + n * C.block_n, head_k, tile.batch);
+      storage.ring_v.wait_empty(at_v);
+      params.v.template load<C.block_n, C.head_dim_v>(storage.v[at_v.stage], storage.ring_v.expect(at_v, T::kBytesV),
+                                                      TMA::CacheHintSm90::EVICT_LAST, visible,
+                                                      work.keys.first + n * C.block_n, head_k, tile.batch);
       at_v.advance();
     };
 
-    int n = work.range.end - 1;
+    int n = work.key_tiles - 1;
     load_k(n);
-    hand_over(work, T::kBytesQ);
-    params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage],
-                                                  reinterpret_cast<uint64_t*>(&storage.ring_q.full[at_q.stage]),
-                                                  TMA::CacheHintSm90::EVICT_FIRST, seq.q, tile.row, tile.head, tile.batch);
+    params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage], hand_over(work, T::kBytesQ),
+                                                  TMA::CacheHintSm90::EVICT_FIRST, seq.q, tile.row, tile.head,
+                                                  tile.batch);
     at_q.advance();
-    if (n > work.range.begin) load_k(n - 1);
+    if (n > 0) load_k(n - 1);
     wait_for_out();
-    for (; n - 1 > work.range.begin; --n) {
+    for (; n > 1; --n) {
       load_v(n);
       load_k(n - 2);
     }
     take();
-    for (; n >= work.range.begin; --n) load_v(n);
+    for (; n >= 0; --n) load_v(n);
   }
-  storage.ring_q.empty[at_q.stage].wait(at_q.phase ^ 1);
+  storage.ring_q.wait_empty(at_q);
   storage.work[at_work.stage].tile.row = -1;
-  storage.ring_q.full[at_q.stage].arrive();
+  storage.ring_q.expect(at_q, 0);
 }
 
 // The right to issue products, which goes round among the warpgroups: while one issues, the others are at their
 // exponentials.
-template <int kGroups>
+template <class T>
 struct Baton {
   int group;
 
-  static constexpr int kFirstBarrier = 1;
   CUTE_DEVICE explicit Baton(int group) : group(group) {
-    if (group == 0) cutlass::arch::NamedBarrier::arrive(256, kFirstBarrier);  // the first turn is its own
+    if (T::kPingPong && group == 0) cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier);  // its own first turn
   }
-  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(256, kFirstBarrier + group); }
-  CUTE_DEVICE void pass() const { cutlass::arch::NamedBarrier::arrive(256, kFirstBarrier + (group + 1) % kGroups); }
+  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(256, T::kTurnBarrier + group); }
+  CUTE_DEVICE void pass() const {
+    cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier + (group + 1) % T::kGroups);
+  }
 };
+
+// Rounds the outputs of a warpgroup (MMA,1,1) and sends them off through shared memory.
+template <KernelConfig C, class Mma, class Output>
+CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage,
+                              const Work<ForwardTraits<C>::kGroups>& work, const Mma& mma, const Output& tOrO,
+                              int thread) {
+  using T = ForwardTraits<C>;
+  using Element = typename T::Element;
+  const int group = thread / 128;
+  const bool stores = thread % 128 == 0;
+  if constexpr (T::kOwnOutput) {
+    // After this barrier the warpgroup's O of the tile before has left shared memory.
+    if (stores) tma_store_wait<0>();
+    cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
+  } else {
+    // After this barrier nobody still reads V.
+    cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
+  }
+  Element* const to = T::kOwnOutput ? storage.out : storage.v[0];
+  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
+  auto thread_out = copy_out.get_thread_slice(thread);
+  Tensor sO = make_tensor(make_smem_ptr(to), typename T::LayoutO{});  // (row,dim)
+  cute::copy(copy_out, thread_out.retile_S(converted<Element>(tOrO)), thread_out.partition_D(sO));
+  tma_store_fence();
+  // After this barrier the warpgroup's rows of O are in shared memory, for the TMA to see.
+  cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
+  if (!stores) return;
+  params.out.template store<C.block_m, C.head_dim_v>(to + group * 64 * atom_columns(C.head_dim_v), work.seq.q,
+                                                     work.tile.row + group * 64, work.tile.head, work.tile.batch);
+  tma_store_arrive();
+  if constexpr (!T::kOwnOutput) {
+    tma_store_wait<0>();
+    storage.out_left.arrive();
+  }
+}
 
 // A warpgroup that computes 64 rows of each tile of queries.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  using Element = typename T::Element;
   const FwdProblem& p = params.p;
   const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
-  constexpr int kAllGroups = 1 + T::kGroups;  // named barriers; those before are the baton's
-  const int group_barrier = kAllGroups + 1 + group;
 
   typename T::MmaQK mma_qk;
   typename T::MmaPV mma_pv;
@@ -202,31 +241,31 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   auto fragment_q = [&](int stage) {  // (MMA,1,MMA_K)
     return group_qk.partition_fragment_A(make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQ{}));
   };
-  Tensor tSrS = partition_fragment_C(mma_qk, Shape<Int<C.block_m>, Int<C.block_n>>{});     // (MMA,1,1)
+  Tensor tSrS = partition_fragment_C(mma_qk, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,1,1)
   Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,1,1)
-  Tensor tSrP = make_tensor<Element>(tSrS.layout());
-  Tensor scores = rows_of(tSrS);   // (rows,columns)
-  Tensor output = rows_of(tOrO);   // (rows,dims)
-  Tensor at = rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
-  const Baton<T::kGroups> baton(group);
+  Tensor tSrP = make_tensor<typename T::Element>(tSrS.layout());
+  Tensor scores = rows_of(tSrS);  // (rows,columns)
+  Tensor output = rows_of(tOrO);  // (rows,dims)
+  Tensor at =
+      rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
+  const Baton<T> baton(group);
   Cursor<C.stages> at_k, at_v;
   Cursor<T::kStagesQ> at_q;
   Cursor<T::kStagesQ + 1> at_work;
   for (;; at_q.advance(), at_work.advance()) {
     storage.ring_q.wait(at_q);
     const Work<T::kGroups>& work = storage.work[at_work.stage];
-    const QueryTile tile = work.tile;
+    const QueryTile& tile = work.tile;
     if (tile.row < 0) break;
     Tensor tSrQ = fragment_q(at_q.stage);  // (MMA,1,MMA_K)
     const TileRange range = work.of_group[group];
-    const int first_key = work.first_key, last_tile = work.range.end - 1;
     typename T::Softmax softmax(rule_scale_log2(p));
     const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
 
     // Scores of key tile n, which are still in products' units, become weights. The result: whether sums of before were
     // rescaled, and outputs are to be multiplied by `factors`.
     auto weigh = [&](int n, auto masked, auto& factors) __attribute__((always_inline)) {
-      const int key = first_key + n * C.block_n;
+      const int key = work.keys.first + n * C.block_n;
       if constexpr (C.rich()) apply_rules(scores, at, p, slope, tile.row + work.seq.shift(), key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
       fill(factors, 1.f);
@@ -236,22 +275,19 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     };
 
     // The warpgroup's turn, of which each tile of keys but the first has one.
-    auto take_turn = [&](int n) {
-      if (C.ping_pong && n < last_tile) baton.take();
-    };
-    auto pass_turn = [&](int n) {
-      if (C.ping_pong && n < last_tile) baton.pass();
-    };
+    auto has_turn = [&](int n) { return T::kPingPong && n < work.key_tiles - 1; };
     // Key tiles down to `until` that other warpgroups see and this one does not.
-    int n = last_tile;
+    int n = work.key_tiles - 1;
     auto skip = [&](int until) {
       CUTE_NO_UNROLL
       for (; n >= until; --n) {
         storage.ring_k.wait(at_k);
         storage.ring_k.release(at_k);
         at_k.advance();
-        take_turn(n);
-        pass_turn(n);
+        if (has_turn(n)) {
+          baton.take();
+          baton.pass();
+        }
         storage.ring_v.wait(at_v);
         storage.ring_v.release(at_v);
         at_v.advance();
@@ -263,9 +299,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
       skip(range.end);
       storage.ring_k.wait(at_k);
-      take_turn(n);
+      if (has_turn(n)) baton.take();
       start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage), tSrS);
-      pass_turn(n);
+      if (has_turn(n)) baton.pass();
       wait_products<0>(tSrS);
       storage.ring_k.release(at_k);
       at_k.advance();
@@ -278,11 +314,11 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
       auto step = [&](auto masked) __attribute__((always_inline)) {
         storage.ring_k.wait(at_k);
-        if constexpr (C.ping_pong) baton.take();
+        if constexpr (T::kPingPong) baton.take();
         start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage), tSrS);
         storage.ring_v.wait(at_v);
         start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage), tOrO);
-        if constexpr (C.ping_pong) baton.pass();
+        if constexpr (T::kPingPong) baton.pass();
         wait_products<1>(tSrS);
         storage.ring_k.release(at_k);
         at_k.advance();
@@ -313,35 +349,11 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     } else {
       storage.ring_q.release(at_q);
     }
-    skip(work.range.begin);
+    skip(0);
 
     const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
     store_statistics(p, work.seq, tile, softmax, lse, at);
-    const bool stores = thread % 128 == 0;
-    if constexpr (T::kOwnOutput) {
-      // After this barrier the O of the tile before has left shared memory.
-      if (stores) tma_store_wait<0>();
-      cutlass::arch::NamedBarrier::sync(128, group_barrier);
-    } else {
-      // After this barrier nobody still reads V.
-      cutlass::arch::NamedBarrier::sync(128 * T::kGroups, kAllGroups);
-    }
-    auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_pv);
-    auto thread_out = copy_out.get_thread_slice(thread);
-    Tensor sO = make_tensor(make_smem_ptr(storage.out_tile()), typename T::LayoutO{});
-    cute::copy(copy_out, thread_out.retile_S(converted<Element>(tOrO)), thread_out.partition_D(sO));
-    tma_store_fence();
-    // After this barrier the warpgroup's rows of O are in shared memory, for the TMA to see.
-    cutlass::arch::NamedBarrier::sync(128, group_barrier);
-    if (stores) {
-      params.out.template store<C.block_m, C.head_dim_v>(storage.out_tile() + group * 64 * atom_columns(C.head_dim_v),
-                                                         work.seq.q, tile.row + group * 64, tile.head, tile.batch);
-      tma_store_arrive();
-    }
-    if (!T::kOwnOutput && stores) {
-      tma_store_wait<0>();
-      storage.out_left.arrive();
-    }
+    store_output<C>(params, storage, work, mma_pv, tOrO, thread);
   }
   if (thread % 128 == 0) tma_store_wait<0>();
 }
@@ -379,23 +391,25 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   params.p = p;
   params.order = sm90::TileOrder::of(p, C.block_m);
   const int64_t tiles = params.order.tiles();
-  if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
+  int device_index = 0;
+  if (cudaError_t e = cudaGetDevice(&device_index)) return e;
+  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms);
+  if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that take() may give
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
+  const bool dense = p.sequences.cu_q == nullptr;
+  const int64_t total_q = dense ? -1 : p.total_q, total_k = dense ? -1 : p.total_k;
   auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
-    return sm90::make_ragged_map(map, m, dim, p.seqlen_q, p.total_q, p.heads, p.batch, rows, cols);
+    return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, rows, cols);
   };
   auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
-    return sm90::make_ragged_map(map, m, dim, p.seqlen_k, p.total_k, p.heads_k, p.batch, C.block_n, cols);
+    return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n, cols);
   };
   if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  int device_index = 0;
-  if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   if (cudaError_t e = tile_counter(params.counter, stream)) return e;
-  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms);
   if (cudaError_t e = launch_kernel<sm90::forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }

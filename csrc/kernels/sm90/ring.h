@@ -33,9 +33,11 @@ struct Ring {
     }
   }
 
-  // Producer: waits until the buffer is empty; `bytes` will come. The result is the barrier to count them at.
-  CUTE_DEVICE uint64_t* acquire(const Cursor<kStages>& at, uint32_t bytes) {
-    empty[at.stage].wait(at.phase ^ 1);
+  // Producer: waits until the buffer is empty.
+  CUTE_DEVICE void wait_empty(const Cursor<kStages>& at) { empty[at.stage].wait(at.phase ^ 1); }
+
+  // Producer: all is said, and `bytes` will come. The result is the barrier to count them at.
+  CUTE_DEVICE uint64_t* expect(const Cursor<kStages>& at, uint32_t bytes) {
     full[at.stage].arrive_and_expect_tx(bytes);
     return reinterpret_cast<uint64_t*>(&full[at.stage]);
   }

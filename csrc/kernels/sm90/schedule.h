@@ -7,26 +7,29 @@
 
 namespace flash_cute::sm90 {
 
-// Heads are taken in groups whose keys and values the L2 cache holds together, and in each group late rows first: under
+// Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under
 // a causal mask they are the longest, and what comes last should be short.
 struct TileOrder {
   int row_tiles, heads, batch, heads_together;
 
   static TileOrder of(const FwdProblem& p, int block_m) {
     constexpr int64_t kCacheBytes = 32 << 20;
-    const int64_t bytes = std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
+    const int64_t bytes =
+        std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
     const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k);
-    return {(p.seqlen_q + block_m - 1) / block_m, p.heads, p.batch,
+    const bool dense = p.sequences.cu_q == nullptr;
+    const int longest = dense ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
+    return {(longest + block_m - 1) / block_m, p.heads, p.batch,
             static_cast<int>(std::min<int64_t>(together, int64_t(p.heads) * p.batch))};
   }
 
   int64_t tiles() const { return int64_t(row_tiles) * heads * batch; }
 
   CUTE_DEVICE QueryTile at(int index, int block_m) const {
-    const int of_group = heads_together * row_tiles;
-    const int group = index / of_group, place = index % of_group;
-    const int together = min(heads_together, heads * batch - group * heads_together);
-    const int head = group * heads_together + place % together;
+    const int tiles_of_set = heads_together * row_tiles;
+    const int set = index / tiles_of_set, place = index % tiles_of_set;
+    const int together = min(heads_together, heads * batch - set * heads_together);
+    const int head = set * heads_together + place % together;
     QueryTile tile;
     tile.row = (row_tiles - 1 - place / together) * block_m;
     tile.head = head % heads;

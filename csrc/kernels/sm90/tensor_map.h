@@ -52,33 +52,33 @@ struct RaggedMap {
     constexpr int kAtom = atom_columns(kCols);
     CUTE_UNROLL
     for (int col = 0; col < kCols; col += kAtom) {
-      SM90_TMA_STORE_5D::copy(&map, from + col * kRows, col, longest - span.length + row, int(span.offset) + span.length,
-                              head, batch * batch_step);
+      SM90_TMA_STORE_5D::copy(&map, from + col * kRows, col, longest - span.length + row,
+                              int(span.offset) + span.length, head, batch * batch_step);
     }
   }
 };
 
-// The driver's function, found at run time: the library does not link libcuda.
-inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)& encoder) {
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, or null. Found at run time: the library does not link libcuda.
+inline EncodeTiled find_encode_tiled() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  if (cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                                       &found)) {
-    return e;
-  }
-  encoder = reinterpret_cast<decltype(encoder)>(function);
-  return found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function)
+                                                                      : nullptr;
 }
 
-// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once. `total` is 0 for a dense tensor.
+// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once. Sequences have at most `longest`
+// rows each, and `total` together where they lie end to end: total is -1 for a dense tensor.
 inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int head_dim, int longest, int64_t total,
                                    int heads, int batch, int box_rows, int tile_cols) {
-  static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-  if (encode == nullptr) {
-    if (cudaError_t e = find_encoder(encode)) return e;
-  }
+  static const EncodeTiled encode = find_encode_tiled();
+  if (encode == nullptr) return cudaErrorNotSupported;
   constexpr int64_t kElement = 2;
-  const bool dense = total == 0;
+  const bool dense = total < 0;
+  if (!dense) longest = static_cast<int>(std::clamp<int64_t>(longest, 1, total));
   const cuuint64_t sizes[5] = {cuuint64_t(head_dim), cuuint64_t(longest), cuuint64_t((dense ? longest : total) + 1),
                                cuuint64_t(heads), cuuint64_t(dense ? batch : 1)};
   // A dimension of one step needs a stride all the same.
@@ -87,10 +87,10 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int hea
   const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   char* base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
-  const CUresult status = encode(
-      &result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      atom_columns(tile_cols) == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 atom_columns(tile_cols) == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   result.longest = longest;
   result.batch_step = dense ? 1 : 0;
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;

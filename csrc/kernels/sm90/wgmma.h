@@ -17,15 +17,17 @@ using ElementOf = std::conditional_t<dtype == DType::FP16, cutlass::half_t, cutl
 
 // Tiles in shared memory as RaggedMap brings them: columns of one atom, all rows of them, then the next atom.
 template <class Element, int kRows, int kCols>
-using RowsLayout = decltype(tile_to_shape(
-    std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>{},
-    Shape<Int<kRows>, Int<kCols>>{}));  // (row,col)
+using RowsLayout =
+    decltype(tile_to_shape(std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                                              GMMA::Layout_K_SW64_Atom<Element>>{},
+                           Shape<Int<kRows>, Int<kCols>>{}));  // (row,col)
 
 // The same tile as the operand whose K runs along its rows.
 template <class Element, int kRows, int kCols>
-using ColumnsLayout = decltype(tile_to_shape(
-    std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>{},
-    Shape<Int<kCols>, Int<kRows>>{}, Step<_2, _1>{}));  // (col,row)
+using ColumnsLayout =
+    decltype(tile_to_shape(std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_MN_SW128_Atom<Element>,
+                                              GMMA::Layout_MN_SW64_Atom<Element>>{},
+                           Shape<Int<kCols>, Int<kRows>>{}, Step<_2, _1>{}));  // (col,row)
 
 // An accumulator as a matrix: (MMA=(2,2,N/8),1,1) -> (2,(2,N/8)), rows by columns, placed as those of m16n8.
 template <class Accumulator>
@@ -46,7 +48,8 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
 template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
 CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
   warpgroup_fence_operand(acc);
-  if constexpr (!is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value) warpgroup_fence_operand(a);
+  constexpr bool kShared = is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value;
+  if constexpr (!kShared) warpgroup_fence_operand(a);
   warpgroup_arrive();
   mma.accumulate_ = kFirst;
   CUTE_UNROLL
