@@ -8,7 +8,9 @@ import pytest
 import torch
 from bad_arguments import BF16, INT32, Change, good_arguments, on, strided, to, vector
 
+from flash_cute import library
 from flash_cute.testing import memory
+from flash_cute.testing.kernels import forward_families
 
 NAN = math.nan
 
@@ -109,14 +111,19 @@ def test_out_overload_refuses_gradients(device):
 
 
 def test_more_tiles_than_a_grid_holds(cuda):
-    """The rows outside of the one sequence stay as they were too."""
+    """The rows outside of the one sequence that has any stay as they were too."""
     q, out = (torch.full((4, 2048, 32), x, device=cuda, dtype=BF16) for x in (1.0, NAN))
     lse = torch.full((2048, 4), NAN, device=cuda)
     offsets = torch.tensor([1, 3], device=cuda, dtype=INT32)
     lengths = (offsets, offsets, 2**28, 2**28)
-    with pytest.raises(RuntimeError, match="invalid configuration"):
-        torch.ops.flash_cute.varlen_fwd.out(q, q, q, *lengths, out=out, softmax_lse=lse)
-    assert out.isnan().all() and lse.isnan().all()
+    crowd = torch.full((2**20 + 1,), 3, device=cuda, dtype=INT32)  # a tile for each of its heads
+    crowd[0] = 1
+    for family in forward_families(cuda):
+        with library.only(family), pytest.raises(RuntimeError, match="invalid configuration"):
+            torch.ops.flash_cute.varlen_fwd.out(
+                q, q, q, crowd, crowd, 2**28, 2**28, out=out, softmax_lse=lse
+            )
+        assert out.isnan().all() and lse.isnan().all()
     grads = {x: out.clone() for x in ("dq", "dk", "dv")}
     with pytest.raises(RuntimeError, match="invalid configuration"):
         torch.ops.flash_cute.varlen_bwd.out(q, q, q, q, q, lse, *lengths, **grads)
