@@ -15,6 +15,8 @@ from typing import NamedTuple
 # Bytes of spill stores a thread that a kernel of the sm80 family may have: (kernel, tier, head dim)
 # -> bytes. See docs/performance.md.
 SPILLS = {
+    ("forward", "Plain", 64): 8,
+    ("forward", "Plain", 96): 8,
     ("forward", "Rich", 32): 64,
     ("forward", "Rich", 64): 64,
     ("forward", "Rich", 96): 64,
