@@ -11,7 +11,7 @@ import torch
 from flash_cute import validate
 from flash_cute.testing.cases import LAYOUTS, Case, VarlenCase
 from flash_cute.testing.pairwise import pairwise
-from flash_cute.testing.verify import verify
+from flash_cute.testing.verify import verify_families
 
 INT_MAX = 2**31 - 1
 DIMS = {str(dim): (dim, dim) for dim in (32, 40, 64, 96, 128, 192, 256)}
@@ -92,7 +92,7 @@ def case_of(row: dict[str, Any]) -> Case | VarlenCase:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
 def test_pairs_of_features(make, row):
-    verify(make(case_of(row)), row["with_dlse"], row["deterministic"])
+    verify_families(make(case_of(row)), row["with_dlse"], row["deterministic"])
 
 
 def test_pairwise_holds_every_pair_that_is_possible():

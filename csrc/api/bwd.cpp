@@ -43,7 +43,7 @@ float* sink_gradient(const View& t, const View& q, int heads) {
 
 // What the 16-bit kernels keep between their passes.
 Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View& q) {
-  const bool dense = p.fwd.sequences.cu_q == nullptr;
+  const bool dense = p.fwd.dense();
   const PaddedRows padded{config.block_m};
   const int64_t rows = dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
   const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);

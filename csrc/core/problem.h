@@ -73,6 +73,8 @@ struct FwdProblem {
   Statistics row_max;  // may be null
   void* softmax;       // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
 
+  constexpr bool dense() const { return sequences.cu_q == nullptr; }
+
   // The least one that has all of the rules. A negative scale turns maxima into minima.
   Tier tier() const {
     const bool plain =

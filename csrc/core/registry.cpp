@@ -50,7 +50,7 @@ static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
 }
 
 static bool addressable(const FwdProblem& p) {
-  const bool dense = p.sequences.cu_q == nullptr;
+  const bool dense = p.dense();
   const int64_t rows_q = dense ? p.seqlen_q : p.total_q, rows_k = dense ? p.seqlen_k : p.total_k;
   const int batch = dense ? p.batch : 1;
   return addressable(p.q, rows_q, p.heads, batch) && addressable(p.out, rows_q, p.heads, batch) &&

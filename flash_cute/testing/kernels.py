@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
 
 def forward_families(device: torch.device) -> list[str]:
-    """Beginnings of the ids of forward kernels that run on a GPU, one for each family.
+    """Beginnings of the ids of forward kernels that run on a GPU: one a family, oldest first.
 
     Which one does a call depends on its layout, and so do the last bits of its result.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flash_cute.testing.cases import LAYOUTS, Case, VarlenCase, make_inputs
-from flash_cute.testing.verify import verify
+from flash_cute.testing.verify import verify_families
 
 _KINDS: dict[str, type[Case] | type[VarlenCase]] = {"dense": Case, "varlen": VarlenCase}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -21,7 +21,7 @@ _MOST_SCORES = 2**21  # of a trial, all heads and sequences together
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A case, the seed of its tensors, and what `verify` is asked for."""
+    """A case, the seed of its tensors, and what `verify_families` is asked for."""
 
     case: Case | VarlenCase
     seed: int = 0
@@ -29,9 +29,9 @@ class Trial:
     deterministic: bool = False
 
     def run(self, device: torch.device | str) -> float:
-        """What `verify` returns or raises."""
+        """What `verify_families` returns or raises."""
         inputs = make_inputs(self.case, device, self.seed)
-        return verify(inputs, self.with_dlse, self.deterministic)
+        return verify_families(inputs, self.with_dlse, self.deterministic)
 
     def to_json(self) -> str:
         """What differs from the defaults, in one line."""

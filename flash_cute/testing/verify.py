@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flash_cute import library
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Inputs
+from flash_cute.testing.kernels import forward_families
 
 
 def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False) -> float:
@@ -35,3 +37,12 @@ def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False)
         for name in grads if deterministic else ("k", "v"):
             bounds.check_same_bits(f"d{name}", repeated[name], grads[name])
     return max(ratios)
+
+
+def verify_families(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False) -> float:
+    """`verify`, and again with every older family of kernels that a newer GPU would pass over."""
+    ratio = verify(inputs, with_dlse, deterministic)
+    for family in forward_families(inputs.q.device)[:-1] if inputs.q.is_cuda else ():
+        with library.only(family, "bwd_"):
+            ratio = max(ratio, verify(inputs, with_dlse, deterministic))
+    return ratio

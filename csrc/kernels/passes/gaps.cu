@@ -82,13 +82,13 @@ cudaError_t fill_keys(const FwdProblem& p, const Matrices& m, int head_dim, cuda
 }  // namespace
 
 cudaError_t fill_gaps(const FwdProblem& p, cudaStream_t stream) {
-  if (p.sequences.cu_q == nullptr) return cudaSuccess;
+  if (p.dense()) return cudaSuccess;
   return fill_queries(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY, stream);
 }
 
 cudaError_t fill_gaps(const BwdProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
-  if (f.sequences.cu_q == nullptr) return cudaSuccess;
+  if (f.dense()) return cudaSuccess;
   if (cudaError_t e = fill_queries(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f, stream)) return e;
   if (cudaError_t e = fill_keys(f, p.dk, f.head_dim, stream)) return e;
   return fill_keys(f, p.dv, f.head_dim_v, stream);

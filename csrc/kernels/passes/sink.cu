@@ -12,7 +12,7 @@ constexpr int kThreads = 512;
 __global__ void __launch_bounds__(kThreads) sink_gradient(const __grid_constant__ BwdProblem p) {
   const FwdProblem& f = p.fwd;
   const int head = blockIdx.x;
-  const bool dense = f.sequences.cu_q == nullptr;
+  const bool dense = f.dense();
   const int64_t rows = dense ? f.seqlen_q : f.total_q;
   const float sink = sink_of(f.sink, head);
   float total = 0.f;

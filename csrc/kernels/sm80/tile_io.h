@@ -7,6 +7,7 @@
 #include <climits>
 
 #include "core/problem.h"
+#include "kernels/common/atoms.h"
 #include "kernels/common/tiles.h"
 
 namespace flash_cute::sm80 {
@@ -16,11 +17,6 @@ using namespace cute;
 // 16 bytes from global to shared memory without passing through registers; bytes past `valid` arrive as zero.
 CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
-}
-
-// Columns of a tile that lie together: 64 elements (128 bytes), or 32 where the tile is no multiple of 64 wide.
-constexpr int atom_columns(int cols) {
-  return cols % 64 == 0 ? 64 : 32;
 }
 
 // Rows rotated so that neither 16-byte rows nor ldmatrix's 8x8 blocks hit a bank twice.

@@ -17,8 +17,7 @@ struct TileOrder {
     const int64_t bytes =
         std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
     const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k);
-    const bool dense = p.sequences.cu_q == nullptr;
-    const int longest = dense ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
+    const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
     return {(longest + block_m - 1) / block_m, p.heads, p.batch,
             static_cast<int>(std::min<int64_t>(together, int64_t(p.heads) * p.batch))};
   }

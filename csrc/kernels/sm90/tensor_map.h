@@ -11,16 +11,12 @@
 #include <cute/tensor.hpp>
 
 #include "core/problem.h"
+#include "kernels/common/atoms.h"
 #include "kernels/common/seq.h"
 
 namespace flash_cute::sm90 {
 
 using namespace cute;
-
-// Columns of a tile that lie together: 64 elements (128 bytes), or 32 where the tile is no multiple of 64 wide.
-constexpr int atom_columns(int cols) {
-  return cols % 64 == 0 ? 64 : 32;
-}
 
 // Vectors of sequences as the TMA sees them: (dim, row, start, head, batch). `row` and `start` both step along rows, from
 // a base that lies `longest` rows early: row i of a sequence of `length` rows from `offset` on is
