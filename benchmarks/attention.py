@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import report, timing
-from .rivals import LOADERS, OURS, Candidate, Work, describe, load
+from .rivals import LOADERS, OURS, Candidate, Work, describe, load, loader
 from .suites import SUITES, Case, Inputs, Truth, check, make_inputs, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
@@ -144,7 +144,7 @@ def measure_case(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures what the options ask for; the JSON file is complete after every case."""
     device = options.device
-    candidates, missing = load([OURS, *options.rivals], device)
+    candidates, missing = load([OURS, *options.rivals], device, options.kernels)
     monitor = timing.Monitor(device)
     session = Session(candidates, device, monitor, options.rounds, options.round_ms)
     result: dict[str, Any] = {
@@ -189,8 +189,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.attention", description=__doc__)
     parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
     parser.add_argument(
-        "--rivals", help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}"
+        "--rivals",
+        help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}, {OURS}:PART",
     )
+    parser.add_argument("--kernels", default="", help="flash_cute with kernels of this in their id")
     parser.add_argument("--direction", default="fwd,bwd", help="fwd, bwd or fwd,bwd (default)")
     parser.add_argument("--match", default="", help="regular expression: measure these cases only")
     parser.add_argument("--rounds", type=int, help="default 5, sustained 7 (its least)")
@@ -208,12 +210,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
+def _is_rival(name: str) -> bool:
+    try:
+        loader(name)
+    except KeyError:
+        return False
+    return name != OURS
+
+
 def _complete(options: argparse.Namespace) -> None:
     """Fills the defaults that depend on other options; ValueError for what makes no sense."""
     default_rivals = {"fp8": "fa3fp8", "smoke": "math", "features": "fa2"}
     rivals = options.rivals or default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
     options.rivals = [n for n in rivals.split(",") if n]
-    if unknown := [n for n in options.rivals if n not in LOADERS or n == OURS]:
+    if unknown := [n for n in options.rivals if not _is_rival(n)]:
         raise ValueError(f"unknown rivals {unknown}, known: {sorted(LOADERS.keys() - {OURS})}")
     least = timing.SUSTAINED_ROUNDS if options.sustained else 1
     if options.rounds is None:

@@ -84,32 +84,41 @@ def _autograd(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.T
 
 
 class FlashCute:
-    """Ours: the public function forward, the bare op backward (as for FlashAttention-3)."""
+    """Ours: the public function forward, the bare op backward (as for FlashAttention-3).
 
-    def __init__(self, device: torch.device) -> None:
+    `kernels` is a part of kernels' ids: only these are used. "" is for all.
+    """
+
+    def __init__(self, device: torch.device, kernels: str = "") -> None:
         package = importlib.import_module("flash_cute")
         self._func = package.flash_attn_func
         ops = torch.ops.flash_cute
         self._fwd, self._bwd = ops.fwd.default, ops.bwd.default
         self.version = getattr(package, "__version__", "unknown")
+        self._scope = partial(package.library.only, kernels) if kernels else nullcontext
+        with self._scope():  # raises where there is no such kernel
+            pass
 
     def forward(self, case: Case, x: Inputs) -> Work:
         if case.feature:  # the function would draw other random numbers for dropout in each call
             return self.op(case, x)
         func = self._func
-        return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first)
+        return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first, self._scope)
 
     def op(self, case: Case, x: Inputs) -> Work:
         """The forward without the Python function around it."""
         fwd, options = self._fwd, x.options
-        return Work(lambda: fwd(x.q, x.k, x.v, is_causal=case.causal, **options), _first)
+        call = partial(fwd, x.q, x.k, x.v, is_causal=case.causal, **options)
+        return Work(call, _first, self._scope)
 
     def backward(self, case: Case, x: Inputs) -> Work:
-        out, lse, *_ = self.op(case, x).run()
+        with self._scope():
+            out, lse, *_ = self.op(case, x).run()
         bwd, options = self._bwd, x.options
         return Work(
             lambda: bwd(x.dout, x.q, x.k, x.v, out, lse, is_causal=case.causal, **options),
             lambda grads: tuple(grads[:3]),
+            self._scope,
         )
 
 
@@ -285,8 +294,20 @@ LOADERS: dict[str, Callable[[torch.device], Candidate]] = {
 }
 
 
-def load(names: Iterable[str], device: torch.device) -> tuple[dict[str, Candidate], dict[str, str]]:
+def loader(name: str) -> Callable[[torch.device], Candidate]:
+    """What loads the candidate of that name: one of LOADERS, or "flash_cute:PART" for flash_cute
+    with kernels alone whose id contains PART. KeyError for any other."""
+    if name.startswith(OURS + ":"):
+        return partial(FlashCute, kernels=name.removeprefix(OURS + ":"))
+    return LOADERS[name]
+
+
+def load(
+    names: Iterable[str], device: torch.device, kernels: str = ""
+) -> tuple[dict[str, Candidate], dict[str, str]]:
     """The candidates that can be loaded, and for each other name the reason why not.
+
+    `kernels` is that of flash_cute under its own name.
 
     A library that fails to load may raise anything; none of it ends the run.
     """
@@ -294,7 +315,8 @@ def load(names: Iterable[str], device: torch.device) -> tuple[dict[str, Candidat
     missing: dict[str, str] = {}
     for name in names:
         try:
-            candidates[name] = LOADERS[name](device)
+            ours = name == OURS
+            candidates[name] = FlashCute(device, kernels) if ours else loader(name)(device)
         except Exception as error:
             missing[name] = describe(error)
     return candidates, missing

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -282,6 +283,41 @@ def test_defaults_depend_on_the_suite_and_the_mode():
     assert {tuple(directions) for _, directions in bursts.cases} == {("fwd",)}
     long = attention.parse(["--device", "cpu", "--suite", "fp8", "--sustained"])
     assert (long.rivals, long.rounds, long.round_ms >= 300) == (["fa3fp8"], 7, True)
+
+
+def test_kernels_asked_for_are_the_ones_measured(monkeypatch):
+    asked = []
+
+    @contextmanager
+    def only(*parts):
+        asked.append(parts)
+        yield
+
+    monkeypatch.setattr("flash_cute.library.only", only)
+    case = Case.parse("bf16 b1 h1/1 q8 k8 d32/32 full")
+    x = suites.make_inputs(case, CPU, seed=1)
+    names = [rivals.OURS, "flash_cute:_sm80_"]
+    for kernels, scopes in (("", [("_sm80_",)]), ("_sm90_", [("_sm90_",), ("_sm80_",)])):
+        candidates, missing = rivals.load(names, CPU, kernels)
+        assert list(candidates) == names and not missing
+        asked.clear()
+        for candidate in candidates.values():
+            for work in (candidate.forward(case, x), candidate.op(case, x)):
+                with work.scope():
+                    work.results(work.run())
+        assert asked == [scope for scope in scopes for _ in range(2)]
+        asked.clear()
+        for candidate in candidates.values():  # a backward needs the forward's results
+            with candidate.backward(case, x).scope():
+                pass
+        assert asked == [scope for scope in scopes for _ in range(2)]
+
+
+def test_kernels_that_are_not_there_are_missing():
+    candidates, missing = rivals.load([rivals.OURS, "flash_cute:sm75"], CPU, kernels="fwd_sm70")
+    assert not candidates
+    assert "no kernel's id contains any of ('fwd_sm70',)" in missing[rivals.OURS]
+    assert "no kernel's id contains any of ('sm75',)" in missing["flash_cute:sm75"]
 
 
 def test_a_small_run_from_end_to_end(tmp_path, capsys):
