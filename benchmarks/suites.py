@@ -163,6 +163,7 @@ SUITES: dict[str, list[Case]] = {
         Case.parse("bf16 b1 h64/8 q32768 k32768 d128/128 causal"),
         Case.parse("fp16 b4 h16/16 q4096 k4096 d128/128 causal"),
     ],
+    "short": _square((64, 128, 256), ((32, 512), (8, 2048))),
     "decode": [
         Case.parse("bf16 b1 h32/8 q1 k32768 d128/128 full"),
         Case.parse("bf16 b16 h32/8 q1 k8192 d128/128 full"),

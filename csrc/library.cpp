@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "core/heuristics.h"
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
 #include "core/registry.h"
@@ -59,11 +60,15 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
   m.def("kernels() -> str");
   m.def("use_kernels(str ids) -> ()");
+  m.def(
+      "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
+      "int window_size_right=-1, bool varlen=False, int sms=132) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&kernels));
   m.impl("use_kernels", TORCH_BOX(&use_kernels));
+  m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
 }
 
 #ifdef FLASH_CUTE_CUDA

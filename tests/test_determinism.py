@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from flash_cute import library
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
+from flash_cute.testing.kernels import parse
 
 BF16 = torch.bfloat16
 CASES = {
@@ -87,6 +89,26 @@ def test_cuda_repeats_under_load(cuda, name, deterministic):
             integers = torch.int16 if x.element_size() == 2 else torch.int32
             differences[key] += (x.view(integers) != expected[key].view(integers)).sum()
     assert {key: int(count) for key, count in differences.items()} == dict.fromkeys(expected, 0)
+
+
+@pytest.mark.parametrize("kernel", [id for id in library.kernels() if "fwd_sm90_bf16" in id])
+def test_cuda_forward_repeats_a_thousand_times(cuda, kernel):
+    """While other streams fill the memory's queues, and outputs take memory that held others."""
+    dim, dim_v = parse(kernel).dim, parse(kernel).dim_v
+    q, k = (torch.randn(2, 1000, 20, dim, device=cuda, dtype=BF16) for _ in range(2))
+    v = torch.randn(2, 1000, 20, dim_v, device=cuda, dtype=BF16)
+    traffic = torch.empty(2**27, device=cuda)
+    side = torch.cuda.Stream()
+    with library.only(kernel):
+        out, lse = torch.ops.flash_cute.fwd(q, k, v, is_causal=True)[:2]
+        different = torch.zeros((), dtype=torch.int64, device=cuda)
+        for number in range(1000):
+            if number % 20 == 0:
+                with torch.cuda.stream(side):
+                    traffic.add_(1.0)
+            again, lse_again = torch.ops.flash_cute.fwd(q, k, v, is_causal=True)[:2]
+            different += (again != out).sum() + (lse_again != lse).sum()
+    assert different.item() == 0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -30,6 +30,30 @@ def test_kernel(cuda, name):
             verify(inputs, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
+def test_more_tiles_than_ctas(cuda, name):
+    kernel = parse(name)
+    case = Case(
+        heads=50, heads_k=10, seqlen_q=1000, seqlen_k=1234, is_causal=True, dim=kernel.dim,
+        dim_v=kernel.dim_v, dtype=kernel.dtype,
+    )  # fmt: skip
+    with library.only(name, "bwd_"):
+        verify(make_inputs(case, cuda))
+
+
+@pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
+def test_tiles_of_keys_that_end_behind_the_tensor(cuda, name):
+    """Each tensor fills blocks of memory of its own, so that what lies behind is not mapped."""
+    kernel = parse(name)
+    dtype, heads = kernel.dtype, 2048 // kernel.dim
+    with library.only(name):
+        for _ in range(4):
+            q = torch.randn(4, 4096, heads, kernel.dim, device=cuda, dtype=dtype)
+            v = torch.randn(4, 4096, heads, kernel.dim_v, device=cuda, dtype=dtype)
+            for causal in (False, True):
+                assert torch.ops.flash_cute.fwd(q, q, v, is_causal=causal)[0].isfinite().all()
+
+
 def test_ids_say_what_a_kernel_is():
     kernel = parse("bwd_sm80_tf32x3_rich_d192x128_m16_n64_s2_w4_c1")
     assert kernel == ("bwd", 80, "tf32x3", "rich", 192, 128)
@@ -63,6 +87,8 @@ def test_hopper_kernels_refuse_what_they_lack(cuda):
         odd = q[..., :100].contiguous()
         with pytest.raises(RuntimeError, match="16-byte boundaries"):
             torch.ops.flash_cute.fwd(odd, odd, odd)
+        with pytest.raises(RuntimeError, match="wider by 64 columns"):
+            torch.ops.flash_cute.fwd(q, q, q[..., :64])
         repeated = q[:, :, :1].expand(-1, -1, 2, -1)
         with pytest.raises(RuntimeError, match="strides that are not 0"):
             torch.ops.flash_cute.fwd(q, repeated, repeated)

@@ -73,18 +73,18 @@ def test_kernels_of_this_build_are_rows_of_the_table():
 
 
 ROWS = """
-KERNEL(Fwd, Sm80, BF16, Plain,  64,  64, 128,  64, 2, 4, 2)
-KERNEL(Fwd, Sm80, FP16, Plain,  64,  64, 128,  64, 2, 4, 2)
-KERNEL(Fwd, Sm80, BF16, Plain, 192, 128, 128,  64, 1, 8, 1)
-KERNEL(Fwd, Sm80, BF16, Rich,   64,  64, 128,  64, 2, 4, 2)
-KERNEL(Fwd, Sm80, FP16, Rich,   64,  64, 128,  64, 2, 4, 2)
-KERNEL(Bwd, Sm90, FP16, Rich,   64, 128,  64,  96, 2, 4, 2)
-KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 128, 2, 8, 1)
-KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 144, 2, 8, 1)
-KERNEL(Fwd, Sm90, BF16, Plain, 256, 256, 128,  80, 2, 8, 1)
-KERNEL(Bwd, Sm80, BF16, Rich,   64,  64,  64, 128, 2, 4, 1)
-KERNEL(Fwd, Sm80, TF32, Rich,   64,  64, 128,  64, 1, 4, 2)
-KERNEL(Bwd, Sm80, TF32x3, Rich, 64, 64,  32,  64, 2, 4, 2)
+KERNEL(Fwd, Sm80, BF16, Plain,  64,  64, 128,  64, 2, 4, 2, 1)
+KERNEL(Fwd, Sm80, FP16, Plain,  64,  64, 128,  64, 2, 4, 2, 1)
+KERNEL(Fwd, Sm80, BF16, Plain, 192, 128, 128,  64, 1, 8, 1, 1)
+KERNEL(Fwd, Sm80, BF16, Rich,   64,  64, 128,  64, 2, 4, 2, 1)
+KERNEL(Fwd, Sm80, FP16, Rich,   64,  64, 128,  64, 2, 4, 2, 1)
+KERNEL(Bwd, Sm90, FP16, Rich,   64, 128,  64,  96, 2, 4, 2, 1)
+KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 128, 2, 8, 1, 1)
+KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 144, 2, 8, 1, 2)
+KERNEL(Fwd, Sm90, BF16, Plain, 256, 256, 128,  80, 2, 8, 1, 1)
+KERNEL(Bwd, Sm80, BF16, Rich,   64,  64,  64, 128, 2, 4, 1, 1)
+KERNEL(Fwd, Sm80, TF32, Rich,   64,  64, 128,  64, 1, 4, 2, 1)
+KERNEL(Bwd, Sm80, TF32x3, Rich, 64, 64,  32,  64, 2, 4, 2, 1)
 """
 
 
@@ -113,22 +113,22 @@ def test_the_table_of_kernels_merges_dtypes_and_tiers(tmp_path, monkeypatch):
     _, _, *lines = matrix.kernel_table(matrix.kernels()).splitlines()
     sm80 = "sm_80 and newer"
     assert lines == [
-        f"| forward | {sm80} | bf16, fp16 | plain, rich | 64 | 128 x 64 | 2 | 4 | 2 | 48 KiB |",
-        f"| forward | {sm80} | bf16 | plain | 192, of v 128 | 128 x 64 | 1 | 8 | 1 | 88 KiB |",
-        "| backward | sm_90a | fp16 | rich | 64, of v 128 | 64 x 96 | 2 | 4 | 2 | 109 KiB |",
-        "| forward | sm_90a | bf16 | plain | 128 | 128 x 128 | 2 | 8 | 1 | 225 KiB |",
-        "| forward | sm_90a | bf16 | plain | 128 | 128 x 144 | 2 | 8 | 1 | 209 KiB |",
-        "| forward | sm_90a | bf16 | plain | 256 | 128 x 80 | 2 | 8 | 1 | 225 KiB |",
-        f"| backward | {sm80} | bf16 | rich | 64 | 64 x 128 | 2 | 4 | 1 | 81 KiB |",
-        f"| forward | {sm80} | tf32 | rich | 64 | 128 x 64 | 1 | 4 | 2 | 64 KiB |",
-        f"| backward | {sm80} | tf32x3 | rich | 64 | 32 x 64 | 2 | 4 | 2 | 64 KiB |",
+        f"| forward | {sm80} | bf16, fp16 | plain, rich | 64 | 128 x 64 | 2 | 4 | 2 | 1 | 48 KiB |",
+        f"| forward | {sm80} | bf16 | plain | 192, of v 128 | 128 x 64 | 1 | 8 | 1 | 1 | 88 KiB |",
+        "| backward | sm_90a | fp16 | rich | 64, of v 128 | 64 x 96 | 2 | 4 | 2 | 1 | 109 KiB |",
+        "| forward | sm_90a | bf16 | plain | 128 | 128 x 128 | 2 | 8 | 1 | 1 | 225 KiB |",
+        "| forward | sm_90a | bf16 | plain | 128 | 128 x 144 | 2 | 8 | 1 | 2 | 209 KiB |",
+        "| forward | sm_90a | bf16 | plain | 256 | 128 x 80 | 2 | 8 | 1 | 1 | 225 KiB |",
+        f"| backward | {sm80} | bf16 | rich | 64 | 64 x 128 | 2 | 4 | 1 | 1 | 81 KiB |",
+        f"| forward | {sm80} | tf32 | rich | 64 | 128 x 64 | 1 | 4 | 2 | 1 | 64 KiB |",
+        f"| backward | {sm80} | tf32x3 | rich | 64 | 32 x 64 | 2 | 4 | 2 | 1 | 64 KiB |",
     ]
 
 
 def test_missing_kernels_are_reported(tmp_path, monkeypatch):
     checker = tool("check_library")
     table = tmp_path / "configs.def"
-    table.write_text("\nKERNEL(Fwd, Sm80, BF16, Rich, 7, 9, 16, 16, 1, 1, 1)\n")
+    table.write_text("\nKERNEL(Fwd, Sm80, BF16, Rich, 7, 9, 16, 16, 1, 1, 1, 1)\n")
     monkeypatch.setattr(checker, "CONFIGS", table)
     (problem,) = checker.problems(library.find(), all_kernels=True)
     assert "fwd_sm80_bf16_rich_d7x9_m16_n16_s1_w1_c1" in problem

@@ -34,7 +34,7 @@ _TIERS = ("Plain", "Rich")
 
 _FIELDS = (
     "op", "arch", "dtype", "tier", "head_dim", "head_dim_v",
-    "block_m", "block_n", "stages", "warps", "ctas",
+    "block_m", "block_n", "stages", "warps", "ctas", "cluster",
 )  # fmt: skip
 
 

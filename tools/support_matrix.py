@@ -60,6 +60,7 @@ class Row(NamedTuple):
     stages: int
     warps: int
     ctas: int
+    cluster: int
 
     @property
     def smem_bytes(self) -> int:
@@ -117,7 +118,7 @@ def kernel_table(rows: list[Row]) -> str:
     """One line for each configuration, its dtypes and tiers together."""
     head = (
         "op", "GPUs", "dtypes", "tiers", "head dim up to", "tile (queries x keys)", "stages",
-        "warps", "CTAs an SM", "shared memory a CTA",
+        "warps", "CTAs an SM", "CTAs a cluster", "shared memory a CTA",
     )  # fmt: skip
     lines = []
     for row in merged(rows):
@@ -127,7 +128,7 @@ def kernel_table(rows: list[Row]) -> str:
         tile = f"{row.block_m} x {row.block_n}"
         smem = f"{row.smem_bytes / 1024:g} KiB"
         kind = (OPS[row.op], ARCHS[row.arch], row.dtype.lower(), row.tier.lower())
-        lines.append((*kind, dims, tile, row.stages, row.warps, row.ctas, smem))
+        lines.append((*kind, dims, tile, row.stages, row.warps, row.ctas, row.cluster, smem))
     return table(head, lines)
 
 

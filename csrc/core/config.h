@@ -43,6 +43,7 @@ struct KernelConfig {
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
   int warps;       // of the CTA that do matrix products: all, but for the warpgroup that loads tiles on sm90
   int ctas;        // that an SM is to hold at once: bounds the registers of a thread
+  int cluster;     // CTAs with neighbouring tiles of queries that load K and V for each other (sm90 forward), or 1
 
   constexpr int threads() const { return (arch == flash_cute::Arch::Sm90 ? warps + 4 : warps) * 32; }
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
@@ -79,7 +80,7 @@ struct KernelConfig {
     return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) + "_" +
            flash_cute::name(dtype) + (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) +
            number("_m", block_m) + number("_n", block_n) + number("_s", stages) + number("_w", warps) +
-           number("_c", ctas);
+           number("_c", ctas) + (arch == flash_cute::Arch::Sm90 ? number("_x", cluster) : "");
   }
 
   static constexpr int kBookkeeping = 1024;  // bytes of barriers and of what they hand over, sm90

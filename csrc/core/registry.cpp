@@ -3,6 +3,9 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "core/heuristics.h"
+#include "kernels/common/atoms.h"
+
 namespace flash_cute {
 
 // kernels_built.def holds the rows of configs.def whose arch this build compiles.
@@ -57,6 +60,12 @@ static bool addressable(const FwdProblem& p) {
          addressable(p.k, rows_k, p.heads_k, batch) && addressable(p.v, rows_k, p.heads_k, batch);
 }
 
+// Whether TMA, which moves atom_columns() of a tile at once, would find some of these all behind the head dim. It may
+// fault on what lies outside of a tensor altogether.
+static bool has_empty_columns(int head_dim, int tile_columns) {
+  return head_dim <= tile_columns - atom_columns(tile_columns);
+}
+
 template <Op op>
 Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Device& device) {
   const KernelConfig& config = kernel.config;
@@ -69,6 +78,8 @@ Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Devic
       .gpu = hopper ? device.capability != 90 : static_cast<int>(config.arch) > device.capability,
       .shared_memory = config.smem_bytes() > device.smem_optin,
       .tensor_map = hopper && !addressable(problem),
+      .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
+                                  has_empty_columns(problem.head_dim_v, config.head_dim_v)),
       .dropout = hopper && problem.rules.keep_scale != 1.f,
       .set_aside = !kernel.in_use,
   };
@@ -87,6 +98,7 @@ std::string explain(const Refusal& refusal) {
   add(refusal.shared_memory, "needs more shared memory than the GPU has");
   add(refusal.tensor_map,
       "needs tensors that are not empty, with vectors on 16-byte boundaries and strides that are not 0");
+  add(refusal.empty_columns, "its tiles are wider by 64 columns or more (by 32, if 96 wide)");
   add(refusal.dropout, "has no dropout");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;
@@ -94,9 +106,8 @@ std::string explain(const Refusal& refusal) {
 
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device) {
-  for (const Kernel<op>& kernel : kernels) {
-    if (!refusal(kernel, problem, device).any()) return kernel;
-  }
+  auto fits = [&](const Kernel<op>& kernel) { return !refusal(kernel, problem, device).any(); };
+  if (const Kernel<op>* kernel = preferred(kernels, fits, problem, device.sms)) return *kernel;
   std::string message = "flash_cute: no kernel for this call";
   for (const Kernel<op>& kernel : kernels) {
     message += "\n  " + kernel.config.id() + ": " + explain(refusal(kernel, problem, device));

@@ -30,10 +30,11 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 
 // What keeps a kernel from doing a problem on a device.
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, dropout, set_aside;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, dropout, set_aside;
 
   bool any() const {
-    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || dropout || set_aside;
+    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || dropout ||
+           set_aside;
   }
 };
 
@@ -43,7 +44,8 @@ Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Devic
 // The reasons in words.
 std::string explain(const Refusal& refusal);
 
-// The first kernel that can do the problem. Throws std::runtime_error that lists why each one cannot.
+// The kernel that heuristics.h prefers of those that can do the problem. Throws std::runtime_error that lists why each
+// one cannot.
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device);
 

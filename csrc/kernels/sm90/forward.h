@@ -1,5 +1,5 @@
-// Attention forward for Hopper: persistent CTAs, in which one warp loads tiles by TMA and two or three warpgroups compute
-// 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608).
+// Attention forward for Hopper: persistent CTAs, in which two threads load tiles by TMA and two or three warpgroups
+// compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each other.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -27,6 +27,7 @@ struct ForwardParams {
   FwdProblem p;
   RaggedMap q, k, v, out;
   TileOrder order;
+  int tiles;
   unsigned* counter;  // by which CTAs share out tiles; 0 before and after the kernel
 };
 
@@ -34,13 +35,19 @@ struct ForwardParams {
 template <int kGroups>
 struct Work {
   QueryTile tile;
+  int head_k;  // of keys
   SeqInfo seq;
-  RowSpan keys;  // that some of the rows see
+  RowSpan keys;  // that some of the rows see, those of the cluster's other CTAs included
   int key_tiles;  // that hold these, counted from keys.first on
   TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
 
-  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& tile, const SeqInfo& seq, int block_n)
-      : tile(tile), seq(seq), keys(visible_keys(seq, p.band, tile.row, 64 * kGroups)) {
+  // `of_cluster` is the tile of `rows` queries in which the CTA's own starts at `first_row`.
+  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, const SeqInfo& seq,
+                   int block_n)
+      : tile{first_row, of_cluster.head, of_cluster.batch},
+        head_k(of_cluster.head / (p.heads / p.heads_k)),
+        seq(seq),
+        keys(visible_keys(seq, p.band, of_cluster.row, rows)) {
     key_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
     CUTE_UNROLL
     for (int i = 0; i < kGroups; ++i) {
@@ -67,12 +74,14 @@ struct ForwardTraits {
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       Groups{}));
-  using Softmax = OnlineSoftmax<2, kGroups == 2 ? 4 : 2>;  // chains: as many as registers hold
+  using Softmax = OnlineSoftmax<2, kGroups == 2 && C.head_dim_v <= 192 ? 4 : 2>;  // chains: as many as registers hold
   static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
-  static constexpr uint32_t kBytesK = C.block_n * C.head_dim * sizeof(Element);
-  static constexpr uint32_t kBytesV = C.block_n * C.head_dim_v * sizeof(Element);
+  static constexpr int kClusterRows = C.block_m * C.cluster;  // of queries
   static constexpr int kStagesQ = C.stages_q();
+  static constexpr int kWorks = kStagesQ + 2;
   static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
+  // Of a thread, together as many as the CTA has at its start.
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40, kConsumerRegisters = kGroups == 3 ? 160 : 232;
   // Named barriers: one of each warpgroup's turn, of all warpgroups, and of the threads of each.
   static constexpr int kTurnBarrier = 1, kAllGroupsBarrier = kTurnBarrier + kGroups;
   static constexpr int kGroupBarrier = kAllGroupsBarrier + 1;
@@ -82,10 +91,12 @@ struct ForwardTraits {
     alignas(1024) Element k[C.stages][C.block_n * C.head_dim];
     alignas(1024) Element v[C.stages][C.block_n * C.head_dim_v];  // O on the way out, unless it has
     alignas(1024) Element out[kOwnOutput ? C.block_m * C.head_dim_v : 1];
-    Ring<C.stages> ring_k, ring_v;
+    Ring<C.stages, C.cluster> ring_k, ring_v;
     Ring<kStagesQ> ring_q;
-    cutlass::arch::ClusterBarrier out_left;  // each warpgroup's O has left V's memory
-    Work<kGroups> work[kStagesQ + 1];  // read until the tile's end, when those of all Q that have come are there
+    Ring<2, C.cluster> ring_next;  // of next[]
+    int next[2];  // tiles that the cluster is to do
+    cutlass::arch::ClusterBarrier out_left;  // O of each warpgroup of the cluster has left V's memory
+    Work<kGroups> work[kWorks];  // one is read until its tile's end, as many wait as there are Q, one is written
   };
   static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
                 "registers and named barriers are for these");
@@ -93,82 +104,96 @@ struct ForwardTraits {
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
-// One thread that takes tiles of queries, and loads Q, K and V of each.
+// Brings tile n of the keys of `work`, or of their values, to all CTAs of the cluster.
+template <KernelConfig C, int kDims, class Buffers>
+CUTE_DEVICE void load_keys(Ring<C.stages, C.cluster>& ring, Cursor<C.stages>& at, Buffers& buffers,
+                           const RaggedMap& map, const Work<C.warps / 4>& work, int n) {
+  ring.wait_empty(at);
+  auto* const to = buffers[at.stage()];
+  map.template load<C.block_n, kDims, C.cluster>(to, ring.expect(at, C.block_n * kDims * sizeof(*to)),
+                                                 TMA::CacheHintSm90::EVICT_LAST, {work.seq.k.offset, work.keys.last},
+                                                 work.keys.first + n * C.block_n, work.head_k, work.tile.batch);
+  at.advance();
+}
+
+// One thread that takes tiles of queries, says what they have to do, and loads Q and K of each.
 template <KernelConfig C>
-CUTE_DEVICE void produce(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
   const FwdProblem& p = params.p;
-  const int tiles = params.order.row_tiles * params.order.heads * params.order.batch;
-  const int heads_each = p.heads / p.heads_k;  // of queries, for a head of keys
-  Cursor<C.stages> at_k, at_v;
+  const int rank = C.cluster == 1 ? 0 : block_rank_in_cluster();
+  Cursor<C.stages> at_k;
   Cursor<T::kStagesQ> at_q;
-  Cursor<T::kStagesQ + 1> at_work;
-  uint32_t out_phase = 1;
-  auto wait_for_out = [&] {
-    if constexpr (!T::kOwnOutput) storage.out_left.wait(out_phase);
-    out_phase ^= 1;
-  };
-  auto hand_over = [&](const Work<T::kGroups>& work, uint32_t bytes_q) {
-    storage.ring_q.wait_empty(at_q);
-    storage.work[at_work.stage] = work;
-    at_work.advance();
-    return storage.ring_q.expect(at_q, bytes_q);
-  };
+  Cursor<2> at_next;
 
-  int index = blockIdx.x;
-  while (index < tiles) {
-    // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late as
-    // its latency allows: who comes first to the end of a tile should be the first to have another one.
-    auto take = [&] { index = gridDim.x + atomicInc(params.counter, tiles - 1); };
-    const QueryTile tile = params.order.at(index, C.block_m);
-    const SeqInfo seq(p, tile.batch);
-    if (tile.row >= seq.q.length) {
+  int index = blockIdx.x / C.cluster;
+  // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late
+  // as its latency allows: who comes first to the end of a tile should be the first to have another one.
+  auto take = [&] {
+    if (rank == 0) index = gridDim.x / C.cluster + atomicInc(params.counter, params.tiles - 1);
+  };
+  // What the first CTA of the cluster has taken is for all of them.
+  auto share = [&] {
+    if constexpr (C.cluster > 1) {
+      auto& [full, empty] = storage.ring_next;
+      int* const next = &storage.next[at_next.stage()];
+      if (rank == 0) {
+        storage.ring_next.wait_empty(at_next);
+        for (int to = 0; to < C.cluster; ++to) {
+          store_shared_remote(index, cast_smem_ptr_to_uint(next), cast_smem_ptr_to_uint(&full[at_next.stage()]), to);
+        }
+      }
+      storage.ring_next.expect(at_next, sizeof(int));
+      storage.ring_next.wait(at_next);
+      index = *next;
+      empty[at_next.stage()].arrive(0u);
+    }
+    at_next.advance();
+  };
+  for (; index < params.tiles; share()) {
+    const QueryTile of_cluster = params.order.at(index, T::kClusterRows);
+    const SeqInfo seq(p, of_cluster.batch);
+    if (of_cluster.row >= seq.q.length) {
       take();
       continue;
     }
-    const Work<T::kGroups> work(p, tile, seq, C.block_n);
-    if (work.key_tiles == 0) {
-      take();
-      wait_for_out();
-      hand_over(work, 0);
-      at_q.advance();
-      continue;
-    }
-    const SeqSpan visible{seq.k.offset, work.keys.last};
-    const int head_k = tile.head / heads_each;
-    auto load_k = [&](int n) {
-      storage.ring_k.wait_empty(at_k);
-      params.k.template load<C.block_n, C.head_dim>(storage.k[at_k.stage], storage.ring_k.expect(at_k, T::kBytesK),
-                                                    TMA::CacheHintSm90::EVICT_LAST, visible,
-                                                    work.keys.first + n * C.block_n, head_k, tile.batch);
-      at_k.advance();
-    };
-    auto load_v = [&](int n) {
-      storage.ring_v.wait_empty(at_v);
-      params.v.template load<C.block_n, C.head_dim_v>(storage.v[at_v.stage], storage.ring_v.expect(at_v, T::kBytesV),
-                                                      TMA::CacheHintSm90::EVICT_LAST, visible,
-                                                      work.keys.first + n * C.block_n, head_k, tile.batch);
-      at_v.advance();
-    };
-
+    // The CTAs take turns at having later rows, which see more keys: none is ahead of the others for long.
+    const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
+    const auto& work = *new (&storage.work[at_q.count % T::kWorks])
+                           Work<T::kGroups>(p, of_cluster, T::kClusterRows, row, seq, C.block_n);
     int n = work.key_tiles - 1;
-    load_k(n);
-    params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage], hand_over(work, T::kBytesQ),
-                                                  TMA::CacheHintSm90::EVICT_FIRST, seq.q, tile.row, tile.head,
-                                                  tile.batch);
-    at_q.advance();
-    if (n > 0) load_k(n - 1);
-    wait_for_out();
-    for (; n > 1; --n) {
-      load_v(n);
-      load_k(n - 2);
+    auto load_k = [&] { load_keys<C, C.head_dim>(storage.ring_k, at_k, storage.k, params.k, work, n--); };
+    if (n >= 0) load_k();
+    storage.ring_q.wait_empty(at_q);
+    uint64_t* const barrier = storage.ring_q.expect(at_q, work.key_tiles > 0 ? T::kBytesQ : 0);
+    if (work.key_tiles > 0) {
+      params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage()], barrier, TMA::CacheHintSm90::EVICT_FIRST,
+                                                    seq.q, row, of_cluster.head, of_cluster.batch);
     }
+    at_q.advance();
+    while (n >= 0) load_k();
     take();
-    for (; n >= 0; --n) load_v(n);
   }
   storage.ring_q.wait_empty(at_q);
-  storage.work[at_work.stage].tile.row = -1;
+  storage.work[at_q.count % T::kWorks].tile.row = -1;
   storage.ring_q.expect(at_q, 0);
+}
+
+// Another thread, that loads V of each.
+template <KernelConfig C>
+CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+  using T = ForwardTraits<C>;
+  Cursor<C.stages> at_v;
+  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.ring_q.wait(at_q);
+    storage.ring_q.empty[at_q.stage()].arrive();
+    const auto& work = storage.work[at_q.count % T::kWorks];
+    if (work.tile.row < 0) return;
+    if constexpr (!T::kOwnOutput) storage.out_left.wait((at_q.count + 1) % 2);
+    for (int n = work.key_tiles - 1; n >= 0; --n) {
+      load_keys<C, C.head_dim_v>(storage.ring_v, at_v, storage.v, params.v, work, n);
+    }
+  }
 }
 
 // The right to issue products, which goes round among the warpgroups: while one issues, the others are at their
@@ -212,12 +237,15 @@ CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTrait
   // After this barrier the warpgroup's rows of O are in shared memory, for the TMA to see.
   cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
   if (!stores) return;
-  params.out.template store<C.block_m, C.head_dim_v>(to + group * 64 * atom_columns(C.head_dim_v), work.seq.q,
-                                                     work.tile.row + group * 64, work.tile.head, work.tile.batch);
-  tma_store_arrive();
+  const int row = work.tile.row + group * 64;
+  if (row < work.seq.q.length) {
+    params.out.template store<C.block_m, C.head_dim_v>(to + group * 64 * atom_columns(C.head_dim_v), work.seq.q, row,
+                                                       work.tile.head, work.tile.batch);
+    tma_store_arrive();
+  }
   if constexpr (!T::kOwnOutput) {
     tma_store_wait<0>();
-    storage.out_left.arrive();
+    for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left.arrive(rank);
   }
 }
 
@@ -251,13 +279,12 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   const Baton<T> baton(group);
   Cursor<C.stages> at_k, at_v;
   Cursor<T::kStagesQ> at_q;
-  Cursor<T::kStagesQ + 1> at_work;
-  for (;; at_q.advance(), at_work.advance()) {
+  for (;; at_q.advance()) {
     storage.ring_q.wait(at_q);
-    const Work<T::kGroups>& work = storage.work[at_work.stage];
+    const Work<T::kGroups>& work = storage.work[at_q.count % T::kWorks];
     const QueryTile& tile = work.tile;
     if (tile.row < 0) break;
-    Tensor tSrQ = fragment_q(at_q.stage);  // (MMA,1,MMA_K)
+    Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
     const TileRange range = work.of_group[group];
     typename T::Softmax softmax(rule_scale_log2(p));
     const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
@@ -300,7 +327,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       skip(range.end);
       storage.ring_k.wait(at_k);
       if (has_turn(n)) baton.take();
-      start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage), tSrS);
+      start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage()), tSrS);
       if (has_turn(n)) baton.pass();
       wait_products<0>(tSrS);
       storage.ring_k.release(at_k);
@@ -315,9 +342,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       auto step = [&](auto masked) __attribute__((always_inline)) {
         storage.ring_k.wait(at_k);
         if constexpr (T::kPingPong) baton.take();
-        start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage), tSrS);
+        start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage()), tSrS);
         storage.ring_v.wait(at_v);
-        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage), tOrO);
+        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
         if constexpr (T::kPingPong) baton.pass();
         wait_products<1>(tSrS);
         storage.ring_k.release(at_k);
@@ -342,7 +369,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       }
       storage.ring_q.release(at_q);
       storage.ring_v.wait(at_v);
-      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage), tOrO);
+      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
       wait_products<0>(tOrO);
       storage.ring_v.release(at_v);
       at_v.advance();
@@ -359,25 +386,38 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
 }
 
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads(), 1) forward(const __grid_constant__ ForwardParams params) {
+__global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(), 1)
+    forward(const __grid_constant__ ForwardParams params) {
   using T = ForwardTraits<C>;
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   if (threadIdx.x == 0) {
     storage.ring_k.init(C.warps);
     storage.ring_v.init(C.warps);
-    storage.ring_q.init(C.warps);
-    storage.out_left.init(T::kGroups);
+    storage.ring_q.init(C.warps + 1);  // and the thread that loads V
+    storage.ring_next.init(1);
+    storage.out_left.init(T::kGroups * C.cluster);
     cutlass::arch::fence_barrier_init();
   }
-  // After this barrier the rings are ready.
-  __syncthreads();
-  if (cutlass::canonical_warp_group_idx() == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<T::kGroups == 3 ? 32 : 24>();
-    if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) produce<C>(params, storage);
+  // After this barrier the rings are ready, those of the whole cluster.
+  if constexpr (C.cluster == 1) {
+    __syncthreads();
   } else {
-    cutlass::arch::warpgroup_reg_alloc<T::kGroups == 3 ? 160 : 240>();
+    cluster_sync();
+  }
+  if (cutlass::canonical_warp_group_idx() == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    const int warp = cutlass::canonical_warp_idx_sync();
+    if (warp == 0 && elect_one_sync()) produce_queries_and_keys<C>(params, storage);
+    if (warp == 1 && elect_one_sync()) produce_values<C>(params, storage);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     consume<C>(params, storage);
+  }
+  // After this barrier nobody of the cluster still sends anything here.
+  if constexpr (C.cluster > 1) {
+    __syncwarp();
+    cluster_sync();
   }
 }
 
@@ -389,11 +429,12 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   sm90::ForwardParams params;
   params.p = p;
-  params.order = sm90::TileOrder::of(p, C.block_m);
+  params.order = sm90::TileOrder::of(p, C.block_m * C.cluster);
   const int64_t tiles = params.order.tiles();
+  params.tiles = static_cast<int>(tiles);
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
-  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms);
+  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
   if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that take() may give
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
@@ -402,7 +443,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, rows, cols);
   };
   auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
-    return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n, cols);
+    return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
   };
   if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;

@@ -7,21 +7,18 @@
 
 namespace flash_cute::sm90 {
 
-// Which buffer is next, and in which round of the ring.
+// Which buffer is next, and in which round of the ring: odd or even.
 template <int kStages>
 struct Cursor {
-  int stage = 0;
-  uint32_t phase = 0;
+  uint32_t count = 0;  // of buffers before
 
-  CUTE_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  CUTE_DEVICE uint32_t stage() const { return count % kStages; }
+  CUTE_DEVICE uint32_t phase() const { return count / kStages % 2; }
+  CUTE_DEVICE void advance() { ++count; }
 };
 
-template <int kStages>
+// With kCluster > 1 every CTA of a cluster fills a part of each buffer of all of them.
+template <int kStages, int kCluster = 1>
 struct Ring {
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
@@ -29,27 +26,44 @@ struct Ring {
   CUTE_DEVICE void init(int consumer_warps) {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(1);
-      empty[i].init(consumer_warps);
+      empty[i].init(consumer_warps * kCluster);
     }
   }
 
   // Producer: waits until the buffer is empty.
-  CUTE_DEVICE void wait_empty(const Cursor<kStages>& at) { empty[at.stage].wait(at.phase ^ 1); }
+  CUTE_DEVICE void wait_empty(const Cursor<kStages>& at) {
+    empty[at.stage()].wait(at.phase() ^ 1);
+    keep_order();
+  }
 
   // Producer: all is said, and `bytes` will come. The result is the barrier to count them at.
   CUTE_DEVICE uint64_t* expect(const Cursor<kStages>& at, uint32_t bytes) {
-    full[at.stage].arrive_and_expect_tx(bytes);
-    return reinterpret_cast<uint64_t*>(&full[at.stage]);
+    keep_order();
+    full[at.stage()].arrive_and_expect_tx(bytes);
+    return reinterpret_cast<uint64_t*>(&full[at.stage()]);
   }
 
   // Consumers: wait until the buffer is full.
-  CUTE_DEVICE void wait(const Cursor<kStages>& at) { full[at.stage].wait(at.phase); }
+  CUTE_DEVICE void wait(const Cursor<kStages>& at) {
+    full[at.stage()].wait(at.phase());
+    keep_order();
+  }
 
   // Consumers: this warp has read the buffer.
   CUTE_DEVICE void release(const Cursor<kStages>& at) {
+    keep_order();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
+    const uint32_t lane = threadIdx.x % 32;
+    if constexpr (kCluster == 1) {
+      if (lane == 0) empty[at.stage()].arrive();
+    } else {
+      if (lane < kCluster) empty[at.stage()].arrive(lane);
+    }
   }
+
+ private:
+  // The compiler may not move reads and writes of shared memory past CUTLASS's barriers, which do not tell it so.
+  CUTE_DEVICE static void keep_order() { asm volatile("" ::: "memory"); }
 };
 
 }  // namespace flash_cute::sm90

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
@@ -30,19 +31,31 @@ struct RaggedMap {
   int batch_step;  // 0 where sequences lie end to end
 
   // A tile of kRows x kCols whose first row is `row` of the sequence `span`, into memory at `to`; bytes are counted at
-  // `barrier`.
-  template <int kRows, int kCols, class Element>
+  // `barrier`. In a cluster each CTA brings its share of the rows to all of them.
+  template <int kRows, int kCols, int kCluster = 1, class Element>
   CUTE_DEVICE void load(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row, int head,
                         int batch) const {
-    constexpr int kAtom = atom_columns(kCols);
+    constexpr int kAtom = atom_columns(kCols), kShare = kRows / kCluster;
+    static_assert(kShare % 8 == 0, "whole atoms of the swizzle");
+    const int first = kCluster == 1 ? 0 : block_rank_in_cluster() * kShare;
+    // A box that lies behind the sequence's end altogether may fault: it is moved to the last row, as its rows do not
+    // count.
+    const int from = min(row + first, span.length - 1);
     CUTE_UNROLL
     for (int col = 0; col < kCols; col += kAtom) {
-      SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), to + col * kRows, col, longest - span.length + row,
-                             int(span.offset) + span.length, head, batch * batch_step);
+      Element* const part = to + col * kRows + first * kAtom;
+      const int i = longest - span.length + from, start = int(span.offset) + span.length;
+      if constexpr (kCluster == 1) {
+        SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), part, col, i, start, head, batch * batch_step);
+      } else {
+        SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, (1 << kCluster) - 1, uint64_t(hint), part, col, i, start, head,
+                                         batch * batch_step);
+      }
     }
   }
 
-  // Rows from row `row` on, as many as the map's box has, of a shared tile of kRows x kCols that has them at `from`.
+  // Rows from row `row` on, which exists, as many as the map's box has, of a shared tile of kRows x kCols that has them
+  // at `from`.
   template <int kRows, int kCols, class Element>
   CUTE_DEVICE void store(const Element* from, const SeqSpan& span, int row, int head, int batch) const {
     constexpr int kAtom = atom_columns(kCols);

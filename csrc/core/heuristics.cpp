@@ -1,0 +1,108 @@
+#include "core/heuristics.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "kernels/common/tiles.h"
+
+namespace flash_cute {
+namespace {
+
+// A kernel's speed where tiles are long, to compare with its alternatives, and what a tile costs beside its keys, as if
+// it had so many keys more. Fitted to measurements on an H200: docs/performance.md, "Choosing among rows".
+struct Speed {
+  double rate, tile_keys;
+};
+
+Speed speed(const KernelConfig& config) {
+  if (config.head_dim <= 128) {
+    if (config.block_m == 192) return config.cluster == 2 ? Speed{713, 220} : Speed{692, 190};
+    return config.cluster == 2 ? Speed{666, 290} : Speed{639, 290};
+  }
+  return config.cluster == 2 ? Speed{700, 250} : Speed{660, 250};
+}
+
+double ceil_to(double value, double step) {
+  const auto steps = static_cast<int64_t>(value / step);
+  return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
+}
+
+}  // namespace
+
+bool alternatives(const KernelConfig& a, const KernelConfig& b) {
+  return a.op == Op::Fwd && b.op == Op::Fwd && a.arch == b.arch && a.dtype == b.dtype && a.tier == b.tier &&
+         a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
+}
+
+double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
+  if (!problem.dense() && config.cluster > 1) return std::numeric_limits<double>::infinity();
+  FwdProblem one = problem;  // of its sequences
+  if (!problem.dense()) {
+    const int sequences = std::max(1, problem.batch);
+    one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
+    one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
+    one.sequences = {};
+  }
+  const SeqInfo seq(one, 0);
+  const auto [rate, tile_keys] = speed(config);
+  // Under a band the CTAs of a cluster see different keys, and wait for each other.
+  const bool banded = one.band.left < Band::kUnbounded || one.band.right < Band::kUnbounded;
+  const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
+  const int rows = config.block_m * config.cluster;
+  const int tiles = (one.seqlen_q + rows - 1) / rows;
+  // Tiles of a long sequence resemble their neighbours: a sample tells enough.
+  constexpr int kSample = 16;
+  const int samples = std::min(tiles, kSample);
+  double longest = 0, shortest = std::numeric_limits<double>::infinity(), sum = 0;
+  for (int i = 0; i < samples; ++i) {
+    const auto tile = static_cast<int>((2 * i + 1) * int64_t(tiles) / (2 * samples));
+    const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
+    const double cost = (ceil_to(std::max(0, keys.last - keys.first), config.block_n) + tile_keys + waiting_keys) *
+                        config.block_m / rate;
+    longest = std::max(longest, cost);
+    shortest = std::min(shortest, cost);
+    sum += cost;
+  }
+  if (samples == 0) return 0;
+  const double all = double(tiles) * problem.heads * problem.batch;
+  const double at_once = std::max(1, sms / config.cluster);
+  // Equal tiles end together, and leave the last turn unfilled; others fill it, the shortest coming last.
+  if (shortest == longest) return longest * ceil_to(all, at_once) / at_once;
+  return std::max(longest, sum / samples * all / at_once);
+}
+
+std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+                              int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms) {
+  struct Row {
+    KernelConfig config;
+  };
+  static const std::vector<Row> rows = {
+#define KERNEL(op, arch, dtype, tier, ...) {{Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__}},
+#include "configs.def"
+#undef KERNEL
+  };
+  static constexpr int kSomewhere = 0;
+  static constexpr int64_t kUnbounded = Band::kUnbounded;
+  auto bound = [](int64_t window) { return static_cast<int>(window < 0 ? kUnbounded : std::min(window, kUnbounded)); };
+  FwdProblem p{};
+  p.dtype = DType::BF16;
+  p.batch = static_cast<int>(batch);
+  p.heads = p.heads_k = static_cast<int>(heads);
+  p.head_dim = p.head_dim_v = static_cast<int>(head_dim);
+  p.seqlen_q = static_cast<int>(seqlen_q);
+  p.seqlen_k = static_cast<int>(seqlen_k);
+  p.total_q = batch * seqlen_q;
+  p.total_k = batch * seqlen_k;
+  if (varlen) p.sequences.cu_q = p.sequences.cu_k = &kSomewhere;
+  p.band = {bound(window_size_left), bound(window_size_right)};
+  auto fits = [&](const Row& row) {
+    const KernelConfig& c = row.config;
+    return c.op == Op::Fwd && c.arch == Arch::Sm90 && c.dtype == p.dtype && !c.rich() && p.head_dim <= c.head_dim &&
+           p.head_dim_v <= c.head_dim_v;
+  };
+  const Row* const row = preferred(rows, fits, p, static_cast<int>(sms));
+  return row == nullptr ? "" : row->config.id();
+}
+
+}  // namespace flash_cute

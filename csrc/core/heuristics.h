@@ -1,0 +1,41 @@
+// Which of several kernels for the same problem is likely the fastest: arithmetic on sizes alone.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/config.h"
+#include "core/problem.h"
+
+namespace flash_cute {
+
+// Whether two kernels differ in nothing but how they cut a problem into tiles, so that either may do it. (Backward's
+// rows of one head dim are for GPUs with more or with less shared memory: there the first that fits is best.)
+bool alternatives(const KernelConfig& a, const KernelConfig& b);
+
+// What a forward problem costs on a GPU with `sms` multiprocessors: a number to compare alternatives by. Lengths of
+// sequences that lie end to end are not known to the host: their mean stands for them, and CTAs in clusters, where short
+// sequences would leave some without work, are left out by an infinite cost.
+double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
+
+// Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
+template <class Kernels, class Fits>
+auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& problem, int sms) {
+  decltype(kernels.data()) best = nullptr;
+  double least = 0;
+  for (const auto& kernel : kernels) {
+    if ((best != nullptr && !alternatives(best->config, kernel.config)) || !fits(kernel)) continue;
+    const double cost = kernel.config.op == Op::Fwd ? forward_cost(kernel.config, problem, sms) : 0;
+    if (best != nullptr && cost >= least) continue;
+    best = &kernel;
+    least = cost;
+  }
+  return best;
+}
+
+// For tests: id of the kernel that a plain forward of bf16 would use on a Hopper GPU, whether this build has it or not.
+// Windows of -1 have no end; with `varlen` lengths are those of sequences end to end.
+std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+                              int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms);
+
+}  // namespace flash_cute
