@@ -1,0 +1,200 @@
+// The warpgroups of Hopper's forward: products by wgmma, the softmax between them, and the way out of O.
+#pragma once
+
+#include "kernels/common/forward_rules.h"
+#include "kernels/common/fragment.h"
+#include "kernels/common/mask.h"
+#include "kernels/sm90/forward_traits.h"
+
+namespace flash_cute::sm90 {
+
+// The right to issue products, which goes round among the warpgroups: while one issues, the others are at their
+// exponentials.
+template <class T>
+struct Baton {
+  int group;
+
+  CUTE_DEVICE explicit Baton(int group) : group(group) {
+    if (T::kPingPong && group == 0) cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier);  // its own first turn
+  }
+  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(256, T::kTurnBarrier + group); }
+  CUTE_DEVICE void pass() const {
+    cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier + (group + 1) % T::kGroups);
+  }
+};
+
+// Rounds the outputs of a warpgroup (MMA,1,1) and sends them off through shared memory.
+template <KernelConfig C, class Mma, class Output>
+CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage,
+                              const Work<ForwardTraits<C>::kGroups>& work, const Mma& mma, const Output& tOrO,
+                              int thread) {
+  using T = ForwardTraits<C>;
+  using Element = typename T::Element;
+  const int group = thread / 128;
+  const bool stores = thread % 128 == 0;
+  if constexpr (T::kOwnOutput) {
+    // After this barrier the warpgroup's O of the tile before has left shared memory.
+    if (stores) tma_store_wait<0>();
+    cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
+  } else {
+    // After this barrier nobody still reads V.
+    cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
+  }
+  Element* const to = T::kOwnOutput ? storage.out : storage.v[0];
+  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
+  auto thread_out = copy_out.get_thread_slice(thread);
+  Tensor sO = make_tensor(make_smem_ptr(to), typename T::LayoutO{});  // (row,dim)
+  cute::copy(copy_out, thread_out.retile_S(converted<Element>(tOrO)), thread_out.partition_D(sO));
+  tma_store_fence();
+  // After this barrier the warpgroup's rows of O are in shared memory, for the TMA to see.
+  cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
+  if (!stores) return;
+  const int row = work.tile.row + group * 64;
+  if (row < work.seq.q.length) {
+    params.out.template store<C.block_m, C.head_dim_v>(to + group * 64 * atom_columns(C.head_dim_v), work.seq.q, row,
+                                                       work.tile.head, work.tile.batch);
+    tma_store_arrive();
+  }
+  if constexpr (!T::kOwnOutput) {
+    tma_store_wait<0>();
+    for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left.arrive(rank);
+  }
+}
+
+// A warpgroup that computes 64 rows of each tile of queries.
+template <KernelConfig C>
+CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+  using T = ForwardTraits<C>;
+  const FwdProblem& p = params.p;
+  const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
+
+  typename T::MmaQK mma_qk;
+  typename T::MmaPV mma_pv;
+  auto group_qk = mma_qk.get_slice(group * 128);  // of the warpgroup, so that descriptors are the same in all threads
+  auto group_pv = mma_pv.get_slice(group * 128);
+  auto fragment_k = [&](int stage) {  // (MMA,1,MMA_K)
+    return group_qk.partition_fragment_B(make_tensor(make_smem_ptr(storage.k[stage]), typename T::LayoutK{}));
+  };
+  auto fragment_v = [&](int stage) {  // (MMA,1,MMA_K)
+    return group_pv.partition_fragment_B(make_tensor(make_smem_ptr(storage.v[stage]), typename T::LayoutV{}));
+  };
+  auto fragment_q = [&](int stage) {  // (MMA,1,MMA_K)
+    return group_qk.partition_fragment_A(make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQ{}));
+  };
+  Tensor tSrS = partition_fragment_C(mma_qk, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,1,1)
+  Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,1,1)
+  Tensor tSrP = make_tensor<typename T::Element>(tSrS.layout());
+  Tensor scores = rows_of(tSrS);  // (rows,columns)
+  Tensor output = rows_of(tOrO);  // (rows,dims)
+  Tensor at =
+      rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
+  const Baton<T> baton(group);
+  Cursor<C.stages> at_k, at_v;
+  Cursor<T::kStagesQ> at_q;
+  for (;; at_q.advance()) {
+    storage.ring_q.wait(at_q);
+    const Work<T::kGroups>& work = storage.work[at_q.count % T::kWorks];
+    const QueryTile& tile = work.tile;
+    if (tile.row < 0) break;
+    Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
+    const TileRange range = work.of_group[group];
+    typename T::Softmax softmax(rule_scale_log2(p));
+    const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
+
+    // Scores of key tile n, which are still in products' units, become weights. The result: whether sums of before were
+    // rescaled, and outputs are to be multiplied by `factors`.
+    auto weigh = [&](int n, auto masked, auto& factors) __attribute__((always_inline)) {
+      const int key = work.keys.first + n * C.block_n;
+      if constexpr (C.rich()) apply_rules(scores, at, p, slope, tile.row + work.seq.shift(), key);
+      if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
+      fill(factors, 1.f);
+      const bool rescaled = softmax.raise(scores, factors);
+      softmax.weigh(scores, 0, size<1>(scores));
+      return rescaled;
+    };
+
+    // The warpgroup's turn, of which each tile of keys but the first has one.
+    auto has_turn = [&](int n) { return T::kPingPong && n < work.key_tiles - 1; };
+    // Key tiles down to `until` that other warpgroups see and this one does not.
+    int n = work.key_tiles - 1;
+    auto skip = [&](int until) {
+      CUTE_NO_UNROLL
+      for (; n >= until; --n) {
+        storage.ring_k.wait(at_k);
+        storage.ring_k.release(at_k);
+        at_k.advance();
+        if (has_turn(n)) {
+          baton.take();
+          baton.pass();
+        }
+        storage.ring_v.wait(at_v);
+        storage.ring_v.release(at_v);
+        at_v.advance();
+      }
+    };
+
+    clear(tOrO);
+    if (!range.empty()) {
+      Tensor factors = make_tensor<float>(Shape<_2, _1>{});
+      skip(range.end);
+      storage.ring_k.wait(at_k);
+      if (has_turn(n)) baton.take();
+      start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage()), tSrS);
+      if (has_turn(n)) baton.pass();
+      wait_products<0>(tSrS);
+      storage.ring_k.release(at_k);
+      at_k.advance();
+      if (range.full(n)) {
+        weigh(n, false_type{}, factors);
+      } else {
+        weigh(n, true_type{}, factors);
+      }
+      convert(tSrS, tSrP);
+      // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
+      auto step = [&](auto masked) __attribute__((always_inline)) {
+        storage.ring_k.wait(at_k);
+        if constexpr (T::kPingPong) baton.take();
+        start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage()), tSrS);
+        storage.ring_v.wait(at_v);
+        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
+        if constexpr (T::kPingPong) baton.pass();
+        wait_products<1>(tSrS);
+        storage.ring_k.release(at_k);
+        at_k.advance();
+        const bool rescaled = weigh(n, masked, factors);
+        wait_products<0>(tOrO);
+        storage.ring_v.release(at_v);
+        at_v.advance();
+        convert(tSrS, tSrP);
+        if (rescaled) {
+          CUTE_UNROLL
+          for (int i = 0; i < size(output); ++i) output(i) *= factors(i % 2);
+        }
+      };
+      CUTE_NO_UNROLL
+      for (--n; n >= range.begin; --n) {
+        if (range.full(n)) {
+          step(false_type{});
+        } else {
+          step(true_type{});
+        }
+      }
+      storage.ring_q.release(at_q);
+      storage.ring_v.wait(at_v);
+      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
+      wait_products<0>(tOrO);
+      storage.ring_v.release(at_v);
+      at_v.advance();
+    } else {
+      storage.ring_q.release(at_q);
+    }
+    skip(0);
+
+    const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
+    store_statistics(p, work.seq, tile, softmax, lse, at);
+    store_output<C>(params, storage, work, mma_pv, tOrO, thread);
+  }
+  if (thread % 128 == 0) tma_store_wait<0>();
+}
+
+}  // namespace flash_cute::sm90

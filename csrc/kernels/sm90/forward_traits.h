@@ -1,0 +1,96 @@
+// What the threads of Hopper's forward share: its parameters, a tile's work, types of products, and shared memory.
+#pragma once
+
+#include "core/problem.h"
+#include "kernels/common/rows.h"
+#include "kernels/common/softmax.h"
+#include "kernels/common/tiles.h"
+#include "kernels/sm90/ring.h"
+#include "kernels/sm90/schedule.h"
+#include "kernels/sm90/tensor_map.h"
+#include "kernels/sm90/wgmma.h"
+
+namespace flash_cute::sm90 {
+
+struct ForwardParams {
+  FwdProblem p;
+  RaggedMap q, k, v, out;
+  TileOrder order;
+  int tiles;
+  unsigned* counter;  // by which CTAs share out tiles; 0 before and after the kernel
+};
+
+// A tile of queries and what it has to do, from the producer to the consumers.
+template <int kGroups>
+struct Work {
+  QueryTile tile;
+  int head_k;  // of keys
+  SeqInfo seq;
+  RowSpan keys;  // that some of the rows see, those of the cluster's other CTAs included
+  int key_tiles;  // that hold these, counted from keys.first on
+  TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
+
+  // `of_cluster` is the tile of `rows` queries in which the CTA's own starts at `first_row`.
+  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, const SeqInfo& seq,
+                   int block_n)
+      : tile{first_row, of_cluster.head, of_cluster.batch},
+        head_k(of_cluster.head / (p.heads / p.heads_k)),
+        seq(seq),
+        keys(visible_keys(seq, p.band, of_cluster.row, rows)) {
+    key_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
+    CUTE_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      const int row = tile.row + 64 * i;
+      const bool exists = row < seq.q.length;
+      of_group[i] = exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first) : TileRange{};
+    }
+  }
+};
+
+template <KernelConfig C>
+struct ForwardTraits {
+  using Element = ElementOf<C.dtype>;
+  static constexpr int kGroups = C.warps / 4;  // warpgroups that compute
+  using LayoutQ = RowsLayout<Element, C.block_m, C.head_dim>;  // (row,dim)
+  using LayoutK = RowsLayout<Element, C.block_n, C.head_dim>;  // (key,dim)
+  using LayoutV = ColumnsLayout<Element, C.block_n, C.head_dim_v>;  // (dim,key)
+  using LayoutO = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (row,dim)
+  using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
+  using MmaQK = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.block_n>, Int<C.head_dim>>>(),
+      Groups{}));
+  using MmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      Groups{}));
+  using Softmax = OnlineSoftmax<2, kGroups == 2 && C.head_dim_v <= 192 ? 4 : 2>;  // chains: as many as registers hold
+  static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
+  static constexpr int kClusterRows = C.block_m * C.cluster;  // of queries
+  static constexpr int kStagesQ = C.stages_q();
+  static constexpr int kWorks = kStagesQ + 2;
+  static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
+  // Of a thread, together as many as the CTA has at its start.
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40, kConsumerRegisters = kGroups == 3 ? 160 : 232;
+  // Named barriers: one of each warpgroup's turn, of all warpgroups, and of the threads of each.
+  static constexpr int kTurnBarrier = 1, kAllGroupsBarrier = kTurnBarrier + kGroups;
+  static constexpr int kGroupBarrier = kAllGroupsBarrier + 1;
+
+  struct Storage {
+    alignas(1024) Element q[kStagesQ][C.block_m * C.head_dim];
+    alignas(1024) Element k[C.stages][C.block_n * C.head_dim];
+    alignas(1024) Element v[C.stages][C.block_n * C.head_dim_v];  // O on the way out, unless it has
+    alignas(1024) Element out[kOwnOutput ? C.block_m * C.head_dim_v : 1];
+    Ring<C.stages, C.cluster> ring_k, ring_v;
+    Ring<kStagesQ> ring_q;
+    Ring<2, C.cluster> ring_next;  // of next[]
+    int next[2];  // tiles that the cluster is to do
+    cutlass::arch::ClusterBarrier out_left;  // O of each warpgroup of the cluster has left V's memory
+    Work<kGroups> work[kWorks];  // one is read until its tile's end, as many wait as there are Q, one is written
+  };
+  static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
+                "registers and named barriers are for these");
+  static_assert(kOwnOutput || C.stages * C.block_n >= C.block_m, "O fits where V was");
+  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+};
+
+}  // namespace flash_cute::sm90
