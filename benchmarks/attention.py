@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import report, timing
-from .rivals import LOADERS, OURS, Candidate, Work, describe, load, loader
+from .rivals import LOADERS, OURS, Candidate, Work, describe, load
 from .suites import SUITES, Case, Inputs, Truth, check, make_inputs, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
@@ -210,21 +210,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _is_rival(name: str) -> bool:
-    try:
-        loader(name)
-    except KeyError:
-        return False
-    return name != OURS
-
-
 def _complete(options: argparse.Namespace) -> None:
     """Fills the defaults that depend on other options; ValueError for what makes no sense."""
     default_rivals = {"fp8": "fa3fp8", "smoke": "math", "features": "fa2"}
     rivals = options.rivals or default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
     options.rivals = [n for n in rivals.split(",") if n]
-    if unknown := [n for n in options.rivals if not _is_rival(n)]:
-        raise ValueError(f"unknown rivals {unknown}, known: {sorted(LOADERS.keys() - {OURS})}")
+    known = LOADERS.keys() - {OURS}
+    if unknown := [n for n in options.rivals if n not in known and not n.startswith(OURS + ":")]:
+        raise ValueError(f"unknown rivals {unknown}, known: {sorted(known)}, {OURS}:PART")
     least = timing.SUSTAINED_ROUNDS if options.sustained else 1
     if options.rounds is None:
         options.rounds = timing.SUSTAINED_ROUNDS if options.sustained else 5

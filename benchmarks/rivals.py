@@ -294,20 +294,13 @@ LOADERS: dict[str, Callable[[torch.device], Candidate]] = {
 }
 
 
-def loader(name: str) -> Callable[[torch.device], Candidate]:
-    """What loads the candidate of that name: one of LOADERS, or "flash_cute:PART" for flash_cute
-    with kernels alone whose id contains PART. KeyError for any other."""
-    if name.startswith(OURS + ":"):
-        return partial(FlashCute, kernels=name.removeprefix(OURS + ":"))
-    return LOADERS[name]
-
-
 def load(
     names: Iterable[str], device: torch.device, kernels: str = ""
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """The candidates that can be loaded, and for each other name the reason why not.
 
-    `kernels` is that of flash_cute under its own name.
+    A name is one of LOADERS, or "flash_cute:PART" for flash_cute with those kernels alone whose id
+    contains PART; `kernels` is the part for flash_cute under its own name.
 
     A library that fails to load may raise anything; none of it ends the run.
     """
@@ -315,8 +308,9 @@ def load(
     missing: dict[str, str] = {}
     for name in names:
         try:
-            ours = name == OURS
-            candidates[name] = FlashCute(device, kernels) if ours else loader(name)(device)
+            base, _, part = name.partition(":")
+            ours = base == OURS
+            candidates[name] = FlashCute(device, part or kernels) if ours else LOADERS[name](device)
         except Exception as error:
             missing[name] = describe(error)
     return candidates, missing

@@ -22,11 +22,16 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
 template <class Kernels, class Fits>
 auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& problem, int sms) {
   decltype(kernels.data()) best = nullptr;
-  double least = 0;
+  double least = -1;  // the cost of the best, once there is another one
   for (const auto& kernel : kernels) {
     if ((best != nullptr && !alternatives(best->config, kernel.config)) || !fits(kernel)) continue;
-    const double cost = kernel.config.op == Op::Fwd ? forward_cost(kernel.config, problem, sms) : 0;
-    if (best != nullptr && cost >= least) continue;
+    if (best == nullptr) {
+      best = &kernel;
+      continue;
+    }
+    if (least < 0) least = forward_cost(best->config, problem, sms);
+    const double cost = forward_cost(kernel.config, problem, sms);
+    if (cost >= least) continue;
     best = &kernel;
     least = cost;
   }
