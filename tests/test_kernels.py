@@ -11,15 +11,21 @@ from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify
 
 KERNELS = [kernel for kernel in library.kernels() if "_tf32" not in kernel]
-RICH = {"softcap": 20.0, "alibi": "batch"}
+RICH = {"softcap": 20.0, "alibi": "batch", "dropout_p": 0.2}
+ALIBI = {"alibi": "heads", "dropout_p": 0.2}  # without a softcap: products begin with it
+
+
+def rules_of(kernel, rules):
+    """Those of `rules` that the kernel has."""
+    if kernel.tier == "plain":
+        return {}
+    return rules if kernel.has_dropout else {**rules, "dropout_p": 0.0}
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel(cuda, name):
     kernel = parse(name)
-    rules = RICH if kernel.tier == "rich" else {}
-    if kernel.has_dropout:
-        rules = {**rules, "dropout_p": 0.2}
+    rules = rules_of(kernel, RICH)
     case = Case(
         heads=4, heads_k=2, seqlen_q=200, seqlen_k=333, is_causal=True, dim=kernel.dim,
         dim_v=kernel.dim_v, dtype=kernel.dtype, **rules,
@@ -33,9 +39,10 @@ def test_kernel(cuda, name):
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
 def test_more_tiles_than_ctas(cuda, name):
     kernel = parse(name)
+    rules = rules_of(kernel, ALIBI)
     case = Case(
         heads=50, heads_k=10, seqlen_q=1000, seqlen_k=1234, is_causal=True, dim=kernel.dim,
-        dim_v=kernel.dim_v, dtype=kernel.dtype,
+        dim_v=kernel.dim_v, dtype=kernel.dtype, **rules,
     )  # fmt: skip
     with library.only(name, "bwd_"):
         verify(make_inputs(case, cuda))
@@ -58,6 +65,7 @@ def test_ids_say_what_a_kernel_is():
     kernel = parse("bwd_sm80_tf32x3_rich_d192x128_m16_n64_s2_w4_c1")
     assert kernel == ("bwd", 80, "tf32x3", "rich", 192, 128)
     assert kernel.has_dropout and kernel.vector == 1
+    assert not parse("fwd_sm90_bf16_rich_d256x256_m128_n64_s2_w8_c1_x1").has_dropout
     assert (kernel.dtype, kernel.other_op) == (torch.float32, "fwd")
     with pytest.raises(ValueError, match="no kernel's id"):
         parse("bwd_sm80_d64")
@@ -82,8 +90,9 @@ def test_hopper_kernels_refuse_what_they_lack(cuda):
     rng = torch.tensor([1, 2], device=cuda)
     with library.only("fwd_sm90"):
         torch.ops.flash_cute.fwd(q, q, q)
+        torch.ops.flash_cute.fwd(q, q, q, dropout_p=0.5, rng=rng, window_size_left=7)
         with pytest.raises(RuntimeError, match="has no dropout"):
-            torch.ops.flash_cute.fwd(q, q, q, dropout_p=0.5, rng=rng)
+            torch.ops.flash_cute.fwd(q, q, q, dropout_p=0.5, rng=rng, window_size_left=6)
         odd = q[..., :100].contiguous()
         with pytest.raises(RuntimeError, match="16-byte boundaries"):
             torch.ops.flash_cute.fwd(odd, odd, odd)

@@ -41,13 +41,20 @@ struct KernelConfig {
   int block_m;     // query rows a tile
   int block_n;     // key rows a tile
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
-  int warps;       // of the CTA that do matrix products: all, but for the warpgroup that loads tiles on sm90
+  int warps;       // of the CTA that do matrix products: all, but for the warpgroups that serve them on sm90
   int ctas;        // that an SM is to hold at once: bounds the registers of a thread
   int cluster;     // CTAs with neighbouring tiles of queries that load K and V for each other (sm90 forward), or 1
 
-  constexpr int threads() const { return (arch == flash_cute::Arch::Sm90 ? warps + 4 : warps) * 32; }
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
+
+  // Sm90 forward: a warpgroup draws random numbers for dropout. With so many threads one starts with 128 registers, of
+  // which O must be fewer.
+  constexpr bool draws() const { return rich() && head_dim_v < 256; }
+
+  // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
+  constexpr int serving_warps() const { return arch == flash_cute::Arch::Sm90 ? (draws() ? 8 : 4) : 0; }
+  constexpr int threads() const { return (warps + serving_warps()) * 32; }
 
   // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
   constexpr bool whole_keys() const { return block_n == 32 * warps; }
@@ -89,6 +96,7 @@ struct KernelConfig {
   // Bytes of shared memory of a kernel for Hopper, 16 bits an element.
   constexpr int hopper_bytes(int buffers_q, bool room_for_output) const {
     const int rows_of_q = block_m * head_dim * buffers_q, output = room_for_output ? block_m * head_dim_v : 0;
-    return 2 * (rows_of_q + output + stages * block_n * (head_dim + head_dim_v)) + kBookkeeping;
+    const int kept = draws() ? 16 * block_m : 0;  // bits of what dropout keeps
+    return 2 * (rows_of_q + output + stages * block_n * (head_dim + head_dim_v)) + kept + kBookkeeping;
   }
 };

@@ -80,7 +80,8 @@ Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Devic
       .tensor_map = hopper && !addressable(problem),
       .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
                                   has_empty_columns(problem.head_dim_v, config.head_dim_v)),
-      .dropout = hopper && problem.rules.keep_scale != 1.f,
+      .dropout =
+          hopper && problem.rules.rng != nullptr && (!config.draws() || problem.band.left < problem.seqlen_k - 1),
       .set_aside = !kernel.in_use,
   };
 }
@@ -99,7 +100,7 @@ std::string explain(const Refusal& refusal) {
   add(refusal.tensor_map,
       "needs tensors that are not empty, with vectors on 16-byte boundaries and strides that are not 0");
   add(refusal.empty_columns, "its tiles are wider by 64 columns or more (by 32, if 96 wide)");
-  add(refusal.dropout, "has no dropout");
+  add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;
 }

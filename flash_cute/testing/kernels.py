@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
     @property
     def has_dropout(self) -> bool:
-        return self.tier == "rich" and self.arch != 90
+        return self.tier == "rich" and not (self.arch == 90 and self.dim_v == 256)
 
     @property
     def vector(self) -> int:

@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   Tensor output = rows_and_columns(tOrO);  // (rows,dims)
   Tensor tScS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{}));
   Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
-  OnlineSoftmax<decltype(size<0>(at))::value> softmax(rule_scale_log2(p));
+  const ForwardRules<false> rules(p, tile.batch, tile.head);
+  OnlineSoftmax<decltype(size<0>(at))::value> softmax(rules.scale_log2());
   const BandMask mask(seq, p.band);
   const Dropout dropout(p.rules, int64_t(tile.batch) * p.heads + tile.head);
-  const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
 
   Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<T::kPieces>, Int<T::kSlots>>{});  // (MMA,MMA_M,slot)
   auto read_q = [&](int step) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
       return rQ(_, _, T::slot(step));
     };
     gemm_registers(mma, tSrS, query, k_n);
-    if constexpr (C.rich()) apply_rules(scores, at, p, slope, tile.row + seq.shift(), n * C.block_n);
+    if constexpr (C.rich()) rules.apply(scores, at, tile.row + seq.shift(), n * C.block_n);
     if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
     softmax.raise(scores, output);
 

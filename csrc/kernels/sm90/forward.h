@@ -1,5 +1,6 @@
 // Attention forward for Hopper: persistent CTAs, in which two threads load tiles by TMA and two or three warpgroups
-// compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each other.
+// compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each other. In the
+// Rich tier one more warpgroup draws the random numbers of dropout.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -11,6 +12,7 @@
 #include "kernels/passes/gaps.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm90/forward_consumers.h"
+#include "kernels/sm90/forward_dropout.h"
 #include "kernels/sm90/forward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -24,7 +26,9 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   if (threadIdx.x == 0) {
     storage.ring_k.init(C.warps);
     storage.ring_v.init(C.warps);
-    storage.ring_q.init(C.warps + 1);  // and the thread that loads V
+    const bool draws = C.draws() && params.p.rules.rng != nullptr;
+    storage.ring_q.init(C.warps + 1 + (draws ? kDrawingWarps : 0));  // 1: the thread that loads V
+    storage.ring_kept.init(C.warps, kDrawingWarps);
     storage.ring_next.init(1);
     storage.out_left.init(T::kGroups * C.cluster);
     cutlass::arch::fence_barrier_init();
@@ -35,11 +39,15 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   } else {
     cluster_sync();
   }
-  if (cutlass::canonical_warp_group_idx() == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+  const int group = cutlass::canonical_warp_group_idx();
+  if (group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0 && elect_one_sync()) produce_queries_and_keys<C>(params, storage);
     if (warp == 1 && elect_one_sync()) produce_values<C>(params, storage);
+  } else if (C.draws() && group == T::kGroups + 1) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
+    if constexpr (C.draws()) draw<C>(params, storage);
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     consume<C>(params, storage);

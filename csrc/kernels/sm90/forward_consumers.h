@@ -4,6 +4,7 @@
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/fragment.h"
 #include "kernels/common/mask.h"
+#include "kernels/sm90/forward_dropout.h"
 #include "kernels/sm90/forward_traits.h"
 
 namespace flash_cute::sm90 {
@@ -91,6 +92,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   const Baton<T> baton(group);
   Cursor<C.stages> at_k, at_v;
   Cursor<T::kStagesQ> at_q;
+  Cursor<1> at_kept;
+  const bool drops = C.draws() && p.rules.rng != nullptr;
   for (;; at_q.advance()) {
     storage.ring_q.wait(at_q);
     const Work<T::kGroups>& work = storage.work[at_q.count % T::kWorks];
@@ -98,19 +101,45 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     if (tile.row < 0) break;
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
     const TileRange range = work.of_group[group];
-    typename T::Softmax softmax(rule_scale_log2(p));
-    const float slope = C.rich() ? slope_of(p.rules, tile.batch, tile.head) : 0.f;
+    const ForwardRules<true> rules(p, tile.batch, tile.head);
+    const int stand = tile.row + work.seq.shift();  // the key at which the tile's first query stands
+    typename T::Softmax softmax(rules.scale_log2());
+
+    auto first_key = [&](int n) { return work.keys.first + n * C.block_n; };
+
+    // Starts the products of scores of key tile n, once `may_start` returns.
+    auto start_scores = [&](int n, auto may_start) __attribute__((always_inline)) {
+      Tensor tSrK = fragment_k(at_k.stage());  // (MMA,1,MMA_K)
+      if (C.rich() && rules.begins()) {
+        rules.begin(scores, at, stand, first_key(n));
+        may_start();
+        start_product<GMMA::ScaleOut::One>(mma_qk, tSrQ, tSrK, tSrS);
+      } else {
+        may_start();
+        start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, tSrK, tSrS);
+      }
+    };
 
     // Scores of key tile n, which are still in products' units, become weights. The result: whether sums of before were
     // rescaled, and outputs are to be multiplied by `factors`.
     auto weigh = [&](int n, auto masked, auto& factors) __attribute__((always_inline)) {
-      const int key = work.keys.first + n * C.block_n;
-      if constexpr (C.rich()) apply_rules(scores, at, p, slope, tile.row + work.seq.shift(), key);
+      const int key = first_key(n);
+      if constexpr (C.rich()) rules.apply(scores, at, stand, key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
       fill(factors, 1.f);
       const bool rescaled = softmax.raise(scores, factors);
       softmax.weigh(scores, 0, size<1>(scores));
       return rescaled;
+    };
+
+    // Rounds weights to the operand of the products of outputs, less those that dropout does not keep.
+    auto round = [&]() __attribute__((always_inline)) {
+      convert(tSrS, tSrP);
+      if (!drops) return;
+      storage.ring_kept.wait(at_kept);
+      drop(tSrP, storage.kept[thread / 32], thread % 32);
+      storage.ring_kept.release(at_kept);
+      at_kept.advance();
     };
 
     // The warpgroup's turn, of which each tile of keys but the first has one.
@@ -130,6 +159,11 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         storage.ring_v.wait(at_v);
         storage.ring_v.release(at_v);
         at_v.advance();
+        if (drops) {
+          storage.ring_kept.wait(at_kept);
+          storage.ring_kept.release(at_kept);
+          at_kept.advance();
+        }
       }
     };
 
@@ -137,9 +171,10 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     if (!range.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
       skip(range.end);
-      storage.ring_k.wait(at_k);
-      if (has_turn(n)) baton.take();
-      start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage()), tSrS);
+      start_scores(n, [&] {
+        storage.ring_k.wait(at_k);
+        if (has_turn(n)) baton.take();
+      });
       if (has_turn(n)) baton.pass();
       wait_products<0>(tSrS);
       storage.ring_k.release(at_k);
@@ -149,12 +184,13 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       } else {
         weigh(n, true_type{}, factors);
       }
-      convert(tSrS, tSrP);
+      round();
       // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
       auto step = [&](auto masked) __attribute__((always_inline)) {
-        storage.ring_k.wait(at_k);
-        if constexpr (T::kPingPong) baton.take();
-        start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, fragment_k(at_k.stage()), tSrS);
+        start_scores(n, [&] {
+          storage.ring_k.wait(at_k);
+          if constexpr (T::kPingPong) baton.take();
+        });
         storage.ring_v.wait(at_v);
         start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
         if constexpr (T::kPingPong) baton.pass();
@@ -165,7 +201,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         wait_products<0>(tOrO);
         storage.ring_v.release(at_v);
         at_v.advance();
-        convert(tSrS, tSrP);
+        round();
         if (rescaled) {
           CUTE_UNROLL
           for (int i = 0; i < size(output); ++i) output(i) *= factors(i % 2);

@@ -70,7 +70,8 @@ struct ForwardTraits {
   static constexpr int kWorks = kStagesQ + 2;
   static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
   // Of a thread, together as many as the CTA has at its start.
-  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40, kConsumerRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.draws() ? 216 : 232;
   // Named barriers: one of each warpgroup's turn, of all warpgroups, and of the threads of each.
   static constexpr int kTurnBarrier = 1, kAllGroupsBarrier = kTurnBarrier + kGroups;
   static constexpr int kGroupBarrier = kAllGroupsBarrier + 1;
@@ -82,6 +83,9 @@ struct ForwardTraits {
     alignas(1024) Element out[kOwnOutput ? C.block_m * C.head_dim_v : 1];
     Ring<C.stages, C.cluster> ring_k, ring_v;
     Ring<kStagesQ> ring_q;
+    uint32_t kept[C.draws() ? C.warps : 1][2]
+                 [32];  // of each thread's two rows, a bit a column: whether dropout keeps it
+    Ring<1> ring_kept;
     Ring<2, C.cluster> ring_next;  // of next[]
     int next[2];  // tiles that the cluster is to do
     cutlass::arch::ClusterBarrier out_left;  // O of each warpgroup of the cluster has left V's memory
@@ -89,6 +93,7 @@ struct ForwardTraits {
   };
   static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
                 "registers and named barriers are for these");
+  static_assert(!C.draws() || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128), "kept[] and registers");
   static_assert(kOwnOutput || C.stages * C.block_n >= C.block_m, "O fits where V was");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };

@@ -1,0 +1,75 @@
+// Dropout in Hopper's forward: a warpgroup draws what is kept, as bits in shared memory, while others compute. A thread of
+// wgmma has 2 of the 4 rows that share a call of Philox; here every call serves all of its 16 elements.
+#pragma once
+
+#include "kernels/common/score.h"
+#include "kernels/sm90/forward_traits.h"
+
+namespace flash_cute::sm90 {
+
+constexpr int kDrawingWarps = 4;
+
+// The bit of `kept` for column_offset(c): where prmt, which copies the highest bits of bytes, makes masks of it.
+CUTE_HOST_DEVICE constexpr int kept_bit(int c) {
+  return c % 4 * 8 + 7 - c / 4;
+}
+
+// The warpgroup that draws, for each tile of keys, 32 queries a warp: those of two warps that compute.
+template <KernelConfig C>
+CUTE_DEVICE void draw(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+  using T = ForwardTraits<C>;
+  static_assert(C.warps == 2 * kDrawingWarps);
+  const FwdProblem& p = params.p;
+  if (p.rules.rng == nullptr) return;
+  const int warp = threadIdx.x / 32 % kDrawingWarps, lane = threadIdx.x % 32;
+  Cursor<1> at;
+  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.ring_q.wait(at_q);
+    const auto& work = storage.work[at_q.count % T::kWorks];
+    if (work.tile.row < 0) return;
+    const Dropout dropout(p.rules, int64_t(work.tile.batch) * p.heads + work.tile.head);
+    const int query = work.tile.row + 32 * warp + lane / 4;
+    CUTE_NO_UNROLL
+    for (int n = work.key_tiles - 1; n >= 0; --n, at.advance()) {
+      const int key = work.keys.first + n * C.block_n + lane % 4 * 2;
+      uint32_t kept[4] = {};  // of the rows 8 apart from `query` on
+      CUTE_NO_UNROLL
+      for (int c = 0; c < C.block_n / 4; c += 8) {  // 32 keys
+        CUTE_UNROLL
+        for (int parity = 0; parity < 2; ++parity) {
+          const uint4 bits = dropout.bits(query, key + column_offset(c + parity));
+          CUTE_UNROLL
+          for (int y = 0; y < 4; ++y) {
+            uint32_t part = 0;
+            CUTE_UNROLL
+            for (int x = 0; x < 4; ++x) {
+              if (dropout.keeps(bits, y, x)) part |= 1u << kept_bit(2 * x + parity);
+            }
+            kept[y] |= part >> c / 4;
+          }
+        }
+      }
+      storage.ring_kept.wait_empty(at);
+      CUTE_UNROLL
+      for (int y = 0; y < 4; ++y) storage.kept[2 * warp + y / 2][y % 2][lane] = kept[y];
+      storage.ring_kept.fill(at);
+    }
+    storage.ring_q.release(at_q);
+  }
+}
+
+// Those of this thread's weights (MMA=(2,2,N/8),1,1), 16 bits each, that are not kept become 0.
+template <class Weights>
+CUTE_DEVICE void drop(Weights& weights, const uint32_t (&kept_of_rows)[2][32], int lane) {
+  Tensor pairs = recast<uint32_t>(weights);  // ((1,2,N/8),1,1): two neighbouring columns each
+  CUTE_UNROLL
+  for (int i = 0; i < size(pairs); ++i) {
+    const int row = i % 2, pair = i / 2;
+    const uint32_t bits = kept_of_rows[row][lane] << pair / 2;
+    uint32_t mask;
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(bits), "r"(pair % 2 == 0 ? 0x9988 : 0xbbaa));
+    pairs(i) &= mask;
+  }
+}
+
+}  // namespace flash_cute::sm90
