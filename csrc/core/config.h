@@ -70,6 +70,10 @@ struct KernelConfig {
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
+    if (arch == flash_cute::Arch::Sm90) {
+      const int ds = 2 * block_m * block_n * element, dq = block_m * head_dim * static_cast<int>(sizeof(float));
+      return kv + stages * (q_dout + row_statistics) + ds + dq + kBookkeeping;
+    }
     const int score_tiles = whole_keys() ? 1 : 2;  // dS, and P unless it stays in registers
     return kv + stages * (q_dout + row_statistics) + score_tiles * block_m * block_n * element;
   }

@@ -5,15 +5,12 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-#include "core/config.h"
+#include "kernels/common/element.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flash_cute::sm90 {
 
 using namespace cute;
-
-template <DType dtype>
-using ElementOf = std::conditional_t<dtype == DType::FP16, cutlass::half_t, cutlass::bfloat16_t>;
 
 // Tiles in shared memory as RaggedMap brings them: columns of one atom, all rows of them, then the next atom.
 template <class Element, int kRows, int kCols>
