@@ -5,6 +5,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
+#include "kernels/common/tiles.h"
 
 namespace flash_cute {
 
@@ -26,6 +27,20 @@ class ScoreGradients {
       plain(s, dp, lse_log2, row_dot);
     }
     if (!full) hide(s, dp, first_query + place_.query);
+  }
+
+  // The same in two parts, for plain kernels: scores become P; then dP becomes dS.
+  template <class Scores>
+  CUTE_DEVICE void weigh(Scores s, const float* lse_log2, int first_query, bool full) const {
+    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
+    if (!full) hide_columns(s, first_query + place_.query);
+  }
+  template <class Scores>
+  CUTE_DEVICE void differentiate(Scores p, Scores dp, const float* row_dot, int first_query, bool full) const {
+    subtract(dp, row_dot);
+    CUTE_UNROLL
+    for (int i = 0; i < size(p); ++i) dp(i) *= p(i);
+    if (!full) hide_columns(dp, first_query + place_.query);
   }
 
  private:
@@ -127,14 +142,33 @@ class ScoreGradients {
   CUTE_DEVICE void hide(Scores& weights, Scores& ds, int query) const {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(weights); ++r) {
-      const int key = key_ + Place::down(r);
-      const int begin = key - mask_.highest - query;
-      const int end = key < mask_.seqlen_k ? key - mask_.lowest + 1 - query : begin;
+      const auto [begin, end] = visible_columns(r, query);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
         if (Place::across(c) < begin || Place::across(c) >= end) weights(r, c) = ds(r, c) = 0.f;
       }
     }
+  }
+
+  // The same where columns are at column_offset(): from a bit for each of them.
+  template <class Scores>
+  CUTE_DEVICE void hide_columns(Scores& scores, int query) const {
+    static_assert(decltype(size<1>(scores))::value <= 32);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const auto [begin, end] = visible_columns(r, query);
+      const uint32_t visible = low_bits(columns_before(end)) & ~low_bits(columns_before(begin));
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (!(visible & (1u << c))) scores(r, c) = 0.f;
+      }
+    }
+  }
+
+  // Row r sees the queries at offsets [first, last) from `query`.
+  CUTE_DEVICE RowSpan visible_columns(int r, int query) const {
+    const int key = key_ + Place::down(r), first = key - mask_.highest - query;
+    return {first, key < mask_.seqlen_k ? key - mask_.lowest + 1 - query : first};
   }
 
   const FwdProblem& p_;

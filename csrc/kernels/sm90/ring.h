@@ -1,4 +1,4 @@
-// Buffers in shared memory that one producer fills by TMA and several warps empty, in turns.
+// Buffers in shared memory that producers fill and consumers empty, in turns: one thread by TMA, or warps.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -23,9 +23,10 @@ struct Ring {
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  CUTE_DEVICE void init(int consumer_warps) {
+  // By one thread that calls expect(), or by warps that publish().
+  CUTE_DEVICE void init(int consumer_warps, int producers = 1) {
     for (int i = 0; i < kStages; ++i) {
-      full[i].init(1);
+      full[i].init(producers);
       empty[i].init(consumer_warps * kCluster);
     }
   }
@@ -41,6 +42,13 @@ struct Ring {
     keep_order();
     full[at.stage()].arrive_and_expect_tx(bytes);
     return reinterpret_cast<uint64_t*>(&full[at.stage()]);
+  }
+
+  // Producers: this warp has written its part of the buffer.
+  CUTE_DEVICE void publish(const Cursor<kStages>& at) {
+    keep_order();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full[at.stage()].arrive();
   }
 
   // Consumers: wait until the buffer is full.

@@ -41,10 +41,21 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
   return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(m), get<0, 1>(m), get<0>(l)), get<1>(m), get<1>(l)));
 }
 
+// A value of unknown origin: what follows from it is computed anew at every use, where otherwise the compiler would hold
+// it in registers through a loop.
+CUTE_DEVICE int afresh(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Starts acc = A B, or acc += A B, in the background. Until warpgroup_wait() nobody may touch acc, nor A in registers.
 template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
 CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
-  warpgroup_fence_operand(acc);
+  if constexpr (kFirst == GMMA::ScaleOut::One) {
+    warpgroup_fence_operand(acc);
+  } else {
+    clear(acc);  // so that its registers are free until now
+  }
   constexpr bool kShared = is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value;
   if constexpr (!kShared) warpgroup_fence_operand(a);
   warpgroup_arrive();
