@@ -76,6 +76,9 @@ class Row(NamedTuple):
         q_dout = element * self.block_m * (self.head_dim + self.head_dim_v)
         if element == 4:
             return kv + self.stages * q_dout
+        if self.arch == "Sm90":
+            tiles = 4 * self.block_m * (self.block_n + self.head_dim)  # dS twice, dQ
+            return kv + self.stages * (q_dout + 8 * self.block_m) + tiles + 1024
         whole_keys = self.block_n == 32 * self.warps
         score_tiles = (1 if whole_keys else 2) * 2 * self.block_m * self.block_n
         return kv + self.stages * (q_dout + 8 * self.block_m) + score_tiles

@@ -63,7 +63,7 @@ void run(BwdProblem& p, const FwdArguments& a, const View& dq, const View& dk, c
   p.dk = gradient(dk, a.k, "dk");
   p.dv = gradient(dv, a.v, "dv");
   p.softmax_d = statistics(softmax_d, "softmax_d", a.q);
-  const auto& kernel = select(bwd_kernels(), p.fwd, device(a.q.device));
+  const auto& kernel = select(bwd_kernels(), p, device(a.q.device));
 
   Tensor workspace;
   if (!kernel.config.fp32()) workspace = allocate_workspace(p, kernel.config, a.q);

@@ -50,7 +50,7 @@ struct KernelConfig {
 
   // Sm90 forward: a warpgroup draws random numbers for dropout. With so many threads one starts with 128 registers, of
   // which O must be fewer.
-  constexpr bool draws() const { return rich() && head_dim_v < 256; }
+  constexpr bool draws() const { return op == flash_cute::Op::Fwd && rich() && head_dim_v < 256; }
 
   // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
   constexpr int serving_warps() const { return arch == flash_cute::Arch::Sm90 ? (draws() ? 8 : 4) : 0; }
@@ -77,6 +77,10 @@ struct KernelConfig {
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
+    if (arch == flash_cute::Arch::Sm90) {
+      const int ds = 2 * block_m * block_n * element, dq = block_m * head_dim * static_cast<int>(sizeof(float));
+      return kv + stages * (q_dout + row_statistics) + ds + dq + kBookkeeping;
+    }
     const int score_tiles = whole_keys() ? 1 : 2;  // dS, and P unless it stays in registers
     return kv + stages * (q_dout + row_statistics) + score_tiles * block_m * block_n * element;
   }

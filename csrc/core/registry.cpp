@@ -1,6 +1,8 @@
 #include "core/registry.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 
 #include "core/heuristics.h"
@@ -49,15 +51,37 @@ const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
 static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
   constexpr int64_t kStrideLimit = int64_t{1} << 39;  // elements of 2 bytes
   auto fits = [](int64_t stride, int64_t steps) { return steps <= 1 || (0 < stride && stride < kStrideLimit); };
-  return m.vectors && 0 < rows && rows < INT32_MAX && fits(m.row, rows) && fits(m.head, heads) && fits(m.batch, batch);
+  return m.vectors && batch > 0 && 0 < rows && rows < INT32_MAX && fits(m.row, rows) && fits(m.head, heads) &&
+         fits(m.batch, batch);
 }
 
-static bool addressable(const FwdProblem& p) {
+// Whether it can address all of the tensors with rows of queries and of keys that a kernel gives it.
+static bool addressable(const FwdProblem& p, std::initializer_list<Matrices> queries,
+                        std::initializer_list<Matrices> keys) {
   const bool dense = p.dense();
   const int64_t rows_q = dense ? p.seqlen_q : p.total_q, rows_k = dense ? p.seqlen_k : p.total_k;
   const int batch = dense ? p.batch : 1;
-  return addressable(p.q, rows_q, p.heads, batch) && addressable(p.out, rows_q, p.heads, batch) &&
-         addressable(p.k, rows_k, p.heads_k, batch) && addressable(p.v, rows_k, p.heads_k, batch);
+  auto all = [&](std::initializer_list<Matrices> tensors, int64_t rows, int heads) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [&](const Matrices& m) { return addressable(m, rows, heads, batch); });
+  };
+  return all(queries, rows_q, p.heads) && all(keys, rows_k, p.heads_k);
+}
+
+static bool addressable(const FwdProblem& p) {
+  return addressable(p, {p.q, p.out}, {p.k, p.v});
+}
+
+static bool addressable(const BwdProblem& p) {
+  return addressable(p.fwd, {p.fwd.q, p.dout, p.dq}, {p.fwd.k, p.fwd.v, p.dk, p.dv});
+}
+
+static const FwdProblem& forward_of(const FwdProblem& p) {
+  return p;
+}
+
+static const FwdProblem& forward_of(const BwdProblem& p) {
+  return p.fwd;
 }
 
 // Whether TMA, which moves atom_columns() of a tile at once, would find some of these all behind the head dim. It may
@@ -67,8 +91,9 @@ static bool has_empty_columns(int head_dim, int tile_columns) {
 }
 
 template <Op op>
-Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Device& device) {
+Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device& device) {
   const KernelConfig& config = kernel.config;
+  const FwdProblem& problem = forward_of(asked);
   const bool hopper = config.arch == Arch::Sm90;
   return {
       .dtype = config.dtype != problem.dtype,
@@ -77,7 +102,7 @@ Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Devic
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
       .gpu = hopper ? device.capability != 90 : static_cast<int>(config.arch) > device.capability,
       .shared_memory = config.smem_bytes() > device.smem_optin,
-      .tensor_map = hopper && !addressable(problem),
+      .tensor_map = hopper && !addressable(asked),
       .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
                                   has_empty_columns(problem.head_dim_v, config.head_dim_v)),
       .dropout =
@@ -106,9 +131,9 @@ std::string explain(const Refusal& refusal) {
 }
 
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device) {
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) { return !refusal(kernel, problem, device).any(); };
-  if (const Kernel<op>* kernel = preferred(kernels, fits, problem, device.sms)) return *kernel;
+  if (const Kernel<op>* kernel = preferred(kernels, fits, forward_of(problem), device.sms)) return *kernel;
   std::string message = "flash_cute: no kernel for this call";
   for (const Kernel<op>& kernel : kernels) {
     message += "\n  " + kernel.config.id() + ": " + explain(refusal(kernel, problem, device));
@@ -117,7 +142,7 @@ const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProble
 }
 
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
-template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const FwdProblem&, const Device&);
+template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const BwdProblem&, const Device&);
 
 std::string kernels() {
   std::string ids;

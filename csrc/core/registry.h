@@ -39,7 +39,7 @@ struct Refusal {
 };
 
 template <Op op>
-Refusal refusal(const Kernel<op>& kernel, const FwdProblem& problem, const Device& device);
+Refusal refusal(const Kernel<op>& kernel, const Problem<op>& problem, const Device& device);
 
 // The reasons in words.
 std::string explain(const Refusal& refusal);
@@ -47,7 +47,7 @@ std::string explain(const Refusal& refusal);
 // The kernel that heuristics.h prefers of those that can do the problem. Throws std::runtime_error that lists why each
 // one cannot.
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProblem& problem, const Device& device);
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
 
 // Ids of all kernels, one a line.
 std::string kernels();

@@ -28,7 +28,8 @@ class Kernel(NamedTuple):
 
     @property
     def has_dropout(self) -> bool:
-        return self.tier == "rich" and not (self.arch == 90 and self.dim_v == 256)
+        hopper_lacks = self.arch == 90 and (self.op == "bwd" or self.dim_v == 256)
+        return self.tier == "rich" and not hopper_lacks
 
     @property
     def vector(self) -> int:

@@ -6,6 +6,15 @@
 
 namespace flash_cute {
 
+// How many columns of a thread have a column_offset() less than `offset`.
+CUTE_DEVICE int columns_before(int offset) {
+  return offset <= 0 ? 0 : offset / 8 * 2 + min(offset % 8, 2);
+}
+
+CUTE_DEVICE uint32_t low_bits(int count) {
+  return count <= 0 ? 0 : count >= 32 ? 0xffffffff : (1u << count) - 1;
+}
+
 struct BandMask {
   int lowest, highest;  // of key position minus query position
   int seqlen_k;
@@ -37,14 +46,6 @@ struct BandMask {
         }
       }
     }
-  }
-
- private:
-  // How many columns of a thread have a column_offset() less than `offset`.
-  CUTE_DEVICE static int columns_before(int offset) { return offset <= 0 ? 0 : offset / 8 * 2 + min(offset % 8, 2); }
-
-  CUTE_DEVICE static uint32_t low_bits(int count) {
-    return count <= 0 ? 0 : count >= 32 ? 0xffffffff : (1u << count) - 1;
   }
 };
 

@@ -11,6 +11,9 @@
 #include <cutlass/cutlass.h>
 
 #include "core/registry.h"
+#include "kernels/common/backward_passes.h"
+#include "kernels/common/backward_scores.h"
+#include "kernels/common/backward_tiles.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
@@ -79,36 +82,6 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
-// The tile's place in the problem.
-struct KeyTile {
-  int index, row, head, batch;
-
-  // Early keys first: under a causal mask they have the most queries. Tiles of several heads alternate, so that tiles of
-  // one head do not all start together, as many heads as the L2 cache holds the queries of. Where sums are
-  // deterministic, tiles that start together wait for each other, and more heads are worth their misses.
-  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic) {
-    const int tiles = ceil_div(p.seqlen_k, block_n);
-    const int heads_together = deterministic ? block_n / 2 : max(1, 256 / tiles);  // found by trying
-    const int first_head = blockIdx.x / (tiles * heads_together) * heads_together;
-    const int together = min(heads_together, p.heads_k * p.batch - first_head);
-    const int place = blockIdx.x - first_head * tiles;
-    index = place / together;
-    row = index * block_n;
-    head = (first_head + place % together) % p.heads_k;
-    batch = (first_head + place % together) / p.heads_k;
-  }
-};
-
-// A step is one query head of the group and one query tile, late tiles first: under a band early key tiles then finish
-// with the tiles that later ones start with, and with turns nobody waits for long.
-struct Step {
-  int head, m;
-
-  CUTE_DEVICE Step next(const TileRange& range) const {
-    return m > range.begin ? Step{head, m - 1} : Step{head + 1, range.end - 1};
-  }
-};
-
 // Loads the Q, dO and row statistics of steps. Addresses are computed anew for each step, when registers are free.
 template <KernelConfig C>
 class StepLoader {
@@ -129,7 +102,7 @@ class StepLoader {
 
   // Starts to load a step into a stage. One past the last leaves an empty group.
   template <class Storage>
-  CUTE_DEVICE void load(Step step, Storage& storage, int stage) const {
+  CUTE_DEVICE void load(QueryStep step, Storage& storage, int stage) const {
     if (step.head < group_) {
       const int head = tile_.head * group_ + step.head, row = step.m * C.block_m;
       const bool whole = whole_begin_ <= step.m && step.m < whole_end_;
@@ -243,8 +216,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
                                                        p.fwd.head_dim_v, storage.v, thread)
       .load();
   const StepLoader<C> loader(p, tile, seq, group);
-  auto load_step = [&](Step step, int stage) { loader.load(step, storage, stage); };
-  Step step{range.empty() ? group : 0, range.end - 1};
+  auto load_step = [&](QueryStep step, int stage) { loader.load(step, storage, stage); };
+  QueryStep step{range.empty() ? group : 0, range.end - 1};
   load_step(step, 0);  // commits K and V too
 
   const typename Mma16816<C.dtype>::Atom mma;
@@ -264,7 +237,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   auto tVrdV = T::template accumulator<C.head_dim_v>();  // (MMA,MMA_N,MMA_DV)
   clear(tKrdK);
   clear(tVrdV);
-  const ScoreGradients<C, typename T::Place> gradients(p.fwd, seq, tile.batch, tile.row, warp);
+  const ScoreGradients<C, typename T::Place> gradients(p.fwd, seq, tile.batch, tile.row, typename T::Place(warp));
   Turn turn;
 
   int stage = 0;
@@ -295,8 +268,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       clear(tSrdP);
       product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_part));
       product<T::kRoom - 2 * T::kScores>(mma, tSrdP, v, dout.at(dout_part));
-      gradients(tSrS, tSrdP, storage.lse_log2[stage] + part, storage.row_dot[stage] + part, head,
-                step.m * C.block_m + part, range.full(step.m));
+      gradients(rows_and_columns(tSrS), rows_and_columns(tSrdP), storage.lse_log2[stage] + part,
+                storage.row_dot[stage] + part, head, step.m * C.block_m + part, range.full(step.m));
       Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
       Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
       if constexpr (!T::kWholeKeys) ds_out.at(kPBytes).write(rP, 0);
@@ -368,7 +341,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<sm80::backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p)) return e;
+  if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (p.dsink != nullptr) {
     if (cudaError_t e = sum_sink_gradient(p, stream)) return e;

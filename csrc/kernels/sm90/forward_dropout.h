@@ -52,7 +52,7 @@ CUTE_DEVICE void draw(const ForwardParams& params, typename ForwardTraits<C>::St
       storage.ring_kept.wait_empty(at);
       CUTE_UNROLL
       for (int y = 0; y < 4; ++y) storage.kept[2 * warp + y / 2][y % 2][lane] = kept[y];
-      storage.ring_kept.fill(at);
+      storage.ring_kept.publish(at);
     }
     storage.ring_q.release(at_q);
   }

@@ -1,4 +1,4 @@
-// Buffers in shared memory that producers fill, by TMA or warp by warp, and several warps empty, in turns.
+// Buffers in shared memory that producers fill and consumers empty, in turns: one thread by TMA, or warps.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -23,6 +23,7 @@ struct Ring {
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
+  // By one thread that calls expect(), or by warps that publish().
   CUTE_DEVICE void init(int consumer_warps, int producers = 1) {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(producers);
@@ -44,7 +45,7 @@ struct Ring {
   }
 
   // Producers: this warp has written its part of the buffer.
-  CUTE_DEVICE void fill(const Cursor<kStages>& at) {
+  CUTE_DEVICE void publish(const Cursor<kStages>& at) {
     keep_order();
     __syncwarp();
     if (threadIdx.x % 32 == 0) full[at.stage()].arrive();

@@ -5,15 +5,12 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-#include "core/config.h"
+#include "kernels/common/element.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flash_cute::sm90 {
 
 using namespace cute;
-
-template <DType dtype>
-using ElementOf = std::conditional_t<dtype == DType::FP16, cutlass::half_t, cutlass::bfloat16_t>;
 
 // Tiles in shared memory as RaggedMap brings them: columns of one atom, all rows of them, then the next atom.
 template <class Element, int kRows, int kCols>
@@ -44,10 +41,21 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
   return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(m), get<0, 1>(m), get<0>(l)), get<1>(m), get<1>(l)));
 }
 
+// A value of unknown origin: what follows from it is computed anew at every use, where otherwise the compiler would hold
+// it in registers through a loop.
+CUTE_DEVICE int afresh(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Starts acc = A B, or acc += A B, in the background. Until warpgroup_wait() nobody may touch acc, nor A in registers.
 template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
 CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
-  warpgroup_fence_operand(acc);
+  if constexpr (kFirst == GMMA::ScaleOut::One) {
+    warpgroup_fence_operand(acc);
+  } else {
+    clear(acc);  // so that its registers are free until now
+  }
   constexpr bool kShared = is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value;
   if constexpr (!kShared) warpgroup_fence_operand(a);
   warpgroup_arrive();

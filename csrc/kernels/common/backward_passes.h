@@ -1,0 +1,103 @@
+// The rows of backward's workspaces, and the pass that fills them.
+#pragma once
+
+#include <cutlass/array.h>
+
+#include "kernels/common/element.h"
+#include "kernels/common/seq.h"
+#include "kernels/common/softmax.h"
+
+namespace flash_cute {
+
+using namespace cute;
+
+// Of a head's first row among the padded rows of all heads.
+CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch, int head, int64_t offset) {
+  return batch * p.lse_log2.batch + head * p.lse_log2.head +
+         PaddedRows{block_m}.first_row(offset, p.fwd.sequences.cu_q ? batch : 0);
+}
+
+// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces.
+template <KernelConfig C>
+struct PassTile {
+  int row, head, batch;
+  SeqSpan span;
+  int64_t padded_row;
+
+  CUTE_DEVICE explicit PassTile(const BwdProblem& p) {
+    const FwdProblem& f = p.fwd;
+    const int tiles = ceil_div(f.seqlen_q, C.block_m);
+    row = blockIdx.x % tiles * C.block_m;
+    head = blockIdx.x / tiles % f.heads;
+    batch = blockIdx.x / tiles / f.heads;
+    span = seq_span(f.sequences.cu_q, f.sequences.used_q, batch, f.seqlen_q, f.total_q);
+    padded_row = first_padded_row(p, C.block_m, batch, head, span.offset) + row;
+  }
+};
+
+constexpr int kTogether = 8;  // elements in 16 bytes
+
+// This thread's share of the dot product of two rows: vectors at distances of kStride from `col` on.
+template <class Element, int kCols, int kStride>
+CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b, bool vectors_b, int col, int cols) {
+  using Vector = cutlass::AlignedArray<Element, kTogether>;
+  auto read = [&](const Element* from, bool vectors, int c) {
+    Vector values;
+    if (vectors && c + kTogether <= cols) return *reinterpret_cast<const Vector*>(from + c);
+    for (int i = 0; i < kTogether; ++i) values[i] = c + i < cols ? from[c + i] : Element(0.f);
+    return values;
+  };
+  float dot = 0.f;
+  CUTE_UNROLL
+  for (int c = 0; c < kCols; c += kStride) {
+    const Vector x = read(a, vectors_a, col + c), y = read(b, vectors_b, col + c);
+    CUTE_UNROLL
+    for (int i = 0; i < kTogether; ++i) dot += float(x[i]) * float(y[i]);
+  }
+  return dot;
+}
+
+// softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of
+// anything minus it is 0), zero sums of dQ, and its turns.
+template <KernelConfig C>
+__global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_constant__ BwdProblem p) {
+  using Element = ElementOf<C.dtype>;
+  constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
+  constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
+  const PassTile<C> tile(p);
+  if (tile.row >= tile.span.length) return;
+  float* const sums = p.dq_accum + tile.padded_row * C.head_dim;
+  CUTE_UNROLL
+  for (int i = 4 * threadIdx.x; i < C.block_m * C.head_dim; i += 4 * kThreads) {
+    *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (threadIdx.x < C.warps) p.turns[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
+
+  const int first_col = threadIdx.x % kThreadsPerRow * kTogether;
+  auto row_of = [&](const Matrices& m, int row) {
+    return static_cast<const Element*>(m.ptr) + tile.batch * m.batch + tile.head * m.head +
+           (tile.span.offset + tile.row + row) * m.row;
+  };
+  CUTE_UNROLL
+  for (int row = threadIdx.x / kThreadsPerRow; row < C.block_m; row += kRowsAtOnce) {
+    const bool exists = tile.row + row < tile.span.length;
+    float dot = 0.f;
+    if (exists) {
+      dot = partial_dot<Element, C.head_dim_v, kThreadsPerRow * kTogether>(
+          row_of(p.dout, row), p.dout.vectors, row_of(p.fwd.out, row), p.fwd.out.vectors, first_col, p.fwd.head_dim_v);
+    }
+    CUTE_UNROLL
+    for (int lane = kThreadsPerRow / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(0xffffffff, dot, lane);
+    if (first_col != 0) continue;
+    auto at = [&](const Statistics& s) {
+      return s.ptr + tile.batch * s.batch + tile.head * s.head + tile.span.offset + tile.row + row;
+    };
+    const float lse = exists ? *at(p.fwd.lse) : -INFINITY;
+    if (exists && p.dlse.ptr != nullptr) dot -= *at(p.dlse);
+    if (exists) *at(p.softmax_d) = dot;
+    p.lse_log2.ptr[tile.padded_row + row] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    p.row_dot.ptr[tile.padded_row + row] = dot / p.fwd.rules.gradient_scale();
+  }
+}
+
+}  // namespace flash_cute

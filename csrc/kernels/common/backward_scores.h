@@ -1,0 +1,181 @@
+// What happens to scores in backward: S becomes P = exp(S - lse), and dP becomes dS = P (dP - rowsum(dO O)), under the
+// band and the rules of the Rich tier. Scores lie transposed, keys by queries.
+#pragma once
+
+#include "kernels/common/mask.h"
+#include "kernels/common/score.h"
+#include "kernels/common/softmax.h"
+#include "kernels/common/tiles.h"
+
+namespace flash_cute {
+
+// `Place` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others.
+template <KernelConfig C, class Place>
+class ScoreGradients {
+ public:
+  CUTE_DEVICE ScoreGradients(const FwdProblem& p, const SeqInfo& seq, int batch, int first_key, const Place& place)
+      : p_(p), mask_(seq, p.band), shift_(seq.shift()), batch_(batch), place_(place), key_(first_key + place.key) {}
+
+  // In place, for queries from `first_query` on of a head, whose statistics are given; s and dp (keys,queries). `full`:
+  // the band hides nothing.
+  template <class Scores>
+  CUTE_DEVICE void operator()(Scores s, Scores dp, const float* lse_log2, const float* row_dot, int head,
+                              int first_query, bool full) const {
+    if constexpr (C.rich()) {
+      ruled(s, dp, lse_log2, row_dot, head, first_query + place_.query);
+    } else {
+      plain(s, dp, lse_log2, row_dot);
+    }
+    if (!full) hide(s, dp, first_query + place_.query);
+  }
+
+  // The same in two parts, for plain kernels: scores become P; then dP becomes dS.
+  template <class Scores>
+  CUTE_DEVICE void weigh(Scores s, const float* lse_log2, int first_query, bool full) const {
+    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
+    if (!full) hide_columns(s, first_query + place_.query);
+  }
+  template <class Scores>
+  CUTE_DEVICE void differentiate(Scores p, Scores dp, const float* row_dot, int first_query, bool full) const {
+    subtract(dp, row_dot);
+    CUTE_UNROLL
+    for (int i = 0; i < size(p); ++i) dp(i) *= p(i);
+    if (!full) hide_columns(dp, first_query + place_.query);
+  }
+
+ private:
+  template <class Scores>
+  CUTE_DEVICE void plain(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot) const {
+    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
+    subtract(dp, row_dot);
+    CUTE_UNROLL
+    for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(Scores& s, const float* lse_log2, float scale_log2) const {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(s); c += 2) {
+      const float2 lse = pair(lse_log2, c);
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(s); ++r) {
+        s(r, c) = exp2_approx(s(r, c) * scale_log2 - lse.x);
+        s(r, c + 1) = exp2_approx(s(r, c + 1) * scale_log2 - lse.y);
+      }
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void subtract(Scores& dp, const float* row_dot) const {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(dp); c += 2) {
+      const float2 dot = pair(row_dot, c);
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(dp); ++r) {
+        dp(r, c) -= dot.x;
+        dp(r, c + 1) -= dot.y;
+      }
+    }
+  }
+
+  // A statistic of columns c and c + 1.
+  CUTE_DEVICE float2 pair(const float* statistic, int c) const {
+    return *reinterpret_cast<const float2*>(statistic + place_.query + Place::across(c));
+  }
+
+  // As plain(), with each rule in a pass of its own: where it is off, it costs a branch. With dropout, dS lacks
+  // the factor gradient_scale().
+  template <class Scores>
+  CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
+                         int query) const {
+    const ScoreRules& rules = p_.rules;
+    const bool capped = rules.softcap > 0.f, drops = rules.rng != nullptr;
+    float scale = p_.softmax_scale;  // of scores
+    if (capped) {
+      if (drops) each(s, head, query, [&](int r, int c, bool keep) { dp(r, c) = keep ? dp(r, c) : 0.f; });
+      subtract(dp, row_dot);
+      const float inner = scale / rules.softcap;
+      scale = rules.softcap;
+      CUTE_UNROLL
+      for (int i = 0; i < size(s); ++i) {
+        s(i) = tanh_of(s(i) * inner);
+        dp(i) *= 1.f - s(i) * s(i);
+      }
+    } else if (!drops) {
+      subtract(dp, row_dot);
+    }
+    if (const float slope = slope_of(rules, batch_, head); slope != 0.f) {
+      const float distance = float(query + shift_ - key_);
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(s); ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(s); ++c) {
+          s(r, c) = s(r, c) * scale - slope * fabsf(distance + float(Place::across(c) - Place::down(r)));
+        }
+      }
+      scale = 1.f;
+    }
+    exponentiate(s, lse_log2, scale * kLog2e);
+    if (drops && !capped) {
+      each(s, head, query, [&](int r, int c, bool keep) {
+        const float lost = s(r, c) * row_dot[place_.query + Place::across(c)];
+        s(r, c) = keep ? s(r, c) : 0.f;
+        dp(r, c) = s(r, c) * dp(r, c) - lost;
+      });
+      return;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
+    if (drops) each(s, head, query, [&](int r, int c, bool keep) { s(r, c) = keep ? s(r, c) : 0.f; });
+  }
+
+  // f(r, c, keep) for this thread's elements, as dropout says.
+  template <class Scores, class F>
+  CUTE_DEVICE void each(const Scores& s, int head, int query, F f) const {
+    const Dropout dropout(p_.rules, int64_t(batch_) * p_.heads + head);
+    each_kept<true, decltype(size<0>(s))::value, decltype(size<1>(s))::value>(
+        dropout, [&](int r) { return key_ + Place::down(r); }, [&](int c) { return query + Place::across(c); }, f);
+  }
+
+  // Hidden elements are selected away: hidden keys and values may hold anything.
+  template <class Scores>
+  CUTE_DEVICE void hide(Scores& weights, Scores& ds, int query) const {
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(weights); ++r) {
+      const auto [begin, end] = visible_columns(r, query);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(weights); ++c) {
+        if (Place::across(c) < begin || Place::across(c) >= end) weights(r, c) = ds(r, c) = 0.f;
+      }
+    }
+  }
+
+  // The same where columns are at column_offset(): from a bit for each of them.
+  template <class Scores>
+  CUTE_DEVICE void hide_columns(Scores& scores, int query) const {
+    static_assert(decltype(size<1>(scores))::value <= 32);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const auto [begin, end] = visible_columns(r, query);
+      const uint32_t visible = low_bits(columns_before(end)) & ~low_bits(columns_before(begin));
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (!(visible & (1u << c))) scores(r, c) = 0.f;
+      }
+    }
+  }
+
+  // Row r sees the queries at offsets [first, last) from `query`.
+  CUTE_DEVICE RowSpan visible_columns(int r, int query) const {
+    const int key = key_ + Place::down(r), first = key - mask_.highest - query;
+    return {first, key < mask_.seqlen_k ? key - mask_.lowest + 1 - query : first};
+  }
+
+  const FwdProblem& p_;
+  BandMask mask_;
+  int shift_, batch_;
+  Place place_;
+  int key_;  // of this thread's first element, in the sequence
+};
+
+}  // namespace flash_cute

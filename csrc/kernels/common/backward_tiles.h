@@ -1,0 +1,40 @@
+// The order of work in backward: tiles of keys, and what each of them walks over.
+#pragma once
+
+#include "kernels/common/tiles.h"
+
+namespace flash_cute {
+
+using namespace cute;
+
+// The tile's place in the problem.
+struct KeyTile {
+  int index, row, head, batch;
+
+  // Early keys first: under a causal mask they have the most queries. Tiles of several heads alternate, so that tiles of
+  // one head do not all start together, as many heads as the L2 cache holds the queries of. Where sums are
+  // deterministic, tiles that start together wait for each other, and more heads are worth their misses.
+  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic) {
+    const int tiles = ceil_div(p.seqlen_k, block_n);
+    const int heads_together = deterministic ? block_n / 2 : max(1, 256 / tiles);  // found by trying
+    const int first_head = blockIdx.x / (tiles * heads_together) * heads_together;
+    const int together = min(heads_together, p.heads_k * p.batch - first_head);
+    const int place = blockIdx.x - first_head * tiles;
+    index = place / together;
+    row = index * block_n;
+    head = (first_head + place % together) % p.heads_k;
+    batch = (first_head + place % together) / p.heads_k;
+  }
+};
+
+// A step is one query head of the group and one query tile, late tiles first: under a band early key tiles then finish
+// with the tiles that later ones start with, and with turns nobody waits for long.
+struct QueryStep {
+  int head, m;
+
+  CUTE_DEVICE QueryStep next(const TileRange& range) const {
+    return m > range.begin ? QueryStep{head, m - 1} : QueryStep{head + 1, range.end - 1};
+  }
+};
+
+}  // namespace flash_cute

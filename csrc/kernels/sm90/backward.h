@@ -1,0 +1,114 @@
+// Attention backward for Hopper: one CTA owns a tile of keys of one kv head and walks over the query tiles of every query
+// head that reads it. One thread loads tiles by TMA; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers
+// from start to end, without atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk
+// reductions out of shared memory. Scores are computed transposed, keys by queries: P and dS are then in the registers
+// that the products for dV and dK take them from, and dS alone passes through shared memory, for dQ.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "core/registry.h"
+#include "kernels/launch.h"
+#include "kernels/passes/gaps.h"
+#include "kernels/passes/sink.h"
+#include "kernels/sm90/backward_consumers.h"
+#include "kernels/sm90/backward_producers.h"
+
+namespace flash_cute::sm90 {
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant__ BackwardParams params) {
+  using T = BackwardTraits<C>;
+  extern __shared__ __align__(1024) char smem[];
+  auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
+  if (threadIdx.x == 0) {
+    new (&storage.work) BackwardWork(params.p, C.block_m, C.block_n);
+    storage.ring_k.init(C.warps);
+    storage.ring_v.init(C.warps);
+    storage.ring_q.init(C.warps);
+    storage.ring_dout.init(C.warps);
+    for (auto& ring : storage.ring_dq) ring.init(1, 4);  // one thread, the warps of a warpgroup
+    for (auto& barrier : storage.landed) barrier.init(1);
+    cutlass::arch::fence_barrier_init();
+  }
+  // After this barrier the work is known and the rings are ready.
+  __syncthreads();
+  if (storage.work.tile.row >= storage.work.seq.k.length) return;
+  if (cutlass::canonical_warp_group_idx() == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    const int warp = cutlass::canonical_warp_idx_sync();
+    if (warp == 0 && elect_one_sync()) produce<C, false>(params, storage);
+    if (warp == 1 && elect_one_sync()) produce<C, true>(params, storage);
+    if (warp >= 2 && elect_one_sync()) add_dq<C>(params, storage, warp - 2);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    consume<C>(params, storage);
+  }
+}
+
+// dQ = softmax_scale * sums, rounded.
+template <KernelConfig C>
+__global__ void __launch_bounds__(32 * C.warps) backward_finish(const __grid_constant__ BwdProblem p) {
+  using T = BackwardTraits<C>;
+  using Element = typename T::Element;
+  const PassTile<C> tile(p);
+  if (tile.row >= tile.span.length) return;
+  const int thread = threadIdx.x, group = thread / 128;
+  typename T::MmaQ mma;
+  Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
+  const float* const sums = dq_sums<C>(p, tile.padded_row, group) + thread % 128 * 4;
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); i += 4) {
+    *reinterpret_cast<float4*>(&tQrdQ(i)) = *reinterpret_cast<const float4*>(sums + i * 128);
+  }
+  Tensor at = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim>>{}));
+  auto* const out = static_cast<Element*>(p.dq.ptr) + tile.batch * p.dq.batch + tile.head * p.dq.head +
+                    (tile.span.offset + tile.row) * p.dq.row;
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); i += 2) {
+    const auto [row, col] = at(i);
+    if (tile.row + row >= tile.span.length || col >= p.fwd.head_dim) continue;
+    auto pair = make_tensor<float>(Shape<_2>{});
+    pair(0) = tQrdQ(i) * p.fwd.softmax_scale;
+    pair(1) = tQrdQ(i + 1) * p.fwd.softmax_scale;
+    *reinterpret_cast<uint32_t*>(out + row * p.dq.row + col) =
+        *reinterpret_cast<const uint32_t*>(converted<Element>(pair).data());
+  }
+}
+
+}  // namespace flash_cute::sm90
+
+namespace flash_cute {
+
+template <KernelConfig C>
+cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+  const FwdProblem& f = p.fwd;
+  const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
+  const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
+  if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  sm90::BackwardParams params;
+  params.p = p;
+  const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
+  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
+    return sm90::make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, C.block_m, cols);
+  };
+  auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
+    return sm90::make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
+  };
+  if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.head_dim)) return e;
+  if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.head_dim_v)) return e;
+  if (cudaError_t e = map_keys(params.k, f.k, f.head_dim, C.block_n, C.head_dim)) return e;
+  if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
+  if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
+  if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
+  if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
+  if (cudaError_t e = launch_kernel<sm90::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, params))
+    return e;
+  if (p.dsink != nullptr) {
+    if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
+  }
+  return launch_kernel<sm90::backward_finish<C>>(query_tiles, 32 * C.warps, 0, stream, p);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,106 @@
+// The threads of Hopper's backward that load tiles by TMA, and those that add dQ to global memory.
+#pragma once
+
+#include "kernels/sm90/backward_traits.h"
+
+namespace flash_cute::sm90 {
+
+template <bool kSecond, class First, class Second>
+CUTE_DEVICE auto& pick(First& first, Second& second) {
+  if constexpr (kSecond) {
+    return second;
+  } else {
+    return first;
+  }
+}
+
+// One of two threads that load tiles by TMA: K, and Q and the LSE of each step; or V, and dO and its row sums. Rows in
+// front of those that see anything, or are seen, arrive as zeros, as those behind the sequence's end do: whatever they
+// hold, it meets no product.
+template <KernelConfig C, bool kValues>
+CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
+  const auto& [tile, seq, range, heads] = storage.work;
+  constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
+  const BwdProblem& p = params.p;
+  auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
+  auto& landed = storage.landed[kValues];
+  uint32_t phase = 0;
+  // Brings kRows rows from `row` on to the barrier that expect(bytes) gives.
+  auto load = [&](auto rows, const RaggedMap& map, auto* to, TMA::CacheHintSm90 hint, const SeqSpan& span, int first,
+                  int row, int head, auto expect) {
+    constexpr int kRows = decltype(rows)::value, kBytes = kRows * kDims * sizeof(*to);
+    const bool clears = row < first;
+    if (clears) landed.arrive_and_expect_tx(kBytes);
+    uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : expect(kBytes);
+    map.template load<kRows, kDims>(to, barrier, hint, span, row, head, tile.batch);
+    if (!clears) return;
+    landed.wait(phase);
+    phase ^= 1;
+    constexpr int kAtom = atom_columns(kDims), kVector = 16 / sizeof(*to);
+    for (int col = 0; col < kDims; col += kAtom) {
+      for (int i = 0; i < min(first - row, kRows) * kAtom; i += kVector) {
+        *reinterpret_cast<uint4*>(to + col * kRows + i) = uint4{};
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+    expect(0);
+  };
+  if (range.empty()) return;
+  const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
+  load(Int<C.block_n>{}, kValues ? params.v : params.k, pick<kValues>(storage.k, storage.v),
+       TMA::CacheHintSm90::EVICT_FIRST, {seq.k.offset, keys.last}, keys.first, tile.row, tile.head,
+       [&](uint32_t bytes) { return pick<kValues>(storage.ring_k, storage.ring_v).expect(Cursor<1>{}, bytes); });
+  const int first_query = seeing_queries(seq, p.fwd.band, 0, seq.k.length).first;
+  Cursor<C.stages> at;
+  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
+    const int head = tile.head * heads + step.head, row = step.m * C.block_m, stage = at.stage();
+    ring.wait_empty(at);
+    if constexpr (!kValues) storage.steps[stage] = {row, head, range.full(step.m)};
+    load(Int<C.block_m>{}, kValues ? params.dout : params.q, pick<kValues>(storage.q, storage.dout)[stage],
+         TMA::CacheHintSm90::EVICT_LAST, seq.q, first_query, row, head, [&](uint32_t bytes) {
+           constexpr uint32_t kStatistic = C.block_m * sizeof(float);
+           uint64_t* const full = ring.expect(at, bytes + kStatistic);
+           const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
+           SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
+                                    pick<kValues>(storage.lse_log2, storage.row_dot)[stage], kStatistic);
+           return full;
+         });
+  }
+}
+
+// One thread for each warpgroup, that adds its sums of dQ to global memory. Where they are deterministic, key tiles add
+// in turns, ascending: a CTA waits for CTAs of smaller index alone, which were launched before it.
+template <KernelConfig C>
+CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage, int group) {
+  using T = BackwardTraits<C>;
+  const BwdProblem& p = params.p;
+  const auto& [tile, seq, range, heads] = storage.work;
+  auto& ring = storage.ring_dq[group];
+  Cursor<1> at;
+  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
+    const int head = tile.head * heads + step.head, row = step.m * C.block_m;
+    const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
+    ring.wait(at);
+    int* const turn = p.turns + padded_row / C.block_m * C.warps + group;
+    if (p.deterministic) {
+      const int tiles_before = tile.index - key_tiles(seq, p.fwd.band, row, C.block_m, C.block_n).begin;
+      int done = 0;
+      while (done < tiles_before) {
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
+      }
+    }
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     dq_sums<C>(p, padded_row, group)),
+                 "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
+                 : "memory");
+    tma_store_arrive();
+    tma_store_wait<0>();  // the sums have left shared memory
+    ring.empty[at.stage()].arrive();
+    if (p.deterministic) {
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and are in global memory
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+    }
+  }
+}
+
+}  // namespace flash_cute::sm90

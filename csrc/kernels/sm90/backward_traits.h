@@ -1,0 +1,105 @@
+// What the threads of Hopper's backward share: its parameters, types of products, and shared memory.
+#pragma once
+
+#include "core/problem.h"
+#include "kernels/common/backward_passes.h"
+#include "kernels/common/backward_tiles.h"
+#include "kernels/sm90/ring.h"
+#include "kernels/sm90/tensor_map.h"
+#include "kernels/sm90/wgmma.h"
+
+namespace flash_cute::sm90 {
+
+struct BackwardParams {
+  BwdProblem p;
+  RaggedMap q, k, v, dout, dk, dv;
+};
+
+// What a CTA has to do.
+struct BackwardWork {
+  KeyTile tile;
+  SeqInfo seq;
+  TileRange range;  // of queries that see some of the keys
+  int heads;  // of queries, for each of keys
+
+  CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n)
+      : tile(p.fwd, block_n, p.deterministic),
+        seq(p.fwd, tile.batch),
+        range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
+        heads(p.fwd.heads / p.fwd.heads_k) {}
+
+  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, range.end - 1}; }
+};
+
+// A tile of queries, from the producer to the consumers.
+struct BackwardStep {
+  int first_query, head;
+  bool full;  // the band hides nothing
+};
+
+template <KernelConfig C>
+struct BackwardTraits {
+  using Element = ElementOf<C.dtype>;
+  static constexpr int kGroups = C.warps / 4;  // warpgroups that compute
+  using LayoutK = RowsLayout<Element, C.block_n, C.head_dim>;  // (key,dim)
+  using LayoutV = RowsLayout<Element, C.block_n, C.head_dim_v>;  // (key,dim)
+  using LayoutKt = ColumnsLayout<Element, C.block_n, C.head_dim>;  // (dim,key)
+  using LayoutQ = RowsLayout<Element, C.block_m, C.head_dim>;  // (query,dim)
+  using LayoutQt = ColumnsLayout<Element, C.block_m, C.head_dim>;  // (dim,query)
+  using LayoutDout = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (query,dim)
+  using LayoutDoutT = ColumnsLayout<Element, C.block_m, C.head_dim_v>;  // (dim,query)
+  using LayoutDs = RowsLayout<Element, C.block_n, C.block_m>;  // (key,query)
+  using LayoutDsT = ColumnsLayout<Element, C.block_n, C.block_m>;  // (query,key)
+
+  using Down = Layout<Shape<Int<kGroups>, _1, _1>>;  // warpgroups along the rows of a result
+  using Across = Layout<Shape<_1, Int<kGroups>, _1>>;  // along its columns
+  static constexpr bool kRowsOfDq = C.block_m == 64 * kGroups;  // whether each has rows of dQ, and not columns
+  template <int kDims>  // S^T = K Q^T and dP^T = V dO^T
+  using MmaScores = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_n>, Int<C.block_m>, Int<kDims>>>(), Down{}));
+  template <int kDims>  // dK = dS^T Q and dV = P^T dO
+  using MmaKeys = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_n>, Int<kDims>, Int<C.block_m>>, GMMA::Major::K,
+                           GMMA::Major::MN>(),
+      Down{}));
+  static constexpr int kDqColumns = kRowsOfDq ? C.head_dim : C.head_dim / kGroups;  // of a warpgroup
+  using MmaQ = decltype(make_tiled_mma(  // dQ = dS K
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kDqColumns>, Int<C.block_n>>,
+                           GMMA::Major::MN, GMMA::Major::MN>(),
+      std::conditional_t<kRowsOfDq, Down, Across>{}));
+  static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // of a tile's dQ, those of a warpgroup
+  // Of a thread, together as many as the CTA has at its start.
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24, kConsumerRegisters = kGroups == 3 ? 160 : 240;
+  // Whether the registers of a thread have room for P beside S and dP, so that dV starts before dS is known.
+  static constexpr bool kEarlyDv = !C.rich() && C.block_m * 5 / 4 + (C.head_dim + C.head_dim_v) / 2 <= 208;
+  // Named barriers: of all warpgroups, and of the threads of each.
+  static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
+
+  struct Storage {
+    alignas(1024) Element k[C.block_n * C.head_dim];  // dK on the way out
+    alignas(1024) Element v[C.block_n * C.head_dim_v];  // dV on the way out
+    alignas(1024) Element q[C.stages][C.block_m * C.head_dim];
+    alignas(1024) Element dout[C.stages][C.block_m * C.head_dim_v];
+    alignas(1024) Element ds[2][C.block_n * C.block_m];
+    alignas(1024) float dq[kGroups][kDqSums];
+    alignas(128) float lse_log2[C.stages][C.block_m];
+    alignas(128) float row_dot[C.stages][C.block_m];
+    BackwardWork work;
+    BackwardStep steps[C.stages];  // that use Q and dO
+    Ring<C.stages> ring_q, ring_dout;
+    Ring<1> ring_k, ring_v;
+    Ring<1> ring_dq[kGroups];
+    cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
+  };
+  static_assert(C.block_n == 64 * kGroups && (kGroups == 2 || kGroups == 3), "a warpgroup has 64 keys");
+  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+};
+
+// The sums of dQ that a warpgroup adds, in the order of its accumulators: four numbers of a thread lie together, then come
+// those of the next thread.
+template <KernelConfig C>
+CUTE_DEVICE float* dq_sums(const BwdProblem& p, int64_t padded_row, int group) {
+  return p.dq_accum + padded_row * C.head_dim + group * BackwardTraits<C>::kDqSums;
+}
+
+}  // namespace flash_cute::sm90
