@@ -91,5 +91,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
   m.impl("varlen_fwd.out", &varlen_fwd_out);
   m.impl("varlen_bwd", &varlen_bwd);
   m.impl("varlen_bwd.out", &varlen_bwd_out);
+  m.impl("fwd_kvcache", &fwd_kvcache);
+  m.impl("combine", &combine);
 }
 #endif

@@ -41,11 +41,7 @@ def call(
     if q.dim() != rank:
         layout = "(batch, seqlen_q, heads, dim)" if rank == 4 else "(total_q, heads, dim)"
         raise ValueError(f"q has shape {tuple(q.shape)}; expected {layout}")
-    _caches(k_cache, v_cache, paged=block_table is not None)
-    validate._heads_and_dims(
-        q, k_cache, v_cache, q.shape[-2], k_cache.shape[2], v_cache.shape[2],
-        q.shape[-1], k_cache.shape[3], v_cache.shape[3],
-    )  # fmt: skip
+    _caches(q, k_cache, v_cache, paged=block_table is not None)
     if cu_seqlens_q is None:
         batch = q.shape[0]
     else:
@@ -162,16 +158,28 @@ def contents(
                 )
 
 
-def _caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
+def _caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     layout = "(num_blocks, page_size, heads_k, dim)" if paged else "(batch, seqlen, heads_k, dim)"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
-    if k_cache.shape[:2] != v_cache.shape[:2]:
+    if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"k_cache and v_cache differ in {layout}: {tuple(k_cache.shape)} and "
             f"{tuple(v_cache.shape)}"
         )
+    heads, heads_k, dim = q.shape[-2], k_cache.shape[2], k_cache.shape[3]
+    if heads_k == 0 or heads % heads_k != 0:
+        raise ValueError(
+            f"q has {heads} heads and the caches {heads_k}; heads must be a multiple of heads_k"
+        )
+    if q.shape[-1] != dim or dim == 0 or v_cache.shape[3] == 0:
+        raise ValueError(
+            f"head dims are {q.shape[-1]} of q, {dim} of k_cache, {v_cache.shape[3]} of v_cache; "
+            "the first two must agree, and none may be 0"
+        )
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        validate._contiguous_last(name, x)
 
 
 def _new_keys(

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import flash_cute
-from flash_cute import reference
+from flash_cute import library, reference
 from flash_cute.testing import bounds, memory
+from flash_cute.testing.kernels import parse
 from flash_cute.testing.kvcache import (
     CacheCase,
     CacheInputs,
@@ -398,6 +399,20 @@ def test_combine_is_the_whole(make):
     got, got_lse = flash_cute.flash_attn_combine(out, lse)
     torch.testing.assert_close(got, whole.float(), rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(got_lse.transpose(1, 2), whole_lse)
+
+
+@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+@pytest.mark.parametrize("seqlens_q", [1, 70])
+def test_kernel(cuda, name, seqlens_q):
+    """Every kernel, also those that this GPU or problem would not choose."""
+    kernel = parse(name)
+    case = CacheCase(
+        lengths=(700, 3, 90), seqlens_q=seqlens_q, seqlens_new=seqlens_q, page_size=16, heads=8,
+        heads_k=2, dim=kernel.dim, dim_v=kernel.dim_v, dtype=kernel.dtype, is_causal=True,
+        softcap=20.0, alibi="batch", sink=True,
+    )  # fmt: skip
+    with library.only(name):
+        check(make_cache_inputs(case, cuda))
 
 
 def test_more_elements_than_int32_counts(cuda):

@@ -16,8 +16,13 @@ namespace flash_cute {
 #define KERNEL_ENTRY(...) {KERNEL_CONFIG(__VA_ARGS__), &launch<KERNEL_CONFIG(__VA_ARGS__)>},
 #define FWD_KERNEL_Fwd(...) KERNEL_ENTRY(__VA_ARGS__)
 #define FWD_KERNEL_Bwd(...)
+#define FWD_KERNEL_Decode(...)
 #define BWD_KERNEL_Fwd(...)
 #define BWD_KERNEL_Bwd(...) KERNEL_ENTRY(__VA_ARGS__)
+#define BWD_KERNEL_Decode(...)
+#define DECODE_KERNEL_Fwd(...)
+#define DECODE_KERNEL_Bwd(...)
+#define DECODE_KERNEL_Decode(...) KERNEL_ENTRY(__VA_ARGS__)
 
 static std::vector<Kernel<Op::Fwd>>& all_fwd_kernels() {
   static std::vector<Kernel<Op::Fwd>> kernels = {
@@ -37,12 +42,25 @@ static std::vector<Kernel<Op::Bwd>>& all_bwd_kernels() {
   return kernels;
 }
 
+static std::vector<Kernel<Op::Decode>>& all_decode_kernels() {
+  static std::vector<Kernel<Op::Decode>> kernels = {
+#define KERNEL(op, ...) DECODE_KERNEL_##op(op, __VA_ARGS__)
+#include "kernels_built.def"
+#undef KERNEL
+  };
+  return kernels;
+}
+
 const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
   return all_fwd_kernels();
 }
 
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
   return all_bwd_kernels();
+}
+
+const std::vector<Kernel<Op::Decode>>& decode_kernels() {
+  return all_decode_kernels();
 }
 
 // Whether Hopper's TMA can address all of a tensor.
@@ -117,11 +135,13 @@ const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const FwdProble
 
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const FwdProblem&, const Device&);
+template const Kernel<Op::Decode>& select(const std::vector<Kernel<Op::Decode>>&, const FwdProblem&, const Device&);
 
 std::string kernels() {
   std::string ids;
   for (const auto& kernel : fwd_kernels()) ids += kernel.config.id() + "\n";
   for (const auto& kernel : bwd_kernels()) ids += kernel.config.id() + "\n";
+  for (const auto& kernel : decode_kernels()) ids += kernel.config.id() + "\n";
   return ids;
 }
 
@@ -134,6 +154,7 @@ void use_kernels(std::string ids) {
   };
   update(all_fwd_kernels());
   update(all_bwd_kernels());
+  update(all_decode_kernels());
 }
 
 }  // namespace flash_cute

@@ -6,11 +6,10 @@
 
 namespace flash_cute {
 
-// Softcap and ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col`
-// on. A factor is left out: rule_scale_log2().
-template <class Scores, class Coordinates>
-CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdProblem& p, float slope, int row,
-                             int col) {
+// Softcap and ALiBi, for scores (rows,columns) where row r has slope(r), and its query stands distance(r) keys behind
+// that of this thread's first column. A factor is left out: rule_scale_log2().
+template <class Scores, class Slope, class Distance>
+CUTE_DEVICE void apply_rules(Scores&& scores, const FwdProblem& p, Slope slope, Distance distance) {
   const float cap = p.rules.softcap;
   if (cap > 0.f) {
     const float inner = p.softmax_scale / cap;
@@ -24,12 +23,20 @@ CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdPr
   const float scale = cap > 0.f ? cap : fabsf(p.softmax_scale);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const float distance = float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
+    const float from_first = float(distance(r));
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = scores(r, c) * scale - slope * fabsf(distance - float(column_offset(c)));
+      scores(r, c) = scores(r, c) * scale - slope(r) * fabsf(from_first - float(column_offset(c)));
     }
   }
+}
+
+// The same for the queries of one head that stand at keys from `row` on, and the keys from `col` on.
+template <class Scores, class Coordinates>
+CUTE_DEVICE void apply_rules(Scores&& scores, const Coordinates& at, const FwdProblem& p, float slope, int row,
+                             int col) {
+  apply_rules(
+      scores, p, [&](int) { return slope; }, [&](int r) { return row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)); });
 }
 
 // What scores are still multiplied by after the rules: no pass of its own, as the softmax multiplies anyway.
