@@ -59,6 +59,21 @@ class Candidate(Protocol):
     def backward(self, case: Case, x: Inputs) -> Work: ...
 
 
+def captured(work: Work) -> Work:
+    """The work as replays of a CUDA graph of one call."""
+    with work.scope():
+        work.run()  # what happens once, like allocations that stay, is no part of the graph
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            value = work.run()
+
+    def replay() -> Any:
+        graph.replay()
+        return value
+
+    return Work(replay, work.results, comparable=work.comparable)
+
+
 def _need_plain(case: Case, *known: str) -> None:
     """NotImplementedError for a case with a feature that is not among the known ones."""
     if case.feature and case.feature not in known:
@@ -91,7 +106,7 @@ class FlashCute:
 
     def __init__(self, device: torch.device, kernels: str = "") -> None:
         package = importlib.import_module("flash_cute")
-        self._func = package.flash_attn_func
+        self._func, self._decode = package.flash_attn_func, package.flash_attn_with_kvcache
         ops = torch.ops.flash_cute
         self._fwd, self._bwd = ops.fwd.default, ops.bwd.default
         self.version = getattr(package, "__version__", "unknown")
@@ -100,6 +115,9 @@ class FlashCute:
             pass
 
     def forward(self, case: Case, x: Inputs) -> Work:
+        if case.seqlen_q == 1 and not case.feature:
+            decode = self._decode
+            return Work(lambda: decode(x.q, x.k, x.v), _first, self._scope)
         if case.feature:  # the function would draw other random numbers for dropout in each call
             return self.op(case, x)
         func = self._func

@@ -148,6 +148,22 @@ def _featured(dims: tuple[int, ...]) -> list[Case]:
     ]
 
 
+def _decode() -> list[Case]:
+    """Decode of one token: K and V of each case are larger than the L2 of an H200."""
+    sizes = {
+        (32, 8): [(1, 32768), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 2048),
+                  (128, 8192)],
+        (64, 8): [(1, 32768), (16, 8192), (128, 4096)],
+        (32, 32): [(1, 16384), (16, 8192), (128, 2048)],
+    }  # fmt: skip
+    return [
+        Case("bf16", batch, heads, heads_k, 1, seqlen_k, dim, dim, causal=False)
+        for dim in (128, 64)
+        for (heads, heads_k), pairs in sizes.items()
+        for batch, seqlen_k in pairs
+    ]
+
+
 SUITES: dict[str, list[Case]] = {
     "smoke": [Case.parse("bf16 b1 h4/2 q64 k64 d64/64 causal")],
     "quick": [
@@ -164,14 +180,7 @@ SUITES: dict[str, list[Case]] = {
         Case.parse("fp16 b4 h16/16 q4096 k4096 d128/128 causal"),
     ],
     "short": _square((64, 128, 256), ((32, 512), (8, 2048))),
-    "decode": [
-        Case.parse("bf16 b1 h32/8 q1 k32768 d128/128 full"),
-        Case.parse("bf16 b16 h32/8 q1 k8192 d128/128 full"),
-        Case.parse("bf16 b64 h32/8 q1 k4096 d128/128 full"),
-        Case.parse("bf16 b128 h32/8 q1 k2048 d128/128 full"),
-        Case.parse("bf16 b1 h32/8 q1 k131072 d128/128 full"),
-        Case.parse("bf16 b16 h32/32 q1 k8192 d128/128 full"),
-    ],
+    "decode": _decode(),
     "features": _featured((128, 64)),
     "fp8": _square((64, 128, 256), ((4, 4096), (1, 16384)), "e4m3"),
 }

@@ -42,6 +42,14 @@ const std::string kBwd = kSaved + kDlse + kScore + kDeterministic + kAllowTf32;
 const std::string kVarlenFwd = kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns + kAllowTf32;
 const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic + kAllowTf32;
 
+const std::string kFwdKvcache =
+    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
+    "Tensor? block_table=None, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? rotary_seqlens=None, float? softmax_scale=None, bool is_causal=False, SymInt window_size_left=-1, "
+    "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sink=None, "
+    "bool rotary_interleaved=True, int num_splits=0, int split_size=0";
+
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
 const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
 const std::string kFwdOut = ", *, Tensor(a!) out, Tensor(b!) softmax_lse) -> ()";
@@ -58,6 +66,8 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(("varlen_fwd.out(" + kVarlenFwd + kFwdOut).c_str());
   m.def(("varlen_bwd(" + kVarlenBwd + ")" + kBwdResults).c_str());
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
+  m.def(("fwd_kvcache(" + kFwdKvcache + ") -> (Tensor out, Tensor softmax_lse)").c_str());
+  m.def("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None) -> (Tensor out, Tensor softmax_lse)");
   m.def("kernels() -> str");
   m.def("use_kernels(str ids) -> ()");
   m.def(
@@ -81,5 +91,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
   m.impl("varlen_fwd.out", &varlen_fwd_out);
   m.impl("varlen_bwd", &varlen_bwd);
   m.impl("varlen_bwd.out", &varlen_bwd_out);
+  m.impl("fwd_kvcache", &fwd_kvcache);
+  m.impl("combine", &combine);
 }
 #endif

@@ -8,14 +8,18 @@ from flash_cute.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_cute.kvcache import flash_attn_combine, flash_attn_with_kvcache, kvcache_status
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "kvcache_status",
 ]

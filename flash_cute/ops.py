@@ -2,7 +2,8 @@
 
 Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
 and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
-caller gives. Everything is registered here, before the first call, so that ``torch.compile``,
+caller gives. ``fwd_kvcache`` writes into the caches it is given, ``combine`` into nothing; neither
+has a gradient. Everything is registered here, before the first call, so that ``torch.compile``,
 ``torch.export`` and ``opcheck`` see complete ops.
 """
 
@@ -14,10 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import cpu, validate
+from flash_cute import cpu, validate, validate_kvcache
 from flash_cute.library import has_cuda_kernels, kernels
 
-__all__ = ["bwd", "fwd", "has_cuda_kernels", "kernels", "varlen_bwd", "varlen_fwd"]
+__all__ = [
+    "bwd",
+    "combine",
+    "fwd",
+    "fwd_kvcache",
+    "has_cuda_kernels",
+    "kernels",
+    "varlen_bwd",
+    "varlen_fwd",
+]
 
 Results = tuple[Tensor | None, ...]  # of an op; None is what was not asked for
 
@@ -26,6 +36,8 @@ fwd = _ops.fwd.default
 bwd = _ops.bwd.default
 varlen_fwd = _ops.varlen_fwd.default
 varlen_bwd = _ops.varlen_bwd.default
+fwd_kvcache = _ops.fwd_kvcache.default
+combine = _ops.combine.default
 
 
 # Arguments of every op in order, with their defaults: reading a schema takes long.
@@ -33,6 +45,10 @@ _DEFAULTS = {
     op: {argument.name: argument.default_value for argument in op._schema.arguments}
     for packet in (_ops.fwd, _ops.bwd, _ops.varlen_fwd, _ops.varlen_bwd)
     for op in (packet.default, packet.out)
+}
+_DEFAULTS |= {
+    op: {argument.name: argument.default_value for argument in op._schema.arguments}
+    for op in (fwd_kvcache, combine)
 }
 
 
@@ -103,6 +119,23 @@ def _bwd_fake(op: Any, *args: Any, **named: Any) -> Results:
         *(x.new_empty(x.shape) for x in (q, bound["k"], bound["v"])),
         None if sink is None else q.new_empty(sink.shape, dtype=torch.float32),
         lse.new_empty(lse.shape),
+    )
+
+
+def _fwd_kvcache_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Results:
+    batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
+    return (
+        q.new_empty((*q.shape[:-1], v_cache.shape[-1])),
+        q.new_empty((*batch, heads, rows), dtype=_accumulator(q)),
+    )
+
+
+def _combine_fake(
+    out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None
+) -> Results:
+    return (
+        out_partial.new_empty(out_partial.shape[1:], dtype=dtype or out_partial.dtype),
+        lse_partial.new_empty(lse_partial.shape[1:]),
     )
 
 
@@ -199,20 +232,23 @@ def _no_double_backward(*_: Any) -> None:
     raise NotImplementedError("flash_cute: the backward of attention is not differentiable again")
 
 
-def _reject_gradients(op: Any) -> Callable[..., None]:
-    """Autograd kernel of an out overload: outputs that the caller owns carry no gradient."""
+def _reject_gradients(op: Any, why: str) -> Callable[..., Any]:
+    """Autograd kernel of an op that has no gradient."""
 
-    def kernel(*args: Any, **named: Any) -> None:
+    def kernel(*args: Any, **named: Any) -> Any:
         tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise RuntimeError(
-                f"{op}: an argument requires grad, and out overloads are not differentiable; "
-                "use the functional op or call it under torch.no_grad()"
-            )
+            raise RuntimeError(f"{op}: an argument requires grad, and {why}")
         with torch._C._AutoDispatchBelowAutograd():
-            op(*args, **named)
+            return op(*args, **named)
 
     return kernel
+
+
+_OUT_OVERLOADS = (
+    "out overloads are not differentiable; use the functional op or call it under torch.no_grad()"
+)
+_INFERENCE = "this op is for inference; call it under torch.no_grad()"
 
 
 # --- CPU implementations -------------------------------------------------------------------------
@@ -248,6 +284,17 @@ def _into(op: Any, out_overload: Any, kernel: Callable[..., Results]) -> Callabl
     return out_kernel
 
 
+def _cpu_kvcache(*args: Any) -> Results:
+    validate_kvcache.op_arguments(bind(fwd_kvcache, args))
+    with torch.autocast("cpu", enabled=False):
+        return cpu.fwd_kvcache(*args)
+
+
+def _cpu_combine(*args: Any) -> Results:
+    validate_kvcache.partials(*args)
+    return cpu.combine(*args)
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library("flash_cute", "IMPL")
     functions: dict[str, Callable[..., Results]] = {
@@ -262,13 +309,19 @@ def _register() -> torch.library.Library:
         library.impl(name, kernel, "CPU")
         out_overload = getattr(_ops, name).out
         library.impl(f"{name}.out", _into(op, out_overload, kernel), "CPU")
-        library.impl(f"{name}.out", _reject_gradients(out_overload), "Autograd")
+        library.impl(f"{name}.out", _reject_gradients(out_overload, _OUT_OVERLOADS), "Autograd")
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)
     for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):
         library.impl(name, _differentiable(forward, backward), "Autograd")
     for name, op in (("bwd", bwd), ("varlen_bwd", varlen_bwd)):
         torch.library.register_autograd(f"flash_cute::{name}", _no_double_backward)
         torch.library.register_fake(f"flash_cute::{name}", _fake_of(op))
+    library.impl("fwd_kvcache", _cpu_kvcache, "CPU")
+    library.impl("combine", _cpu_combine, "CPU")
+    for name, op in (("fwd_kvcache", fwd_kvcache), ("combine", combine)):
+        library.impl(name, _reject_gradients(op, _INFERENCE), "Autograd")
+    torch.library.register_fake("flash_cute::fwd_kvcache", _fwd_kvcache_fake)
+    torch.library.register_fake("flash_cute::combine", _combine_fake)
     torch.library.register_fake("flash_cute::fwd", _fwd_fake)
     torch.library.register_fake("flash_cute::varlen_fwd", _varlen_fwd_fake)
     return library

@@ -22,6 +22,17 @@ autograd through it gives the gradients. For a sequence of seqlen_q queries and 
   multiplies the others by ``1 / (1 - dropout_p)``; with ``dropout_p`` 1, out is 0. softmax_lse and
   row_max are those without dropout. ``softmax`` is the probability before that factor, negative
   where dropout drops it, and 0 where the row does not see the key.
+- Over a key/value cache, see :func:`attention_kvcache`, sequence b reads the rows of its pages
+  (``block_table[b]``), or of row ``cache_batch_idx[b]`` of the cache, b without one, which is then
+  one large page. Its first ``cache_seqlens[b]`` rows are in use, clamped to [0, capacity]. New keys
+  and values go behind them; what does not fit, or falls into a page that does not exist, is
+  dropped. Its keys are the rows from ``cache_leftpad[b]``, clamped to [0, cache_seqlens[b]], on.
+  A page whose id does not exist reads as zeros.
+- Rotary embedding turns pairs of the first dims of q and of new keys, ``x[2i], x[2i + 1]`` where
+  interleaved, else ``x[i], x[i + rotary_dim / 2]``, by the angles whose cos and sin stand in the
+  row of the position, clamped to the rows that there are; the result is rounded to q's dtype. New
+  key i of sequence b stands at position ``rotary_seqlens[b] + i``, by default ``cache_seqlens[b] +
+  i``; query i too if there is a band, else at the position of the first.
 - In a packed batch, offsets are clamped to [0, total], lengths to [0, max_seqlen] and then to
   seqused; the shift follows from the clamped lengths. A paged sequence takes its length from
   seqused_k, else from cu_seqlens_k, and a page whose id does not exist reads as zeros. Rows of no
@@ -47,6 +58,16 @@ class Attention(NamedTuple):
     softmax_lse: Tensor  # (batch, heads, seqlen_q), packed: (heads, total_q)
     row_max: Tensor  # as softmax_lse
     softmax: Tensor  # (batch, heads, seqlen_q, seqlen_k), packed: of the max_seqlens
+
+
+class CachedAttention(NamedTuple):
+    """Results over a key/value cache, the first three as in :class:`Attention`."""
+
+    out: Tensor
+    softmax_lse: Tensor
+    row_max: Tensor
+    k_cache: Tensor  # both caches with what joined them, in their dtype
+    v_cache: Tensor
 
 
 def visible(
@@ -234,3 +255,132 @@ def attention_varlen(
         seqlen_q, seqlen_k = part.softmax.shape[2:]
         softmax[index, :, :seqlen_q, :seqlen_k] = part.softmax[0]
     return Attention(out, lse, row_max, softmax)
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of x (rows, heads, dim), rounded to its dtype.
+
+    ``cos`` and ``sin`` (positions, rotary_dim / 2), ``positions`` int64 (rows,).
+    """
+    positions = positions.clamp(0, len(cos) - 1)
+    cos, sin = (table[positions][:, None].double() for table in (cos, sin))
+    half = cos.shape[-1]
+    turned, rest = x.double().split((2 * half, x.shape[-1] - 2 * half), -1)
+    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+    axis = -1 if interleaved else -2
+    a, b = pairs.unbind(axis)
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), axis).flatten(-2)
+    return torch.cat((turned, rest), -1).to(x.dtype)
+
+
+def _cache_places(
+    k_cache: Tensor, index: int, count: int, page: int | None, block_table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first ``count`` rows of sequence ``index`` in a cache: pages, rows in them, and whether
+    the page exists; ``page`` is what stands in place of a table."""
+    pages, page_size = k_cache.shape[:2]
+    rows = torch.arange(count, device=k_cache.device)
+    if block_table is None:
+        ids = torch.full_like(rows, index if page is None else page)
+    else:
+        ids = block_table[index].long()[rows // max(page_size, 1)]
+    return ids, rows % max(page_size, 1), (ids >= 0) & (ids < pages)
+
+
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> CachedAttention:
+    """Attention over a key/value cache after new keys and values joined it.
+
+    q (batch, seqlen_q, heads, dim), or with ``cu_seqlens_q`` (total_q, heads, dim); caches (batch,
+    capacity, heads_k, dim or dim_v), or with ``block_table`` (num_blocks, page_size, heads_k, dim
+    or dim_v); k and v (batch, seqlen_new, heads_k, dim or dim_v), or with ``cu_seqlens_k_new``
+    (total_new, heads_k, dim or dim_v). ``options`` are those of :func:`attention`.
+    """
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    blocks = 1 if block_table is None else block_table.shape[1]
+    capacity = blocks * k_cache.shape[1]
+    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]), dtype=dtype)
+    lse, row_max = (out.new_full(out.shape[:-1], -torch.inf) for _ in range(2))
+    banded = options.get("is_causal") or any(
+        options.get(f"window_size_{side}", -1) >= 0 for side in ("left", "right")
+    )
+    for index in range(batch):
+        used = capacity if cache_seqlens is None else int(cache_seqlens[index])
+        used = min(max(used, 0), capacity)
+        pad = 0 if cache_leftpad is None else min(max(int(cache_leftpad[index]), 0), used)
+        page = None if cache_batch_idx is None else int(cache_batch_idx[index])
+        position = used if rotary_seqlens is None else int(rotary_seqlens[index])
+        rows: int | slice = index
+        if cu_seqlens_q is not None:
+            rows = _sequence(q, cu_seqlens_q, None, max_seqlen_q, index)
+        queries, length = q[rows], used
+        if k is not None and v is not None:
+            new: int | slice = index
+            if cu_seqlens_k_new is not None:
+                new = _sequence(k, cu_seqlens_k_new, None, len(k), index)
+            new_k, new_v = k[new], v[new]
+            length = min(used + len(new_k), capacity)
+            if rotary_cos is not None and rotary_sin is not None:
+                steps = torch.arange(max(len(new_k), len(queries)), device=q.device)
+                turn = (rotary_cos, rotary_sin, rotary_interleaved)
+                new_k = rotate(new_k, position + steps[: len(new_k)], *turn)
+                stands = position + steps[: len(queries)] * int(bool(banded))
+                queries = rotate(queries, stands, *turn)
+            ids, places, there = (
+                x[used:] for x in _cache_places(k_cache, index, length, page, block_table)
+            )
+            k_cache[ids[there], places[there]] = new_k[: len(ids)][there]
+            v_cache[ids[there], places[there]] = new_v[: len(ids)][there]
+        ids, places, there = (
+            x[pad:] for x in _cache_places(k_cache, index, length, page, block_table)
+        )
+        keys, values = (x.new_zeros(len(ids), *x.shape[2:]) for x in (k_cache, v_cache))
+        keys[there] = k_cache[ids[there], places[there]]
+        values[there] = v_cache[ids[there], places[there]]
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[index]
+        part = attention(
+            *(x[None] for x in (queries, keys, values)), alibi_slopes=slopes, dtype=dtype, **options
+        )
+        out[rows], lse[rows], row_max[rows] = (
+            part.out[0],
+            part.softmax_lse[0].T,
+            part.row_max[0].T,
+        )
+    lse, row_max = (x.transpose(-1, -2).contiguous() for x in (lse, row_max))
+    return CachedAttention(out, lse, row_max, k_cache, v_cache)
+
+
+def combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """One answer from several over parts of the keys: out (.., dim) and lse (..,) in fp64.
+
+    ``out_partial`` (parts, .., dim), ``lse_partial`` (parts, ..). Parts with lse -inf saw no key
+    and weigh nothing, whatever they hold.
+    """
+    lse_partial = lse_partial.double()
+    lse = torch.logsumexp(lse_partial, 0)
+    weights = torch.exp(lse_partial - lse.masked_fill(lse == -torch.inf, 0))[..., None]
+    parts = out_partial.double().masked_fill(weights == 0, 0)
+    return (weights * parts).sum(0), lse

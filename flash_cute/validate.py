@@ -80,15 +80,18 @@ def varlen(
         _indices("seqused_q", seqused_q, q, batch)
     if seqused_k is not None:
         _indices("seqused_k", seqused_k, q, batch)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-            raise TypeError(
-                f"{name} is {type(length).__name__}; expected an int (use .item() once)"
-            )
-        if length < 0:
-            raise ValueError(f"{name} is {length}; expected the longest sequence's length")
+    length("max_seqlen_q", max_seqlen_q)
+    length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         _block_table(block_table, q, batch)
+
+
+def length(name: str, x: int) -> None:
+    """The longest length of several sequences."""
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name} is {type(x).__name__}; expected an int (use .item() once)")
+    if x < 0:
+        raise ValueError(f"{name} is {x}; expected the longest sequence's length")
 
 
 def options(

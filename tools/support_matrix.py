@@ -18,7 +18,7 @@ CONFIGS = ROOT / "csrc" / "configs.def"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- support-matrix -->", "<!-- /support-matrix -->"
 
-OPS = {"Fwd": "forward", "Bwd": "backward"}
+OPS = {"Fwd": "forward", "Bwd": "backward", "Decode": "decode"}
 ARCHS = {"Sm80": "sm_80 and newer", "Sm90": "sm_90a"}
 YES, NO = "yes", "-"
 
@@ -37,6 +37,10 @@ FEATURES = {
     "packed qkv and kv": (YES, YES),
     "sequences of different lengths, `seqused_q`, `seqused_k`": (YES, YES),
     "paged keys and values (`block_table`), forward": (YES, NO),
+    "key/value cache (`flash_attn_with_kvcache`), forward": (
+        YES,
+        "fp16, bf16, head dim up to {cached}",
+    ),
     "`softmax_lse` and its gradient": (YES, YES),
     "softcap": (YES, YES),
     "ALiBi slopes": (YES, YES),
@@ -73,6 +77,8 @@ class Row(NamedTuple):
             return next((b for b in (least + q + out, least + out) if b <= 227 * 1024), least)
         if self.op == "Fwd":
             return element * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
+        if self.op == "Decode":
+            return element * self.block_m * self.head_dim + self.stages * kv
         q_dout = element * self.block_m * (self.head_dim + self.head_dim_v)
         if element == 4:
             return kv + self.stages * q_dout
@@ -138,7 +144,11 @@ def kernel_table(rows: list[Row]) -> str:
 def feature_table(rows: list[Row]) -> str:
     """One line for each feature."""
     largest = max(min(row.head_dim, row.head_dim_v) for row in rows)
-    lines = [(name, cpu, cuda.format(largest=largest)) for name, (cpu, cuda) in FEATURES.items()]
+    cached = max(min(row.head_dim, row.head_dim_v) for row in rows if row.op == "Decode")
+    lines = [
+        (name, cpu, cuda.format(largest=largest, cached=cached))
+        for name, (cpu, cuda) in FEATURES.items()
+    ]
     return table(("", "CPU", "CUDA"), lines)
 
 

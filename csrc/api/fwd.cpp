@@ -18,12 +18,6 @@ void run(FwdProblem& p, const FwdArguments& a, const View& out, const View& soft
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }
 
-Tensor allocate_out(const View& q, const View& v) {
-  const int64_t head_dim_v = v.size(v.dims - 1);
-  return q.dims == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), head_dim_v}, q.dtype)
-                     : allocate(q, {q.size(0), q.size(1), head_dim_v}, q.dtype);
-}
-
 // Undefined tensors, None in Python, stand for what was not asked for.
 void functional(StableIValue* stack, bool varlen) {
   Stack in(stack);

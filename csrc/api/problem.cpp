@@ -84,6 +84,14 @@ Sink sink_of(const std::optional<View>& sink, const View& q, int heads) {
 
 }  // namespace
 
+void describe_scores(FwdProblem& p, const Score& score, const View& q) {
+  p.band = band_of(score);
+  p.softmax_scale = static_cast<float>(score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
+  FC_CHECK(std::isfinite(p.softmax_scale), "softmax_scale is not finite");
+  p.rules = rules_of(score, q, p.batch, p.heads);
+  p.sink = sink_of(score.sink, q, p.heads);
+}
+
 FwdProblem make_problem(const FwdArguments& a) {
   FC_CHECK(!a.block_table, "block_table is not supported on CUDA yet");
   const DType dtype = dtype_of(a.q, a.allow_tf32);
@@ -96,10 +104,6 @@ FwdProblem make_problem(const FwdArguments& a) {
   p.heads_k = checked_int(a.k.size(head_axis), "heads_k");
   p.head_dim = checked_int(a.q.size(head_axis + 1), "head dim");
   p.head_dim_v = checked_int(a.v.size(head_axis + 1), "head dim of v");
-  p.band = band_of(a.score);
-  p.softmax_scale =
-      static_cast<float>(a.score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
-  FC_CHECK(std::isfinite(p.softmax_scale), "softmax_scale is not finite");
   p.q = matrices(a.q, "q");
   p.k = matrices(a.k, "k");
   p.v = matrices(a.v, "v");
@@ -120,9 +124,14 @@ FwdProblem make_problem(const FwdArguments& a) {
     if (s.seqused_q) p.sequences.used_q = indices(*s.seqused_q, p.batch, "seqused_q", a.q);
     if (s.seqused_k) p.sequences.used_k = indices(*s.seqused_k, p.batch, "seqused_k", a.q);
   }
-  p.rules = rules_of(a.score, a.q, p.batch, p.heads);
-  p.sink = sink_of(a.score.sink, a.q, p.heads);
+  describe_scores(p, a.score, a.q);
   return p;
+}
+
+Tensor allocate_out(const View& q, const View& v) {
+  const int64_t head_dim_v = v.size(v.dims - 1);
+  return q.dims == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), head_dim_v}, q.dtype)
+                     : allocate(q, {q.size(0), q.size(1), head_dim_v}, q.dtype);
 }
 
 Tensor allocate_statistics(const View& q) {

@@ -9,6 +9,12 @@ namespace flash_cute {
 // Checks the inputs and fills everything but the results.
 FwdProblem make_problem(const FwdArguments& a);
 
+// Scale, band, rules and sink, for a problem whose sizes are known.
+void describe_scores(FwdProblem& p, const Score& score, const View& q);
+
+// The shape of q with the head dim of v, uninitialised.
+Tensor allocate_out(const View& q, const View& v);
+
 // Statistics of each row, [b, h, s] or [h, rows], uninitialised.
 Tensor allocate_statistics(const View& q);
 

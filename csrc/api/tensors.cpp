@@ -11,21 +11,11 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace flash_cute {
 namespace {
 
-constexpr int kMaxDims = 4;
+constexpr int kMaxDims = 5;
 
 // A dimension of size 1 is never stepped along, whatever its stride says.
 int64_t step(const View& t, int dim) {
   return t.size(dim) > 1 ? t.stride(dim) : 0;
-}
-
-bool is_contiguous(const View& t) {
-  if (t.numel() == 0) return true;
-  int64_t expected = 1;
-  for (int dim = t.dims - 1; dim >= 0; --dim) {
-    if (t.size(dim) > 1 && t.stride(dim) != expected) return false;
-    expected *= t.size(dim);
-  }
-  return true;
 }
 
 }  // namespace
@@ -45,15 +35,30 @@ int64_t View::numel() const {
   return count;
 }
 
+bool is_contiguous(const View& t) {
+  if (t.numel() == 0) return true;
+  int64_t expected = 1;
+  for (int dim = t.dims - 1; dim >= 0; --dim) {
+    if (t.size(dim) > 1 && t.stride(dim) != expected) return false;
+    expected *= t.size(dim);
+  }
+  return true;
+}
+
 Tensor allocate(const View& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return allocate(like, sizes.begin(), static_cast<int>(sizes.size()), dtype);
+}
+
+Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dtype) {
+  FC_CHECK(dims <= kMaxDims, "a result has ", dims, " dimensions; ", kMaxDims, " are supported");
   std::array<int64_t, kMaxDims> strides{};
   int64_t stride = 1;
-  for (int i = static_cast<int>(sizes.size()) - 1; i >= 0; --i) {
+  for (int i = dims - 1; i >= 0; --i) {
     strides[i] = stride;
-    stride *= sizes.begin()[i];
+    stride *= sizes[i];
   }
   AtenTensorHandle handle = nullptr;
-  const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
+  const auto error = aoti_torch_empty_strided(dims, sizes, strides.data(),
                                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
                                               aoti_torch_device_type_cuda(), like.device, &handle);
   FC_CHECK(error == AOTI_TORCH_SUCCESS, "could not allocate ", stride, " elements on the GPU");

@@ -39,6 +39,10 @@ struct View {
 
 // An uninitialised contiguous tensor on the GPU of `like`.
 Tensor allocate(const View& like, std::initializer_list<int64_t> sizes, ScalarType dtype);
+Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dtype);
+
+// Whether elements lie end to end.
+bool is_contiguous(const View& t);
 
 // (b, s, h, d), or (rows, h, d) of all sequences. The last dimension must be contiguous.
 Matrices matrices(const View& t, const char* name);

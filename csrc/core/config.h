@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-enum class Op { Fwd, Bwd };
+enum class Op { Fwd, Bwd, Decode };  // Decode: forward over a key/value cache
 enum class Arch { Sm80 = 80, Sm90 = 90 };
 enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
@@ -25,6 +25,17 @@ constexpr const char* name(DType dtype) {
       return "tf32";
     default:
       return "tf32x3";
+  }
+}
+
+constexpr const char* name(Op op) {
+  switch (op) {
+    case Op::Fwd:
+      return "fwd";
+    case Op::Bwd:
+      return "bwd";
+    default:
+      return "decode";
   }
 }
 
@@ -59,6 +70,9 @@ struct KernelConfig {
   // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
   constexpr bool whole_keys() const { return block_n == 32 * warps; }
 
+  // Decode: warps that have 16 of the query rows each work on the same keys; so many teams of them, on different keys.
+  constexpr int teams() const { return warps * 16 / block_m; }
+
   // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's products
   // run. For wide heads exponentials are too few to matter.
   constexpr bool ping_pong() const { return head_dim <= 128; }
@@ -74,6 +88,7 @@ struct KernelConfig {
     const int kv = block_n * (head_dim + head_dim_v) * element;
     if (arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd) return hopper_bytes(stages_q(), own_output());
     if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * element + stages * kv;
+    if (op == flash_cute::Op::Decode) return block_m * head_dim * element + stages * kv;
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
@@ -88,10 +103,10 @@ struct KernelConfig {
   // Name of the kernel in logs, profiles, tests and the benchmark's JSON.
   std::string id() const {
     auto number = [](const char* name, int value) { return name + std::to_string(value); };
-    return std::string(op == flash_cute::Op::Fwd ? "fwd" : "bwd") + number("_sm", static_cast<int>(arch)) + "_" +
-           flash_cute::name(dtype) + (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) +
-           number("_m", block_m) + number("_n", block_n) + number("_s", stages) + number("_w", warps) +
-           number("_c", ctas) + (arch == flash_cute::Arch::Sm90 ? number("_x", cluster) : "");
+    return std::string(flash_cute::name(op)) + number("_sm", static_cast<int>(arch)) + "_" + flash_cute::name(dtype) +
+           (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) + number("_m", block_m) +
+           number("_n", block_n) + number("_s", stages) + number("_w", warps) + number("_c", ctas) +
+           (arch == flash_cute::Arch::Sm90 ? number("_x", cluster) : "");
   }
 
   static constexpr int kBookkeeping = 1024;  // bytes of barriers and of what they hand over, sm90

@@ -1,5 +1,6 @@
 #include "core/counter.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -7,13 +8,13 @@
 namespace flash_cute {
 namespace {
 
-constexpr int kCountersAtOnce = 4096;
-constexpr int kApart = 8;  // 32 bytes: counters of different streams do not share a sector
+constexpr int kAtOnce = 32768;
+constexpr int kSector = 8;  // counters in 32 bytes, which those of different streams do not share
 
 // Memory of zeros on the current device. Allowed while a stream is being captured, and never given back: graphs keep
 // using it.
-cudaError_t allocate_zeros(unsigned*& memory) {
-  const size_t bytes = sizeof(unsigned) * kApart * kCountersAtOnce;
+cudaError_t allocate_zeros(unsigned*& memory, int count) {
+  const size_t bytes = sizeof(unsigned) * count;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   if (cudaError_t e = cudaThreadExchangeStreamCaptureMode(&mode)) return e;
   void* allocated = nullptr;
@@ -36,23 +37,25 @@ cudaError_t allocate_zeros(unsigned*& memory) {
 struct Pool {
   unsigned* next = nullptr;
   int left = 0;
-  std::map<unsigned long long, unsigned*> of_streams;
+  std::map<std::pair<unsigned long long, int>, unsigned*> of_streams;  // and counts
 
-  cudaError_t take(unsigned*& counter) {
-    if (left == 0) {
-      if (cudaError_t e = allocate_zeros(next)) return e;
-      left = kCountersAtOnce;
+  cudaError_t take(unsigned*& counters, int count) {
+    count = (count + kSector - 1) / kSector * kSector;
+    if (left < count) {
+      const int all = std::max(kAtOnce, count);
+      if (cudaError_t e = allocate_zeros(next, all)) return e;
+      left = all;
     }
-    counter = next;
-    next += kApart;
-    --left;
+    counters = next;
+    next += count;
+    left -= count;
     return cudaSuccess;
   }
 };
 
 }  // namespace
 
-cudaError_t tile_counter(unsigned*& counter, cudaStream_t stream) {
+cudaError_t zeroed_counters(unsigned*& counters, int count, cudaStream_t stream) {
   static std::mutex mutex;
   static std::map<int, Pool> pools;
   int device = 0;
@@ -62,16 +65,16 @@ cudaError_t tile_counter(unsigned*& counter, cudaStream_t stream) {
   if (cudaError_t e = cudaStreamIsCapturing(stream, &capture)) return e;
   const std::lock_guard<std::mutex> lock(mutex);
   Pool& pool = pools[device];
-  if (capture != cudaStreamCaptureStatusNone) return pool.take(counter);
+  if (capture != cudaStreamCaptureStatusNone) return pool.take(counters, count);
   if (cudaError_t e = cudaStreamGetId(stream, &id)) return e;
-  const auto [known, is_new] = pool.of_streams.try_emplace(id, nullptr);
+  const auto [known, is_new] = pool.of_streams.try_emplace({id, count}, nullptr);
   if (is_new) {
-    if (cudaError_t e = pool.take(known->second)) {
+    if (cudaError_t e = pool.take(known->second, count)) {
       pool.of_streams.erase(known);
       return e;
     }
   }
-  counter = known->second;
+  counters = known->second;
   return cudaSuccess;
 }
 

@@ -31,7 +31,7 @@ double ceil_to(double value, double step) {
 }  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
-  return a.op == Op::Fwd && b.op == Op::Fwd && a.arch == b.arch && a.dtype == b.dtype && a.tier == b.tier &&
+  return a.op != Op::Bwd && a.op == b.op && a.arch == b.arch && a.dtype == b.dtype && a.tier == b.tier &&
          a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
 }
 
@@ -70,6 +70,16 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
   // Equal tiles end together, and leave the last turn unfilled; others fill it, the shortest coming last.
   if (shortest == longest) return longest * ceil_to(all, at_once) / at_once;
   return std::max(longest, sum / samples * all / at_once);
+}
+
+double decode_cost(const KernelConfig& config, const FwdProblem& problem) {
+  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
+  const double keys_cost_rows = 40;
+  return static_cast<double>((rows + config.block_m - 1) / config.block_m) * (config.block_m + keys_cost_rows);
+}
+
+double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
+  return config.op == Op::Decode ? decode_cost(config, problem) : forward_cost(config, problem, sms);
 }
 
 std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,

@@ -18,6 +18,11 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b);
 // sequences would leave some without work, are left out by an infinite cost.
 double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 
+// The same over a key/value cache: a tile of query rows costs its products, and reading all keys.
+double decode_cost(const KernelConfig& config, const FwdProblem& problem);
+
+double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
+
 // Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
 template <class Kernels, class Fits>
 auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& problem, int sms) {
@@ -29,11 +34,11 @@ auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& probl
       best = &kernel;
       continue;
     }
-    if (least < 0) least = forward_cost(best->config, problem, sms);
-    const double cost = forward_cost(kernel.config, problem, sms);
-    if (cost >= least) continue;
+    if (least < 0) least = cost(best->config, problem, sms);
+    const double other = cost(kernel.config, problem, sms);
+    if (other >= least) continue;
     best = &kernel;
-    least = cost;
+    least = other;
   }
   return best;
 }

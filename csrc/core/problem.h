@@ -83,15 +83,65 @@ struct FwdProblem {
   }
 };
 
+// A cache of keys and values: pages of rows, or one page a sequence. Values of the index tensors come from the device
+// unchecked: kernels/common/cached_seq.h clamps them, and what lies in a page that does not exist reads as zeros.
+struct Cache {
+  const int* lengths = nullptr;  // [batch], rows in use before new ones join; null: all
+  const int* leftpad = nullptr;  // [batch], rows at the start that do not count; may be null
+  const int* pages = nullptr;    // [batch, blocks], ids; null: sequence b has page b
+  int64_t pages_batch = 0;
+  int blocks = 1;  // pages of a sequence
+  int num_pages, page_size;
+
+  constexpr int64_t capacity() const { return int64_t(blocks) * page_size; }
+};
+
+// Keys and values that join the cache.
+struct NewKeys {
+  Matrices k, v;
+  const int* cu = nullptr;  // [batch + 1]; null: dense
+  int seqlen = 0;           // of each sequence, or the longest
+  int64_t total = 0;        // rows of all sequences, also dense
+};
+
+// Rotary embedding of queries and new keys. The tables are in the dtype of q.
+struct Rotary {
+  const void* cos = nullptr;  // [positions, half]; null: off
+  const void* sin = nullptr;
+  int positions, half;
+  bool interleaved;
+  const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
+};
+
+struct DecodeProblem {
+  // k and v are the caches, batch the stride of their pages; seqlen_k is the capacity, total_q counts dense rows too.
+  FwdProblem fwd;
+  Cache cache;
+  NewKeys added;
+  Rotary rotary;
+  Matrices unrotated_q;  // where fwd.q comes from, if there is rotary embedding
+  // How keys are shared out: in so many parts a sequence, or parts of so many keys, or evenly over CTAs if both are 0.
+  int num_splits, split_size;
+  int grain_blocks;  // of even shares: blocks of keys that are not parted
+  int ctas;
+  // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/shares.h).
+  int slots;
+  float* part_out;  // [slots, block_m, head_dim_v of the tile]
+  float* part_lse;  // [slots, block_m]
+  unsigned* arrived;  // [slots]: parts of a unit that are done; null with even shares, which have lasting counters
+
+  constexpr int group() const { return fwd.heads / fwd.heads_k; }
+};
+
 struct BwdProblem {
   FwdProblem fwd;  // with its results: out and lse
   Matrices dout, dq, dk, dv;
-  Statistics dlse;       // may be null
+  Statistics dlse;  // may be null
   Statistics softmax_d;  // result: rowsum(dout * out) - dlse
   // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
-  Statistics lse_log2;   // lse / ln 2; +inf where a row does not exist or sees no key
-  Statistics row_dot;    // softmax_d / rules.gradient_scale(), 0 where a row does not exist
-  float* dq_accum;       // [b, h, rows, head_dim of the tile], each block of rows in the order of DqSums
+  Statistics lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
+  Statistics row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
+  float* dq_accum;  // [b, h, rows, head_dim of the tile], each block of rows in the order of DqSums
   int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
   // Turn), counted at the turn's first tile of dQ
   float* dsink;  // result, [h]; null without a sink
@@ -117,6 +167,10 @@ struct ProblemOf<Op::Fwd> {
 template <>
 struct ProblemOf<Op::Bwd> {
   using type = BwdProblem;
+};
+template <>
+struct ProblemOf<Op::Decode> {
+  using type = DecodeProblem;
 };
 template <Op op>
 using Problem = typename ProblemOf<op>::type;

@@ -18,8 +18,13 @@ namespace flash_cute {
 #define KERNEL_ENTRY(...) {KERNEL_CONFIG(__VA_ARGS__), &launch<KERNEL_CONFIG(__VA_ARGS__)>},
 #define FWD_KERNEL_Fwd(...) KERNEL_ENTRY(__VA_ARGS__)
 #define FWD_KERNEL_Bwd(...)
+#define FWD_KERNEL_Decode(...)
 #define BWD_KERNEL_Fwd(...)
 #define BWD_KERNEL_Bwd(...) KERNEL_ENTRY(__VA_ARGS__)
+#define BWD_KERNEL_Decode(...)
+#define DECODE_KERNEL_Fwd(...)
+#define DECODE_KERNEL_Bwd(...)
+#define DECODE_KERNEL_Decode(...) KERNEL_ENTRY(__VA_ARGS__)
 
 static std::vector<Kernel<Op::Fwd>>& all_fwd_kernels() {
   static std::vector<Kernel<Op::Fwd>> kernels = {
@@ -39,12 +44,25 @@ static std::vector<Kernel<Op::Bwd>>& all_bwd_kernels() {
   return kernels;
 }
 
+static std::vector<Kernel<Op::Decode>>& all_decode_kernels() {
+  static std::vector<Kernel<Op::Decode>> kernels = {
+#define KERNEL(op, ...) DECODE_KERNEL_##op(op, __VA_ARGS__)
+#include "kernels_built.def"
+#undef KERNEL
+  };
+  return kernels;
+}
+
 const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
   return all_fwd_kernels();
 }
 
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
   return all_bwd_kernels();
+}
+
+const std::vector<Kernel<Op::Decode>>& decode_kernels() {
+  return all_decode_kernels();
 }
 
 // Whether Hopper's TMA can address all of a tensor.
@@ -76,8 +94,16 @@ static bool addressable(const BwdProblem& p) {
   return addressable(p.fwd, {p.fwd.q, p.dout, p.dq}, {p.fwd.k, p.fwd.v, p.dk, p.dv});
 }
 
+static bool addressable(const DecodeProblem& p) {
+  return addressable(p.fwd);
+}
+
 static const FwdProblem& forward_of(const FwdProblem& p) {
   return p;
+}
+
+static const FwdProblem& forward_of(const DecodeProblem& p) {
+  return p.fwd;
 }
 
 static const FwdProblem& forward_of(const BwdProblem& p) {
@@ -143,11 +169,13 @@ const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<o
 
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const BwdProblem&, const Device&);
+template const Kernel<Op::Decode>& select(const std::vector<Kernel<Op::Decode>>&, const DecodeProblem&, const Device&);
 
 std::string kernels() {
   std::string ids;
   for (const auto& kernel : fwd_kernels()) ids += kernel.config.id() + "\n";
   for (const auto& kernel : bwd_kernels()) ids += kernel.config.id() + "\n";
+  for (const auto& kernel : decode_kernels()) ids += kernel.config.id() + "\n";
   return ids;
 }
 
@@ -160,6 +188,7 @@ void use_kernels(std::string ids) {
   };
   update(all_fwd_kernels());
   update(all_bwd_kernels());
+  update(all_decode_kernels());
 }
 
 }  // namespace flash_cute

@@ -27,6 +27,7 @@ struct Kernel {
 // Kernels of this build, in the order of configs.def.
 const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
+const std::vector<Kernel<Op::Decode>>& decode_kernels();
 
 // What keeps a kernel from doing a problem on a device.
 struct Refusal {

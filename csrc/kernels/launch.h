@@ -11,11 +11,10 @@ namespace flash_cute {
 // CTAs that a one-dimensional grid can have.
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
-template <auto kKernel, class... Params>
-cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream, const Params&... params) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
-  static std::atomic<uint64_t> allowed{0};  // devices on which the kernel may have its shared memory
+// Lets a kernel have its shared memory.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int smem_bytes) {
+  static std::atomic<uint64_t> allowed{0};  // devices on which it may
   int device = 0;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   const uint64_t bit = uint64_t{1} << (device % 64);
@@ -25,8 +24,39 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
     }
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
+  return cudaSuccess;
+}
+
+template <auto kKernel, class... Params>
+cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream, const Params&... params) {
+  if (ctas == 0) return cudaSuccess;
+  if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = allow_shared_memory<kKernel>(smem_bytes)) return e;
   kKernel<<<static_cast<unsigned>(ctas), threads, smem_bytes, stream>>>(params...);
   return cudaGetLastError();
+}
+
+// The same for a kernel that calls wait_for_kernel_before(), right behind one that calls let_next_kernel_start(): they
+// overlap where the code that runs was compiled for a GPU that can (kernels/common/overlap.h).
+template <auto kKernel, class... Params>
+cudaError_t launch_overlapping(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream,
+                               const Params&... params) {
+  if (ctas == 0) return cudaSuccess;
+  if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = allow_shared_memory<kKernel>(smem_bytes)) return e;
+  cudaFuncAttributes compiled;
+  if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return e;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = compiled.ptxVersion >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kKernel, params...);
 }
 
 }  // namespace flash_cute

@@ -1,4 +1,4 @@
-"""Attention on the CPU: the four ops in ATen, tiled with an online softmax.
+"""Attention on the CPU: the ops in ATen, tiled with an online softmax.
 
 Memory is linear in the sequence lengths, a returned ``softmax`` aside. Half types are computed in
 fp32, fp32 and fp64 in themselves, ``allow_tf32`` or not; each result is rounded once. The functions
@@ -11,5 +11,6 @@ from __future__ import annotations
 
 from flash_cute.cpu.backward import bwd, varlen_bwd
 from flash_cute.cpu.forward import fwd, varlen_fwd
+from flash_cute.cpu.kvcache import combine, fwd_kvcache
 
-__all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
+__all__ = ["bwd", "combine", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]

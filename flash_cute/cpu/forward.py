@@ -100,7 +100,7 @@ def _write_softmax(tiles: Tiles, rows: slice, lse: Tensor, softmax: Tensor) -> N
         target.copy_(p.view(target.shape))
 
 
-def _attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
+def attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
     """Attention of all rows over v (batch, seqlen_k, heads_k, dim_v), written into ``outputs``."""
     values = fold(v, tiles.heads_k).flatten(0, 1)
     for rows in tiles.query_blocks():
@@ -145,7 +145,7 @@ def fwd(
     statistic = (batch, heads, seqlen_q)
     shape = (*statistic, k.shape[1])
     outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
-    _attend(Tiles(q, k, options), v, outputs)
+    attend(Tiles(q, k, options), v, outputs)
     return outputs.results()
 
 
@@ -195,5 +195,5 @@ def varlen_fwd(
     )
     for index, (rows, keys, values) in enumerate(parts):
         tiles = Tiles(q[None, rows], keys, options, index)
-        _attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
+        attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
     return outputs.results()

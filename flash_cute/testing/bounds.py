@@ -46,8 +46,8 @@ def forward_oracle(inputs: Inputs) -> Oracle:
     out, out_of_abs_v = out.chunk(2, -1)
     logit_size = _logit_size(inputs)
     if inputs.options["alibi_slopes"] is not None:
-        logit_size += _largest(row_max) + math.log(1 + inputs.k.shape[-3])
-    out_of_smallest = torch.full_like(out, _smallest(inputs.q.dtype))
+        logit_size += largest(row_max) + math.log(1 + inputs.k.shape[-3])
+    out_of_smallest = torch.full_like(out, smallest(inputs.q.dtype))
     if inputs.q.dtype == torch.float16:
         out_of_smallest *= 1 + _count_of_smallest(inputs, softmax_lse, row_max)
     return Oracle(out, softmax_lse, row_max, softmax, out_of_abs_v, out_of_smallest, logit_size)
@@ -111,15 +111,15 @@ def check_softmax(got: Tensor, oracle: Oracle) -> float:
     """
     statistic = torch.promote_types(got.dtype, torch.float32)
     logit_unit = 4 * ROUNDING_UNIT[statistic]
-    lse = torch.tensor(_largest(oracle.softmax_lse))
+    lse = torch.tensor(largest(oracle.softmax_lse))
     relative = ROUNDING_UNIT[got.dtype] + float(_lse_bound(statistic, lse))
     relative += logit_unit * (1 + oracle.logit_size)
     p = oracle.softmax.abs()
-    bound = relative * p + logit_unit * torch.special.entr(p) + _smallest(got.dtype)
+    bound = relative * p + logit_unit * torch.special.entr(p) + smallest(got.dtype)
     return compare("softmax", got, oracle.softmax, bound)
 
 
-def _smallest(dtype: torch.dtype) -> float:
+def smallest(dtype: torch.dtype) -> float:
     """What may become 0: less than the dtype's least subnormal, and subnormals of fp32 and fp64."""
     own = torch.finfo(dtype)
     return max(own.tiny * own.eps, torch.finfo(torch.promote_types(dtype, torch.float32)).tiny)
@@ -225,7 +225,7 @@ def gradient_floor(name: str, inputs: Inputs, expected: Tensor, key_weights: Ten
     """
     unit = ROUNDING_UNIT[torch.promote_types(inputs.q.dtype, torch.float32)]
     norm_dout, norm_q, norm_k, norm_v = (
-        _row_norm(x) for x in (inputs.dout, inputs.q, inputs.k, inputs.v)
+        row_norm(x) for x in (inputs.dout, inputs.q, inputs.k, inputs.v)
     )
     scale, keep_scale = _softmax_scale(inputs), max(1.0, _keep_scale(inputs))
     sizes: dict[str, Tensor | float] = {
@@ -237,7 +237,7 @@ def gradient_floor(name: str, inputs: Inputs, expected: Tensor, key_weights: Ten
     row = expected.norm(dim=-1)
     steps = 8 + 2 * _logit_size(inputs)
     dtype = torch.float32 if name == "sink" else inputs.q.dtype
-    rounding = ROUNDING_UNIT[dtype] * row + expected.shape[-1] ** 0.5 * _smallest(dtype)
+    rounding = ROUNDING_UNIT[dtype] * row + expected.shape[-1] ** 0.5 * smallest(dtype)
     return rounding + steps * unit * (keep_scale * sizes[name] + row)
 
 
@@ -293,12 +293,12 @@ def _oracle_gradients(
     return oracle, graph.gradients(None, error.transpose(-1, -2))
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     """The largest magnitude of finite elements."""
     return float(x.abs().nan_to_num(0.0, posinf=0.0).max()) if x.numel() else 0.0
 
 
-def _row_norm(x: Tensor) -> float:
+def row_norm(x: Tensor) -> float:
     """The largest Euclidean norm along the last dim, of finite rows."""
     norms = x.double().norm(dim=-1)
     return float(norms.nan_to_num(posinf=0.0).max()) if x.numel() else 0.0
@@ -315,4 +315,4 @@ def _keep_scale(inputs: Inputs) -> float:
 
 
 def _logit_size(inputs: Inputs) -> float:
-    return _softmax_scale(inputs) * _row_norm(inputs.q) * _row_norm(inputs.k)
+    return _softmax_scale(inputs) * row_norm(inputs.q) * row_norm(inputs.k)

@@ -9,7 +9,7 @@ import torch
 
 from flash_cute import library
 
-_ID = re.compile(r"(fwd|bwd)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*")
+_ID = re.compile(r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*")
 
 
 class Kernel(NamedTuple):
@@ -29,12 +29,12 @@ class Kernel(NamedTuple):
     @property
     def has_dropout(self) -> bool:
         hopper_lacks = self.arch == 90 and (self.op == "bwd" or self.dim_v == 256)
-        return self.tier == "rich" and not hopper_lacks
+        return self.tier == "rich" and self.op != "decode" and not hopper_lacks
 
     @property
     def vector(self) -> int:
         """Head dims of its tensors are multiples of this."""
-        return 8 if self.arch == 90 else 1
+        return 8 if self.arch == 90 or self.op == "decode" else 1
 
     @property
     def other_op(self) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from flash_cute import library, ops
 from flash_cute.testing.kernels import parse
+from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 
 
 def rules(heads: int, dropout: bool) -> dict[str, Any]:
@@ -44,9 +45,25 @@ def varlen(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) ->
     ops.varlen_bwd(out, q, k, v, out, softmax_lse, *sequences, **options)
 
 
+def cached(name: str, dtype: torch.dtype, dim: int, dim_v: int) -> None:
+    """A paged cache, new keys with rotary embedding, parts of keys, every rule of scores."""
+    case = CacheCase(
+        lengths=(70, 0, 133), seqlens_q=(3, 1, 30), seqlens_new=(3, 0, 5), page_size=16, heads=4,
+        heads_k=2, dim=dim, dim_v=dim_v, dtype=dtype, softcap=10.0, alibi="heads", sink=True,
+        is_causal=True, rotary="halves", leftpad=True,
+    )  # fmt: skip
+    with library.only(name):
+        for splits in ({}, {"num_splits": 3}, {"split_size": 64}):
+            make_cache_inputs(case, "cuda").changed(**splits).run()
+
+
 def main() -> None:
     for name in library.kernels():
         kernel = parse(name)
+        if kernel.op == "decode":
+            cached(name, kernel.dtype, kernel.dim, kernel.dim_v)
+            cached(name, kernel.dtype, kernel.dim - 8, kernel.dim_v - 16)
+            continue
         options = {"allow_tf32": kernel.precision == "tf32"}
         if kernel.tier == "rich":
             options |= rules(heads=4, dropout=kernel.has_dropout)

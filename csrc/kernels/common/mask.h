@@ -30,13 +30,18 @@ struct BandMask {
   // Selected, not added: hidden keys may hold anything.
   template <class Scores, class Coordinates>
   CUTE_DEVICE void hide(Scores&& scores, const Coordinates& at, int row, int col) const {
+    hide_from(scores, [&](int r) { return row + get<0>(at(r, 0)); }, col + get<1>(at(0, 0)));
+  }
+
+  // The same where row r is that of query_of(r), and this thread's columns from key `first` on.
+  template <class Scores, class Query>
+  CUTE_DEVICE void hide_from(Scores&& scores, Query query_of, int first) const {
     constexpr int kColumns = decltype(size<1>(scores))::value, kBits = 32;
-    const int first = get<1>(at(0, 0));  // this thread's first column
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const int query = row + get<0>(at(r, 0));
-      const int begin = columns_before(query + lowest - col - first);
-      const int end = columns_before(min(seqlen_k, query + highest + 1) - col - first);
+      const int query = query_of(r);
+      const int begin = columns_before(query + lowest - first);
+      const int end = columns_before(min(seqlen_k, query + highest + 1) - first);
       CUTE_UNROLL
       for (int c = 0; c < kColumns; c += kBits) {
         const uint32_t visible = low_bits(end - c) & ~low_bits(begin - c);  // a bit a column

@@ -41,6 +41,8 @@ struct SeqInfo {
       : q(seq_span(p.sequences.cu_q, p.sequences.used_q, b, p.seqlen_q, p.total_q)),
         k(seq_span(p.sequences.cu_k, p.sequences.used_k, b, p.seqlen_k, p.total_k)) {}
 
+  FC_HOST_DEVICE SeqInfo(SeqSpan q, SeqSpan k) : q(q), k(k) {}
+
   // Key positions are counted from the bottom right: query i stands at key i + shift.
   FC_HOST_DEVICE int shift() const { return k.length - q.length; }
 };

@@ -87,7 +87,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  if (cudaError_t e = tile_counter(params.counter, stream)) return e;
+  if (cudaError_t e = zeroed_counters(params.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<sm90::forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }

@@ -1,0 +1,283 @@
+// torch.ops.flash_cute.fwd_kvcache: check, allocate, describe the problem, select a kernel, launch. And combine.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+
+#include "api/api.h"
+#include "api/problem.h"
+#include "api/tensors.h"
+#include "core/registry.h"
+#include "kernels/passes/combine.h"
+
+namespace flash_cute {
+namespace {
+
+struct KvcacheArguments {
+  View q, k_cache, v_cache;
+  std::optional<View> k, v;
+  std::optional<View> rotary_cos, rotary_sin;  // [positions, rotary_dim / 2]
+  std::optional<View> cache_seqlens, cache_batch_idx, cache_leftpad;  // [b]
+  std::optional<View> block_table;             // [b, blocks]
+  std::optional<View> cu_seqlens_q;            // [b + 1]
+  int64_t max_seqlen_q;
+  std::optional<View> cu_seqlens_k_new;  // [b + 1]
+  std::optional<View> rotary_seqlens;    // [b]
+  Score score;
+  bool rotary_interleaved;
+  int64_t num_splits, split_size;
+};
+
+KvcacheArguments take_kvcache(Stack& in) {
+  KvcacheArguments a{
+      .q = in.view(),
+      .k_cache = in.view(),
+      .v_cache = in.view(),
+      .k = in.optional_view(),
+      .v = in.optional_view(),
+      .rotary_cos = in.optional_view(),
+      .rotary_sin = in.optional_view(),
+      .cache_seqlens = in.optional_view(),
+      .cache_batch_idx = in.optional_view(),
+      .cache_leftpad = in.optional_view(),
+      .block_table = in.optional_view(),
+      .cu_seqlens_q = in.optional_view(),
+      .max_seqlen_q = in.take<int64_t>(),
+      .cu_seqlens_k_new = in.optional_view(),
+      .rotary_seqlens = in.optional_view(),
+      .score = {},
+      .rotary_interleaved = false,
+      .num_splits = 0,
+      .split_size = 0,
+  };
+  a.score = {.softmax_scale = in.take<std::optional<double>>(),
+             .is_causal = in.take<bool>(),
+             .window_size_left = in.take<int64_t>(),
+             .window_size_right = in.take<int64_t>(),
+             .softcap = in.take<double>(),
+             .alibi_slopes = in.optional_view(),
+             .sink = in.optional_view(),
+             .dropout_p = 0,
+             .rng = {}};
+  a.rotary_interleaved = in.take<bool>();
+  a.num_splits = in.take<int64_t>();
+  a.split_size = in.take<int64_t>();
+  return a;
+}
+
+const int* optional_indices(const std::optional<View>& t, int64_t length, const char* name, const View& q) {
+  return t ? indices(*t, length, name, q) : nullptr;
+}
+
+Cache make_cache(const KvcacheArguments& a, int batch) {
+  const View& q = a.q;
+  Cache cache{};
+  cache.num_pages = checked_int(a.k_cache.size(0), "k_cache's first dimension");
+  cache.page_size = checked_int(a.k_cache.size(1), "k_cache's second dimension");
+  cache.lengths = optional_indices(a.cache_seqlens, batch, "cache_seqlens", q);
+  cache.leftpad = optional_indices(a.cache_leftpad, batch, "cache_leftpad", q);
+  FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given");
+  if (a.block_table) {
+    const View& table = *a.block_table;
+    check_device(table, q, "block_table");
+    FC_CHECK(table.dtype == ScalarType::Int && table.dims == 2 && table.size(0) == batch &&
+                 (table.size(1) <= 1 || table.stride(1) == 1),
+             "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
+    cache.pages = static_cast<const int*>(table.ptr);
+    cache.pages_batch = table.stride(0);
+    cache.blocks = checked_int(table.size(1), "max_blocks");
+  } else if (a.cache_batch_idx) {
+    cache.pages = indices(*a.cache_batch_idx, batch, "cache_batch_idx", q);
+    cache.pages_batch = 1;
+  } else {
+    FC_CHECK(cache.num_pages >= batch, "the caches hold ", cache.num_pages, " sequences, q has ", batch);
+  }
+  checked_int(cache.capacity(), "max_blocks * page_size");
+  return cache;
+}
+
+NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
+  NewKeys added{};
+  FC_CHECK(a.k.has_value() == a.v.has_value(), "of k and v one is None");
+  if (!a.k) return added;
+  FC_CHECK(a.cache_seqlens, "cache_seqlens is None; with k and v it says where they join the cache");
+  const bool dense = !a.cu_seqlens_k_new;
+  const int dims = dense ? 4 : 3;
+  auto check = [&](const View& t, const View& cache, const char* name) {
+    check_same_kind(t, a.q, name);
+    FC_CHECK(t.dims == dims && t.size(dims - 2) == cache.size(2) && t.size(dims - 1) == cache.size(3) &&
+                 (!dense || t.size(0) == batch) && t.size(dims - 3) == a.k->size(dims - 3),
+             name, "'s shape is not the expected one");
+  };
+  check(*a.k, a.k_cache, "k");
+  check(*a.v, a.v_cache, "v");
+  added.k = matrices(*a.k, "k");
+  added.v = matrices(*a.v, "v");
+  added.seqlen = checked_int(a.k->size(dims - 3), "rows of k");
+  added.total = dense ? int64_t(batch) * added.seqlen : added.seqlen;
+  added.cu = optional_indices(a.cu_seqlens_k_new, batch + 1, "cu_seqlens_k_new", a.q);
+  return added;
+}
+
+Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
+  Rotary rotary{};
+  FC_CHECK(a.rotary_cos.has_value() == a.rotary_sin.has_value(), "of rotary_cos and rotary_sin one is None");
+  FC_CHECK(a.rotary_cos || !a.rotary_seqlens, "rotary_seqlens is given, but no rotary_cos");
+  if (!a.rotary_cos) return rotary;
+  FC_CHECK(a.k, "rotary_cos is given, but no k and v");
+  for (const View* t : {&*a.rotary_cos, &*a.rotary_sin}) {
+    check_same_kind(*t, a.q, "rotary_cos or rotary_sin");
+    check_same_shape(*t, *a.rotary_cos, "rotary_sin");
+    FC_CHECK(t->dims == 2 && t->stride(1) == 1 && t->stride(0) == t->size(1) && t->size(0) > 0 && t->size(1) > 0 &&
+                 2 * t->size(1) <= head_dim,
+             "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2)");
+  }
+  rotary.cos = a.rotary_cos->ptr;
+  rotary.sin = a.rotary_sin->ptr;
+  rotary.positions = checked_int(a.rotary_cos->size(0), "positions");
+  rotary.half = static_cast<int>(a.rotary_cos->size(1));
+  rotary.interleaved = a.rotary_interleaved;
+  rotary.from = optional_indices(a.rotary_seqlens, batch, "rotary_seqlens", a.q);
+  return rotary;
+}
+
+void check_supported(const KvcacheArguments& a) {
+  FC_CHECK(a.q.dtype == ScalarType::Half || a.q.dtype == ScalarType::BFloat16,
+           "this dtype is not supported over a key/value cache on CUDA yet; float16 and bfloat16 are");
+  const int dims = a.cu_seqlens_q ? 3 : 4;
+  FC_CHECK(a.q.dims == dims && a.k_cache.dims == 4 && a.v_cache.dims == 4, "q must have ", dims,
+           " dimensions, the caches 4");
+  check_same_kind(a.k_cache, a.q, "k_cache");
+  check_same_kind(a.v_cache, a.q, "v_cache");
+  for (int i = 0; i < 3; ++i) FC_CHECK(a.k_cache.size(i) == a.v_cache.size(i), "the caches differ in dimension ", i);
+  const int64_t heads = a.q.size(dims - 2), heads_k = a.k_cache.size(2);
+  FC_CHECK(a.q.size(dims - 1) == a.k_cache.size(3), "q and k_cache differ in head dim");
+  FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, the caches ", heads_k,
+           "; heads must be a multiple of heads_k");
+  for (const View* cache : {&a.k_cache, &a.v_cache}) {
+    FC_CHECK(cache->size(3) > 0 && cache->size(3) % 8 == 0, "head dim ", cache->size(3),
+             " is not supported over a key/value cache on CUDA; multiples of 8 are");
+  }
+}
+
+DecodeProblem make_problem(const KvcacheArguments& a) {
+  check_supported(a);
+  const bool dense = !a.cu_seqlens_q;
+  const int axis = dense ? 2 : 1;
+  DecodeProblem p{};
+  FwdProblem& f = p.fwd;
+  f.dtype = a.q.dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
+  FC_CHECK(dense || (a.cu_seqlens_q->dims == 1 && a.cu_seqlens_q->size(0) > 0), "cu_seqlens_q must hold offsets");
+  f.batch = checked_int(dense ? a.q.size(0) : a.cu_seqlens_q->size(0) - 1, "batch");
+  f.seqlen_q = checked_int(dense ? a.q.size(1) : a.max_seqlen_q, "max_seqlen_q");
+  f.total_q = dense ? a.q.size(0) * a.q.size(1) : a.q.size(0);
+  f.sequences.cu_q = optional_indices(a.cu_seqlens_q, f.batch + 1, "cu_seqlens_q", a.q);
+  f.heads = checked_int(a.q.size(axis), "heads");
+  f.heads_k = checked_int(a.k_cache.size(2), "heads_k");
+  checked_int(int64_t(f.seqlen_q) * (f.heads / f.heads_k), "max_seqlen_q * heads / heads_k");
+  f.head_dim = checked_int(a.q.size(axis + 1), "head dim");
+  f.head_dim_v = checked_int(a.v_cache.size(3), "head dim of v");
+  describe_scores(f, a.score, a.q);
+  p.cache = make_cache(a, f.batch);
+  f.seqlen_k = static_cast<int>(p.cache.capacity());
+  f.q = matrices(a.q, "q");
+  f.k = matrices(a.k_cache, "k_cache");
+  f.v = matrices(a.v_cache, "v_cache");
+  p.added = make_new_keys(a, f.batch);
+  p.rotary = make_rotary(a, f.batch, f.head_dim);
+  p.unrotated_q = f.q;
+  FC_CHECK(a.num_splits >= 0 && a.split_size >= 0 && (a.num_splits == 0 || a.split_size == 0),
+           "num_splits and split_size are counts, of which one at most is not 0");
+  p.num_splits = checked_int(std::min<int64_t>(a.num_splits, Band::kUnbounded - 1), "num_splits");
+  p.split_size = checked_int(std::min<int64_t>(a.split_size, Band::kUnbounded - 1), "split_size");
+  FC_CHECK(f.k.vectors && f.v.vectors && (f.q.vectors || p.rotary.cos != nullptr),
+           "q and the caches must have vectors on 16-byte boundaries");
+  return p;
+}
+
+// Decides how keys are shared out, and allocates results of parts where there can be any that are not the whole.
+Tensor plan_parts(DecodeProblem& p, const KernelConfig& config, const Device& gpu, const View& q) {
+  const FwdProblem& f = p.fwd;
+  const bool even = p.num_splits == 0 && p.split_size == 0;
+  p.ctas = gpu.sms * config.ctas;
+  const int64_t tiles = (int64_t(f.seqlen_q) * p.group() + config.block_m - 1) / config.block_m;
+  const int64_t units = f.batch * f.heads_k * tiles;
+  const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;
+  constexpr int64_t kMostGrains = int64_t{1} << 30;
+  FC_CHECK(units < kMostGrains, "the batch has ", units, " tiles of queries; fewer than 2^30 are supported");
+  p.grain_blocks = static_cast<int>(units * blocks / kMostGrains) + 1;
+  int64_t parts = blocks;
+  if (p.num_splits > 0) parts = std::min<int64_t>(blocks, p.num_splits);
+  if (p.split_size > 0) {
+    const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
+    parts = (blocks + size - 1) / size;
+  }
+  if (parts <= 1) return Tensor();
+  const int64_t slots = even ? 2 * int64_t(p.ctas) : units * parts;
+  FC_CHECK(slots < kMostGrains, "keys are cut into ", slots, " parts; fewer than 2^30 are supported");
+  const int64_t out = slots * config.block_m * config.head_dim_v, lse = slots * config.block_m;
+  const Tensor workspace = allocate(q, {out + lse + (even ? 0 : slots)}, ScalarType::Float);
+  p.slots = static_cast<int>(slots);
+  p.part_out = static_cast<float*>(workspace.data_ptr());
+  p.part_lse = p.part_out + out;
+  if (!even) p.arrived = reinterpret_cast<unsigned*>(p.part_lse + lse);
+  return workspace;
+}
+
+}  // namespace
+
+void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
+  Stack in(stack);
+  const KvcacheArguments a = take_kvcache(in);
+  DecodeProblem p = make_problem(a);
+  const torch::stable::accelerator::DeviceGuard guard(a.q.device);
+  const Tensor out = allocate_out(a.q, a.v_cache), softmax_lse = allocate_statistics(a.q);
+  p.fwd.out = matrices(View(out), "out");
+  p.fwd.lse = statistics(View(softmax_lse), "softmax_lse", a.q);
+  const Device& gpu = device(a.q.device);
+  const auto& kernel = select(decode_kernels(), p, gpu);
+  Tensor rotated;
+  if (p.rotary.cos != nullptr) {
+    rotated = allocate_out(a.q, a.q);
+    p.fwd.q = matrices(View(rotated), "q");
+  }
+  const Tensor workspace = plan_parts(p, kernel.config, gpu, a.q);
+  const cudaError_t error = kernel.launch(p, current_stream(a.q));
+  FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
+  in.put(out, softmax_lse);
+}
+
+void combine(StableIValue* stack, uint64_t, uint64_t) {
+  Stack in(stack);
+  const View out_partial = in.view(), lse_partial = in.view();
+  const ScalarType dtype = in.take<std::optional<ScalarType>>().value_or(ScalarType::Float);
+  FC_CHECK(out_partial.dims >= 2 && out_partial.dims == lse_partial.dims + 1, "lse_partial has no head dim");
+  FC_CHECK(out_partial.size(0) > 0, "out_partial holds no part");
+  for (int i = 0; i < lse_partial.dims; ++i) {
+    FC_CHECK(out_partial.size(i) == lse_partial.size(i), "out_partial and lse_partial differ in dimension ", i);
+  }
+  for (const View* t : {&out_partial, &lse_partial}) {
+    check_device(*t, out_partial, "lse_partial");
+    FC_CHECK(t->dtype == ScalarType::Float && is_contiguous(*t), "parts must be contiguous fp32");
+  }
+  FC_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+           "dtype must be float32, float16 or bfloat16");
+  const torch::stable::accelerator::DeviceGuard guard(out_partial.device);
+  const Tensor out = allocate(out_partial, out_partial.sizes + 1, out_partial.dims - 1, dtype);
+  const Tensor lse = allocate(lse_partial, lse_partial.sizes + 1, lse_partial.dims - 1, ScalarType::Float);
+  Partials p{};
+  p.out = static_cast<const float*>(out_partial.ptr);
+  p.lse = static_cast<const float*>(lse_partial.ptr);
+  p.result = out.data_ptr();
+  p.result_lse = static_cast<float*>(lse.data_ptr());
+  p.parts = checked_int(out_partial.size(0), "parts");
+  p.dim = checked_int(out_partial.size(out_partial.dims - 1), "head dim");
+  p.rows = lse_partial.numel() / p.parts;
+  p.element = dtype == ScalarType::Half       ? Partials::Element::FP16
+              : dtype == ScalarType::BFloat16 ? Partials::Element::BF16
+                                              : Partials::Element::FP32;
+  const cudaError_t error = combine(p, current_stream(out_partial));
+  FC_CHECK(error == cudaSuccess, "combine: ", cudaGetErrorString(error));
+  in.put(out, lse);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,57 @@
+// Where one sequence lies in a key/value cache, safe against any values in the index tensors.
+#pragma once
+
+#include "kernels/common/seq.h"
+
+namespace flash_cute {
+
+FC_HOST_DEVICE int clamped(int64_t value, int64_t most) {
+  return static_cast<int>(value < 0 ? 0 : value > most ? most : value);
+}
+
+// Rows in use before new ones join.
+FC_HOST_DEVICE int rows_in_use(const Cache& cache, int b) {
+  const int64_t capacity = cache.capacity();
+  return cache.lengths == nullptr ? static_cast<int>(capacity) : clamped(cache.lengths[b], capacity);
+}
+
+// New rows of a sequence, of which the cache may not have room for all.
+FC_HOST_DEVICE SeqSpan new_rows(const NewKeys& added, int b) {
+  return seq_span(added.cu, nullptr, b, added.seqlen, added.total);
+}
+
+// The queries and the keys of a sequence, those that joined included. Key 0 is row k.offset of the sequence's pages.
+FC_HOST_DEVICE SeqInfo cached_seq(const DecodeProblem& p, int b) {
+  const int used = rows_in_use(p.cache, b);
+  const int first = p.cache.leftpad == nullptr ? 0 : clamped(p.cache.leftpad[b], used);
+  const int last = clamped(int64_t(used) + new_rows(p.added, b).length, p.cache.capacity());
+  return {seq_span(p.fwd.sequences.cu_q, nullptr, b, p.fwd.seqlen_q, p.fwd.total_q), {first, last - first}};
+}
+
+// The sequence of a row among those of all sequences: of equal length `each`, or, with offsets, end to end. Offsets that
+// are none may name a sequence that does not have the row.
+FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each) {
+  if (cu == nullptr) return row / each;
+  int first = 0, last = batch - 1;  // the last one that starts at the row or before
+  while (first < last) {
+    const int middle = (first + last + 1) / 2;
+    if (cu[middle] <= row) {
+      first = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  return first;
+}
+
+// A row's place in its sequence; not in [0, span.length) if the sequence does not have it.
+FC_HOST_DEVICE int64_t place_of(int row, const SeqSpan& span, const int* cu, int each) {
+  return cu == nullptr ? row % each : row - span.offset;
+}
+
+// The id of a page of a sequence; it may not exist.
+FC_HOST_DEVICE int page_id(const Cache& cache, int b, int block) {
+  return cache.pages == nullptr ? b : cache.pages[b * cache.pages_batch + block];
+}
+
+}  // namespace flash_cute

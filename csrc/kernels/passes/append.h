@@ -1,0 +1,13 @@
+// New keys and values join the cache, and rotary embedding turns keys and queries on the way.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/problem.h"
+
+namespace flash_cute {
+
+// The next kernel on the stream may start before it ends. Writes what fits of the new rows into the cache, and rotated queries to fwd.q. Does nothing without new rows.
+cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream);
+
+}  // namespace flash_cute

@@ -1,0 +1,23 @@
+// Results over parts of the keys, given by a caller, become one.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flash_cute {
+
+struct Partials {
+  enum class Element { FP32, FP16, BF16 };
+  const float* out;   // [parts, rows, dim]
+  const float* lse;   // [parts, rows]
+  void* result;       // [rows, dim]
+  float* result_lse;  // [rows]
+  Element element;    // of the result
+  int parts, dim;
+  int64_t rows;
+};
+
+cudaError_t combine(const Partials& partials, cudaStream_t stream);
+
+}  // namespace flash_cute

@@ -1,0 +1,379 @@
+// Attention of few queries over a key/value cache, for sm_80 and later: persistent CTAs share the keys of all sequences
+// out among each other (flash decoding), and query heads of a group fill the rows of a tile, so that the cache is read
+// once. Teams of warps work on different keys at their own pace, each with its own ring of tiles.
+#pragma once
+
+#include "core/counter.h"
+#include "core/registry.h"
+#include "kernels/common/forward_rules.h"
+#include "kernels/common/mask.h"
+#include "kernels/common/merge.h"
+#include "kernels/common/overlap.h"
+#include "kernels/common/shares.h"
+#include "kernels/common/softmax.h"
+#include "kernels/launch.h"
+#include "kernels/passes/append.h"
+#include "kernels/passes/gaps.h"
+#include "kernels/sm80/cache_copy.h"
+#include "kernels/sm80/mma.h"
+
+namespace flash_cute::sm80 {
+
+template <KernelConfig C>
+struct DecodeTraits {
+  using Element = typename Mma16816<C.dtype>::Element;
+  static constexpr int kRowWarps = C.block_m / 16, kTeams = C.teams(), kTeamThreads = 32 * kRowWarps;
+  static constexpr int kKeys = C.block_n / kTeams;  // of a team's tile
+  using Mma = RowsMma<C.dtype, C.block_m, kRowWarps>;
+  using OperandQ = SharedOperand<Side::A, false, Element, C.block_m, C.head_dim, kRowWarps>;
+  using OperandK = SharedOperand<Side::B, false, Element, kKeys, C.head_dim, 1>;
+  using OperandV = SharedOperand<Side::B, true, Element, kKeys, C.head_dim_v, 1>;
+  using Copy = CacheCopy<Element, kTeamThreads, kKeys, C.head_dim, C.head_dim_v>;
+  struct Ring {
+    alignas(128) Element k[C.stages][kTeams][kKeys * C.head_dim];
+    alignas(128) Element v[C.stages][kTeams][kKeys * C.head_dim_v];
+  };
+  // Of the teams. Rows are apart by 8 banks, so that a warp writes without conflicts.
+  struct Results {
+    float out[kTeams][C.block_m][C.head_dim_v + 8];
+    float lse[kTeams][C.block_m];
+    bool last;  // whether the part is the last of its unit to be done
+  };
+  struct Storage {
+    alignas(128) Element q[C.block_m * C.head_dim];
+    union {
+      Ring ring;
+      Results results;
+    };
+  };
+  static_assert(C.warps % kRowWarps == 0 && C.block_n % (16 * kTeams) == 0);
+  static_assert(C.stages >= 2);
+  static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+};
+
+// Finds grains among those of all sequences. A warp searches for itself, 32 sequences at a time.
+class GrainSearch {
+ public:
+  struct Place {
+    int b, first;  // the sequence, and its first grain
+  };
+
+  CUTE_DEVICE GrainSearch(const DecodeProblem& p, int block_m, int block_n)
+      : p_(p), block_m_(block_m), block_n_(block_n) {}
+
+  // The sequence that has a grain; if none has, what is behind all of them: the batch, and how many grains there are.
+  CUTE_DEVICE Place find(int grain) {
+    const int batch = p_.fwd.batch;
+    int before = 0;
+    for (int first = 0; first < batch; first += kLanes) {
+      count(first);
+      const unsigned behind = __ballot_sync(0xffffffff, before + up_to_ > grain);
+      if (behind != 0) {
+        const int found = __ffs(behind) - 1;
+        return {first + found, before + __shfl_sync(0xffffffff, up_to_ - own_, found)};
+      }
+      before += __shfl_sync(0xffffffff, up_to_, kLanes - 1);
+    }
+    return {batch, before};
+  }
+
+  CUTE_DEVICE int count_all() { return find(INT32_MAX).first; }
+
+ private:
+  static constexpr int kLanes = 32;
+
+  // Grains of the sequences from `first` on, a lane each.
+  CUTE_DEVICE void count(int first) {
+    if (first == counted_) return;
+    counted_ = first;
+    const int lane = threadIdx.x % kLanes, b = first + lane;
+    own_ = b < p_.fwd.batch ? Grains(p_, cached_seq(p_, b), block_m_, block_n_).all : 0;
+    up_to_ = own_;
+    CUTE_UNROLL
+    for (int apart = 1; apart < kLanes; apart *= 2) {
+      const int other = __shfl_up_sync(0xffffffff, up_to_, apart);
+      if (lane >= apart) up_to_ += other;
+    }
+  }
+
+  const DecodeProblem& p_;
+  int block_m_, block_n_;
+  int counted_ = -1;
+  int own_ = 0, up_to_ = 0;
+};
+
+// A part of a unit's keys.
+struct Part {
+  SeqInfo seq;
+  int b, head_k;
+  int row;  // of the sequence's packed rows, the unit's first
+  int first, last;  // blocks of keys
+  UnitParts all;  // of the unit
+  int index;  // among them
+};
+
+// The parts that this CTA takes, one after the other.
+template <KernelConfig C, class F>
+CUTE_DEVICE void each_part(const DecodeProblem& p, F f) {
+  const int cta = static_cast<int>(blockIdx.x);
+  GrainSearch search(p, C.block_m, C.block_n);
+  const Shares shares(p, search.count_all());
+  int grain = cta * shares.size;
+  const int end = grain + shares.size;
+  auto [b, first] = search.find(grain);
+  // After this new keys have joined the cache, and queries are rotated.
+  wait_for_kernel_before();
+  while (grain < end && b < p.fwd.batch) {
+    const SeqInfo seq = cached_seq(p, b);
+    const Grains grains(p, seq, C.block_m, C.block_n);
+    if (grain >= first + grains.all) {
+      first += grains.all;
+      ++b;
+      continue;
+    }
+    const int unit = (grain - first) / grains.of_unit, at = (grain - first) % grains.of_unit;
+    const int count = shares.even ? min(grains.of_unit - at, end - grain) : 1;
+    const UnitParts all(shares, grain - at, grains.of_unit);
+    const int first_block = grains.first_block + at * grains.size;
+    f(Part{.seq = seq,
+           .b = b,
+           .head_k = unit / grains.tiles,
+           .row = unit % grains.tiles * C.block_m,
+           .first = first_block,
+           .last = min(first_block + count * grains.size, grains.first_block + grains.blocks),
+           .all = all,
+           .index = shares.even ? cta - all.first : at});
+    grain += count;
+  }
+}
+
+// A row of a unit: one query and one of its heads.
+struct Row {
+  int query, head;
+
+  CUTE_DEVICE Row(const DecodeProblem& p, const Part& part, int row)
+      : query((part.row + row) / p.group()), head(part.head_k * p.group() + (part.row + row) % p.group()) {}
+};
+
+// Copies the unit's rows of Q.
+template <KernelConfig C>
+CUTE_DEVICE void load_queries(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Element* shared) {
+  using Element = typename DecodeTraits<C>::Element;
+  const Matrices& q = p.fwd.q;
+  constexpr int kAcross = C.head_dim / kVector;
+  for (int i = threadIdx.x; i < C.block_m * kAcross; i += C.threads()) {
+    const int col = i % kAcross * kVector;
+    const Row row(p, part, i / kAcross);
+    const bool there = row.query < part.seq.q.length && col < p.fwd.head_dim;
+    const Element* from = static_cast<const Element*>(q.ptr);
+    if (there) from += part.b * q.batch + (part.seq.q.offset + row.query) * q.row + row.head * q.head + col;
+    const auto to = shared + SharedLayout<C.block_m, C.head_dim>{}(i / kAcross, col);
+    cp_async_16(cast_smem_ptr_to_uint(to), from, there ? 16 : 0);
+  }
+}
+
+// Rows of the unit that exist, shared out among warps: f(row of the unit, query and head).
+template <KernelConfig C, class F>
+CUTE_DEVICE void each_row(const DecodeProblem& p, const Part& part, F f) {
+  for (int i = threadIdx.x / 32; i < C.block_m; i += C.warps) {
+    const Row row(p, part, i);
+    if (row.query < part.seq.q.length) f(i, row);
+  }
+}
+
+// Writes a unit's result, merged from `count` parts whose row i has the log-sum-exp lse(part, i) and the output
+// out(part, i, column).
+template <KernelConfig C, class Lse, class Out>
+CUTE_DEVICE void store_result(const DecodeProblem& p, const Part& part, int count, Lse lse, Out out) {
+  using Element = typename DecodeTraits<C>::Element;
+  const FwdProblem& f = p.fwd;
+  each_row<C>(p, part, [&](int i, const Row& row) {
+    const int64_t at = part.seq.q.offset + row.query;
+    Element* to = static_cast<Element*>(f.out.ptr) + part.b * f.out.batch + at * f.out.row + row.head * f.out.head;
+    const float total = merge_row(
+        count, [&](int n) { return lse(n, i); }, [&](int n, int column) { return out(n, i, column); }, f.head_dim_v,
+        sink_of(f.sink, row.head), [&](int column, float x) { to[column] = Element(x); });
+    if (threadIdx.x % 32 == 0) f.lse.ptr[part.b * f.lse.batch + row.head * f.lse.head + at] = total;
+  });
+}
+
+// Writes the result of a part from those of the teams; for the whole CTA. The part of a unit that is done last merges
+// all of them.
+template <KernelConfig C>
+CUTE_DEVICE void store_part(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Results& results) {
+  using T = DecodeTraits<C>;
+  auto lse_of_team = [&](int team, int i) { return results.lse[team][i]; };
+  auto out_of_team = [&](int team, int i, int column) { return results.out[team][i][column]; };
+  if (part.all.count == 1) {
+    store_result<C>(p, part, T::kTeams, lse_of_team, out_of_team);
+    return;
+  }
+  auto place = [&](int n, int i) { return int64_t(part.all.slot(n)) * C.block_m + i; };
+  each_row<C>(p, part, [&](int i, const Row&) {
+    float* to = p.part_out + place(part.index, i) * C.head_dim_v;
+    const float lse = merge_row(
+        T::kTeams, [&](int team) { return lse_of_team(team, i); },
+        [&](int team, int column) { return out_of_team(team, i, column); }, p.fwd.head_dim_v, -INFINITY,
+        [&](int column, float x) { to[column] = x; });
+    if (threadIdx.x % 32 == 0) p.part_lse[place(part.index, i)] = lse;
+  });
+  __threadfence();
+  // After this barrier all of the part is written, for every CTA to see.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned* const arrived = p.arrived + part.all.first;
+    results.last = atomicAdd(arrived, 1u) + 1 == unsigned(part.all.count);
+    if (results.last) *arrived = 0;
+    __threadfence();
+  }
+  // After this barrier all know whether theirs was the last, and then see what the others wrote: not through L1, which
+  // may hold what was there before.
+  __syncthreads();
+  if (!results.last) return;
+  store_result<C>(
+      p, part, part.all.count, [&](int n, int i) { return __ldcg(&p.part_lse[place(n, i)]); },
+      [&](int n, int i, int column) { return __ldcg(&p.part_out[place(n, i) * C.head_dim_v + column]); });
+}
+
+// A team's attention over its tiles of a part's keys.
+template <KernelConfig C>
+CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage) {
+  using T = DecodeTraits<C>;
+  using Element = typename T::Element;
+  const FwdProblem& f = p.fwd;
+  const SeqInfo& seq = part.seq;
+  const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
+  auto team_sync = [&] {
+    if constexpr (T::kRowWarps == 1) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(T::kTeamThreads) : "memory");
+    }
+  };
+
+  // Queries of the unit, and the blocks of the part that they see.
+  const int first_query = part.row / p.group();
+  const int queries = min((part.row + C.block_m - 1) / p.group() + 1, seq.q.length) - first_query;
+  const RowSpan keys = visible_keys(seq, f.band, first_query, queries);
+  const int first = max(part.first, keys.first / C.block_n), last = min(part.last, ceil_div(keys.last, C.block_n));
+  const TileRange tiles = key_tiles(seq, f.band, first_query, queries, T::kKeys);
+
+  typename T::Copy copy(p, part.b, part.head_k, static_cast<int>(seq.k.offset), keys,
+                        first * C.block_n + team * T::kKeys, C.block_n, storage.ring.k[0][team],
+                        storage.ring.v[0][team], thread);
+  auto load = [&](int n, int stage) {
+    if (n < last) copy.load(stage * int(sizeof(storage.ring.k[0])), stage * int(sizeof(storage.ring.v[0])));
+    cp_async_fence();
+  };
+  load_queries<C>(p, part, storage.q);
+  cp_async_fence();
+  CUTE_UNROLL
+  for (int stage = 0; stage < C.stages - 1; ++stage) load(first + stage, stage);
+
+  typename T::Mma mma;
+  const typename T::OperandQ q(storage.q, thread / 32);
+  const typename T::OperandK k(storage.ring.k[0][team], 0);
+  const typename T::OperandV v(storage.ring.v[0][team], 0);
+  Tensor tOrO = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,MMA_M,MMA_DV)
+  clear(tOrO);
+  Tensor output = rows_and_columns(tOrO);  // (rows,dims)
+  Tensor tScS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<T::kKeys>>{}));
+  Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
+  constexpr int kRows = decltype(size<0>(at))::value;
+  const int first_column = get<1>(at(0, 0));
+  OnlineSoftmax<kRows> softmax(rule_scale_log2(f));
+  const BandMask mask(seq, f.band);
+  int query[kRows];
+  float slope[kRows];
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const Row row(p, part, get<0>(at(r, 0)));
+    query[r] = row.query;
+    slope[r] = slope_of(f.rules, part.b, row.head);
+  }
+
+  // After this barrier Q is visible to all.
+  cp_async_wait<C.stages - 1>();
+  __syncthreads();
+  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<C.head_dim / 16>>{});  // (MMA,MMA_M,MMA_K)
+  CUTE_UNROLL
+  for (int step = 0; step < C.head_dim / 16; ++step) q.load(&recast<uint32_t>(rQ)(0, 0, step), step, 0);
+
+  int stage = 0;
+  CUTE_NO_UNROLL
+  for (int n = first; n < last; ++n) {
+    // After this the team's tile of block n is visible to all of it, and none of it still reads the one before.
+    cp_async_wait<C.stages - 2>();
+    team_sync();
+    const int behind = stage == 0 ? C.stages - 1 : stage - 1;
+    load(n + C.stages - 1, behind);
+
+    Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<T::kKeys>>{});  // (MMA,MMA_M,MMA_N)
+    Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
+    clear(tSrS);
+    const int tile = n * T::kTeams + team, column = tile * T::kKeys + first_column;
+    gemm_registers(mma, tSrS, [&](int step) { return rQ(_, _, step); }, k.at(stage * int(sizeof(storage.ring.k[0]))));
+    apply_rules(scores, f, [&](int r) { return slope[r]; }, [&](int r) { return query[r] + seq.shift() - column; });
+    if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
+    softmax.raise(scores, output);
+    Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
+    auto weights = [&](int step) {
+      softmax.weigh(scores, 4 * step, 4 * step + 4);
+      return converted<Element>(rP(_, _, step));
+    };
+    gemm_registers(mma, tOrO, weights, v.at(stage * int(sizeof(storage.ring.v[0]))));
+    stage = stage == C.stages - 1 ? 0 : stage + 1;
+  }
+
+  const auto lse = softmax.finish(output, -INFINITY, 1.f);
+  // After this barrier nobody still reads or fills a ring, whose memory results take.
+  cp_async_wait<0>();
+  __syncthreads();
+  CUTE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const int row = get<0>(at(r, 0));
+    if (first_column == 0) storage.results.lse[team][row] = lse[r];
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(output); c += 2) {
+      *reinterpret_cast<float2*>(&storage.results.out[team][row][first_column + column_offset(c)]) =
+          make_float2(output(r, c), output(r, c + 1));
+    }
+  }
+}
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeProblem p) {
+  extern __shared__ __align__(128) char smem[];
+  auto& storage = *reinterpret_cast<typename DecodeTraits<C>::Storage*>(smem);
+  each_part<C>(p, [&](const Part& part) {
+    attend<C>(p, part, storage);
+    // After this barrier the results of all teams are there.
+    __syncthreads();
+    store_part<C>(p, part, storage.results);
+    // After this barrier nobody still reads them.
+    __syncthreads();
+  });
+}
+
+}  // namespace flash_cute::sm80
+
+namespace flash_cute {
+
+template <KernelConfig C>
+cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+  if (cudaError_t e = fill_gaps(p.fwd, stream)) return e;
+  DecodeProblem decode = p;
+  if (p.arrived != nullptr) {
+    if (cudaError_t e = cudaMemsetAsync(p.arrived, 0, p.slots * sizeof(*p.arrived), stream)) return e;
+  } else if (p.slots > 0) {
+    if (cudaError_t e = zeroed_counters(decode.arrived, p.ctas, stream)) return e;
+  }
+  if (p.added.total > 0) {
+    if (cudaError_t e = append_keys(p, stream)) return e;
+  }
+  if (p.fwd.total_q == 0 || p.fwd.batch == 0) return cudaSuccess;
+  return p.added.total > 0 ? launch_overlapping<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode)
+                           : launch_kernel<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode);
+}
+
+}  // namespace flash_cute

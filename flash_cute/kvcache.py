@@ -1,0 +1,194 @@
+"""Attention over a key/value cache, for serving: one call appends, rotates and attends.
+
+Arguments are those of flash-attn 2.8's function of the same name, in its order, and by keyword
+those that FlashAttention-3's has on top.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import ops, validate, validate_kvcache
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
+    split_size: int = 0,
+    check_indices: bool = False,
+) -> Any:
+    """Attention of a few queries a sequence over its cache, which new keys and values join first.
+
+    Args:
+        q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``.
+        k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
+            page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
+        v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor.
+        k: (batch, seqlen_new, heads_k, dim), or (total_new, heads_k, dim) with
+            ``cu_seqlens_k_new``: joins the cache behind its first ``cache_seqlens`` rows.
+        v: as k, with head dim dim_v.
+        rotary_cos: (positions, rotary_dim / 2) in q's dtype: rotary embedding of q and k, row i of
+            k at position ``cache_seqlens + i``; row i of q too if there is a causal mask or a
+            window, else all of q at position ``cache_seqlens``.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: int, or int32 (batch,): rows of the cache in use before k joins; None: all.
+        cache_batch_idx: int32 (batch,), which row of the caches is whose; None: in order.
+        cache_leftpad: int32 (batch,), rows at the start of each cache that do not count.
+        block_table: int32 (batch, max_blocks), the page ids of each sequence. Pages of any size.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink: as in
+            :func:`flash_attn_func`, with seqlen_k the keys of each sequence after the append.
+        rotary_interleaved: pairs are dims (2i, 2i + 1), else (i, i + rotary_dim / 2).
+        num_splits: parts that each sequence's keys are cut into; 0: what keeps the GPU busiest.
+        return_softmax_lse: also return the log-sum-exp.
+        page_table: another name of ``block_table``.
+        cu_seqlens_q: int32 (batch + 1): sequence b is rows ``[cu_seqlens_q[b], cu_seqlens_q[b +
+            1])`` of q.
+        max_seqlen_q: the longest sequence of q; needed with ``cu_seqlens_q``.
+        cu_seqlens_k_new: int32 (batch + 1), likewise for k and v.
+        rotary_seqlens: int32 (batch,), positions that rotary embedding starts from, in place of
+            ``cache_seqlens``.
+        split_size: cut each sequence's keys into parts of about so many: then its result has the
+            same bits whatever other sequences are in the batch. 0: off.
+        check_indices: look for indices outside of their tensors, and raise ValueError with the
+            first one. Waits for the GPU. Without it they are clamped on the device: what lies
+            outside is neither read nor written.
+
+    Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
+    the index tensors. There is no backward.
+
+    Returns:
+        out (batch, seqlen_q, heads, dim_v) or (total_q, heads, dim_v), and as asked softmax_lse,
+        fp32 (batch, heads, seqlen_q) or (heads, total_q).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate_kvcache`.
+    """
+    if page_table is not None:
+        if block_table is not None:
+            raise ValueError("block_table and page_table are given; they are names of one argument")
+        block_table = page_table
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        raise ValueError("max_seqlen_q is None; cu_seqlens_q needs the longest sequence's length")
+    longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
+    if isinstance(cache_seqlens, int) and isinstance(q, Tensor):
+        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
+    batch = validate_kvcache.call(*caches, *places, *sequences, num_splits, split_size)
+    validate.options(
+        q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink, None
+    )
+    if q.is_cuda:
+        validate_kvcache.cuda(q, v_cache, sink)
+    if check_indices:
+        validate_kvcache.contents(k_cache, _lengths_new(k, cu_seqlens_k_new, batch), *places)
+    out, softmax_lse = ops.fwd_kvcache(
+        *caches, *places, *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes,
+        sink, rotary_interleaved, num_splits, split_size,
+    )  # fmt: skip
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = True,
+) -> Any:
+    """The attention over all keys, from those over parts of them.
+
+    Args:
+        out_partial: fp32 (parts, .., dim), e.g. (parts, batch, seqlen, heads, dim).
+        lse_partial: fp32 (parts, ..), natural log. A part whose lse is -inf weighs nothing,
+            whatever its out holds.
+        out: tensor for the result; None allocates it.
+        out_dtype: fp16, bf16 or fp32; None is that of ``out``, else fp32.
+        return_lse: also return the log-sum-exp over all parts.
+
+    Returns:
+        out (.., dim), and as asked lse fp32 (..).
+
+    Raises:
+        TypeError, ValueError: see :func:`flash_cute.validate_kvcache.partials`.
+    """
+    if out is not None and out_dtype is None:
+        out_dtype = out.dtype
+    validate_kvcache.partials(out_partial, lse_partial, out_dtype)
+    result, lse = ops.combine(out_partial, lse_partial, out_dtype)
+    if out is not None:
+        validate.output("out", out, result)
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def kvcache_status(
+    k_cache: Tensor,
+    cache_seqlens: Tensor,
+    seqlen_new: int | Tensor = 0,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """What :func:`flash_attn_with_kvcache` clamps in a call with these arguments, without waiting.
+
+    Args:
+        seqlen_new: rows of k, one number for all or int32 (batch,).
+        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call.
+
+    Returns:
+        int32 (batch,), for each sequence the sum of 1 if its length or what joins does not fit the
+        cache, 2 if its page or row of the cache does not exist, 4 if its padding exceeds its
+        length; 0 where nothing is clamped.
+    """
+    num_blocks, page_size = k_cache.shape[:2]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    length = cache_seqlens + seqlen_new
+    status = ((cache_seqlens < 0) | (length > capacity)).int()
+    pages = None if cache_batch_idx is None else cache_batch_idx[:, None]
+    if block_table is not None:
+        first_rows = torch.arange(block_table.shape[1], device=length.device) * page_size
+        pages = block_table.masked_fill(first_rows >= length[:, None], 0)
+    if pages is not None:
+        status += 2 * ((pages < 0) | (pages >= num_blocks)).any(-1).int()
+    if cache_leftpad is not None:
+        status += 4 * ((cache_leftpad < 0) | (cache_leftpad > cache_seqlens)).int()
+    return status
+
+
+def _lengths_new(k: Tensor | None, cu_seqlens_k_new: Tensor | None, batch: int) -> list[int]:
+    """Rows that join the cache of each sequence."""
+    if k is None:
+        return [0] * batch
+    if cu_seqlens_k_new is None:
+        return [k.shape[1]] * batch
+    return cu_seqlens_k_new.diff().tolist()

@@ -1,0 +1,257 @@
+"""What the functions over a key/value cache accept, in the manner of :mod:`flash_cute.validate`.
+
+``contents`` looks into index tensors as well, which waits for the GPU; the other checks do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import validate
+
+KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
+KVCACHE_CUDA_MAX_HEAD_DIM = 128
+
+
+def call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    cu_seqlens_k_new: Tensor | None,
+    rotary_seqlens: Tensor | None,
+    num_splits: int,
+    split_size: int,
+) -> int:
+    """Shapes, dtypes, devices and strides of a call; returns the batch size."""
+    validate._same_kind(q, k_cache, v_cache)
+    rank = 4 if cu_seqlens_q is None else 3
+    if q.dim() != rank:
+        layout = "(batch, seqlen_q, heads, dim)" if rank == 4 else "(total_q, heads, dim)"
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected {layout}")
+    _caches(q, k_cache, v_cache, paged=block_table is not None)
+    if cu_seqlens_q is None:
+        batch = q.shape[0]
+    else:
+        batch = validate._indices("cu_seqlens_q", cu_seqlens_q, q) - 1
+        validate.length("max_seqlen_q", max_seqlen_q)
+        if batch < 0:
+            raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
+    for name, x in (
+        ("cache_seqlens", cache_seqlens),
+        ("cache_batch_idx", cache_batch_idx),
+        ("cache_leftpad", cache_leftpad),
+        ("rotary_seqlens", rotary_seqlens),
+    ):
+        if x is not None and validate._indices(name, x, q) != batch:
+            raise ValueError(f"{name} has {len(x)} entries; expected {batch}, one a sequence")
+    if block_table is not None:
+        validate._block_table(block_table, q, batch)
+        if cache_batch_idx is not None:
+            raise ValueError("cache_batch_idx and block_table are given; a table names the pages")
+    elif cache_batch_idx is None and len(k_cache) < batch:
+        raise ValueError(
+            f"the caches hold {len(k_cache)} sequences, q has {batch}; give cache_batch_idx, or "
+            "larger caches"
+        )
+    _new_keys(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
+    _rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens)
+    _splits(num_splits, split_size)
+    return batch
+
+
+def op_arguments(bound: dict[str, Any]) -> None:
+    """The same for a direct call of the op on the CPU; ``bound``: its arguments by name."""
+    names = (
+        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
+        "cache_batch_idx", "cache_leftpad", "block_table", "cu_seqlens_q", "max_seqlen_q",
+        "cu_seqlens_k_new", "rotary_seqlens", "num_splits", "split_size",
+    )  # fmt: skip
+    batch = call(*(bound[name] for name in names))
+    validate.options(
+        bound["q"], batch, 0.0, bound["softmax_scale"], bound["is_causal"],
+        (bound["window_size_left"], bound["window_size_right"]), bound["softcap"],
+        bound["alibi_slopes"], False, bound["sink"], None,
+    )  # fmt: skip
+
+
+def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
+    """Refuses what the CUDA kernels over a cache do not do (yet)."""
+    validate.cuda(q, v_cache, sink)
+    if q.dtype not in KVCACHE_CUDA_DTYPES:
+        raise NotImplementedError(
+            f"dtype {q.dtype} is not supported over a key/value cache on CUDA yet; supported: "
+            f"{validate._listed(KVCACHE_CUDA_DTYPES)}; cast q and the caches, or run on the CPU"
+        )
+    for name, x in (("q", q), ("v_cache", v_cache)):
+        dim = x.shape[-1]
+        if dim > KVCACHE_CUDA_MAX_HEAD_DIM or dim % 8 != 0:
+            raise NotImplementedError(
+                f"{name}'s head dim {dim} is not supported over a key/value cache on CUDA yet; "
+                f"multiples of 8 up to {KVCACHE_CUDA_MAX_HEAD_DIM} are; pad it, or run on the CPU"
+            )
+
+
+def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None) -> None:
+    """out_partial (parts, .., dim) and lse_partial (parts, ..), fp32 on one device."""
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(x, Tensor) or x.dtype != torch.float32:
+            raise TypeError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}; expected float32")
+    if out_partial.device != lse_partial.device:
+        raise ValueError(
+            f"devices differ: out_partial is on {out_partial.device}, lse_partial on "
+            f"{lse_partial.device}"
+        )
+    if out_partial.dim() < 2 or out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(
+            f"out_partial has shape {tuple(out_partial.shape)}, lse_partial "
+            f"{tuple(lse_partial.shape)}; expected (parts, .., dim) and (parts, ..)"
+        )
+    if len(out_partial) == 0:
+        raise ValueError("out_partial holds no part; there must be at least one")
+    supported = (torch.float16, torch.bfloat16, torch.float32)
+    if dtype is not None and dtype not in supported:
+        raise TypeError(f"dtype is {dtype}; supported: {validate._listed(supported)}")
+
+
+def contents(
+    k_cache: Tensor,
+    seqlens_new: list[int],
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
+    """Raises ValueError for the first index that the kernels would clamp, and names it."""
+    page_size = k_cache.shape[1]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    used = [capacity] * len(seqlens_new) if cache_seqlens is None else cache_seqlens.tolist()
+    for b, (length, new) in enumerate(zip(used, seqlens_new, strict=True)):
+        if not 0 <= length <= capacity - new:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {length}; with {new} new rows the cache holds "
+                f"[0, {capacity - new}] of this sequence"
+            )
+    for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
+        if not 0 <= pad <= used[b]:
+            raise ValueError(f"cache_leftpad[{b}] is {pad}; expected [0, {used[b]}]")
+    for b, row in enumerate([] if cache_batch_idx is None else cache_batch_idx.tolist()):
+        if not 0 <= row < len(k_cache):
+            raise ValueError(f"cache_batch_idx[{b}] is {row}; expected [0, {len(k_cache)})")
+    for b, pages in enumerate([] if block_table is None else block_table.tolist()):
+        for block, page in enumerate(pages[: -(-(used[b] + seqlens_new[b]) // max(page_size, 1))]):
+            if not 0 <= page < len(k_cache):
+                raise ValueError(
+                    f"block_table[{b}, {block}] is {page}; the cache has {len(k_cache)} pages"
+                )
+
+
+def _caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
+    layout = "(num_blocks, page_size, heads_k, dim)" if paged else "(batch, seqlen, heads_k, dim)"
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            f"k_cache and v_cache differ in {layout}: {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
+    heads, heads_k, dim = q.shape[-2], k_cache.shape[2], k_cache.shape[3]
+    if heads_k == 0 or heads % heads_k != 0:
+        raise ValueError(
+            f"q has {heads} heads and the caches {heads_k}; heads must be a multiple of heads_k"
+        )
+    if q.shape[-1] != dim or dim == 0 or v_cache.shape[3] == 0:
+        raise ValueError(
+            f"head dims are {q.shape[-1]} of q, {dim} of k_cache, {v_cache.shape[3]} of v_cache; "
+            "the first two must agree, and none may be 0"
+        )
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        validate._contiguous_last(name, x)
+
+
+def _new_keys(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    batch: int,
+    cache_seqlens: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+) -> None:
+    if k is None or v is None:
+        if k is not v:
+            raise ValueError("of k and v one is None; new keys and values come together")
+        if cu_seqlens_k_new is not None:
+            raise ValueError("cu_seqlens_k_new is given, but no k and v")
+        return
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
+    validate._same_kind(q, k, v)
+    if cu_seqlens_k_new is not None:
+        entries = validate._indices("cu_seqlens_k_new", cu_seqlens_k_new, q)
+        if entries != batch + 1:
+            raise ValueError(f"cu_seqlens_k_new has {entries} entries; expected {batch + 1}")
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        lead = (k.shape[0],) if cu_seqlens_k_new is not None else (batch, *k.shape[1:2])
+        expected = (*lead, *cache.shape[2:])
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
+        validate._contiguous_last(name, x)
+
+
+def _rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotary_seqlens: Tensor | None,
+) -> None:
+    if cos is None or sin is None:
+        if cos is not sin:
+            raise ValueError("of rotary_cos and rotary_sin one is None; they come together")
+        if rotary_seqlens is not None:
+            raise ValueError("rotary_seqlens is given, but no rotary_cos and rotary_sin")
+        return
+    if k is None:
+        raise ValueError("rotary_cos is given, but no k and v: rotary embedding is for new keys")
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(x, Tensor) or x.dtype != q.dtype:
+            raise TypeError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}; q is {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+        if x.dim() != 2 or x.shape != cos.shape or not x.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; expected contiguous (positions, rotary_dim / "
+                "2), the same for cos and sin"
+            )
+    if 2 * cos.shape[1] > q.shape[-1] or cos.shape[1] == 0 or cos.shape[0] == 0:
+        raise ValueError(
+            f"rotary_cos has shape {tuple(cos.shape)}; twice its width must be in [2, "
+            f"{q.shape[-1]}], the head dim, and it needs positions"
+        )
+
+
+def _splits(num_splits: int, split_size: int) -> None:
+    for name, x in (("num_splits", num_splits), ("split_size", split_size)):
+        if isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"{name} is {type(x).__name__}; expected an int")
+        if x < 0:
+            raise ValueError(f"{name} is {x}; expected a count >= 0 (0: the library chooses)")
+    if num_splits and split_size:
+        raise ValueError(
+            f"num_splits is {num_splits} and split_size {split_size}; give one of them"
+        )

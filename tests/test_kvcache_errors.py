@@ -1,0 +1,130 @@
+"""Bad calls over a key/value cache: the type of the error, and what its message names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flash_cute
+
+BF16, INT32 = torch.bfloat16, torch.int32
+Arguments = dict[str, Any]
+
+
+def good(device: str) -> Arguments:
+    """A call with everything: pages, new keys, rotary embedding."""
+
+    def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return {
+        "q": zeros(2, 3, 4, 16),
+        "k_cache": zeros(9, 8, 2, 16),
+        "v_cache": zeros(9, 8, 2, 16),
+        "k": zeros(2, 3, 2, 16),
+        "v": zeros(2, 3, 2, 16),
+        "rotary_cos": zeros(64, 4),
+        "rotary_sin": zeros(64, 4),
+        "cache_seqlens": zeros(2, dtype=INT32),
+        "block_table": torch.arange(8, dtype=INT32, device=device).view(2, 4),
+    }
+
+
+def to(**values: Any) -> Callable[[Arguments], Arguments]:
+    return lambda _: values
+
+
+def on(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: {name: change(arguments[name])}
+
+
+CASES: list[tuple[Callable[[Arguments], Arguments], type[Exception], str]] = [
+    (to(q=None), TypeError, "q is NoneType"),
+    (on("q", lambda x: x[0]), ValueError, r"q has shape \(3, 4, 16\); expected \(batch, seqlen_q"),
+    (on("q", torch.Tensor.float), TypeError, "dtypes differ"),
+    (on("k_cache", lambda x: x[..., :8]), ValueError, "16 of q, 8 of k_cache"),
+    (on("k_cache", lambda x: x[0]), ValueError, "k_cache has shape .*num_blocks, page_size"),
+    (on("v_cache", lambda x: x[:5]), ValueError, "k_cache and v_cache differ"),
+    (on("v_cache", lambda x: x[:, :, :1]), ValueError, "k_cache and v_cache differ"),
+    (on("k_cache", lambda x: x.mT.contiguous().mT),
+     ValueError, "k_cache.s last dimension has stride 2"),
+    (to(k=None), ValueError, "of k and v one is None"),
+    (on("k", lambda x: x[:, :2]), ValueError, r"v has shape \(2, 3, 2, 16\); expected \(2, 2, 2"),
+    (on("k", lambda x: x[:, :, :1]), ValueError, r"k has shape \(2, 3, 1, 16\); expected"),
+    (to(cache_seqlens=None), ValueError, "cache_seqlens is None; with k and v"),
+    (on("cache_seqlens", torch.Tensor.long), TypeError, "cache_seqlens has dtype torch.int64"),
+    (on("cache_seqlens", lambda x: x[:1]), ValueError, "cache_seqlens has 1 entries; expected 2"),
+    (on("block_table", torch.Tensor.long), TypeError, "block_table is torch.int64"),
+    (on("block_table", lambda x: x[0]), ValueError, "block_table has shape"),
+    (lambda a: {"cache_batch_idx": a["cache_seqlens"]}, ValueError, "batch_idx and block"),
+    (lambda a: {"page_table": a["block_table"]}, ValueError, "names of one"),
+    (lambda a: {"block_table": None, "k_cache": a["k_cache"][:1], "v_cache": a["v_cache"][:1]},
+     ValueError, "the caches hold 1 sequences, q has 2"),
+    (to(rotary_sin=None), ValueError, "of rotary_cos and rotary_sin one is None"),
+    (on("rotary_cos", torch.Tensor.float), TypeError, "rotary_cos is torch.float32; q is"),
+    (on("rotary_sin", lambda x: x[:7]), ValueError, "rotary_sin has shape"),
+    (lambda a: {name: a[name].repeat(1, 3) for name in ("rotary_cos", "rotary_sin")}, ValueError,
+     r"twice its width must be in \[2, 16\]"),
+    (to(k=None, v=None), ValueError, "rotary_cos is given, but no k and v"),
+    (lambda a: {"rotary_cos": None, "rotary_sin": None, "rotary_seqlens": a["cache_seqlens"]},
+     ValueError, "rotary_seqlens is given, but no rotary_cos"),
+    (lambda a: {"cu_seqlens_k_new": a["cache_seqlens"]}, ValueError, "cu_seqlens_k_new has 2 ent"),
+    (lambda a: {"cu_seqlens_q": a["cache_seqlens"]}, ValueError, "max_seqlen_q is None"),
+    (to(num_splits=-1), ValueError, "num_splits is -1"),
+    (to(num_splits=1.5), TypeError, "num_splits is float"),
+    (to(num_splits=2, split_size=64), ValueError, "give one of them"),
+    (to(softcap=-1.0), ValueError, "softcap is -1"),
+    (to(window_size=(1,)), ValueError, "window_size"),
+    (to(alibi_slopes=torch.ones(3)), ValueError, "alibi_slopes"),
+]  # fmt: skip
+
+
+def test_the_call_is_good(device):
+    flash_cute.flash_attn_with_kvcache(**good(device))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[2][:40])
+def test_bad_call(device, case):
+    change, error, message = case
+    arguments = good(device)
+    before = arguments["k_cache"].clone()
+    with pytest.raises(error, match=message):
+        flash_cute.flash_attn_with_kvcache(**(arguments | change(arguments)))
+    assert torch.equal(arguments["k_cache"], before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[2][:40])
+def test_bad_call_of_the_op(device, case):
+    """The op refuses it too, in its own words."""
+    change, _, _ = case
+    arguments = good(device)
+    arguments |= change(arguments)
+    if "window_size" in arguments or "page_table" in arguments:
+        pytest.skip("an argument of the function alone")
+    if "cu_seqlens_q" in arguments:
+        arguments["max_seqlen_q"] = 3
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        torch.ops.flash_cute.fwd_kvcache(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(2, 3, 8), torch.ones(2, 4)), ValueError, "expected .parts, .., dim."),
+        ((torch.ones(0, 3, 8), torch.ones(0, 3)), ValueError, "holds no part"),
+        ((torch.ones(2, 3, 8).half(), torch.ones(2, 3)), TypeError, "out_partial is torch.float16"),
+        ((torch.ones(2, 3, 8), None), TypeError, "lse_partial is NoneType"),
+        (
+            (torch.ones(2, 3, 8), torch.ones(2, 3), None, torch.int32),
+            TypeError,
+            "dtype is torch.in",
+        ),
+        ((torch.ones(2, 3, 8), torch.ones(2, 3), torch.ones(3, 7)), ValueError, "out has shape"),
+    ],
+)
+def test_bad_combination(arguments, error, message):
+    with pytest.raises(error, match=message):
+        flash_cute.flash_attn_combine(*arguments)
