@@ -12,6 +12,7 @@
 #include "kernels/passes/gaps.h"
 #include "kernels/passes/sink.h"
 #include "kernels/sm90/backward_consumers.h"
+#include "kernels/sm90/backward_finish.h"
 #include "kernels/sm90/backward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -46,36 +47,6 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   }
 }
 
-// dQ = softmax_scale * sums, rounded.
-template <KernelConfig C>
-__global__ void __launch_bounds__(32 * C.warps) backward_finish(const __grid_constant__ BwdProblem p) {
-  using T = BackwardTraits<C>;
-  using Element = typename T::Element;
-  const PassTile<C> tile(p);
-  if (tile.row >= tile.span.length) return;
-  const int thread = threadIdx.x, group = thread / 128;
-  typename T::MmaQ mma;
-  Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-  const float* const sums = dq_sums<C>(p, tile.padded_row, group) + thread % 128 * 4;
-  CUTE_UNROLL
-  for (int i = 0; i < size(tQrdQ); i += 4) {
-    *reinterpret_cast<float4*>(&tQrdQ(i)) = *reinterpret_cast<const float4*>(sums + i * 128);
-  }
-  Tensor at = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim>>{}));
-  auto* const out = static_cast<Element*>(p.dq.ptr) + tile.batch * p.dq.batch + tile.head * p.dq.head +
-                    (tile.span.offset + tile.row) * p.dq.row;
-  CUTE_UNROLL
-  for (int i = 0; i < size(tQrdQ); i += 2) {
-    const auto [row, col] = at(i);
-    if (tile.row + row >= tile.span.length || col >= p.fwd.head_dim) continue;
-    auto pair = make_tensor<float>(Shape<_2>{});
-    pair(0) = tQrdQ(i) * p.fwd.softmax_scale;
-    pair(1) = tQrdQ(i + 1) * p.fwd.softmax_scale;
-    *reinterpret_cast<uint32_t*>(out + row * p.dq.row + col) =
-        *reinterpret_cast<const uint32_t*>(converted<Element>(pair).data());
-  }
-}
-
 }  // namespace flash_cute::sm90
 
 namespace flash_cute {
@@ -90,14 +61,15 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   sm90::BackwardParams params;
   params.p = p;
   const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
-  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
-    return sm90::make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, C.block_m, cols);
+  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
+    return sm90::make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
   };
   auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
     return sm90::make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
   };
-  if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.head_dim)) return e;
-  if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.head_dim_v)) return e;
+  if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
+  if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
+  if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.k, f.k, f.head_dim, C.block_n, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
@@ -108,7 +80,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (p.dsink != nullptr) {
     if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
   }
-  return launch_kernel<sm90::backward_finish<C>>(query_tiles, 32 * C.warps, 0, stream, p);
+  return launch_kernel<sm90::backward_finish<C>>(query_tiles, 32 * C.warps, 0, stream, params);
 }
 
 }  // namespace flash_cute

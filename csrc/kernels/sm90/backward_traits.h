@@ -12,7 +12,7 @@ namespace flash_cute::sm90 {
 
 struct BackwardParams {
   BwdProblem p;
-  RaggedMap q, k, v, dout, dk, dv;
+  RaggedMap q, k, v, dout, dq, dk, dv;
 };
 
 // What a CTA has to do.

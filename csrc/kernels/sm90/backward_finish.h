@@ -1,0 +1,43 @@
+// The pass after Hopper's backward that rounds the sums of dQ.
+#pragma once
+
+#include "kernels/sm90/backward_traits.h"
+
+namespace flash_cute::sm90 {
+
+// dQ = softmax_scale * sums, rounded: a tile of queries a CTA.
+template <KernelConfig C>
+__global__ void __launch_bounds__(32 * C.warps) backward_finish(const __grid_constant__ BackwardParams params) {
+  using T = BackwardTraits<C>;
+  using Element = typename T::Element;
+  __shared__ alignas(1024) Element shared[C.block_m * C.head_dim];
+  const BwdProblem& p = params.p;
+  const PassTile<C> tile(p);
+  if (tile.row >= tile.span.length) return;
+  const int thread = threadIdx.x;
+  typename T::MmaQ mma;
+  Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
+  const float* const sums = dq_sums<C>(p, tile.padded_row, thread / 128) + thread % 128 * 4;
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); i += 4) {
+    *reinterpret_cast<float4*>(&tQrdQ(i)) = *reinterpret_cast<const float4*>(sums + i * 128);
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale;
+  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
+  auto thread_out = copy_out.get_thread_slice(thread);
+  Tensor out = make_tensor(make_smem_ptr(shared), typename T::LayoutQ{});  // (query,dim)
+  cute::copy(copy_out, thread_out.retile_S(converted<Element>(tQrdQ)), thread_out.partition_D(out));
+  tma_store_fence();
+  // After this barrier the tile is in shared memory, for the TMA to see.
+  __syncthreads();
+  if (thread != 0) return;
+  for (int row = 0; row < C.block_m && tile.row + row < tile.span.length; row += 64) {
+    params.dq.template store<C.block_m, C.head_dim>(shared + row * atom_columns(C.head_dim), tile.span, tile.row + row,
+                                                    tile.head, tile.batch);
+  }
+  tma_store_arrive();
+  tma_store_wait<0>();
+}
+
+}  // namespace flash_cute::sm90
