@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "core/decode_plan.h"
 #include "core/heuristics.h"
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
@@ -73,12 +74,16 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
       "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
       "int window_size_right=-1, bool varlen=False, int sms=132) -> str");
+  m.def(
+      "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
+      "int sms=132) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&kernels));
   m.impl("use_kernels", TORCH_BOX(&use_kernels));
   m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
+  m.impl("decode_parts", TORCH_BOX(&decode_parts));
 }
 
 #ifdef FLASH_CUTE_CUDA

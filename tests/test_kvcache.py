@@ -434,7 +434,7 @@ def test_more_elements_than_int32_counts(cuda):
 
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 4}, {"split_size": 512}], ids=str)
 def test_graph_replays_follow_the_lengths(cuda, splits):
-    """One capture, then 200 steps of decoding with other lengths and pages, as in eager."""
+    """One capture, then 1000 steps of decoding with other lengths and pages, as in eager."""
     case = CacheCase(
         lengths=(900, 5, 300, 0), seqlens_q=1, seqlens_new=1, page_size=16, capacity=1200,
         rotary="halves", heads=8, heads_k=2, dim=128, dtype=BF16, **splits,
@@ -449,7 +449,7 @@ def test_graph_replays_follow_the_lengths(cuda, splits):
     with torch.cuda.graph(graph):
         out, lse = inputs.run()
     generator = torch.Generator().manual_seed(1)
-    for step in range(200):
+    for step in range(1000):
         order = torch.randperm(inputs["block_table"].numel(), generator=generator)
         lengths = torch.randint(0, 1199, (4,), generator=generator, dtype=torch.int32)
         for each in (inputs, eager):

@@ -82,6 +82,29 @@ def test_schemas_are_pinned(name):
     assert str(packet.out._schema) == out_schema
 
 
+KVCACHE = (
+    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? cache_seqlens=None, "
+    "Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, "
+    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? rotary_seqlens=None, float? softmax_scale=None, bool is_causal=False, "
+    "SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0., "
+    "Tensor? alibi_slopes=None, Tensor? sink=None, bool rotary_interleaved=True, "
+    "int num_splits=0, int split_size=0"
+)
+INFERENCE = {
+    "fwd_kvcache": KVCACHE,
+    "combine": "Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None",
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_schemas_of_inference_are_pinned(name):
+    schema = str(getattr(torch.ops.flash_cute, name).default._schema)
+    results = "(Tensor out, Tensor softmax_lse)"
+    assert schema == f"flash_cute::{name}({INFERENCE[name]}) -> {results}"
+
+
 def op_calls(inputs: Inputs) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """(op, args, kwargs) of forward, backward and their out overloads on `inputs`."""
     ops = torch.ops.flash_cute

@@ -6,6 +6,7 @@
 #include "api/api.h"
 #include "api/problem.h"
 #include "api/tensors.h"
+#include "core/decode_plan.h"
 #include "core/registry.h"
 #include "kernels/passes/combine.h"
 
@@ -194,32 +195,15 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   return p;
 }
 
-// Decides how keys are shared out, and allocates results of parts where there can be any that are not the whole.
-Tensor plan_parts(DecodeProblem& p, const KernelConfig& config, const Device& gpu, const View& q) {
-  const FwdProblem& f = p.fwd;
+// Results of parts, where there can be any that are not the whole.
+Tensor allocate_parts(DecodeProblem& p, const KernelConfig& config, const View& q) {
+  if (p.slots == 0) return Tensor();
   const bool even = p.num_splits == 0 && p.split_size == 0;
-  p.ctas = gpu.sms * config.ctas;
-  const int64_t tiles = (int64_t(f.seqlen_q) * p.group() + config.block_m - 1) / config.block_m;
-  const int64_t units = f.batch * f.heads_k * tiles;
-  const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;
-  constexpr int64_t kMostGrains = int64_t{1} << 30;
-  FC_CHECK(units < kMostGrains, "the batch has ", units, " tiles of queries; fewer than 2^30 are supported");
-  p.grain_blocks = static_cast<int>(units * blocks / kMostGrains) + 1;
-  int64_t parts = blocks;
-  if (p.num_splits > 0) parts = std::min<int64_t>(blocks, p.num_splits);
-  if (p.split_size > 0) {
-    const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
-    parts = (blocks + size - 1) / size;
-  }
-  if (parts <= 1) return Tensor();
-  const int64_t slots = even ? 2 * int64_t(p.ctas) : units * parts;
-  FC_CHECK(slots < kMostGrains, "keys are cut into ", slots, " parts; fewer than 2^30 are supported");
-  const int64_t out = slots * config.block_m * config.head_dim_v, lse = slots * config.block_m;
-  const Tensor workspace = allocate(q, {out + lse + (even ? 0 : slots)}, ScalarType::Float);
-  p.slots = static_cast<int>(slots);
+  const int64_t rows = int64_t(p.slots) * config.block_m, out = rows * config.head_dim_v;
+  const Tensor workspace = allocate(q, {out + rows + (even ? 0 : p.slots)}, ScalarType::Float);
   p.part_out = static_cast<float*>(workspace.data_ptr());
   p.part_lse = p.part_out + out;
-  if (!even) p.arrived = reinterpret_cast<unsigned*>(p.part_lse + lse);
+  if (!even) p.arrived = reinterpret_cast<unsigned*>(p.part_lse + rows);
   return workspace;
 }
 
@@ -240,7 +224,8 @@ void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
     rotated = allocate_out(a.q, a.q);
     p.fwd.q = matrices(View(rotated), "q");
   }
-  const Tensor workspace = plan_parts(p, kernel.config, gpu, a.q);
+  plan_decode(p, kernel.config, gpu.sms);
+  const Tensor workspace = allocate_parts(p, kernel.config, a.q);
   const cudaError_t error = kernel.launch(p, current_stream(a.q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
   in.put(out, softmax_lse);

@@ -43,10 +43,9 @@ struct Shares {
   bool even;  // grains of one unit make one part
   int size;  // grains
 
-  FC_HOST_DEVICE Shares(const DecodeProblem& p, int grains)
-      : even(p.num_splits == 0 && p.split_size == 0), size((grains + p.ctas - 1) / p.ctas) {
-    if (even && size < kLeast) size = kLeast;
-    if (size < 1) size = 1;
+  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains) {
+    const bool even = p.num_splits == 0 && p.split_size == 0;
+    return {even, detail::at_least((grains + p.ctas - 1) / p.ctas, even ? kLeast : 1)};
   }
 };
 
@@ -58,14 +57,42 @@ struct UnitParts {
   int first;  // grain of the unit, or with even shares the CTA that takes it
 
   // Of a unit with `grains` grains from `first_grain` on.
-  FC_HOST_DEVICE UnitParts(const Shares& shares, int first_grain, int grains)
-      : even(shares.even), count(grains), first(first_grain) {
-    if (!even) return;
-    first = first_grain / shares.size;
-    count = (first_grain + grains - 1) / shares.size - first + 1;
+  FC_HOST_DEVICE static UnitParts of(const Shares& shares, int first_grain, int grains) {
+    if (!shares.even) return {false, grains, first_grain};
+    const int first_cta = first_grain / shares.size, last_cta = (first_grain + grains - 1) / shares.size;
+    return {true, last_cta - first_cta + 1, first_cta};
   }
 
   FC_HOST_DEVICE int slot(int i) const { return !even ? first + i : i == 0 ? 2 * first + 1 : 2 * (first + i); }
 };
+
+// A part of a unit's keys.
+struct Part {
+  SeqInfo seq;
+  int b, head_k;
+  int row;  // of the sequence's packed rows, the unit's first
+  int first, last;  // blocks of keys
+  int grains;
+  UnitParts all;  // of the unit
+  int index;  // among them
+};
+
+// The part that a CTA begins with a grain of sequence b, whose first grain is `first_grain`. It ends before grain `end`.
+FC_HOST_DEVICE Part part_from(const SeqInfo& seq, int b, const Grains& grains, const Shares& shares, int first_grain,
+                              int grain, int end, int block_m, int cta) {
+  const int unit = (grain - first_grain) / grains.of_unit, at = grain - first_grain - unit * grains.of_unit;
+  const int count = shares.even ? detail::at_most(grains.of_unit - at, end - grain) : 1;
+  const UnitParts all = UnitParts::of(shares, grain - at, grains.of_unit);
+  const int first = grains.first_block + at * grains.size, behind = grains.first_block + grains.blocks;
+  return {.seq = seq,
+          .b = b,
+          .head_k = unit / grains.tiles,
+          .row = unit % grains.tiles * block_m,
+          .first = first,
+          .last = detail::at_most(first + count * grains.size, behind),
+          .grains = count,
+          .all = all,
+          .index = shares.even ? cta - all.first : at};
+}
 
 }  // namespace flash_cute

@@ -77,8 +77,6 @@ class GrainSearch {
     return {batch, before};
   }
 
-  CUTE_DEVICE int count_all() { return find(INT32_MAX).first; }
-
  private:
   static constexpr int kLanes = 32;
 
@@ -102,48 +100,35 @@ class GrainSearch {
   int own_ = 0, up_to_ = 0;
 };
 
-// A part of a unit's keys.
-struct Part {
-  SeqInfo seq;
-  int b, head_k;
-  int row;  // of the sequence's packed rows, the unit's first
-  int first, last;  // blocks of keys
-  UnitParts all;  // of the unit
-  int index;  // among them
-};
-
 // The parts that this CTA takes, one after the other.
 template <KernelConfig C, class F>
 CUTE_DEVICE void each_part(const DecodeProblem& p, F f) {
   const int cta = static_cast<int>(blockIdx.x);
   GrainSearch search(p, C.block_m, C.block_n);
-  const Shares shares(p, search.count_all());
-  int grain = cta * shares.size;
-  const int end = grain + shares.size;
-  auto [b, first] = search.find(grain);
+  GrainSearch::Place place{};
+  Shares shares{};
+  int grain = INT32_MAX;
+  CUTE_NO_UNROLL
+  for (int pass = 0; pass < 2; ++pass) {  // how many there are, then which are this CTA's
+    place = search.find(grain);
+    if (pass == 0) {
+      shares = Shares::of(p, place.first);
+      grain = cta * shares.size;
+    }
+  }
   // After this new keys have joined the cache, and queries are rotated.
   wait_for_kernel_before();
-  while (grain < end && b < p.fwd.batch) {
-    const SeqInfo seq = cached_seq(p, b);
+  const int end = grain + shares.size;
+  while (grain < end && place.b < p.fwd.batch) {
+    const SeqInfo seq = cached_seq(p, place.b);
     const Grains grains(p, seq, C.block_m, C.block_n);
-    if (grain >= first + grains.all) {
-      first += grains.all;
-      ++b;
+    if (grain >= place.first + grains.all) {
+      place = {place.b + 1, place.first + grains.all};
       continue;
     }
-    const int unit = (grain - first) / grains.of_unit, at = (grain - first) % grains.of_unit;
-    const int count = shares.even ? min(grains.of_unit - at, end - grain) : 1;
-    const UnitParts all(shares, grain - at, grains.of_unit);
-    const int first_block = grains.first_block + at * grains.size;
-    f(Part{.seq = seq,
-           .b = b,
-           .head_k = unit / grains.tiles,
-           .row = unit % grains.tiles * C.block_m,
-           .first = first_block,
-           .last = min(first_block + count * grains.size, grains.first_block + grains.blocks),
-           .all = all,
-           .index = shares.even ? cta - all.first : at});
-    grain += count;
+    const Part part = part_from(seq, place.b, grains, shares, place.first, grain, end, C.block_m, cta);
+    f(part);
+    grain += part.grains;
   }
 }
 

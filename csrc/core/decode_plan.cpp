@@ -1,0 +1,80 @@
+#include "core/decode_plan.h"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/common/shares.h"
+
+namespace flash_cute {
+
+void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
+  constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
+  const FwdProblem& f = p.fwd;
+  const bool even = p.num_splits == 0 && p.split_size == 0;
+  const int64_t tiles = (int64_t(f.seqlen_q) * p.group() + config.block_m - 1) / config.block_m;
+  const int64_t units = f.batch * f.heads_k * tiles;
+  const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;
+  int64_t parts = blocks;
+  if (p.num_splits > 0) parts = std::min<int64_t>(blocks, p.num_splits);
+  if (p.split_size > 0) {
+    const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
+    parts = (blocks + size - 1) / size;
+  }
+  p.ctas = sms * config.ctas;
+  p.grain_blocks = 1;
+  p.slots = 0;
+  if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
+  if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
+  if (parts <= 1) return;
+  const int64_t slots = even ? 2 * int64_t(p.ctas) : units * parts;
+  if (slots >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
+  p.slots = static_cast<int>(slots);
+}
+
+std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, int64_t heads_k, int64_t num_splits,
+                         int64_t split_size, int64_t capacity, int64_t sms) {
+  std::vector<int> rows;
+  std::stringstream in(lengths);
+  for (std::string length; std::getline(in, length, ',');) rows.push_back(std::stoi(length));
+  const KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, 16, 64, 3, 4, 2, 1};
+  DecodeProblem p{};
+  p.fwd.batch = static_cast<int>(rows.size());
+  p.fwd.heads = static_cast<int>(heads);
+  p.fwd.heads_k = static_cast<int>(heads_k);
+  p.fwd.seqlen_q = static_cast<int>(seqlen_q);
+  p.fwd.seqlen_k = p.cache.page_size = static_cast<int>(capacity);
+  p.cache.lengths = rows.data();
+  p.num_splits = static_cast<int>(num_splits);
+  p.split_size = static_cast<int>(split_size);
+  plan_decode(p, config, static_cast<int>(sms));
+
+  auto sequence = [&](int b) { return cached_seq(p, b); };
+  auto grains_of = [&](int b) { return Grains(p, sequence(b), config.block_m, config.block_n); };
+  int all = 0;
+  for (int b = 0; b < p.fwd.batch; ++b) all += grains_of(b).all;
+  const Shares shares = Shares::of(p, all);
+  std::ostringstream out;
+  out << p.slots;
+  for (int cta = 0; cta < p.ctas; ++cta) {
+    int grain = cta * shares.size, first = 0, b = 0;
+    const int end = grain + shares.size;
+    while (grain < end && b < p.fwd.batch) {
+      const Grains grains = grains_of(b);
+      if (grain >= first + grains.all) {
+        first += grains.all;
+        ++b;
+        continue;
+      }
+      const Part part = part_from(sequence(b), b, grains, shares, first, grain, end, config.block_m, cta);
+      out << '\n'
+          << cta << ' ' << b << ' ' << part.head_k << ' ' << part.row << ' ' << part.first << ' ' << part.last << ' '
+          << part.all.count << ' ' << part.index << ' ' << part.all.slot(part.index);
+      grain += part.grains;
+    }
+  }
+  return out.str();
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,115 @@
+"""How decoding shares keys out among CTAs: everything once, evenly, with room for every part."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import pytest
+import torch
+
+BLOCK_M, BLOCK_N, CTAS, LEAST = 16, 64, 2 * 132, 4
+
+
+class Part(NamedTuple):
+    cta: int
+    b: int
+    head_k: int
+    row: int
+    first: int
+    last: int
+    count: int
+    index: int
+    slot: int
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        return self.b, self.head_k, self.row
+
+
+def parts(
+    lengths: list[int], seqlen_q: int, heads: int, heads_k: int, num_splits: int, split_size: int
+) -> tuple[int, list[Part]]:
+    """How many slots there are, and all parts."""
+    text = ",".join(map(str, lengths))
+    capacity = max(lengths, default=0) + 77
+    sizes = (seqlen_q, heads, heads_k, num_splits, split_size, capacity)
+    slots, *lines = torch.ops.flash_cute.decode_parts(text, *sizes).split("\n")
+    return int(slots), [Part(*map(int, line.split())) for line in lines]
+
+
+def check(
+    lengths: list[int], seqlen_q: int, heads: int, heads_k: int, num_splits: int, split_size: int
+) -> list[Part]:
+    slots, taken = parts(lengths, seqlen_q, heads, heads_k, num_splits, split_size)
+    by_unit = defaultdict(list)
+    for part in taken:
+        by_unit[part.unit].append(part)
+    rows = range(0, seqlen_q * heads // heads_k, BLOCK_M)
+    units = {(b, h, row) for b in range(len(lengths)) for h in range(heads_k) for row in rows}
+    assert set(by_unit) == units
+    for (b, _, _), of_unit in by_unit.items():
+        of_unit.sort(key=lambda part: part.index)
+        assert [part.index for part in of_unit] == list(range(of_unit[0].count))
+        assert {part.count for part in of_unit} == {len(of_unit)}
+        edges = [part.first for part in of_unit] + [of_unit[-1].last]
+        assert edges[0] == 0 and edges[-1] == -(-lengths[b] // BLOCK_N)
+        assert edges[1:] == [part.last for part in of_unit]
+        assert all(part.first < part.last for part in of_unit) or len(of_unit) == 1
+    places = Counter(part.slot for part in taken if part.count > 1)
+    assert all(0 <= slot < slots for slot in places)
+    assert all(count == 1 for count in places.values())
+    assert max((part.cta for part in taken), default=0) < CTAS
+    return taken
+
+
+def draw_lengths(draw: random.Random) -> list[int]:
+    longest = draw.choice([1, 100, 5000, 100_000])
+    return [draw.choice([0, draw.randint(0, longest)]) for _ in range(draw.randint(0, 70))]
+
+
+def test_even_shares():
+    draw = random.Random(1)
+    for _ in range(100):
+        heads_k = draw.choice([1, 2, 8])
+        heads, seqlen_q = heads_k * draw.choice([1, 4, 20]), draw.choice([1, 1, 3, 50])
+        lengths = draw_lengths(draw)
+        taken = check(lengths, seqlen_q, heads, heads_k, 0, 0)
+        work: Counter[int] = Counter()
+        for part in taken:
+            work[part.cta] += max(1, part.last - part.first)
+        share = max(LEAST, -(-sum(work.values()) // CTAS))
+        assert all(blocks <= share for blocks in work.values())
+        assert sum(blocks < share for blocks in work.values()) <= 1 + CTAS * (share == LEAST)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 133])
+def test_numbers_of_parts(splits):
+    draw = random.Random(splits)
+    for _ in range(50):
+        for part in check(draw_lengths(draw), draw.choice([1, 3, 50]), 8, 2, splits, 0):
+            assert part.count <= splits
+
+
+@pytest.mark.parametrize("size", [1, 64, 200, 10**6])
+def test_sizes_of_parts_depend_on_their_sequence_alone(size):
+    draw = random.Random(size)
+    for _ in range(8):
+        lengths = draw_lengths(draw)
+        alone: dict[int, list[tuple[int, ...]]] = {}
+        for part in check(lengths, 2, 8, 2, 0, size):
+            length = lengths[part.b]
+            if length not in alone:
+                alone[length] = [p[2:8] for p in parts([length], 2, 8, 2, 0, size)[1]]
+            assert part[2:8] in alone[length]
+
+
+def test_short_keys_are_one_part():
+    assert {part.count for part in check([LEAST * BLOCK_N], 1, 8, 2, 0, 0)} == {1}
+    assert {part.count for part in check([2 * LEAST * BLOCK_N], 1, 8, 2, 0, 0)} == {2}
+
+
+def test_caches_of_one_block_need_no_room_for_parts():
+    slots = torch.ops.flash_cute.decode_parts("60,3,0", 1, 8, 2, 0, 0, BLOCK_N).split("\n")[0]
+    assert slots == "0"
