@@ -61,7 +61,12 @@ struct KernelConfig {
 
   // Sm90 forward: a warpgroup draws random numbers for dropout. With so many threads one starts with 128 registers, of
   // which O must be fewer.
-  constexpr bool draws() const { return op == flash_cute::Op::Fwd && rich() && head_dim_v < 256; }
+  constexpr bool draws() const {
+    return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && rich() && head_dim_v < 256;
+  }
+
+  // Whether the kernel has dropout.
+  constexpr bool drops() const { return rich() && (arch == flash_cute::Arch::Sm80 || draws()); }
 
   // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
   constexpr int serving_warps() const { return arch == flash_cute::Arch::Sm90 ? (draws() ? 8 : 4) : 0; }

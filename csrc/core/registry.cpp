@@ -132,7 +132,7 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
       .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
                                   has_empty_columns(problem.head_dim_v, config.head_dim_v)),
       .dropout =
-          hopper && problem.rules.rng != nullptr && (!config.draws() || problem.band.left < problem.seqlen_k - 1),
+          hopper && problem.rules.rng != nullptr && (!config.drops() || problem.band.left < problem.seqlen_k - 1),
       .set_aside = !kernel.in_use,
   };
 }

@@ -89,7 +89,7 @@ class ScoreGradients {
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
                          int query) const {
     const ScoreRules& rules = p_.rules;
-    const bool capped = rules.softcap > 0.f, drops = rules.rng != nullptr;
+    const bool capped = rules.softcap > 0.f, drops = C.drops() && rules.rng != nullptr;
     float scale = p_.softmax_scale;  // of scores
     if (capped) {
       if (drops) each(s, head, query, [&](int r, int c, bool keep) { dp(r, c) = keep ? dp(r, c) : 0.f; });
