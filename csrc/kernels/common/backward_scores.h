@@ -9,7 +9,8 @@
 
 namespace flash_cute {
 
-// `Place` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others.
+// `Place` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others, and
+// whether across(c) is column_offset(c).
 template <KernelConfig C, class Place>
 class ScoreGradients {
  public:
@@ -26,21 +27,12 @@ class ScoreGradients {
     } else {
       plain(s, dp, lse_log2, row_dot);
     }
-    if (!full) hide(s, dp, first_query + place_.query);
-  }
-
-  // The same in two parts, for plain kernels: scores become P; then dP becomes dS.
-  template <class Scores>
-  CUTE_DEVICE void weigh(Scores s, const float* lse_log2, int first_query, bool full) const {
-    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
-    if (!full) hide_columns(s, first_query + place_.query);
-  }
-  template <class Scores>
-  CUTE_DEVICE void differentiate(Scores p, Scores dp, const float* row_dot, int first_query, bool full) const {
-    subtract(dp, row_dot);
-    CUTE_UNROLL
-    for (int i = 0; i < size(p); ++i) dp(i) *= p(i);
-    if (!full) hide_columns(dp, first_query + place_.query);
+    if (full) return;
+    if constexpr (Place::kColumnsInOrder) {
+      hide_columns(s, dp, first_query + place_.query);
+    } else {
+      hide(s, dp, first_query + place_.query);
+    }
   }
 
  private:
@@ -152,15 +144,15 @@ class ScoreGradients {
 
   // The same where columns are at column_offset(): from a bit for each of them.
   template <class Scores>
-  CUTE_DEVICE void hide_columns(Scores& scores, int query) const {
-    static_assert(decltype(size<1>(scores))::value <= 32);
+  CUTE_DEVICE void hide_columns(Scores& weights, Scores& ds, int query) const {
+    static_assert(decltype(size<1>(weights))::value <= 32);
     CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
+    for (int r = 0; r < size<0>(weights); ++r) {
       const auto [begin, end] = visible_columns(r, query);
       const uint32_t visible = low_bits(columns_before(end)) & ~low_bits(columns_before(begin));
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        if (!(visible & (1u << c))) scores(r, c) = 0.f;
+      for (int c = 0; c < size<1>(weights); ++c) {
+        if (!(visible & (1u << c))) weights(r, c) = ds(r, c) = 0.f;
       }
     }
   }

@@ -11,6 +11,8 @@ struct ScorePlace {
   using Keys = Share<kKeys / (16 * kDown), kDown>;
   using Queries = Share<kQueries / (16 * kAcross), kAcross>;
 
+  static constexpr bool kColumnsInOrder = false;
+
   int key, query;  // of the first element
 
   CUTE_DEVICE explicit ScorePlace(uint32_t warp)

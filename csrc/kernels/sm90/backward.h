@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
     storage.ring_v.init(C.warps);
     storage.ring_q.init(C.warps);
     storage.ring_dout.init(C.warps);
+    storage.ring_ds.init(C.warps, C.warps);
     for (auto& ring : storage.ring_dq) ring.init(1, 4);  // one thread, the warps of a warpgroup
     for (auto& barrier : storage.landed) barrier.init(1);
     cutlass::arch::fence_barrier_init();

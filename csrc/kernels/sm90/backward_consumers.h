@@ -8,6 +8,8 @@ namespace flash_cute::sm90 {
 
 // Where this thread's elements are in a tile of scores, of which each warpgroup has 64 keys.
 struct GroupPlace {
+  static constexpr bool kColumnsInOrder = true;
+
   int key, query;  // of the first element
 
   CUTE_DEVICE explicit GroupPlace(int thread) : key(thread / 32 * 16 + thread % 32 / 4), query(thread % 4 * 2) {}
@@ -34,8 +36,9 @@ CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma
   tma_store_arrive();
 }
 
-// A warpgroup that computes the gradients of 64 keys. While it is at the scores of one step, products of this step and of
-// the one before run: S of the next step starts before dQ of this one is on its way out.
+// A warpgroup that computes the gradients of 64 keys. Products hold up the warps that issue them, nearly to their end, so
+// that what hides the work on scores are the products of another warpgroup, half a step away: none waits for the others'
+// dS, but takes it a step late.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   using T = BackwardTraits<C>;
@@ -64,90 +67,84 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   clear(tKrdK);
   clear(tVrdV);
   auto copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_s);
-  auto thread_ds = copy_ds.get_thread_slice(thread);
-  const ScoreGradients<C, GroupPlace> gradients(p.fwd, seq, tile.batch, tile.row, GroupPlace(thread));
   auto& ring_dq = storage.ring_dq[group];
 
-  Cursor<C.stages> at;
-  Cursor<1> at_dq;
-  auto start_s = [&] {
-    storage.ring_q.wait(at);
-    start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k, typename T::LayoutK{})),
-                                        operand_b(mma_s, shared(storage.q[at.stage()], typename T::LayoutQ{})), tSrS);
-  };
-  // Starts dP of this step, and makes P of S meanwhile.
-  auto weigh = [&] {
-    storage.ring_dout.wait(at);
-    start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
-                                        operand_b(mma_dp, shared(storage.dout[at.stage()], typename T::LayoutDout{})),
-                                        tSrdP);
-    wait_products<1>(tSrS);
-    if constexpr (!C.rich()) {
-      const BackwardStep& step = storage.steps[at.stage()];
-      gradients.weigh(rows_of(tSrS), storage.lse_log2[at.stage()], step.first_query, step.full);
-    }
-    wait_products<0>(tSrdP);
-  };
-  // Adds the step's part of the gradients. Begins the next one where there is one: its first product runs while dQ of this
-  // one is on its way out.
-  auto add = [&](auto has_next) __attribute__((always_inline)) {
-    constexpr int kNext = decltype(has_next)::value;
-    const int stage = at.stage();
-    const BackwardStep& step = storage.steps[stage];
-    Tensor tSrP = make_tensor<Element>(tSrS.layout());  // (MMA,1,1)
-    auto start_dv = [&] {
-      convert(tSrS, tSrP);
-      start_product<GMMA::ScaleOut::One>(mma_dv, as_register_operand(tSrP),
-                                         operand_b(mma_dv, shared(storage.dout[stage], typename T::LayoutDoutT{})),
-                                         tVrdV);
-    };
-    if constexpr (T::kEarlyDv) start_dv();
-    if constexpr (C.rich()) {
-      gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
-                step.first_query, step.full);
-    } else {
-      gradients.differentiate(rows_of(tSrS), rows_of(tSrdP), storage.row_dot[stage], step.first_query, step.full);
-    }
-    if constexpr (!T::kEarlyDv) start_dv();
-    Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
-    Element* const ds = storage.ds[at.count % 2];
-    cute::copy(copy_ds, thread_ds.retile_S(tSrdS), thread_ds.partition_D(shared(ds, typename T::LayoutDs{})));
-    cutlass::arch::fence_view_async_shared();
-    // After this barrier dS of all warpgroups is in shared memory, and nobody still reads that of two steps before.
-    cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
-    Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
+  // dQ of a step, from dS of all warpgroups.
+  auto start_dq = [&](const Cursor<2>& at, auto& tQrdQ) {
+    storage.ring_ds.wait(at);
+    Element* const ds = storage.ds[at.stage()];
     start_product<GMMA::ScaleOut::Zero>(mma_dq, operand_a(mma_dq, shared(ds, typename T::LayoutDsT{})),
                                         operand_b(mma_dq, shared(storage.k, typename T::LayoutKt{})), tQrdQ);
-    wait_products<1>(tVrdV);
-    storage.ring_dout.release(at);
-    start_product<GMMA::ScaleOut::One>(mma_dk, as_register_operand(tSrdS),
-                                       operand_b(mma_dk, shared(storage.q[stage], typename T::LayoutQt{})), tKrdK);
-    const Cursor<C.stages> done = at;
-    at.advance();
-    if constexpr (kNext) start_s();
-    wait_products<1 + kNext>(tQrdQ);
-    // The warpgroup's dQ of the step before has left shared memory.
-    ring_dq.wait_empty(at_dq);
+  };
+  auto send_dq = [&](const Cursor<2>& at, const auto& tQrdQ) {
+    storage.ring_ds.release(at);
+    const Cursor<1> of_group{at.count};
+    // After this wait the warpgroup's dQ of the step before has left shared memory.
+    ring_dq.wait_empty(of_group);
     float* const dq = storage.dq[group];
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) {
       *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
     }
     cutlass::arch::fence_view_async_shared();
-    ring_dq.publish(at_dq);
-    at_dq.advance();
-    wait_products<kNext>(tKrdK);
-    storage.ring_q.release(done);
-    if constexpr (kNext) weigh();
+    ring_dq.publish(of_group);
+  };
+  Cursor<C.stages> at;
+  auto add = [&](auto is_first) __attribute__((always_inline)) {
+    constexpr bool kFirst = decltype(is_first)::value;
+    const int stage = at.stage();
+    Element *const q = storage.q[stage], *const dout = storage.dout[stage];
+    storage.ring_q.wait(at);
+    start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k, typename T::LayoutK{})),
+                                        operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
+    storage.ring_dout.wait(at);
+    start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
+                                        operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
+    // After this barrier all warpgroups may begin: one after the other.
+    if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
+    const BackwardStep& step = storage.steps[stage];
+    wait_products<0>(tSrS);
+    warpgroup_fence_operand(tSrdP);
+    const ScoreGradients<C, GroupPlace> gradients(p.fwd, seq, tile.batch, tile.row, GroupPlace(afresh(thread)));
+    gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
+              step.first_query, step.full);
+    Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)
+    start_product<GMMA::ScaleOut::One>(mma_dv, as_register_operand(tSrP),
+                                       operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})), tVrdV);
+    Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
+    const Cursor<2> at_ds{at.count}, before{at.count - 1};
+    // After this wait nobody still reads dS of two steps before.
+    storage.ring_ds.wait_empty(at_ds);
+    auto thread_ds = copy_ds.get_thread_slice(afresh(thread));
+    cute::copy(copy_ds, thread_ds.retile_S(tSrdS),
+               thread_ds.partition_D(shared(storage.ds[at_ds.stage()], typename T::LayoutDs{})));
+    cutlass::arch::fence_view_async_shared();
+    storage.ring_ds.publish(at_ds);
+    Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
+    if constexpr (!kFirst) start_dq(before, tQrdQ);
+    start_product<GMMA::ScaleOut::One>(mma_dk, as_register_operand(tSrdS),
+                                       operand_b(mma_dk, shared(q, typename T::LayoutQt{})), tKrdK);
+    wait_products<1>(tVrdV);
+    storage.ring_dout.release(at);
+    if constexpr (!kFirst) {
+      warpgroup_fence_operand(tQrdQ);
+      send_dq(before, tQrdQ);
+    }
+    wait_products<0>(tKrdK);
+    storage.ring_q.release(at);
+    at.advance();
   };
   if (!range.empty()) {
     storage.ring_k.wait({});
     storage.ring_v.wait({});
-    start_s();
-    weigh();
+    if (group > 0) cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
+    add(true_type{});
     CUTE_NO_UNROLL
-    while (at.count + 1 < steps) add(true_type{});
-    add(false_type{});
+    while (at.count < steps) add(false_type{});
+    Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
+    start_dq({at.count - 1}, tQrdQ);
+    wait_products<0>(tQrdQ);
+    send_dq({at.count - 1}, tQrdQ);
   }
 
   CUTE_UNROLL

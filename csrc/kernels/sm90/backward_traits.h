@@ -70,8 +70,6 @@ struct BackwardTraits {
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // of a tile's dQ, those of a warpgroup
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24, kConsumerRegisters = kGroups == 3 ? 160 : 240;
-  // Whether the registers of a thread have room for P beside S and dP, so that dV starts before dS is known.
-  static constexpr bool kEarlyDv = !C.rich() && C.block_m * 5 / 4 + (C.head_dim + C.head_dim_v) / 2 <= 208;
   // Named barriers: of all warpgroups, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 
@@ -88,6 +86,7 @@ struct BackwardTraits {
     BackwardStep steps[C.stages];  // that use Q and dO
     Ring<C.stages> ring_q, ring_dout;
     Ring<1> ring_k, ring_v;
+    Ring<2> ring_ds;
     Ring<1> ring_dq[kGroups];
     cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
   };
