@@ -27,7 +27,7 @@ struct DecodeTraits {
   static constexpr int kRowWarps = C.block_m / 16, kTeams = C.teams(), kTeamThreads = 32 * kRowWarps;
   static constexpr int kKeys = C.block_n / kTeams;  // of a team's tile
   // Whether Q stays in registers, or is read again for each tile of keys, into two slots by turns.
-  static constexpr bool kKeepsQ = kRowWarps == 1;
+  static constexpr bool kKeepsQ = kRowWarps == 1 && C.head_dim <= 128;
   static constexpr int kSteps = C.head_dim / 16, kSlots = kKeepsQ ? kSteps : 2;
   using Mma = RowsMma<C.dtype, C.block_m, kRowWarps>;
   using OperandQ = SharedOperand<Side::A, false, Element, C.block_m, C.head_dim, kRowWarps>;
@@ -116,7 +116,7 @@ CUTE_DEVICE void each_part(const DecodeProblem& p, F f) {
   for (int pass = 0; pass < 2; ++pass) {  // how many there are, then which are this CTA's
     place = search.find(grain);
     if (pass == 0) {
-      shares = Shares::of(p, place.first);
+      shares = Shares::of(p, place.first, Grains(p, cached_seq(p, 0), C.block_m, C.block_n).of_unit);
       grain = cta * shares.size;
     }
   }
