@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_cute import validate
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
-KVCACHE_CUDA_MAX_HEAD_DIM = 128
+KVCACHE_CUDA_MAX_HEAD_DIM = 256
 
 
 def call(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-BLOCK_M, BLOCK_N, CTAS, LEAST = 16, 64, 2 * 132, 4
+BLOCK_M, BLOCK_N, CTAS, LEAST, PART = 16, 64, 2 * 132, 4, 3
 
 
 class Part(NamedTuple):
@@ -80,8 +80,18 @@ def test_even_shares():
         for part in taken:
             work[part.cta] += max(1, part.last - part.first)
         share = max(LEAST, -(-sum(work.values()) // CTAS))
-        assert all(blocks <= share for blocks in work.values())
-        assert sum(blocks < share for blocks in work.values()) <= 1 + CTAS * (share == LEAST)
+        largest = max(work.values(), default=0)
+        assert largest <= share + PART
+        assert sum(blocks < largest for blocks in work.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads_k", "parts_a_unit"),
+    [(16, 8192, 8, 2), (1, 131072, 8, 32), (128, 2048, 8, 1), (4, 8192, 8, 8)],
+)
+def test_shares_end_with_units_of_equal_sequences(batch, length, heads_k, parts_a_unit):
+    taken = check([length] * batch, 1, 4 * heads_k, heads_k, 0, 0)
+    assert {part.count for part in taken} == {parts_a_unit}
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 133])

@@ -54,7 +54,7 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   auto grains_of = [&](int b) { return Grains(p, sequence(b), config.block_m, config.block_n); };
   int all = 0;
   for (int b = 0; b < p.fwd.batch; ++b) all += grains_of(b).all;
-  const Shares shares = Shares::of(p, all);
+  const Shares shares = Shares::of(p, all, p.fwd.batch > 0 ? grains_of(0).of_unit : 1);
   std::ostringstream out;
   out << p.slots;
   for (int cta = 0; cta < p.ctas; ++cta) {

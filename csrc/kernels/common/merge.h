@@ -18,52 +18,52 @@ CUTE_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// Merges parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), `dim` columns, with a sink, which is a
-// part without output. store(column, value) gets the result; its log-sum-exp is returned. Parts that saw no key, with
-// -inf, may hold anything.
-template <class Lse, class Out, class Store>
+// Merges parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim` columns from there on,
+// with a sink, which is a part without output. store(column, values) gets the result; its log-sum-exp is returned. Parts
+// that saw no key, with -inf, may hold anything.
+template <int kWidth, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, Store store) {
-  constexpr int kLanes = 32, kColumns = 4, kBatch = 8;  // columns of a lane, parts that are read at once
+  using Values = cutlass::Array<float, kWidth>;
+  constexpr int kLanes = 32, kBatch = 8;  // parts that are read at once
   const int lane = threadIdx.x % kLanes;
-  float top = sink;
-  for (int i = lane; i < parts; i += kLanes) top = fmaxf(top, lse(i));
-  top = warp_max(top);
-  const float finite_top = top == -INFINITY ? 0.f : top;
-  auto weight = [&](int i) { return i < parts ? exp2_approx((lse(i) - finite_top) * kLog2e) : 0.f; };
-  float total = 0.f;
-  for (int i = lane; i < parts; i += kLanes) total += weight(i);
-  total = warp_sum(total) + exp2_approx((sink - finite_top) * kLog2e);
-  const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
-
-  for (int columns = lane; columns < dim + lane; columns += kLanes * kColumns) {
-    float sum[kColumns] = {};
+  float merged = -INFINITY;
+  for (int column = kWidth * lane; column - kWidth * lane < dim; column += kWidth * kLanes) {
+    const bool there = column < dim;
+    float top = sink, base = 0.f, total = 0.f;  // sums are relative to exp(base)
+    Values sum;
+    sum.fill(0.f);
     for (int first = 0; first < parts; first += kLanes) {
-      const float own = weight(first + lane);
+      const float own = first + lane < parts ? lse(first + lane) : -INFINITY;
+      const float before = top;
+      top = fmaxf(top, warp_max(own));
+      base = top == -INFINITY ? 0.f : top;
+      const float rescale = exp2_approx((before - base) * kLog2e), weight = exp2_approx((own - base) * kLog2e);
+      total = total * rescale + warp_sum(weight);
+      CUTE_UNROLL
+      for (int e = 0; e < kWidth; ++e) sum[e] *= rescale;
+      CUTE_NO_UNROLL
       for (int i = 0; i < min(parts - first, kLanes); i += kBatch) {
-        float x[kBatch][kColumns];
+        Values values[kBatch];
         CUTE_UNROLL
         for (int j = 0; j < kBatch; ++j) {
-          CUTE_UNROLL
-          for (int c = 0; c < kColumns; ++c) {
-            const int column = columns + kLanes * c;
-            x[j][c] = column < dim ? out(min(first + i + j, parts - 1), column) : 0.f;
-          }
+          if (there) values[j] = out(min(first + i + j, parts - 1), column);
         }
         CUTE_UNROLL
         for (int j = 0; j < kBatch; ++j) {
-          const float w = __shfl_sync(0xffffffff, own, i + j);
+          const float w = __shfl_sync(0xffffffff, weight, i + j);
           CUTE_UNROLL
-          for (int c = 0; c < kColumns; ++c) sum[c] += w == 0.f ? 0.f : w * x[j][c];
+          for (int e = 0; e < kWidth; ++e) sum[e] += w == 0.f ? 0.f : w * values[j][e];
         }
       }
     }
+    total += exp2_approx((sink - base) * kLog2e);
+    const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
     CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      const int column = columns + kLanes * c;
-      if (column < dim) store(column, sum[c] * inverse);
-    }
+    for (int e = 0; e < kWidth; ++e) sum[e] *= inverse;
+    if (there) store(column, sum);
+    merged = total == 0.f ? -INFINITY : base + __log2f(total) * kLn2;
   }
-  return total == 0.f ? -INFINITY : finite_top + log2f(total) * kLn2;
+  return merged;
 }
 
 }  // namespace flash_cute

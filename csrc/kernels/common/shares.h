@@ -37,15 +37,21 @@ struct Grains {
 
 // Consecutive grains that each CTA takes.
 struct Shares {
-  // Fewer grains than these are not worth a part of their own.
-  static constexpr int kLeast = 4;
+  static constexpr int kLeast = 4;  // fewer grains are not worth a part of their own
+  static constexpr int kPart = 3;  // about as many take as long as what a part costs beside its grains
 
   bool even;  // grains of one unit make one part
   int size;  // grains
 
-  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains) {
+  // Of `grains` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
+  // larger shares may end where units do, and spare parts.
+  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains, int of_unit) {
     const bool even = p.num_splits == 0 && p.split_size == 0;
-    return {even, detail::at_least((grains + p.ctas - 1) / p.ctas, even ? kLeast : 1)};
+    const int size = detail::at_least((grains + p.ctas - 1) / p.ctas, even ? kLeast : 1);
+    const int shares_a_unit = detail::at_least(of_unit / size, 1), units_a_share = (size + of_unit - 1) / of_unit;
+    const int aligned = of_unit * units_a_share / shares_a_unit;
+    const bool fits = even && aligned * shares_a_unit == of_unit * units_a_share && aligned - size <= kPart;
+    return {even, fits ? aligned : size};
   }
 };
 

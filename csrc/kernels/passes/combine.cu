@@ -14,10 +14,11 @@ __global__ void __launch_bounds__(32 * kWarps) combine_rows(const __grid_constan
   const int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= p.rows) return;
   Element* result = static_cast<Element*>(p.result) + row * p.dim;
-  const float lse = merge_row(
+  using Value = cutlass::Array<float, 1>;
+  const float lse = merge_row<1>(
       p.parts, [&](int i) { return p.lse[i * p.rows + row]; },
-      [&](int i, int column) { return p.out[(i * p.rows + row) * p.dim + column]; }, p.dim, -INFINITY,
-      [&](int column, float x) { result[column] = Element(x); });
+      [&](int i, int column) { return Value{p.out[(i * p.rows + row) * p.dim + column]}; }, p.dim, -INFINITY,
+      [&](int column, const Value& x) { result[column] = Element(x[0]); });
   if (threadIdx.x % 32 == 0) p.result_lse[row] = lse;
 }
 

@@ -63,20 +63,19 @@ class CacheCopy {
     static constexpr int kRowBytes = Of::kAtom * int(sizeof(Element));
 
     const Element* global;  // this thread's first column of the head in row 0 of page 0
-    int64_t page, row;  // strides
+    const Matrices& strides;
     int cols;  // how many columns there are from there on
     uint32_t shared;  // this thread's first vector
 
     CUTE_DEVICE Side(const Matrices& m, int head, int col, int head_dim, Element* tile, int thread)
         : global(static_cast<const Element*>(m.ptr) + head * m.head + col),
-          page(m.batch),
-          row(m.row),
+          strides(m),
           cols(head_dim - col),
           shared(kept(cast_smem_ptr_to_uint(tile + SharedLayout<kKeys, kWidth>{}(Of::row(thread), col)))) {}
 
     // Vectors of the thread's row i; of no row if the page is negative.
     CUTE_DEVICE void load(int i, int bytes, int of_page, int of_row) const {
-      const Element* from = global + (of_page < 0 ? 0 : of_page * page + of_row * row);
+      const Element* from = global + (of_page < 0 ? 0 : of_page * strides.batch + of_row * strides.row);
       // Four rows further, the swizzle has another bit.
       const uint32_t to = (shared ^ (i * Of::kDown % 8 * kVector * uint32_t(sizeof(Element)))) + bytes;
       CUTE_UNROLL

@@ -19,11 +19,16 @@
 
 namespace flash_cute::sm80 {
 
+constexpr int kPadding = 8;  // numbers: rows of results start 8 banks apart, so that a warp writes without conflicts
+
 template <KernelConfig C>
 struct DecodeTraits {
   using Element = typename Mma16816<C.dtype>::Element;
   static constexpr int kRowWarps = C.block_m / 16, kTeams = C.teams(), kTeamThreads = 32 * kRowWarps;
   static constexpr int kKeys = C.block_n / kTeams;  // of a team's tile
+  // Whether Q stays in registers, or is read again for each tile of keys, into two slots by turns.
+  static constexpr bool kKeepsQ = kRowWarps == 1 && C.head_dim <= 128;
+  static constexpr int kSteps = C.head_dim / 16, kSlots = kKeepsQ ? kSteps : 2;
   using Mma = RowsMma<C.dtype, C.block_m, kRowWarps>;
   using OperandQ = SharedOperand<Side::A, false, Element, C.block_m, C.head_dim, kRowWarps>;
   using OperandK = SharedOperand<Side::B, false, Element, kKeys, C.head_dim, 1>;
@@ -33,9 +38,8 @@ struct DecodeTraits {
     alignas(128) Element k[C.stages][kTeams][kKeys * C.head_dim];
     alignas(128) Element v[C.stages][kTeams][kKeys * C.head_dim_v];
   };
-  // Of the teams. Rows are apart by 8 banks, so that a warp writes without conflicts.
-  struct Results {
-    float out[kTeams][C.block_m][C.head_dim_v + 8];
+  struct Results {  // of the teams
+    float out[kTeams][C.block_m][C.head_dim_v + kPadding];
     float lse[kTeams][C.block_m];
     bool last;  // whether the part is the last of its unit to be done
   };
@@ -112,7 +116,7 @@ CUTE_DEVICE void each_part(const DecodeProblem& p, F f) {
   for (int pass = 0; pass < 2; ++pass) {  // how many there are, then which are this CTA's
     place = search.find(grain);
     if (pass == 0) {
-      shares = Shares::of(p, place.first);
+      shares = Shares::of(p, place.first, Grains(p, cached_seq(p, 0), C.block_m, C.block_n).of_unit);
       grain = cta * shares.size;
     }
   }
@@ -146,6 +150,7 @@ CUTE_DEVICE void load_queries(const DecodeProblem& p, const Part& part, typename
   using Element = typename DecodeTraits<C>::Element;
   const Matrices& q = p.fwd.q;
   constexpr int kAcross = C.head_dim / kVector;
+  CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < C.block_m * kAcross; i += C.threads()) {
     const int col = i % kAcross * kVector;
     const Row row(p, part, i / kAcross);
@@ -157,67 +162,89 @@ CUTE_DEVICE void load_queries(const DecodeProblem& p, const Part& part, typename
   }
 }
 
-// Rows of the unit that exist, shared out among warps: f(row of the unit, query and head).
-template <KernelConfig C, class F>
-CUTE_DEVICE void each_row(const DecodeProblem& p, const Part& part, F f) {
+// Numbers that another CTA may have written, or that are in shared memory.
+CUTE_DEVICE float load_written(const float* from) {
+  float x;
+  asm volatile("ld.relaxed.gpu.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+
+CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
+  cutlass::Array<float, 4> x;
+  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+// Merges parts of a unit, of block_m rows each: row i of part n is row slot(n) * block_m + i of `out`, `width` numbers a
+// row, and of `lse`. The result of the unit is written to the tensors, that of a part to its slot.
+template <KernelConfig C>
+CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, const UnitParts& parts, const float* out,
+                            const float* lse, int width, bool to_result) {
+  using Element = typename DecodeTraits<C>::Element;
+  const FwdProblem& f = p.fwd;
   for (int i = threadIdx.x / 32; i < C.block_m; i += C.warps) {
     const Row row(p, part, i);
-    if (row.query < part.seq.q.length) f(i, row);
+    if (row.query >= part.seq.q.length) return;
+    const int64_t query = part.seq.q.offset + row.query;
+    const int64_t slot_row = int64_t(part.all.slot(part.index)) * C.block_m + i;
+    Element* result =
+        static_cast<Element*>(f.out.ptr) + part.b * f.out.batch + query * f.out.row + row.head * f.out.head;
+    float* result_lse = &f.lse.ptr[part.b * f.lse.batch + row.head * f.lse.head + query];
+    auto place = [&](int n) { return int64_t(parts.slot(n)) * C.block_m + i; };
+    const float total = merge_row<4>(
+        parts.count, [&](int n) { return load_written(lse + place(n)); },
+        [&](int n, int column) { return load_four_written(out + place(n) * width + column); }, f.head_dim_v,
+        to_result ? sink_of(f.sink, row.head) : -INFINITY,
+        [&](int column, const cutlass::Array<float, 4>& x) {
+          if (to_result) {
+            const auto rounded = cutlass::NumericArrayConverter<Element, float, 4>{}(x);
+            *reinterpret_cast<uint2*>(result + column) = reinterpret_cast<const uint2&>(rounded);
+          } else {
+            *reinterpret_cast<float4*>(p.part_out + slot_row * C.head_dim_v + column) =
+                reinterpret_cast<const float4&>(x);
+          }
+        });
+    if (threadIdx.x % 32 == 0) *(to_result ? result_lse : p.part_lse + slot_row) = total;
   }
 }
 
-// Writes a unit's result, merged from `count` parts whose row i has the log-sum-exp lse(part, i) and the output
-// out(part, i, column).
-template <KernelConfig C, class Lse, class Out>
-CUTE_DEVICE void store_result(const DecodeProblem& p, const Part& part, int count, Lse lse, Out out) {
-  using Element = typename DecodeTraits<C>::Element;
-  const FwdProblem& f = p.fwd;
-  each_row<C>(p, part, [&](int i, const Row& row) {
-    const int64_t at = part.seq.q.offset + row.query;
-    Element* to = static_cast<Element*>(f.out.ptr) + part.b * f.out.batch + at * f.out.row + row.head * f.out.head;
-    const float total = merge_row(
-        count, [&](int n) { return lse(n, i); }, [&](int n, int column) { return out(n, i, column); }, f.head_dim_v,
-        sink_of(f.sink, row.head), [&](int column, float x) { to[column] = Element(x); });
-    if (threadIdx.x % 32 == 0) f.lse.ptr[part.b * f.lse.batch + row.head * f.lse.head + at] = total;
-  });
+// Whether the part, which the whole CTA has written, is the last of its unit to be done.
+CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const UnitParts& parts, bool& shared) {
+  __threadfence();
+  // After this barrier all of the part is written, for every CTA to see.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned* const arrived = p.arrived + parts.first;
+    shared = atomicAdd(arrived, 1u) + 1 == unsigned(parts.count);
+    if (shared) *arrived = 0;
+    __threadfence();
+  }
+  // After this barrier all know, and the last one sees what the others wrote.
+  __syncthreads();
+  return shared;
 }
 
 // Writes the result of a part from those of the teams; for the whole CTA. The part of a unit that is done last merges
 // all of them.
 template <KernelConfig C>
 CUTE_DEVICE void store_part(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Results& results) {
-  using T = DecodeTraits<C>;
-  auto lse_of_team = [&](int team, int i) { return results.lse[team][i]; };
-  auto out_of_team = [&](int team, int i, int column) { return results.out[team][i][column]; };
-  if (part.all.count == 1) {
-    store_result<C>(p, part, T::kTeams, lse_of_team, out_of_team);
-    return;
+  UnitParts parts{.even = false, .count = C.teams(), .first = 0};
+  const float *out = results.out[0][0], *lse = results.lse[0];
+  int width = C.head_dim_v + kPadding;
+  bool to_result = part.all.count == 1;
+  CUTE_NO_UNROLL
+  while (true) {
+    merge_rows<C>(p, part, parts, out, lse, width, to_result);
+    if (to_result || !arrives_last(p, part.all, results.last)) return;
+    parts = part.all;
+    out = p.part_out;
+    lse = p.part_lse;
+    width = C.head_dim_v;
+    to_result = true;
   }
-  auto place = [&](int n, int i) { return int64_t(part.all.slot(n)) * C.block_m + i; };
-  each_row<C>(p, part, [&](int i, const Row&) {
-    float* to = p.part_out + place(part.index, i) * C.head_dim_v;
-    const float lse = merge_row(
-        T::kTeams, [&](int team) { return lse_of_team(team, i); },
-        [&](int team, int column) { return out_of_team(team, i, column); }, p.fwd.head_dim_v, -INFINITY,
-        [&](int column, float x) { to[column] = x; });
-    if (threadIdx.x % 32 == 0) p.part_lse[place(part.index, i)] = lse;
-  });
-  __threadfence();
-  // After this barrier all of the part is written, for every CTA to see.
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned* const arrived = p.arrived + part.all.first;
-    results.last = atomicAdd(arrived, 1u) + 1 == unsigned(part.all.count);
-    if (results.last) *arrived = 0;
-    __threadfence();
-  }
-  // After this barrier all know whether theirs was the last, and then see what the others wrote: not through L1, which
-  // may hold what was there before.
-  __syncthreads();
-  if (!results.last) return;
-  store_result<C>(
-      p, part, part.all.count, [&](int n, int i) { return __ldcg(&p.part_lse[place(n, i)]); },
-      [&](int n, int i, int column) { return __ldcg(&p.part_out[place(n, i) * C.head_dim_v + column]); });
 }
 
 // A team's attention over its tiles of a part's keys.
@@ -252,7 +279,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
   };
   load_queries<C>(p, part, storage.q);
   cp_async_fence();
-  CUTE_UNROLL
+  CUTE_NO_UNROLL
   for (int stage = 0; stage < C.stages - 1; ++stage) load(first + stage, stage);
 
   typename T::Mma mma;
@@ -280,9 +307,10 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
   // After this barrier Q is visible to all.
   cp_async_wait<C.stages - 1>();
   __syncthreads();
-  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<C.head_dim / 16>>{});  // (MMA,MMA_M,MMA_K)
+  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<T::kSlots>>{});  // (MMA,MMA_M,slot)
+  auto read_q = [&](int step) { q.load(&recast<uint32_t>(rQ)(0, 0, step % T::kSlots), step, 0); };
   CUTE_UNROLL
-  for (int step = 0; step < C.head_dim / 16; ++step) q.load(&recast<uint32_t>(rQ)(0, 0, step), step, 0);
+  for (int step = 0; T::kKeepsQ && step < T::kSteps; ++step) read_q(step);
 
   int stage = 0;
   CUTE_NO_UNROLL
@@ -297,7 +325,12 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
     const int tile = n * T::kTeams + team, column = tile * T::kKeys + first_column;
-    gemm_registers(mma, tSrS, [&](int step) { return rQ(_, _, step); }, k.at(stage * int(sizeof(storage.ring.k[0]))));
+    if constexpr (!T::kKeepsQ) read_q(0);
+    auto queries_of = [&](int step) {
+      if (!T::kKeepsQ && step + 1 < T::kSteps) read_q(step + 1);
+      return rQ(_, _, step % T::kSlots);
+    };
+    gemm_registers(mma, tSrS, queries_of, k.at(stage * int(sizeof(storage.ring.k[0]))));
     apply_rules(scores, f, [&](int r) { return slope[r]; }, [&](int r) { return query[r] + seq.shift() - column; });
     if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
     softmax.raise(scores, output);
