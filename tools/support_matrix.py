@@ -73,7 +73,8 @@ class Row(NamedTuple):
         kv = element * self.block_n * (self.head_dim + self.head_dim_v)
         if self.op == "Fwd" and self.arch == "Sm90":
             q, out = 2 * self.block_m * self.head_dim, 2 * self.block_m * self.head_dim_v
-            least = self.stages * kv + q + 1024
+            draws = self.tier == "Rich" and self.head_dim_v < 256
+            least = self.stages * kv + q + (16 * self.block_m if draws else 0) + 1024
             return next((b for b in (least + q + out, least + out) if b <= 227 * 1024), least)
         if self.op == "Fwd":
             return element * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
@@ -102,15 +103,18 @@ def kernels() -> list[Row]:
 def merged(rows: list[Row]) -> list[Row]:
     """Rows that differ in dtype alone become one, then rows that differ in tier alone.
 
-    The values are joined by ", "; a row stands where the first one stood.
+    Those of different shared memory stay apart. The values are joined by ", "; a row stands where
+    the first one stood.
     """
     for field in ("dtype", "tier"):
         blank: dict[str, Any] = {field: ""}
-        values: dict[Row, list[str]] = {}
+        values: dict[tuple[Row, int], list[str]] = {}
         for row in rows:
-            values.setdefault(row._replace(**blank), []).append(getattr(row, field))
+            values.setdefault((row._replace(**blank), row.smem_bytes), []).append(
+                getattr(row, field)
+            )
         rows = []
-        for row, found in values.items():
+        for (row, _), found in values.items():
             joined: dict[str, Any] = {field: ", ".join(found)}
             rows.append(row._replace(**joined))
     return rows

@@ -74,8 +74,9 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
 
 double decode_cost(const KernelConfig& config, const FwdProblem& problem) {
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
-  const double keys_cost_rows = 40;
-  return static_cast<double>((rows + config.block_m - 1) / config.block_m) * (config.block_m + keys_cost_rows);
+  // What reading the keys weighs, in rows of products: tiles of 64 rows, for those of 16, from 17 rows on.
+  constexpr int kRowsOfReading = 40;
+  return static_cast<double>((rows + config.block_m - 1) / config.block_m * (config.block_m + kRowsOfReading));
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {

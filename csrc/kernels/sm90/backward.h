@@ -1,5 +1,5 @@
 // Attention backward for Hopper: one CTA owns a tile of keys of one kv head and walks over the query tiles of every query
-// head that reads it. One thread loads tiles by TMA; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers
+// head that reads it. Two threads load tiles by TMA; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers
 // from start to end, without atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk
 // reductions out of shared memory. Scores are computed transposed, keys by queries: P and dS are then in the registers
 // that the products for dV and dK take them from, and dS alone passes through shared memory, for dQ.
