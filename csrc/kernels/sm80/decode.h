@@ -293,7 +293,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
   Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
   constexpr int kRows = decltype(size<0>(at))::value;
   const int first_column = get<1>(at(0, 0));
-  OnlineSoftmax<kRows> softmax(rule_scale_log2(f));
+  OnlineSoftmax<kRows> softmax(rule_scale_log2(f.rules.softcap, f.softmax_scale, f.rules.alibi != nullptr));
   const BandMask mask(seq, f.band);
   int query[kRows];
   float slope[kRows];
@@ -331,7 +331,9 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
       return rQ(_, _, step % T::kSlots);
     };
     gemm_registers(mma, tSrS, queries_of, k.at(stage * int(sizeof(storage.ring.k[0]))));
-    apply_rules(scores, f, [&](int r) { return slope[r]; }, [&](int r) { return query[r] + seq.shift() - column; });
+    apply_rules<false>(
+        scores, f.rules.softcap, f.softmax_scale, f.rules.alibi != nullptr, [&](int r) { return slope[r]; },
+        [&](int r) { return float(query[r] + seq.shift() - column); });
     if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
     softmax.raise(scores, output);
     Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
