@@ -87,7 +87,8 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
-  if (cudaError_t e = launch_kernel<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
+  if (cudaError_t e = launch_kernel<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
+    return e;
   if (p.dsink != nullptr) {
     if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
   }

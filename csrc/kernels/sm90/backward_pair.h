@@ -20,6 +20,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
     new (&storage.work) BackwardWork(params.p, C.block_m, C.block_n * C.cluster, blockIdx.x / C.cluster);
+    storage.work.tile.row += rank * C.block_n;
     storage.ring_k.init(4);  // warps of a warpgroup
     storage.ring_v.init(4);
     storage.ring_q.init(8);
@@ -27,6 +28,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.ring_p.init(4, 4);
     storage.ring_ds.init(12, 4);
     storage.ring_ds_of_other.init(1);
+    for (auto& ring : storage.ring_turn) ring.init(4);
     for (auto& of_tensor : storage.landed) {
       for (auto& barrier : of_tensor) barrier.init(1);
     }
@@ -35,7 +37,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   }
   // After this barrier the work is known and the rings are ready, in both CTAs.
   cluster_sync();
-  if (storage.work.tile.row >= storage.work.seq.k.length) return;
+  if (storage.work.tile.row - rank * C.block_n >= storage.work.seq.k.length) return;
   const int group = cutlass::canonical_warp_group_idx();
   const bool works = !storage.work.range.empty();
   if (group == 0) {
@@ -46,6 +48,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
       produce_queries<C, false>(params, storage, rank);
     }
     if (works && warp == 1 && elect_one_sync()) produce_queries<C, true>(params, storage, rank);
+    if (params.p.deterministic && warp >= 2 && elect_one_sync()) give_turns<C>(params, storage, rank, warp == 3);
   } else if (group == 1) {
     cutlass::arch::warpgroup_reg_alloc<T::kScoreRegisters>();
     if (works) score<C>(params, storage, rank);

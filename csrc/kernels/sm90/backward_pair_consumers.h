@@ -6,91 +6,60 @@
 
 namespace flash_cute::sm90 {
 
-// An atom of dQ's columns, of the four that a pair of CTAs has: the CTA's outer one, or its inner one. Key tiles add to it in
-// global memory. Three atoms have one in the middle, which is inner to both CTAs: each adds what its own keys give.
+// An atom of dQ's columns that the CTA sums up. Key tiles add to it in global memory.
 template <KernelConfig C, bool kInner>
 class DqAtom {
   using T = PairTraits<C>;
   using Storage = typename T::Storage;
-  static constexpr bool kShared = kInner && T::kAtoms == 3;
 
  public:
-  CUTE_DEVICE DqAtom(const BwdProblem& p, Storage& storage, int rank, int barrier)
-      : p_(p), storage_(storage), rank_(rank), barrier_(barrier) {}
+  CUTE_DEVICE DqAtom(const BwdProblem& p, Storage& storage, int rank) : p_(p), storage_(storage), rank_(rank) {}
 
   // Starts the products of a step, whose own dS is there.
   template <class Accumulator>
   CUTE_DEVICE void start(const Cursor<1>& at, Accumulator& acc) const {
-    if constexpr (!kShared) storage_.ring_ds_of_other.wait(at);
+    constexpr bool kOwnKeysOnly = kInner && T::kInnerShared;
+    const int atom = T::dq_atom(rank_, kInner);
+    if constexpr (!kOwnKeysOnly) storage_.ring_ds_of_other.wait(at);
     typename T::MmaDq mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
-    auto shared = [](auto* at) { return make_tensor(make_smem_ptr(at), typename T::LayoutTileT{}); };
+    auto shared = [](auto* at) { return make_tensor(make_smem_ptr(at + afresh(0)), typename T::LayoutTileT{}); };
     auto add = [&](auto* ds, auto* k) {
       add_product(mma, mma.get_slice(0).partition_fragment_A(shared(ds)),
                   mma.get_slice(0).partition_fragment_B(shared(k)), acc);
     };
     start_sum<GMMA::ScaleOut::Zero>(acc, [&] {
-      add(storage_.ds[0], storage_.k + atom() * T::kTile);
-      if constexpr (!kShared) add(storage_.ds[1], storage_.k_of_other + (atom() - rank_ * 2) * T::kTile);
+      add(storage_.ds[0], storage_.k + atom * T::kTile);
+      if constexpr (!kOwnKeysOnly) add(storage_.ds[1], storage_.k_of_other + (atom - rank_ * 2) * T::kTile);
     });
   }
 
   // Adds what they gave.
   template <class Accumulator>
-  CUTE_DEVICE void add(const Accumulator& acc, int head, int first_query) {
-    const auto& [tile, seq, range, heads] = storage_.work;
-    const int thread = afresh(threadIdx.x) % 128;
-    const int64_t padded_row = first_padded_row(p_, C.block_m, tile.batch, head, seq.q.offset) + first_query;
-    if (p_.deterministic) {
-      end_turn();
-      turn_ = static_cast<int>(padded_row / C.block_m) * C.warps + atom();
-      const int pairs_before =
-          tile.index - key_tiles(seq, p_.fwd.band, first_query, C.block_m, C.block_n * C.cluster).begin;
-      begin_turn(thread, kShared ? pairs_before * C.cluster + rank_ : pairs_before);
-    }
-    float* const sums = T::dq_sums(p_, padded_row, atom()) + thread * 4;
+  CUTE_DEVICE void add(const Cursor<1>& at, const Accumulator& acc, int head, int first_query) const {
+    auto& ring = storage_.ring_turn[kInner];
+    // After this wait all are done whose turn comes before.
+    if (p_.deterministic) ring.wait(at);
+    const auto& work = storage_.work;
+    const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
+    float* const sums = T::dq_sums(p_, padded_row, T::dq_atom(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
       asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i * 128), "f"(acc(i)), "f"(acc(i + 1)),
                    "f"(acc(i + 2)), "f"(acc(i + 3))
                    : "memory");
     }
-  }
-
-  // Where sums are deterministic, they are added in turns. One ends at the start of the next, when nobody need wait for it.
-  CUTE_DEVICE void end_turn() {
-    if (turn_ == kNone) return;
-    // After this barrier the whole warpgroup has added.
-    cutlass::arch::NamedBarrier::sync(128, barrier_);
-    if (afresh(threadIdx.x) % 128 == 0) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p_.turns + turn_) : "memory");
-    }
+    if (p_.deterministic) ring.release(at);
   }
 
  private:
-  static constexpr int kNone = -1;
-
-  CUTE_DEVICE int atom() const { return kInner ? 1 + rank_ * (T::kAtoms - 3) : rank_ * (T::kAtoms - 1); }
-
-  // Waits for as many turns as come `before` this one.
-  CUTE_DEVICE void begin_turn(int thread, int before) const {
-    if (thread == 0) {
-      int done = 0;
-      while (done < before) {
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(p_.turns + turn_) : "memory");
-      }
-    }
-    // After this barrier it is the warpgroup's turn.
-    cutlass::arch::NamedBarrier::sync(128, barrier_);
-  }
-
   const BwdProblem& p_;
   Storage& storage_;
-  int rank_, barrier_;
-  int turn_ = kNone;
+  int rank_;
 };
 
-// P and dS of each step, for the other warpgroups; dS also for the other CTA. An atom of dQ a step late.
+// P and dS of each step, for the other warpgroups; dS also for the other CTA, and later an atom of dQ. Products of the next
+// scores run while dS is on its way.
 template <KernelConfig C>
 CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
@@ -121,64 +90,83 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   // After this barrier the first columns of V are in registers, and their place is free for P.
   cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
 
-  DqAtom<C, true> dq(p, storage, rank, T::kGroupBarrier);
-  int head, first_query;  // of the step before
-  auto add_dq = [&](const Cursor<1>& at) {
-    auto& tQrdQ = tSrdP;  // of the same shape, and free
-    dq.start(at, tQrdQ);
-    wait_products<0>(tQrdQ);
+  DqAtom<C, true> dq(p, storage, rank);
+  int head, first_query, head_before, first_query_before;  // of dS, and of a step before
+  Tensor tSrdS = make_tensor<Element>(tSrdP.layout());  // (MMA,1,1)
+  auto start_dq = [&](const Cursor<1>& at) { dq.start(at, tSrS); };
+  // Hands on dS of a step, which waits in registers.
+  auto hand_on = [&](const Cursor<1>& at) {
+    // After this wait nobody still reads dS of the step before, in neither CTA.
+    storage.ring_ds.wait_empty(at);
+    store(tSrdS, storage.ds[0]);
+    storage.ring_ds.publish(at);
+    // After this barrier the tile is complete, for the other CTA too.
+    cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
+    if (thread == 0) {
+      constexpr uint32_t kBytes = T::kTile * sizeof(Element);
+      send_to_cta(1 - rank, storage.ds[1], storage.ds[0], kBytes, storage.ring_ds_of_other.expect(at, kBytes));
+    }
+  };
+  auto end_dq = [&](const Cursor<1>& at) {
+    warpgroup_fence_operand(tSrS);
     storage.ring_ds.release(at);
-    dq.add(tQrdQ, head, first_query);
   };
   Cursor<C.stages> at;
   auto add = [&](auto is_first) __attribute__((always_inline)) {
     const int stage = at.stage();
+    const Cursor<1> now{at.count}, before{at.count - 1}, long_before{at.count - 2};
     Element* const dout = storage.dout[stage];
-    storage.ring_q.wait(at);
-    start_product<GMMA::ScaleOut::Zero>(mma, operand_a(shared(storage.k, typename T::LayoutK{})),
-                                        operand_b(shared(storage.q[stage], typename T::LayoutQ{})), tSrS);
-    if constexpr (!decltype(is_first)::value) add_dq({at.count - 1});
     storage.ring_dout.wait(at);
+    const bool has_dq = at.count > 1;
+    if (has_dq) start_dq(long_before);
     warpgroup_fence_operand(tSrV0);
     mma_v0.accumulate_ = GMMA::ScaleOut::Zero;
+    mma.accumulate_ = GMMA::ScaleOut::One;
     start_sum<GMMA::ScaleOut::Zero>(tSrdP, [&] {
       add_product(mma_v0, tSrV0, operand_b(shared(dout, typename T::LayoutTile{})), tSrdP);
       add_product(mma, operand_a(shared(storage.v + T::kTile, typename T::LayoutV1{})),
                   operand_b(shared(dout + T::kTile, typename T::LayoutV1{})), tSrdP);
     });
-    wait_products<0>(tSrS);
-    warpgroup_fence_operand(tSrdP);
+    if constexpr (!decltype(is_first)::value) {
+      warpgroup_wait<1>();
+      if (has_dq) end_dq(long_before);
+      hand_on(before);
+      if (has_dq) dq.add(long_before, tSrS, head_before, first_query_before);
+      head_before = head;
+      first_query_before = first_query;
+    }
+    storage.ring_q.wait(at);
+    start_product<GMMA::ScaleOut::Zero>(mma, operand_a(shared(storage.k, typename T::LayoutK{})),
+                                        operand_b(shared(storage.q[stage], typename T::LayoutQ{})), tSrS);
+    wait_products<0>(tSrdP);
+    warpgroup_fence_operand(tSrS);
     const BackwardStep& step = storage.steps[0][stage];
     head = step.head;
     first_query = step.first_query;
-    const ScoreGradients<C, GroupPlace> gradients(p.fwd, seq, tile.batch, tile.row + rank * C.block_n,
-                                                  GroupPlace(afresh(thread)));
+    const ScoreGradients<C, GroupPlace> gradients(p.fwd, seq, tile.batch, tile.row, GroupPlace(afresh(thread)));
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], head, first_query,
               step.full);
     storage.ring_q.release(at);
     storage.ring_dout.release(at);
-    const Cursor<1> of_scores{at.count};
     // After this wait nobody still reads P of the step before.
-    storage.ring_p.wait_empty(of_scores);
+    storage.ring_p.wait_empty(now);
     store(converted<Element>(tSrS), storage.v);
-    storage.ring_p.publish(of_scores);
-    // After this wait nobody still reads dS of the step before, in neither CTA.
-    storage.ring_ds.wait_empty(of_scores);
-    store(converted<Element>(tSrdP), storage.ds[0]);
-    storage.ring_ds.publish(of_scores);
-    // After this barrier the tile is complete, for the other CTA too.
-    cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
-    if (thread == 0) {
-      constexpr uint32_t kBytes = T::kTile * sizeof(Element);
-      send_to_cta(1 - rank, storage.ds[1], storage.ds[0], kBytes, storage.ring_ds_of_other.expect(of_scores, kBytes));
-    }
+    storage.ring_p.publish(now);
+    convert(tSrdP, tSrdS);
     at.advance();
   };
   add(true_type{});
   CUTE_NO_UNROLL
   while (at.count < storage.work.steps()) add(false_type{});
-  add_dq({at.count - 1});
-  dq.end_turn();
+  auto finish_dq = [&](const Cursor<1>& at, int head, int first_query) {
+    start_dq(at);
+    warpgroup_wait<0>();
+    end_dq(at);
+    dq.add(at, tSrS, head, first_query);
+  };
+  if (at.count > 1) finish_dq({at.count - 2}, head_before, first_query_before);
+  hand_on({at.count - 1});
+  finish_dq({at.count - 1}, head, first_query);
 }
 
 // dV of the CTA's 64 keys, and an atom of dQ; or their dK.
@@ -195,7 +183,7 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   auto& ring_scores = pick<kValues>(storage.ring_ds, storage.ring_p);
   Tensor gradient = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<kDims>>{});  // (MMA,1,MMA_N)
   clear(gradient);
-  DqAtom<C, false> dq(p, storage, rank, kBarrier);
+  DqAtom<C, false> dq(p, storage, rank);
   if (!range.empty()) storage.ring_k.wait({});
 
   for (Cursor<C.stages> at; at.count < storage.work.steps(); at.advance()) {
@@ -208,23 +196,18 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
                          std::conditional_t<kValues, typename T::LayoutDoutT, typename T::LayoutQt>{});  // (dim,query)
     start_product<GMMA::ScaleOut::One>(mma, mma.get_slice(0).partition_fragment_A(scores),
                                        mma.get_slice(0).partition_fragment_B(rows), gradient);
+    wait_products<0>(gradient);
+    ring.release(at);
+    ring_scores.release(of_scores);
     if constexpr (kValues) {
       storage.ring_ds.wait(of_scores);
       Tensor tQrdQ = partition_fragment_C(typename T::MmaDq{}, Shape<Int<C.block_m>, Int<T::kAtom>>{});  // (MMA,1,1)
       dq.start(of_scores, tQrdQ);
-      wait_products<1>(gradient);
-      ring.release(at);
-      storage.ring_p.release(of_scores);
       wait_products<0>(tQrdQ);
       storage.ring_ds.release(of_scores);
-      dq.add(tQrdQ, step.head, step.first_query);
-    } else {
-      wait_products<0>(gradient);
-      ring.release(at);
-      storage.ring_ds.release(of_scores);
+      dq.add(of_scores, tQrdQ, step.head, step.first_query);
     }
   }
-  dq.end_turn();
 
   if constexpr (!kValues) {
     CUTE_UNROLL
@@ -232,11 +215,9 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   }
   // After this barrier nobody still reads K and V.
   cutlass::arch::NamedBarrier::sync(32 * C.warps, T::kAllGroupsBarrier);
-  KeyTile own = tile;
-  own.row += rank * C.block_n;
   store_gradient<C.block_n, kDims, std::conditional_t<kValues, typename T::LayoutV, typename T::LayoutK>>(
-      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, own, seq.k, threadIdx.x % 128,
-      kBarrier);
+      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, tile, seq.k,
+      afresh(threadIdx.x) % 128, kBarrier);
   if (threadIdx.x % 128 == 0) tma_store_wait<0>();
 }
 

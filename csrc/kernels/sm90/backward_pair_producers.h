@@ -1,4 +1,4 @@
-// The threads of Hopper's backward for wide heads that load tiles by TMA.
+// The threads of Hopper's backward for wide heads that load tiles by TMA, and those that give turns to add to dQ.
 #pragma once
 
 #include "kernels/sm90/backward_pair_traits.h"
@@ -36,7 +36,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
                     (first_atom + atom) * T::kAtom, tile.head, tile.batch);
     }
   };
-  const int row = tile.row + rank * C.block_n, row_of_other = tile.row + (1 - rank) * C.block_n;
+  const int row = tile.row, row_of_other = rank == 0 ? row + C.block_n : row - C.block_n;
   storage.landed_k.arrive_and_expect_tx((T::kAtoms + T::kAtomsOfOther) * T::kTile * sizeof(Element));
   uint64_t* const landed = reinterpret_cast<uint64_t*>(&storage.landed_k);
   load(Int<T::kAtoms>{}, params.k, storage.k, landed, row, 0);
@@ -89,6 +89,35 @@ CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTrai
     SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row,
                              reinterpret_cast<uint64_t*>(&ring.full[stage]),
                              pick<kValues>(storage.lse_log2, storage.row_dot)[stage], kStatistic);
+  }
+}
+
+// One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, pairs of CTAs add in turns, ascending:
+// one waits for pairs of smaller index alone, which were launched before it.
+template <KernelConfig C>
+CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
+                            bool inner) {
+  using T = PairTraits<C>;
+  const BwdProblem& p = params.p;
+  const auto& [tile, seq, range, heads] = storage.work;
+  const bool shared = inner && T::kInnerShared;
+  auto& ring = storage.ring_turn[inner];
+  Cursor<1> at;
+  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range)) {
+    const int head = tile.head * heads + step.head, row = step.m * C.block_m;
+    const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
+    int* const turn = p.turns + padded_row / C.block_m * C.warps + T::dq_atom(rank, inner);
+    const int pairs = tile.index - key_tiles(seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster).begin;
+    const int before = shared ? pairs * C.cluster + rank : pairs;
+    int done = 0;
+    while (done < before) {
+      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
+    }
+    ring.expect(at, 0);
+    at.advance();
+    // After this wait the warpgroup has added.
+    ring.wait_empty(at);
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
   }
 }
 

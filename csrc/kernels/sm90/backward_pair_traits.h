@@ -23,12 +23,20 @@ struct PairTraits {
   using Tile = Shape<Int<kAtom>, Int<kAtom>, Int<kAtom>>;
   using MmaScores = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile>()));
   using MmaV0 = decltype(make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile>()));
-  template <int kDims>  // dK = dS^T Q and dV = P^T dO: no more columns at once than a thread has registers for at its start
+  template <
+      int kDims>  // dK = dS^T Q and dV = P^T dO: no more columns at once than a thread has registers for at its start
   using MmaKeys = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtom>, Int<kDims == 256 ? 128 : kDims>, Int<kAtom>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
   using OpQ = decltype(GMMA::ss_op_selector<Element, Element, float, Tile, GMMA::Major::MN, GMMA::Major::MN>());
   using MmaDq = decltype(make_tiled_mma(OpQ{}));  // dQ = dS K: an atom of its columns
+
+  // A pair of CTAs has four atoms of dQ's columns: each an outer one, and an inner one. Of three, the one in the middle is
+  // inner to both CTAs, and each adds what its own keys give.
+  static constexpr bool kInnerShared = kAtoms == 3;
+  CUTE_HOST_DEVICE static constexpr int dq_atom(int rank, bool inner) {
+    return inner ? 1 + rank * (kAtoms - 3) : rank * (kAtoms - 1);
+  }
 
   // Of all columns of dQ, an atom for each warpgroup.
   static constexpr int kDqGroups = kAtoms;
@@ -38,7 +46,7 @@ struct PairTraits {
   }
 
   // Of a thread, together as many as the CTA has at its start.
-  static constexpr int kProducerRegisters = 24, kScoreRegisters = 128, kValueRegisters = 192, kKeyRegisters = 168;
+  static constexpr int kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 192, kKeyRegisters = 160;
   // Named barriers: of all warpgroups that compute, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 
@@ -60,6 +68,7 @@ struct PairTraits {
     Ring<1> ring_k, ring_v, ring_p;
     Ring<1, C.cluster> ring_ds;
     Ring<1> ring_ds_of_other;
+    Ring<1> ring_turn[2];  // to add to dQ: outer and inner
     // Tiles of which a producer clears rows: of Q and of dO; and of K.
     cutlass::arch::ClusterTransactionBarrier landed[2][C.stages], landed_k;
   };
