@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flash_cute import library
-from flash_cute.testing.cases import Case, make_inputs
+from flash_cute.testing.cases import Case, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify
 
@@ -34,6 +36,28 @@ def test_kernel(cuda, name):
     )  # fmt: skip
     inputs = make_inputs(case, cuda)
     with library.only(name, f"{kernel.other_op}_"):
+        for deterministic in (False, True):
+            verify(inputs, deterministic=deterministic)
+
+
+EDGES = {
+    "half a pair of key tiles": Case(seqlen_q=100, seqlen_k=40),
+    "queries that see nothing": Case(seqlen_q=333, seqlen_k=200, is_causal=True),
+    "window": Case(seqlen_q=500, seqlen_k=700, window=(70, 33)),
+    "one step": Case(heads=1, batch=1, seqlen_q=64, seqlen_k=128),
+    "two steps": Case(heads=1, batch=1, seqlen_q=128, seqlen_k=128),
+    "varlen": VarlenCase(lengths_q=(64, 0, 1, 333), lengths_k=(64, 17, 1, 200)),
+    "groups": Case(batch=3, heads=16, heads_k=4, seqlen_q=700, seqlen_k=900, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "bwd_sm90" in kernel])
+def test_hopper_backward_at_edges(cuda, name, edge):
+    kernel = parse(name)
+    case = replace(EDGES[edge], dim=kernel.dim, dim_v=kernel.dim_v, dtype=kernel.dtype)
+    inputs = make_inputs(case, cuda)
+    with library.only(name, "fwd_"):
         for deterministic in (False, True):
             verify(inputs, deterministic=deterministic)
 

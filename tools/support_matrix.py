@@ -84,7 +84,11 @@ class Row(NamedTuple):
         if element == 4:
             return kv + self.stages * q_dout
         if self.arch == "Sm90":
-            tiles = 4 * self.block_m * (self.block_n + self.head_dim)  # dS twice, dQ
+            tiles = 4 * self.block_m * self.block_n  # two of dS
+            if self.cluster == 1:
+                tiles += 4 * self.block_m * self.head_dim  # dQ
+            else:
+                tiles += 2 * self.block_n * (self.head_dim - 128)  # K of the other CTA
             return kv + self.stages * (q_dout + 8 * self.block_m) + tiles + 1024
         whole_keys = self.block_n == 32 * self.warps
         score_tiles = (1 if whole_keys else 2) * 2 * self.block_m * self.block_n

@@ -78,6 +78,9 @@ struct KernelConfig {
   // Decode: warps that have 16 of the query rows each work on the same keys; so many teams of them, on different keys.
   constexpr int teams() const { return warps * 16 / block_m; }
 
+  // Sm90 backward: whether CTAs work in pairs, with a tile of keys each (kernels/sm90/backward_pair.h).
+  constexpr bool pair() const { return cluster > 1; }
+
   // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's products
   // run. For wide heads exponentials are too few to matter.
   constexpr bool ping_pong() const { return head_dim <= 128; }
@@ -97,6 +100,10 @@ struct KernelConfig {
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
+    if (pair()) {
+      const int k_of_other = block_n * (head_dim - 128) * element, ds = 2 * block_m * block_n * element;
+      return kv + k_of_other + stages * (q_dout + row_statistics) + ds + kBookkeeping;
+    }
     if (arch == flash_cute::Arch::Sm90) {
       const int ds = 2 * block_m * block_n * element, dq = block_m * head_dim * static_cast<int>(sizeof(float));
       return kv + stages * (q_dout + row_statistics) + ds + dq + kBookkeeping;

@@ -13,6 +13,7 @@
 #include "kernels/passes/sink.h"
 #include "kernels/sm90/backward_consumers.h"
 #include "kernels/sm90/backward_finish.h"
+#include "kernels/sm90/backward_pair.h"
 #include "kernels/sm90/backward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -48,6 +49,15 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   }
 }
 
+template <KernelConfig C>
+constexpr auto main_kernel() {
+  if constexpr (C.pair()) {
+    return backward_pair<C>;
+  } else {
+    return backward<C>;
+  }
+}
+
 }  // namespace flash_cute::sm90
 
 namespace flash_cute {
@@ -56,8 +66,9 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
-  const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
-  if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
+  const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
+  const int64_t ctas = key_tiles * C.cluster;
+  if (std::max(query_tiles, ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   sm90::BackwardParams params;
   params.p = p;
@@ -76,12 +87,12 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
-  if (cudaError_t e = launch_kernel<sm90::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, params))
+  if (cudaError_t e = launch_kernel<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
     return e;
   if (p.dsink != nullptr) {
     if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
   }
-  return launch_kernel<sm90::backward_finish<C>>(query_tiles, 32 * C.warps, 0, stream, params);
+  return launch_kernel<sm90::backward_finish<C>>(query_tiles, sm90::kFinishThreads<C>, 0, stream, params);
 }
 
 }  // namespace flash_cute

@@ -1,14 +1,20 @@
 // The pass after Hopper's backward that rounds the sums of dQ.
 #pragma once
 
-#include "kernels/sm90/backward_traits.h"
+#include "kernels/sm90/backward_pair_traits.h"
 
 namespace flash_cute::sm90 {
 
+template <KernelConfig C>
+using TraitsOf = std::conditional_t<C.pair(), PairTraits<C>, BackwardTraits<C>>;
+
+template <KernelConfig C>
+constexpr int kFinishThreads = 128 * TraitsOf<C>::kDqGroups;
+
 // dQ = softmax_scale * sums, rounded: a tile of queries a CTA.
 template <KernelConfig C>
-__global__ void __launch_bounds__(32 * C.warps) backward_finish(const __grid_constant__ BackwardParams params) {
-  using T = BackwardTraits<C>;
+__global__ void __launch_bounds__(kFinishThreads<C>) backward_finish(const __grid_constant__ BackwardParams params) {
+  using T = TraitsOf<C>;
   using Element = typename T::Element;
   __shared__ alignas(1024) Element shared[C.block_m * C.head_dim];
   const BwdProblem& p = params.p;
@@ -17,7 +23,7 @@ __global__ void __launch_bounds__(32 * C.warps) backward_finish(const __grid_con
   const int thread = threadIdx.x;
   typename T::MmaQ mma;
   Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-  const float* const sums = dq_sums<C>(p, tile.padded_row, thread / 128) + thread % 128 * 4;
+  const float* const sums = T::dq_sums(p, tile.padded_row, thread / 128) + thread % 128 * 4;
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); i += 4) {
     *reinterpret_cast<float4*>(&tQrdQ(i)) = *reinterpret_cast<const float4*>(sums + i * 128);

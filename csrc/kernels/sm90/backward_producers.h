@@ -5,15 +5,6 @@
 
 namespace flash_cute::sm90 {
 
-template <bool kSecond, class First, class Second>
-CUTE_DEVICE auto& pick(First& first, Second& second) {
-  if constexpr (kSecond) {
-    return second;
-  } else {
-    return first;
-  }
-}
-
 // One of two threads that load tiles by TMA: K, and Q and the LSE of each step; or V, and dO and its row sums. Rows in
 // front of those that see anything, or are seen, arrive as zeros, as those behind the sequence's end do: whatever they
 // hold, it meets no product.
@@ -90,7 +81,7 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>
       }
     }
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     dq_sums<C>(p, padded_row, group)),
+                     T::dq_sums(p, padded_row, group)),
                  "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
                  : "memory");
     tma_store_arrive();

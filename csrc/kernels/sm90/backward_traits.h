@@ -15,6 +15,15 @@ struct BackwardParams {
   RaggedMap q, k, v, dout, dq, dk, dv;
 };
 
+template <bool kSecond, class First, class Second>
+CUTE_DEVICE auto& pick(First& first, Second& second) {
+  if constexpr (kSecond) {
+    return second;
+  } else {
+    return first;
+  }
+}
+
 // What a CTA has to do.
 struct BackwardWork {
   KeyTile tile;
@@ -22,12 +31,13 @@ struct BackwardWork {
   TileRange range;  // of queries that see some of the keys
   int heads;  // of queries, for each of keys
 
-  CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n)
-      : tile(p.fwd, block_n, p.deterministic),
+  CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
+      : tile(p.fwd, block_n, p.deterministic, cta),
         seq(p.fwd, tile.batch),
         range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
         heads(p.fwd.heads / p.fwd.heads_k) {}
 
+  CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, range.end - 1}; }
 };
 
@@ -68,6 +78,12 @@ struct BackwardTraits {
                            GMMA::Major::MN, GMMA::Major::MN>(),
       std::conditional_t<kRowsOfDq, Down, Across>{}));
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // of a tile's dQ, those of a warpgroup
+  static constexpr int kDqGroups = kGroups;
+  // The sums of dQ that a warpgroup adds, in the order of its accumulators: four numbers of a thread lie together, then
+  // come those of the next thread.
+  CUTE_DEVICE static float* dq_sums(const BwdProblem& p, int64_t padded_row, int group) {
+    return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
+  }
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24, kConsumerRegisters = kGroups == 3 ? 160 : 240;
   // Named barriers: of all warpgroups, and of the threads of each.
@@ -93,12 +109,5 @@ struct BackwardTraits {
   static_assert(C.block_n == 64 * kGroups && (kGroups == 2 || kGroups == 3), "a warpgroup has 64 keys");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
-
-// The sums of dQ that a warpgroup adds, in the order of its accumulators: four numbers of a thread lie together, then come
-// those of the next thread.
-template <KernelConfig C>
-CUTE_DEVICE float* dq_sums(const BwdProblem& p, int64_t padded_row, int group) {
-  return p.dq_accum + padded_row * C.head_dim + group * BackwardTraits<C>::kDqSums;
-}
 
 }  // namespace flash_cute::sm90

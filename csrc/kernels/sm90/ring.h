@@ -3,6 +3,7 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/tensor.hpp>
 
 namespace flash_cute::sm90 {
@@ -73,5 +74,15 @@ struct Ring {
   // The compiler may not move reads and writes of shared memory past CUTLASS's barriers, which do not tell it so.
   CUTE_DEVICE static void keep_order() { asm volatile("" ::: "memory"); }
 };
+
+// Copies shared memory to another CTA of the cluster, where the bytes are counted at the barrier that is there what
+// `barrier` is here.
+CUTE_DEVICE void send_to_cta(int rank, void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(to), rank)),
+               "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes),
+               "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+               : "memory");
+}
 
 }  // namespace flash_cute::sm90

@@ -38,19 +38,24 @@ struct RaggedMap {
     constexpr int kAtom = atom_columns(kCols), kShare = kRows / kCluster;
     static_assert(kShare % 8 == 0, "whole atoms of the swizzle");
     const int first = kCluster == 1 ? 0 : block_rank_in_cluster() * kShare;
-    // A box that lies behind the sequence's end altogether may fault: it is moved to the last row, as its rows do not
-    // count.
-    const int from = min(row + first, span.length - 1);
     CUTE_UNROLL
     for (int col = 0; col < kCols; col += kAtom) {
-      Element* const part = to + col * kRows + first * kAtom;
-      const int i = longest - span.length + from, start = int(span.offset) + span.length;
-      if constexpr (kCluster == 1) {
-        SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), part, col, i, start, head, batch * batch_step);
-      } else {
-        SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, (1 << kCluster) - 1, uint64_t(hint), part, col, i, start, head,
-                                         batch * batch_step);
-      }
+      load_atom<kCluster>(to + col * kRows + first * kAtom, barrier, hint, span, row + first, col, head, batch);
+    }
+  }
+
+  // Columns from `col` on that lie together, of as many rows as the map's box has; to all CTAs of a cluster.
+  template <int kCluster = 1, class Element>
+  CUTE_DEVICE void load_atom(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row,
+                             int col, int head, int batch) const {
+    // A box that lies behind the sequence's end altogether may fault: it is moved to the last row, as its rows do not
+    // count.
+    const int i = longest - span.length + min(row, span.length - 1), start = int(span.offset) + span.length;
+    if constexpr (kCluster == 1) {
+      SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), to, col, i, start, head, batch * batch_step);
+    } else {
+      SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, (1 << kCluster) - 1, uint64_t(hint), to, col, i, start, head,
+                                       batch * batch_step);
     }
   }
 

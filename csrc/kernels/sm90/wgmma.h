@@ -48,24 +48,37 @@ CUTE_DEVICE int afresh(int value) {
   return value;
 }
 
-// Starts acc = A B, or acc += A B, in the background. Until warpgroup_wait() nobody may touch acc, nor A in registers.
-template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
-CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
-  if constexpr (kFirst == GMMA::ScaleOut::One) {
-    warpgroup_fence_operand(acc);
-  } else {
-    clear(acc);  // so that its registers are free until now
-  }
-  constexpr bool kShared = is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value;
-  if constexpr (!kShared) warpgroup_fence_operand(a);
-  warpgroup_arrive();
-  mma.accumulate_ = kFirst;
+// A product that joins a sum: acc = A B, or acc += A B, as mma says.
+template <class Mma, class A, class B, class Accumulator>
+CUTE_DEVICE void add_product(Mma& mma, const A& a, const B& b, Accumulator& acc) {
   CUTE_UNROLL
   for (int k = 0; k < size<2>(a); ++k) {
     cute::gemm(mma, a(_, _, k), b(_, _, k), acc);
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
+}
+
+// Starts the products that add_products() adds, to zero or to what acc is, in the background. Until warpgroup_wait()
+// nobody may touch acc, nor what they take from registers.
+template <GMMA::ScaleOut kFirst, class Accumulator, class AddProducts>
+CUTE_DEVICE void start_sum(Accumulator& acc, const AddProducts& add_products) {
+  if constexpr (kFirst == GMMA::ScaleOut::One) {
+    warpgroup_fence_operand(acc);
+  } else {
+    clear(acc);  // so that its registers are free until now
+  }
+  warpgroup_arrive();
+  add_products();
   warpgroup_commit_batch();
+}
+
+// Starts acc = A B, or acc += A B.
+template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
+CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
+  constexpr bool kShared = is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value;
+  if constexpr (!kShared) warpgroup_fence_operand(a);
+  mma.accumulate_ = kFirst;
+  start_sum<kFirst>(acc, [&] { add_product(mma, a, b, acc); });
 }
 
 // Waits until at most kPending products are under way.
