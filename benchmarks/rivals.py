@@ -24,7 +24,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .suites import Case, Inputs
+from .suites import CACHE_FEATURES, Case, Inputs
 
 OURS = "flash_cute"
 _FOLDERS = re.compile(r"""(?<![^\s'"(\[=:])/(?:[^\s'"/:]+/)*(?=[^\s/])""")  # of an absolute path
@@ -67,7 +67,7 @@ def captured(work: Work) -> Work:
         with torch.cuda.graph(graph):
             value = work.run()
 
-    def replay() -> Any:
+    def replay(_inputs: Work = work) -> Any:  # the graph reads tensors that the work alone may hold
         graph.replay()
         return value
 
@@ -115,9 +115,8 @@ class FlashCute:
             pass
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        if case.seqlen_q == 1 and not case.feature:
-            decode = self._decode
-            return Work(lambda: decode(x.q, x.k, x.v), _first, self._scope)
+        if case.seqlen_q == 1 and case.feature in ("", *CACHE_FEATURES):
+            return Work(partial(self._decode, x.q, **_cache(case, x)), _first, self._scope)
         if case.feature:  # the function would draw other random numbers for dropout in each call
             return self.op(case, x)
         func = self._func
@@ -138,6 +137,31 @@ class FlashCute:
             lambda grads: tuple(grads[:3]),
             self._scope,
         )
+
+
+def _cache(case: Case, x: Inputs) -> dict[str, Any]:
+    """Arguments of decoding: the keys and values of the case as a cache."""
+    if (
+        case.feature == "append"
+    ):  # the last token joins once more; turned by no angle it is the same
+        lengths = torch.full((case.batch,), case.seqlen_k - 1, device=x.q.device, dtype=torch.int32)
+        cos = torch.ones(case.seqlen_k, case.dim // 2, device=x.q.device, dtype=x.q.dtype)
+        new = {name: getattr(x, name)[:, -1:].clone() for name in ("k", "v")}
+        turns = {"rotary_cos": cos, "rotary_sin": torch.zeros_like(cos)}
+        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": lengths, **new, **turns}
+    if case.feature != "pages16":
+        return {"k_cache": x.k, "v_cache": x.v}
+    page_size = 16
+    blocks = case.batch * case.seqlen_k // page_size
+    table = torch.randperm(blocks, device=x.q.device)
+
+    def paged(whole: torch.Tensor) -> torch.Tensor:
+        pages = torch.empty_like(whole).view(blocks, page_size, *whole.shape[2:])
+        pages[table] = whole.view_as(pages)
+        return pages
+
+    block_table = table.int().view(case.batch, -1)
+    return {"k_cache": paged(x.k), "v_cache": paged(x.v), "block_table": block_table}
 
 
 class Sdpa:

@@ -29,10 +29,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap30": {"softcap": 30.0},
     "deterministic": {"deterministic": True},
 }
+# What a case of decoding may ask for: pages of 16 rows in a random order; a token that joins the
+# cache, with rotary embedding.
+CACHE_FEATURES = ("pages16", "append")
 
 _NAME = re.compile(
     rf"({'|'.join(DTYPES)}) b(\d+) h(\d+)/(\d+) q(\d+) k(\d+) d(\d+)/(\d+) (full|causal)"
-    rf"(?: \+({'|'.join(map(re.escape, FEATURES))}))?"
+    rf"(?: \+({'|'.join(map(re.escape, (*FEATURES, *CACHE_FEATURES)))}))?"
 )
 _SAMPLED_ROWS = 2**15  # query rows compared, spread over whole (batch, kv head) pairs
 _CHUNK = 2**25  # scores held at once by the reference, elements of fp64
@@ -42,9 +45,9 @@ _CHUNK = 2**25  # scores held at once by the reference, elements of fp64
 class Case:
     """One attention problem: q (batch, seqlen_q, heads, dim), v (batch, seqlen_k, heads_k, dim_v).
 
-    `feature` is "" or one of FEATURES. Raises ValueError if heads is no multiple of heads_k, for a
-    causal case of unequal lengths (the libraries disagree on its alignment and on its FLOPs), and
-    for a window that is not causal.
+    `feature` is "", one of FEATURES or, with one query, of CACHE_FEATURES. Raises ValueError if
+    heads is no multiple of heads_k, for a causal case of unequal lengths (the libraries disagree on
+    its alignment and on its FLOPs), and for a window that is not causal.
     """
 
     dtype: str
@@ -65,6 +68,8 @@ class Case:
             raise ValueError(f"a causal case needs equal lengths, got {self}")
         if self.window is not None and not self.causal:
             raise ValueError(f"a window needs a causal case, got {self}")
+        if self.feature in CACHE_FEATURES and self.seqlen_q != 1:
+            raise ValueError(f"{self.feature} needs one query, got {self}")
 
     @classmethod
     def parse(cls, name: str) -> Case:
@@ -161,6 +166,10 @@ def _decode() -> list[Case]:
         for dim in (128, 64)
         for (heads, heads_k), pairs in sizes.items()
         for batch, seqlen_k in pairs
+    ] + [
+        Case("bf16", batch, 32, 8, 1, seqlen_k, 128, 128, False, feature)
+        for feature in CACHE_FEATURES
+        for batch, seqlen_k in [(1, 32768), (16, 8192), (128, 8192)]
     ]
 
 

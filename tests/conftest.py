@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import kvcache_calls
 import pytest
 import torch
 
 from flash_cute import ops
-from flash_cute.testing import cases
+from flash_cute.testing import cases, kvcache
 
 MakeInputs = Callable[..., cases.Inputs]
 
@@ -49,6 +50,24 @@ def make(device: str) -> MakeInputs:
                 inputs.attend()
             with pytest.raises(RuntimeError, match=f"(?i){missing}"):
                 inputs.forward()
+            pytest.skip(f"refused on CUDA, as it should be: {missing}")
+        return inputs
+
+    return make_supported
+
+
+@pytest.fixture
+def make_cache(device: str) -> Callable[..., kvcache.CacheInputs]:
+    """The same for `make_cache(case, seed=0)` over a key/value cache."""
+
+    def make_supported(case: kvcache.CacheCase, seed: int = 0) -> kvcache.CacheInputs:
+        inputs = kvcache.make_cache_inputs(case, device, seed)
+        missing = kvcache.unsupported_on_cuda(case) if device == "cuda" else None
+        if missing is not None:
+            with pytest.raises(NotImplementedError, match=missing):
+                kvcache_calls.call(inputs)
+            with pytest.raises(RuntimeError, match=missing):
+                inputs.run()
             pytest.skip(f"refused on CUDA, as it should be: {missing}")
         return inputs
 

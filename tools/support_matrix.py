@@ -79,7 +79,7 @@ class Row(NamedTuple):
         if self.op == "Fwd":
             return element * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
         if self.op == "Decode":
-            return element * self.block_m * self.head_dim + self.stages * kv
+            return 2 * element * self.block_m * self.head_dim + self.stages * kv + 3072
         q_dout = element * self.block_m * (self.head_dim + self.head_dim_v)
         if element == 4:
             return kv + self.stages * q_dout

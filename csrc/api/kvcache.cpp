@@ -1,4 +1,4 @@
-// torch.ops.flash_cute.fwd_kvcache: check, allocate, describe the problem, select a kernel, launch. And combine.
+// torch.ops.flash_cute.fwd_kvcache: check, allocate, describe the problem, select a kernel, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -7,8 +7,9 @@
 #include "api/problem.h"
 #include "api/tensors.h"
 #include "core/decode_plan.h"
+#include "core/heuristics.h"
 #include "core/registry.h"
-#include "kernels/passes/combine.h"
+#include "kernels/passes/append.h"
 
 namespace flash_cute {
 namespace {
@@ -180,6 +181,7 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   describe_scores(f, a.score, a.q);
   p.cache = make_cache(a, f.batch);
   f.seqlen_k = static_cast<int>(p.cache.capacity());
+  f.total_k = int64_t(f.batch) * f.seqlen_k;
   f.q = matrices(a.q, "q");
   f.k = matrices(a.k_cache, "k_cache");
   f.v = matrices(a.v_cache, "v_cache");
@@ -207,6 +209,33 @@ Tensor allocate_parts(DecodeProblem& p, const KernelConfig& config, const View& 
   return workspace;
 }
 
+// A kernel of forward for long queries, where the cache is a tensor with a row for each sequence; null if decoding takes
+// no longer. Where the caller says how keys are parted, it is always decoding: results must not depend on the batch.
+const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
+  const bool whole = p.cache.pages == nullptr && p.cache.leftpad == nullptr;
+  if (!whole || p.num_splits > 0 || p.split_size > 0) return nullptr;
+  const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
+  const bool cheaper = kernel != nullptr && kernel->config.arch == Arch::Sm90 &&
+                       cost(kernel->config, p.fwd, gpu.sms) < cost(decode, p.fwd, gpu.sms);
+  return cheaper ? kernel : nullptr;
+}
+
+void check_launch(const KernelConfig& config, cudaError_t error) {
+  FC_CHECK(error == cudaSuccess, config.id(), ": ", cudaGetErrorString(error));
+}
+
+void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q) {
+  const cudaStream_t stream = current_stream(q);
+  p.fwd.sequences.used_k = p.cache.lengths;
+  Tensor lengths;
+  if (p.added.total > 0) {
+    lengths = allocate(q, {p.fwd.batch}, ScalarType::Int);
+    p.fwd.sequences.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
+    check_launch(kernel.config, append_keys(p, stream));
+  }
+  check_launch(kernel.config, kernel.launch(p.fwd, stream));
+}
+
 }  // namespace
 
 void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
@@ -224,45 +253,14 @@ void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
     rotated = allocate_out(a.q, a.q);
     p.fwd.q = matrices(View(rotated), "q");
   }
-  plan_decode(p, kernel.config, gpu.sms);
-  const Tensor workspace = allocate_parts(p, kernel.config, a.q);
-  const cudaError_t error = kernel.launch(p, current_stream(a.q));
-  FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
+  if (const auto* forward = cheaper_forward(p, kernel.config, gpu)) {
+    run_forward(p, *forward, a.q);
+  } else {
+    plan_decode(p, kernel.config, gpu.sms);
+    const Tensor workspace = allocate_parts(p, kernel.config, a.q);
+    check_launch(kernel.config, kernel.launch(p, current_stream(a.q)));
+  }
   in.put(out, softmax_lse);
-}
-
-void combine(StableIValue* stack, uint64_t, uint64_t) {
-  Stack in(stack);
-  const View out_partial = in.view(), lse_partial = in.view();
-  const ScalarType dtype = in.take<std::optional<ScalarType>>().value_or(ScalarType::Float);
-  FC_CHECK(out_partial.dims >= 2 && out_partial.dims == lse_partial.dims + 1, "lse_partial has no head dim");
-  FC_CHECK(out_partial.size(0) > 0, "out_partial holds no part");
-  for (int i = 0; i < lse_partial.dims; ++i) {
-    FC_CHECK(out_partial.size(i) == lse_partial.size(i), "out_partial and lse_partial differ in dimension ", i);
-  }
-  for (const View* t : {&out_partial, &lse_partial}) {
-    check_device(*t, out_partial, "lse_partial");
-    FC_CHECK(t->dtype == ScalarType::Float && is_contiguous(*t), "parts must be contiguous fp32");
-  }
-  FC_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-           "dtype must be float32, float16 or bfloat16");
-  const torch::stable::accelerator::DeviceGuard guard(out_partial.device);
-  const Tensor out = allocate(out_partial, out_partial.sizes + 1, out_partial.dims - 1, dtype);
-  const Tensor lse = allocate(lse_partial, lse_partial.sizes + 1, lse_partial.dims - 1, ScalarType::Float);
-  Partials p{};
-  p.out = static_cast<const float*>(out_partial.ptr);
-  p.lse = static_cast<const float*>(lse_partial.ptr);
-  p.result = out.data_ptr();
-  p.result_lse = static_cast<float*>(lse.data_ptr());
-  p.parts = checked_int(out_partial.size(0), "parts");
-  p.dim = checked_int(out_partial.size(out_partial.dims - 1), "head dim");
-  p.rows = lse_partial.numel() / p.parts;
-  p.element = dtype == ScalarType::Half       ? Partials::Element::FP16
-              : dtype == ScalarType::BFloat16 ? Partials::Element::BF16
-                                              : Partials::Element::FP32;
-  const cudaError_t error = combine(p, current_stream(out_partial));
-  FC_CHECK(error == cudaSuccess, "combine: ", cudaGetErrorString(error));
-  in.put(out, lse);
 }
 
 }  // namespace flash_cute

@@ -96,7 +96,7 @@ struct KernelConfig {
     const int kv = block_n * (head_dim + head_dim_v) * element;
     if (arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd) return hopper_bytes(stages_q(), own_output());
     if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * element + stages * kv;
-    if (op == flash_cute::Op::Decode) return block_m * head_dim * element + stages * kv;
+    if (op == flash_cute::Op::Decode) return 2 * block_m * head_dim * element + stages * kv + kDecodeBookkeeping;
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
@@ -122,6 +122,7 @@ struct KernelConfig {
   }
 
   static constexpr int kBookkeeping = 1024;  // bytes of barriers and of what they hand over, sm90
+  static constexpr int kDecodeBookkeeping = 3072;  // bytes of descriptions of parts and of what teams hand over
   static constexpr int kMostSharedMemory = 227 * 1024;  // of a CTA on Hopper
 
   // Bytes of shared memory of a kernel for Hopper, 16 bits an element.

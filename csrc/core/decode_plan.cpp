@@ -12,8 +12,10 @@ namespace flash_cute {
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
+  p.group = Divisor(f.heads / f.heads_k);
+  p.page_size = Divisor(std::max(1, p.cache.page_size));
   const bool even = p.num_splits == 0 && p.split_size == 0;
-  const int64_t tiles = (int64_t(f.seqlen_q) * p.group() + config.block_m - 1) / config.block_m;
+  const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
   const int64_t units = f.batch * f.heads_k * tiles;
   const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;
   int64_t parts = blocks;
@@ -38,7 +40,7 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   std::vector<int> rows;
   std::stringstream in(lengths);
   for (std::string length; std::getline(in, length, ',');) rows.push_back(std::stoi(length));
-  const KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, 16, 64, 3, 4, 2, 1};
+  const KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, 16, 128, 3, 8, 1, 1};
   DecodeProblem p{};
   p.fwd.batch = static_cast<int>(rows.size());
   p.fwd.heads = static_cast<int>(heads);

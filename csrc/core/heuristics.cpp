@@ -42,8 +42,8 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
     const int sequences = std::max(1, problem.batch);
     one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
     one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
-    one.sequences = {};
   }
+  one.sequences = {};
   const SeqInfo seq(one, 0);
   const auto [rate, tile_keys] = speed(config);
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
@@ -72,15 +72,17 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
   return std::max(longest, sum / samples * all / at_once);
 }
 
-double decode_cost(const KernelConfig& config, const FwdProblem& problem) {
-  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
+double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
+  // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
   // What reading the keys weighs, in rows of products: tiles of 64 rows, for those of 16, from 17 rows on.
-  constexpr int kRowsOfReading = 40;
-  return static_cast<double>((rows + config.block_m - 1) / config.block_m * (config.block_m + kRowsOfReading));
+  constexpr double kRate = 345, kRowsOfReading = 40;
+  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
+  const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
+  return double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / sms;
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  return config.op == Op::Decode ? decode_cost(config, problem) : forward_cost(config, problem, sms);
+  return config.op == Op::Decode ? decode_cost(config, problem, sms) : forward_cost(config, problem, sms);
 }
 
 std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,

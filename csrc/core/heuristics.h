@@ -18,8 +18,9 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b);
 // sequences would leave some without work, are left out by an infinite cost.
 double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 
-// The same over a key/value cache: a tile of query rows costs its products, and reading all keys.
-double decode_cost(const KernelConfig& config, const FwdProblem& problem);
+// The same over a key/value cache, whose keys CTAs share out evenly: a tile of query rows costs its products with all
+// keys, and reading them.
+double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/config.h"
+#include "core/divisor.h"
 
 namespace flash_cute {
 
@@ -74,6 +75,7 @@ struct FwdProblem {
   void* softmax;       // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
 
   constexpr bool dense() const { return sequences.cu_q == nullptr; }
+  constexpr bool dense_keys() const { return sequences.cu_k == nullptr; }
 
   // The least one that has all of the rules. A negative scale turns maxima into minima.
   Tier tier() const {
@@ -102,6 +104,8 @@ struct NewKeys {
   const int* cu = nullptr;  // [batch + 1]; null: dense
   int seqlen = 0;           // of each sequence, or the longest
   int64_t total = 0;        // rows of all sequences, also dense
+  int* lengths =
+      nullptr;   // result, [batch]: keys of each sequence after it, those of its padding left out; may be null
 };
 
 // Rotary embedding of queries and new keys. The tables are in the dtype of q.
@@ -124,13 +128,13 @@ struct DecodeProblem {
   int num_splits, split_size;
   int grain_blocks;  // of even shares: blocks of keys that are not parted
   int ctas;
+  Divisor group;  // query heads of a kv head
+  Divisor page_size;
   // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/shares.h).
   int slots;
   float* part_out;  // [slots, block_m, head_dim_v of the tile]
   float* part_lse;  // [slots, block_m]
   unsigned* arrived;  // [slots]: parts of a unit that are done; null with even shares, which have lasting counters
-
-  constexpr int group() const { return fwd.heads / fwd.heads_k; }
 };
 
 struct BwdProblem {

@@ -76,14 +76,13 @@ static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
 // Whether it can address all of the tensors with rows of queries and of keys that a kernel gives it.
 static bool addressable(const FwdProblem& p, std::initializer_list<Matrices> queries,
                         std::initializer_list<Matrices> keys) {
-  const bool dense = p.dense();
-  const int64_t rows_q = dense ? p.seqlen_q : p.total_q, rows_k = dense ? p.seqlen_k : p.total_k;
-  const int batch = dense ? p.batch : 1;
-  auto all = [&](std::initializer_list<Matrices> tensors, int64_t rows, int heads) {
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [&](const Matrices& m) { return addressable(m, rows, heads, batch); });
+  auto all = [&](std::initializer_list<Matrices> tensors, bool dense, int64_t longest, int64_t total, int heads) {
+    return std::all_of(tensors.begin(), tensors.end(), [&](const Matrices& m) {
+      return addressable(m, dense ? longest : total, heads, dense ? p.batch : 1);
+    });
   };
-  return all(queries, rows_q, p.heads) && all(keys, rows_k, p.heads_k);
+  return all(queries, p.dense(), p.seqlen_q, p.total_q, p.heads) &&
+         all(keys, p.dense_keys(), p.seqlen_k, p.total_k, p.heads_k);
 }
 
 static bool addressable(const FwdProblem& p) {
@@ -157,9 +156,14 @@ std::string explain(const Refusal& refusal) {
 }
 
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
+const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) { return !refusal(kernel, problem, device).any(); };
-  if (const Kernel<op>* kernel = preferred(kernels, fits, forward_of(problem), device.sms)) return *kernel;
+  return preferred(kernels, fits, forward_of(problem), device.sms);
+}
+
+template <Op op>
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
+  if (const Kernel<op>* kernel = find(kernels, problem, device)) return *kernel;
   std::string message = "flash_cute: no kernel for this call";
   for (const Kernel<op>& kernel : kernels) {
     message += "\n  " + kernel.config.id() + ": " + explain(refusal(kernel, problem, device));
@@ -167,6 +171,7 @@ const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<o
   throw std::runtime_error(message);
 }
 
+template const Kernel<Op::Fwd>* find(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const BwdProblem&, const Device&);
 template const Kernel<Op::Decode>& select(const std::vector<Kernel<Op::Decode>>&, const DecodeProblem&, const Device&);

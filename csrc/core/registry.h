@@ -45,8 +45,11 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& problem, const Devi
 // The reasons in words.
 std::string explain(const Refusal& refusal);
 
-// The kernel that heuristics.h prefers of those that can do the problem. Throws std::runtime_error that lists why each
-// one cannot.
+// The kernel that heuristics.h prefers of those that can do the problem; null if none can.
+template <Op op>
+const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
+
+// The same, but throws std::runtime_error that lists why each one cannot.
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
 

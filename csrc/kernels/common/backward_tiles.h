@@ -13,10 +13,11 @@ struct KeyTile {
 
   // Early keys first: under a causal mask they have the most queries. Tiles of several heads alternate, so that tiles of
   // one head do not all start together, as many heads as the L2 cache holds the queries of. Where sums are
-  // deterministic, tiles that start together wait for each other, and more heads are worth their misses.
-  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic, int cta = blockIdx.x) {
+  // deterministic, tiles that start together wait for each other, and more heads are worth their misses. How many was
+  // found by trying: heads of `tiles_together` tiles.
+  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic, int tiles_together, int cta = blockIdx.x) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
-    const int heads_together = deterministic ? block_n / 2 : max(1, 256 / tiles);  // found by trying
+    const int heads_together = deterministic ? block_n / 2 : max(1, tiles_together / tiles);
     const int first_head = cta / (tiles * heads_together) * heads_together;
     const int together = min(heads_together, p.heads_k * p.batch - first_head);
     const int place = cta - first_head * tiles;

@@ -17,6 +17,28 @@ CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
   }
 }
 
+// Softcap, and ALiBi if `biased`: row r has slope(r), and its query stands distance(r) keys behind that of this thread's
+// first column. A factor is left out: rule_scale_log2(), by which the softmax multiplies without a pass of its own.
+template <bool kShortcuts, class Scores, class Slope, class Distance>
+CUTE_DEVICE void apply_rules(Scores&& scores, float cap, float scale, bool biased, Slope slope, Distance distance) {
+  apply_cap<kShortcuts>(scores, cap, scale);
+  if (!biased) return;
+  const float inner = cap > 0.f ? cap : fabsf(scale);
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const float from_first = distance(r);
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      scores(r, c) = scores(r, c) * inner - slope(r) * fabsf(from_first - float(column_offset(c)));
+    }
+  }
+}
+
+CUTE_DEVICE float rule_scale_log2(float cap, float scale, bool biased) {
+  if (biased) return kLog2e;
+  return cap > 0.f ? cap * kLog2e : positive_scale_log2(scale);
+}
+
 // Softcap and ALiBi for the queries of one head. Coordinates `at` of scores (rows,columns) are those in a tile whose
 // first query stands at key `row` and whose first key is `col`. Shortcuts take registers.
 template <bool kShortcuts>
@@ -48,25 +70,25 @@ class ForwardRules {
         for (int c = 0; c < kColumns; ++c) scores(r, c) = away * float(column_offset(c)) + first;
       }
     } else {
-      each_distance(at, row, col, scores, [&](float& score, float distance) { score = -slope * distance; });
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const float from_first = distance(at, r, row, col);
+        CUTE_UNROLL
+        for (int c = 0; c < kColumns; ++c) scores(r, c) = -slope * fabsf(from_first - float(column_offset(c)));
+      }
     }
   }
 
   // What is left to do after the products. A factor stays out: scale_log2().
   template <class Scores, class Coordinates>
   CUTE_DEVICE void apply(Scores&& scores, const Coordinates& at, int row, int col) const {
-    apply_cap<kShortcuts>(scores, cap_, scale_);
-    if (!biased_ || begins()) return;
-    const float scale = cap_ > 0.f ? cap_ : fabsf(scale_);
-    each_distance(at, row, col, scores,
-                  [&](float& score, float distance) { score = score * scale - slope_ * distance; });
+    apply_rules<kShortcuts>(
+        scores, cap_, scale_, biased_ && !begins(), [&](int) { return slope_; },
+        [&](int r) { return distance(at, r, row, col); });
   }
 
-  // What scores are still multiplied by after apply(): no pass of its own, as the softmax multiplies anyway.
-  CUTE_DEVICE float scale_log2() const {
-    if (biased_ && !begins()) return kLog2e;
-    return cap_ > 0.f ? cap_ * kLog2e : positive_scale_log2(scale_);
-  }
+  // What scores are still multiplied by after apply().
+  CUTE_DEVICE float scale_log2() const { return rule_scale_log2(cap_, scale_, biased_ && !begins()); }
 
  private:
   static constexpr float kLeastScale = 1e-20f;
@@ -77,44 +99,10 @@ class ForwardRules {
     return float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
   }
 
-  // f(score, distance) for all.
-  template <class Scores, class Coordinates, class F>
-  CUTE_DEVICE static void each_distance(const Coordinates& at, int row, int col, Scores&& scores, F f) {
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      const float first = distance(at, r, row, col);
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) f(scores(r, c), fabsf(first - float(column_offset(c))));
-    }
-  }
-
   float cap_, scale_;
   bool biased_;
   float slope_;
 };
-
-// Softcap and ALiBi for rows of different heads: row r has slope(r), and its query stands distance(r) keys behind that of
-// this thread's first column. A factor is left out: rule_scale_log2().
-template <class Scores, class Slope, class Distance>
-CUTE_DEVICE void apply_rules(Scores&& scores, const FwdProblem& p, Slope slope, Distance distance) {
-  const float cap = p.rules.softcap;
-  apply_cap<false>(scores, cap, p.softmax_scale);
-  if (p.rules.alibi == nullptr) return;
-  const float scale = cap > 0.f ? cap : fabsf(p.softmax_scale);
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    const float from_first = float(distance(r));
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = scores(r, c) * scale - slope(r) * fabsf(from_first - float(column_offset(c)));
-    }
-  }
-}
-
-CUTE_DEVICE float rule_scale_log2(const FwdProblem& p) {
-  if (p.rules.alibi != nullptr) return kLog2e;
-  return p.rules.softcap > 0.f ? p.rules.softcap * kLog2e : positive_scale_log2(p.softmax_scale);
-}
 
 // Those of kColumns weights (rows,columns) from column `first` on that dropout does not keep become 0.
 template <int kColumns, class Weights, class Coordinates>

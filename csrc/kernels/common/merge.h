@@ -12,19 +12,13 @@ CUTE_DEVICE float warp_max(float x) {
   return x;
 }
 
-CUTE_DEVICE float warp_sum(float x) {
-  CUTE_UNROLL
-  for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffff, x, apart);
-  return x;
-}
-
 // Merges parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim` columns from there on,
 // with a sink, which is a part without output. store(column, values) gets the result; its log-sum-exp is returned. Parts
 // that saw no key, with -inf, may hold anything.
 template <int kWidth, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;
-  constexpr int kLanes = 32, kBatch = 8;  // parts that are read at once
+  constexpr int kLanes = 32, kBatch = 16;  // parts that are read at once
   const int lane = threadIdx.x % kLanes;
   float merged = -INFINITY;
   for (int column = kWidth * lane; column - kWidth * lane < dim; column += kWidth * kLanes) {
@@ -32,28 +26,28 @@ CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, St
     float top = sink, base = 0.f, total = 0.f;  // sums are relative to exp(base)
     Values sum;
     sum.fill(0.f);
-    for (int first = 0; first < parts; first += kLanes) {
-      const float own = first + lane < parts ? lse(first + lane) : -INFINITY;
+    CUTE_NO_UNROLL
+    for (int first = 0; first < parts; first += kBatch) {
+      const int part = first + lane % kBatch;
+      const float own = part < parts ? lse(part) : -INFINITY;
+      Values values[kBatch];
+      CUTE_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        if (there) values[i] = out(min(first + i, parts - 1), column);
+      }
       const float before = top;
       top = fmaxf(top, warp_max(own));
       base = top == -INFINITY ? 0.f : top;
       const float rescale = exp2_approx((before - base) * kLog2e), weight = exp2_approx((own - base) * kLog2e);
-      total = total * rescale + warp_sum(weight);
+      total *= rescale;
       CUTE_UNROLL
       for (int e = 0; e < kWidth; ++e) sum[e] *= rescale;
-      CUTE_NO_UNROLL
-      for (int i = 0; i < min(parts - first, kLanes); i += kBatch) {
-        Values values[kBatch];
+      CUTE_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        const float w = __shfl_sync(0xffffffff, weight, i);
+        total += w;
         CUTE_UNROLL
-        for (int j = 0; j < kBatch; ++j) {
-          if (there) values[j] = out(min(first + i + j, parts - 1), column);
-        }
-        CUTE_UNROLL
-        for (int j = 0; j < kBatch; ++j) {
-          const float w = __shfl_sync(0xffffffff, weight, i + j);
-          CUTE_UNROLL
-          for (int e = 0; e < kWidth; ++e) sum[e] += w == 0.f ? 0.f : w * values[j][e];
-        }
+        for (int e = 0; e < kWidth; ++e) sum[e] += w == 0.f ? 0.f : w * values[i][e];
       }
     }
     total += exp2_approx((sink - base) * kLog2e);

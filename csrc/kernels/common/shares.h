@@ -23,21 +23,21 @@ struct Grains {
 
   FC_HOST_DEVICE Grains(const DecodeProblem& p, const SeqInfo& seq, int block_m, int block_n) {
     const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
-    tiles = (seq.q.length * p.group() + block_m - 1) / block_m;
+    tiles = (seq.q.length * p.group.value + block_m - 1) / block_m;
     first_block = keys.first / block_n;
     blocks = keys.first < keys.last ? (keys.last + block_n - 1) / block_n - first_block : 0;
     size = p.grain_blocks;
     if (p.num_splits > 0) size = (blocks + p.num_splits - 1) / p.num_splits;
     if (p.split_size > 0) size = (p.split_size + block_n - 1) / block_n;
     size = detail::at_least(size, 1);
-    of_unit = detail::at_least((blocks + size - 1) / size, 1);
+    of_unit = detail::at_least(size == 1 ? blocks : (blocks + size - 1) / size, 1);
     all = tiles * p.fwd.heads_k * of_unit;
   }
 };
 
 // Consecutive grains that each CTA takes.
 struct Shares {
-  static constexpr int kLeast = 4;  // fewer grains are not worth a part of their own
+  static constexpr int kLeast = 2;  // fewer grains are not worth a part of their own
   static constexpr int kPart = 3;  // about as many take as long as what a part costs beside its grains
 
   bool even;  // grains of one unit make one part
@@ -48,10 +48,15 @@ struct Shares {
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains, int of_unit) {
     const bool even = p.num_splits == 0 && p.split_size == 0;
     const int size = detail::at_least((grains + p.ctas - 1) / p.ctas, even ? kLeast : 1);
-    const int shares_a_unit = detail::at_least(of_unit / size, 1), units_a_share = (size + of_unit - 1) / of_unit;
-    const int aligned = of_unit * units_a_share / shares_a_unit;
-    const bool fits = even && aligned * shares_a_unit == of_unit * units_a_share && aligned - size <= kPart;
-    return {even, fits ? aligned : size};
+    if (!even) return {even, size};
+    int aligned = size;
+    if (size < of_unit) {
+      const int shares_a_unit = of_unit / size, share = of_unit / shares_a_unit;
+      if (share * shares_a_unit == of_unit) aligned = share;
+    } else {
+      aligned = (size + of_unit - 1) / of_unit * of_unit;
+    }
+    return {even, aligned - size <= kPart ? aligned : size};
   }
 };
 
@@ -87,13 +92,14 @@ struct Part {
 FC_HOST_DEVICE Part part_from(const SeqInfo& seq, int b, const Grains& grains, const Shares& shares, int first_grain,
                               int grain, int end, int block_m, int cta) {
   const int unit = (grain - first_grain) / grains.of_unit, at = grain - first_grain - unit * grains.of_unit;
+  const int head_k = grains.tiles == 1 ? unit : unit / grains.tiles;
   const int count = shares.even ? detail::at_most(grains.of_unit - at, end - grain) : 1;
   const UnitParts all = UnitParts::of(shares, grain - at, grains.of_unit);
   const int first = grains.first_block + at * grains.size, behind = grains.first_block + grains.blocks;
   return {.seq = seq,
           .b = b,
-          .head_k = unit / grains.tiles,
-          .row = unit % grains.tiles * block_m,
+          .head_k = head_k,
+          .row = (unit - head_k * grains.tiles) * block_m,
           .first = first,
           .last = detail::at_most(first + count * grains.size, behind),
           .grains = count,

@@ -33,8 +33,8 @@ constexpr float kHuge = 0x1p24f;
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
-  float row_max[kRows];  // of scores; this thread's columns only, until rescale() or finish()
-  float row_sum[kRows][kChains];  // of weights; this thread's columns only, until finish()
+  float row_max[kRows];  // of scores; this thread's columns only, until rescale() or close()
+  float row_sum[kRows][kChains];  // of weights; this thread's columns only, until close()
   // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number, its
   // rounding does not show. Before the first rescale() less than any score.
   float offset[kRows];
@@ -93,11 +93,16 @@ struct OnlineSoftmax {
     }
   }
 
-  // Divides outputs (rows,dims) by the sums, the sink's weight included, and multiplies them by `factor`. A row without
-  // keys stays 0. Gives the natural-log LSE of each row.
-  template <class Output>
-  CUTE_DEVICE auto finish(Output&& output, float sink /* -inf: none */, float factor) {
-    cutlass::Array<float, kRows> lse;
+  // What is left when all weights have joined the sums.
+  struct Totals {
+    cutlass::Array<float, kRows> lse;  // natural log
+    float half[kRows], inverse[kRows];  // outputs are to be multiplied by both
+  };
+
+  // Closes the sums, the sink's weight included; outputs get `factor` on top. Without a branch, so that it can run under
+  // the last product of outputs.
+  CUTE_DEVICE Totals close(float sink /* -inf: none */, float factor) {
+    Totals totals;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = quad_max(row_max[r]);
@@ -108,14 +113,31 @@ struct OnlineSoftmax {
       const float top = fmaxf(offset[r], sink * kLog2e);
       const float half = exp2_approx((offset[r] - top) * 0.5f);  // its square may be too small for a float
       const float total = row_sum[r][0] * half * half + exp2_approx(sink * kLog2e - top);
-      const float inverse = total == 0.f ? 0.f : factor * half / total;
-      lse[r] = total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
-      CUTE_UNROLL
-      for (int c = 0; half < 1.f && c < size<1>(output); ++c) output(r, c) *= half;  // a sink outweighs all keys
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= inverse;
+      totals.half[r] = half;
+      totals.inverse[r] = total == 0.f ? 0.f : __fdividef(factor * half, total);
+      totals.lse[r] = total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
     }
-    return lse;
+    return totals;
+  }
+
+  // Divides outputs (rows,dims) by the sums. A row without keys stays 0.
+  template <class Output>
+  CUTE_DEVICE static void divide(Output&& output, const Totals& totals) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; totals.half[r] < 1.f && c < size<1>(output); ++c) output(r, c) *= totals.half[r];  // by a sink
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= totals.inverse[r];
+    }
+  }
+
+  // Both at once; gives the LSE.
+  template <class Output>
+  CUTE_DEVICE auto finish(Output&& output, float sink, float factor) {
+    const Totals totals = close(sink, factor);
+    divide(output, totals);
+    return totals.lse;
   }
 
   // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.

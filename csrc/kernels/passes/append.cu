@@ -97,12 +97,18 @@ __device__ void rotate_query(const DecodeProblem& p, int cta) {
             row_of<Element>(f.q, b, queries.offset + place, head));
 }
 
+// Keys of each sequence after the append; for one CTA.
+__device__ void count_keys(const DecodeProblem& p) {
+  for (int b = threadIdx.x; b < p.fwd.batch; b += kThreads) p.added.lengths[b] = cached_seq(p, b).k.length;
+}
+
 // The first CTAs append, the others rotate queries.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     append_and_rotate(const __grid_constant__ DecodeProblem p, int pairs, int appending) {
   let_next_kernel_start();
   const int cta = static_cast<int>(blockIdx.x);
+  if (cta == 0 && p.added.lengths != nullptr) count_keys(p);
   if (cta < appending) {
     append<Element>(p, cta, pairs);
   } else {

@@ -7,7 +7,8 @@
 
 namespace flash_cute {
 
-// The next kernel on the stream may start before it ends. Writes what fits of the new rows into the cache, and rotated queries to fwd.q. Does nothing without new rows.
+// Writes what fits of the new rows into the cache, and rotated queries to fwd.q. Does nothing without new rows. The next
+// kernel on the stream may start before it ends.
 cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

@@ -1,8 +1,6 @@
 // Tiles of keys and values of one head from the pages of a cache to shared memory.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
 #include "kernels/common/cached_seq.h"
 #include "kernels/sm80/tile_io.h"
 
@@ -13,31 +11,37 @@ namespace flash_cute::sm80 {
 template <class Element, int kThreads, int kKeys, int kCols, int kColsV>
 class CacheCopy {
  public:
-  // Of the sequence's keys those of `visible` are copied. The first tile starts at `key`, later ones each `step` further.
-  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int b, int head, int first_row, RowSpan visible, int key, int step,
-                        Element* k, Element* v, int thread)
-      : num_pages_(p.cache.num_pages),
-        pages_(p.cache.pages == nullptr ? nullptr : p.cache.pages + b * p.cache.pages_batch),
-        only_page_(b),
-        page_size_(p.cache.page_size),
-        first_row_(first_row),
-        visible_(visible),
-        step_(step),
-        key_(key + T::row(thread)),
-        k_(p.fwd.k, head, T::col(thread), p.fwd.head_dim, k, thread),
-        v_(p.fwd.v, head, TV::col(thread), p.fwd.head_dim_v, v, thread) {
-    find_rows();
+  // Tiles go to `k` and `v`; each of a sequence starts `step` rows behind the one before.
+  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, Element* k, Element* v, int thread)
+      : p_(p), step_(step), thread_(thread), k_(p.fwd.head_dim, k, thread), v_(p.fwd.head_dim_v, v, thread) {}
+
+  // Goes to a head of sequence b, and to the tile that starts at row `row` of its pages. Rows of `visible` are copied.
+  CUTE_DEVICE void begin(int b, int head, RowSpan visible, int row) {
+    b_ = b;
+    visible_ = visible;
+    next_ = row;
+    k_.begin(p_.fwd.k, head, thread_);
+    v_.begin(p_.fwd.v, head, thread_);
+    find_pages();
   }
 
-  // Starts the copy of a tile, `k_bytes` and `v_bytes` past the first place, and goes on to the next.
-  CUTE_DEVICE void load(int k_bytes, int v_bytes) {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      k_.load(i, k_bytes, page_[i], row_[i]);
-      v_.load(i, v_bytes, page_[i], row_[i]);
+  // Starts the copy of a tile, `bytes` past the first place, and goes on to the next.
+  CUTE_DEVICE void load(int bytes) {
+    if (in_chunks_) {
+      CUTE_UNROLL
+      for (int i = 0; i < kChunks * kRows; ++i) {
+        load_row(i, bytes, page_[i / kRows], row_[i / kRows] + i % kRows * T::kDown);
+      }
+    } else {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < kChunks * kRows; ++i) {
+        const int row = next_ + T::row(thread_) + i * T::kDown;
+        const Place place = place_of(row, visible_.first <= row && row < visible_.last);
+        load_row(i, bytes, place.page, place.row - T::row(thread_));
+      }
     }
-    key_ += step_;
-    find_rows();
+    next_ += step_;
+    find_pages();
   }
 
  private:
@@ -52,9 +56,10 @@ class CacheCopy {
   };
   using T = Threads<kCols>;
   using TV = Threads<kColsV>;
-  static constexpr int kRows = kKeys / T::kDown;  // of a thread
+  static constexpr int kChunk = 16;  // keys that are in one page as a rule
+  static constexpr int kChunks = kKeys / kChunk, kRows = kChunk / T::kDown;  // of a thread in a chunk
   static_assert(T::kDown == TV::kDown, "a thread has the same rows of K and V");
-  static_assert(kKeys % T::kDown == 0 && (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
+  static_assert(kKeys % kChunk == 0 && (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
 
   // One of K and V.
   template <int kWidth>
@@ -62,54 +67,70 @@ class CacheCopy {
     using Of = Threads<kWidth>;
     static constexpr int kRowBytes = Of::kAtom * int(sizeof(Element));
 
-    const Element* global;  // this thread's first column of the head in row 0 of page 0
-    const Matrices& strides;
+    const Element* global;  // this thread's first vector in a tile that starts with row 0 of page 0
     int cols;  // how many columns there are from there on
     uint32_t shared;  // this thread's first vector
 
-    CUTE_DEVICE Side(const Matrices& m, int head, int col, int head_dim, Element* tile, int thread)
-        : global(static_cast<const Element*>(m.ptr) + head * m.head + col),
-          strides(m),
-          cols(head_dim - col),
-          shared(kept(cast_smem_ptr_to_uint(tile + SharedLayout<kKeys, kWidth>{}(Of::row(thread), col)))) {}
+    CUTE_DEVICE Side(int head_dim, Element* tile, int thread)
+        : cols(head_dim - Of::col(thread)),
+          shared(kept(cast_smem_ptr_to_uint(tile + SharedLayout<kKeys, kWidth>{}(Of::row(thread), Of::col(thread))))) {}
 
-    // Vectors of the thread's row i; of no row if the page is negative.
-    CUTE_DEVICE void load(int i, int bytes, int of_page, int of_row) const {
-      const Element* from = global + (of_page < 0 ? 0 : of_page * strides.batch + of_row * strides.row);
+    CUTE_DEVICE void begin(const Matrices& m, int head, int thread) {
+      global = static_cast<const Element*>(m.ptr) + head * m.head + Of::row(thread) * m.row + Of::col(thread);
+    }
+
+    // Vectors of the thread's row i; zeros if the page is negative.
+    CUTE_DEVICE void load(const Matrices& m, int i, int bytes, int page, int row) const {
+      const Element* from = global + (page < 0 ? 0 : page * m.batch + row * m.row);
       // Four rows further, the swizzle has another bit.
       const uint32_t to = (shared ^ (i * Of::kDown % 8 * kVector * uint32_t(sizeof(Element)))) + bytes;
       CUTE_UNROLL
       for (int j = 0; j < kWidth / Of::kAtom; ++j) {
-        const bool there = of_page >= 0 && j * Of::kAtom < cols;
-        cp_async_16(to + i * Of::kDown * kRowBytes + j * kKeys * kRowBytes, there ? from + j * Of::kAtom : global,
+        const bool there = page >= 0 && j * Of::kAtom < cols;
+        cp_async_16(to + i * Of::kDown * kRowBytes + j * kKeys * kRowBytes, from + (there ? j * Of::kAtom : 0),
                     there ? 16 : 0);
       }
     }
   };
 
-  // Where the rows of the next tile are: asked for a tile ahead, as the table is in global memory.
-  CUTE_DEVICE void find_rows() {
+  struct Place {
+    int page;  // -1: none
+    int row;  // of the page
+  };
+
+  CUTE_DEVICE void load_row(int i, int bytes, int page, int row) const {
+    k_.load(p_.fwd.k, i, bytes, page, row);
+    v_.load(p_.fwd.v, i, bytes, page, row);
+  }
+
+  // Where a row of the sequence is, if it is `wanted`.
+  CUTE_DEVICE Place place_of(int row, bool wanted) const {
+    const int block = p_.page_size.quotient(row);
+    const int page = wanted ? page_id(p_.cache, b_, block) : -1;
+    return {page < p_.cache.num_pages ? page : -1, row - block * p_.page_size.value};
+  }
+
+  // Pages of the next tile, asked for a tile ahead, as the table is in global memory.
+  CUTE_DEVICE void find_pages() {
+    in_chunks_ = visible_.first <= next_ && next_ + kKeys <= visible_.last;
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const int key = key_ + i * T::kDown;
-      const bool seen = visible_.first <= key && key < visible_.last;
-      int block = 0;
-      page_size_(block, row_[i], seen ? first_row_ + key : 0);
-      page_[i] = !seen ? -1 : pages_ == nullptr ? only_page_ : pages_[block];
-      if (page_[i] >= num_pages_) page_[i] = -1;
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const auto [page, row] = place_of(next_ + chunk * kChunk, in_chunks_);
+      in_chunks_ &= row + kChunk <= p_.page_size.value;
+      page_[chunk] = page;
+      row_[chunk] = row;
     }
   }
 
-  int num_pages_;
-  const int* pages_;  // the sequence's row of the table, may be null
-  int only_page_;
-  cutlass::FastDivmod page_size_;
-  int first_row_;
+  const DecodeProblem& p_;
+  const int step_, thread_;
+  int b_;
   RowSpan visible_;
-  int step_, key_;
+  int next_;  // row of the next tile
   Side<kCols> k_;
   Side<kColsV> v_;
-  int page_[kRows], row_[kRows];
+  bool in_chunks_;  // all of the next tile is seen, and each of its chunks is in one page
+  int page_[kChunks], row_[kChunks];
 };
 
 }  // namespace flash_cute::sm80

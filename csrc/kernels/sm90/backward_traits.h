@@ -32,7 +32,7 @@ struct BackwardWork {
   int heads;  // of queries, for each of keys
 
   CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
-      : tile(p.fwd, block_n, p.deterministic, cta),
+      : tile(p.fwd, block_n, p.deterministic, 128, cta),
         seq(p.fwd, tile.batch),
         range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
         heads(p.fwd.heads / p.fwd.heads_k) {}

@@ -76,7 +76,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that take() may give
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
-  const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense() ? -1 : p.total_k;
+  const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
   auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
     return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, rows, cols);
   };

@@ -142,8 +142,6 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       at_kept.advance();
     };
 
-    // The warpgroup's turn, of which each tile of keys but the first has one.
-    auto has_turn = [&](int n) { return T::kPingPong && n < work.key_tiles - 1; };
     // Key tiles down to `until` that other warpgroups see and this one does not.
     int n = work.key_tiles - 1;
     auto skip = [&](int until) {
@@ -152,7 +150,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         storage.ring_k.wait(at_k);
         storage.ring_k.release(at_k);
         at_k.advance();
-        if (has_turn(n)) {
+        if constexpr (T::kPingPong) {
           baton.take();
           baton.pass();
         }
@@ -167,15 +165,22 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       }
     };
 
+    // All there is to know of the rows but their outputs.
+    typename T::Softmax::Totals totals;
+    auto close = [&]() __attribute__((always_inline)) {
+      totals = softmax.close(sink_of(p.sink, tile.head), p.rules.keep_scale);
+      store_statistics(p, work.seq, tile, softmax, totals.lse, at);
+    };
+
     clear(tOrO);
     if (!range.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
       skip(range.end);
       start_scores(n, [&] {
         storage.ring_k.wait(at_k);
-        if (has_turn(n)) baton.take();
+        if constexpr (T::kPingPong) baton.take();
       });
-      if (has_turn(n)) baton.pass();
+      if constexpr (T::kPingPong) baton.pass();
       wait_products<0>(tSrS);
       storage.ring_k.release(at_k);
       at_k.advance();
@@ -218,16 +223,17 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       storage.ring_q.release(at_q);
       storage.ring_v.wait(at_v);
       start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
+      close();
       wait_products<0>(tOrO);
       storage.ring_v.release(at_v);
       at_v.advance();
     } else {
       storage.ring_q.release(at_q);
+      close();
     }
     skip(0);
 
-    const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
-    store_statistics(p, work.seq, tile, softmax, lse, at);
+    softmax.divide(output, totals);
     store_output<C>(params, storage, work, mma_pv, tOrO, thread);
   }
   if (thread % 128 == 0) tma_store_wait<0>();

@@ -1,0 +1,45 @@
+// torch.ops.flash_cute.combine: one answer from several over parts of the keys.
+#include <torch/csrc/stable/accelerator.h>
+
+#include "api/api.h"
+#include "api/arguments.h"
+#include "api/tensors.h"
+#include "kernels/passes/combine.h"
+
+namespace flash_cute {
+
+void combine(StableIValue* stack, uint64_t, uint64_t) {
+  Stack in(stack);
+  const View out_partial = in.view(), lse_partial = in.view();
+  const ScalarType dtype = in.take<std::optional<ScalarType>>().value_or(ScalarType::Float);
+  FC_CHECK(out_partial.dims >= 2 && out_partial.dims == lse_partial.dims + 1, "lse_partial has no head dim");
+  FC_CHECK(out_partial.size(0) > 0, "out_partial holds no part");
+  for (int i = 0; i < lse_partial.dims; ++i) {
+    FC_CHECK(out_partial.size(i) == lse_partial.size(i), "out_partial and lse_partial differ in dimension ", i);
+  }
+  for (const View* t : {&out_partial, &lse_partial}) {
+    check_device(*t, out_partial, "lse_partial");
+    FC_CHECK(t->dtype == ScalarType::Float && is_contiguous(*t), "parts must be contiguous fp32");
+  }
+  FC_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+           "dtype must be float32, float16 or bfloat16");
+  const torch::stable::accelerator::DeviceGuard guard(out_partial.device);
+  const Tensor out = allocate(out_partial, out_partial.sizes + 1, out_partial.dims - 1, dtype);
+  const Tensor lse = allocate(lse_partial, lse_partial.sizes + 1, lse_partial.dims - 1, ScalarType::Float);
+  Partials p{};
+  p.out = static_cast<const float*>(out_partial.ptr);
+  p.lse = static_cast<const float*>(lse_partial.ptr);
+  p.result = out.data_ptr();
+  p.result_lse = static_cast<float*>(lse.data_ptr());
+  p.parts = checked_int(out_partial.size(0), "parts");
+  p.dim = checked_int(out_partial.size(out_partial.dims - 1), "head dim");
+  p.rows = lse_partial.numel() / p.parts;
+  p.element = dtype == ScalarType::Half       ? Partials::Element::FP16
+              : dtype == ScalarType::BFloat16 ? Partials::Element::BF16
+                                              : Partials::Element::FP32;
+  const cudaError_t error = combine(p, current_stream(out_partial));
+  FC_CHECK(error == cudaSuccess, "combine: ", cudaGetErrorString(error));
+  in.put(out, lse);
+}
+
+}  // namespace flash_cute

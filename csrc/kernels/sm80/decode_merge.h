@@ -1,0 +1,206 @@
+// The way out of decoding's results: those of a part to the workspace, and if it is the last of its unit to be done, those
+// of all parts to the tensors.
+#pragma once
+
+#include "kernels/common/forward_rules.h"
+#include "kernels/common/merge.h"
+#include "kernels/sm80/decode_traits.h"
+
+namespace flash_cute::sm80 {
+
+// A row of a unit: one query and one of its heads.
+struct Row {
+  int query, head;
+
+  CUTE_DEVICE Row(const DecodeProblem& p, const Part& part, int row)
+      : query(p.group.quotient(part.row + row)),
+        head(part.head_k * p.group.value + part.row + row - query * p.group.value) {}
+};
+
+// Where the results of a row go: to the tensors, or to the part's place in the workspace.
+template <KernelConfig C>
+class RowPlace {
+ public:
+  using Element = typename DecodeTraits<C>::Element;
+
+  CUTE_DEVICE RowPlace(const DecodeProblem& p, const Part& part, int i, bool to_result) {
+    const FwdProblem& f = p.fwd;
+    const Row row(p, part, i);
+    exists = row.query < part.seq.q.length;
+    sink = to_result && exists ? sink_of(f.sink, row.head) : -INFINITY;
+    if (to_result) {
+      const int64_t query = part.seq.q.offset + row.query;
+      result_ = static_cast<Element*>(f.out.ptr) + part.b * f.out.batch + query * f.out.row + row.head * f.out.head;
+      lse = &f.lse.ptr[part.b * f.lse.batch + row.head * f.lse.head + query];
+    } else {
+      const int64_t slot_row = int64_t(part.all.slot(part.index)) * C.block_m + i;
+      part_ = p.part_out + slot_row * C.head_dim_v;
+      lse = p.part_lse + slot_row;
+    }
+  }
+
+  // `store(to)` for where the row's numbers go, which are Elements or floats.
+  template <class Store>
+  CUTE_DEVICE void visit(Store store) const {
+    if (result_ != nullptr) {
+      store(result_);
+    } else {
+      store(part_);
+    }
+  }
+
+  bool exists;
+  float sink;  // -inf: none
+  float* lse;
+
+ private:
+  Element* result_ = nullptr;
+  float* part_ = nullptr;
+};
+
+// Rounds numbers to the type that they are stored as.
+template <class To, int kCount>
+CUTE_DEVICE void store(To* to, const cutlass::Array<float, kCount>& x) {
+  using Together = cutlass::AlignedArray<To, kCount>;
+  const auto rounded = cutlass::NumericArrayConverter<To, float, kCount>{}(x);
+  *reinterpret_cast<Together*>(to) = reinterpret_cast<const Together&>(rounded);
+}
+
+// Numbers that another CTA may have written, or that are in shared memory.
+CUTE_DEVICE float load_written(const float* from) {
+  float x;
+  asm volatile("ld.relaxed.gpu.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+
+CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
+  cutlass::Array<float, 4> x;
+  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+// Results of a unit's rows over several parts of its keys.
+struct PartResults {
+  UnitParts parts;
+  const float* out;  // rows of part n from slot(n) * rows_apart on
+  int rows_apart;
+  const float* lse;  // [slots, block_m]
+};
+
+// Merges them, a warp a row.
+template <KernelConfig C>
+CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, const PartResults& from, bool to_result) {
+  for (int i = threadIdx.x / 32; i < C.block_m; i += C.warps) {
+    const RowPlace<C> row(p, part, i, to_result);
+    if (!row.exists) return;
+    const float total = merge_row<4>(
+        from.parts.count, [&](int n) { return load_written(from.lse + int64_t(from.parts.slot(n)) * C.block_m + i); },
+        [&](int n, int column) {
+          const int64_t row_of_part = int64_t(from.parts.slot(n)) * from.rows_apart + i;
+          return load_four_written(from.out + row_of_part * C.head_dim_v + result_column<C>(i, column));
+        },
+        p.fwd.head_dim_v, row.sink,
+        [&](int column, const auto& x) {
+          row.visit([&](auto* to) {
+            constexpr bool kOfPart = std::is_same_v<decltype(to), float*>;
+            store(to + (kOfPart ? result_column<C>(i, column) : column), x);
+          });
+        });
+    if (threadIdx.x % 32 == 0) *row.lse = total;
+  }
+}
+
+// Whether the part, whose results the whole CTA has written, is the last of its unit to be done.
+CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const UnitParts& parts, bool& shared) {
+  // After this barrier all of the part is written.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned* const arrived = p.arrived + parts.first;
+    unsigned before;
+    // After this every CTA sees what those that came before it have written.
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+    shared = before + 1 == unsigned(parts.count);
+    if (shared) *arrived = 0;
+  }
+  // After this barrier all know.
+  __syncthreads();
+  return shared;
+}
+
+// The only team's outputs (rows,dims), whose coordinates are `at`, and log-sum-exps go out without a detour.
+template <KernelConfig C, class Output, class Lse, class Coordinates>
+CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& output, const Lse& lse,
+                            const Coordinates& at) {
+  const int first_column = get<1>(at(0, 0));
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(output); ++r) {
+    const RowPlace<C> row(p, part, get<0>(at(r, 0)), part.all.count == 1);
+    if (!row.exists) continue;
+    const float top = fmaxf(lse[r], row.sink), base = top == -INFINITY ? 0.f : top;
+    const float own = exp2_approx((lse[r] - base) * kLog2e), all = own + exp2_approx((row.sink - base) * kLog2e);
+    if (first_column == 0) *row.lse = row.sink == -INFINITY ? lse[r] : base + __log2f(all) * kLn2;
+    const float factor = row.sink == -INFINITY ? 1.f : own / all;
+    row.visit([&](auto* to) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(output); c += 2) {
+        const int column = first_column + column_offset(c);
+        if (column < p.fwd.head_dim_v) {
+          store(to + column, cutlass::Array<float, 2>{output(r, c) * factor, output(r, c + 1) * factor});
+        }
+      }
+    });
+  }
+}
+
+// A team's outputs (rows,dims) and log-sum-exps for the others of its CTA.
+template <KernelConfig C, class Output, class Lse, class Coordinates>
+CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stage, int team, const Output& output,
+                            const Lse& lse, const Coordinates& at) {
+  float* const results = storage.ring[stage][team].results();
+  const int first_column = get<1>(at(0, 0));
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(output); ++r) {
+    const int row = get<0>(at(r, 0));
+    if (first_column == 0) storage.lse[team][row] = lse[r];
+    constexpr int kBases = 4;  // columns that lie a multiple of 32 apart do so in shared memory, too
+    CUTE_UNROLL
+    for (int base = 0; base < kBases; ++base) {
+      float* const to = results + row * C.head_dim_v + result_column<C>(row, first_column + 8 * base);
+      CUTE_UNROLL
+      for (int c = 2 * base; c < size<1>(output); c += 2 * kBases) {
+        *reinterpret_cast<float2*>(to + column_offset(c - 2 * base)) = make_float2(output(r, c), output(r, c + 1));
+      }
+    }
+  }
+}
+
+// Writes the results of a part, and of the whole unit if its other parts are done. Teams have left theirs where their
+// tiles of `stage` were; a team that is alone has written them already.
+template <KernelConfig C>
+CUTE_DEVICE void finish_part(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
+                             int stage) {
+  using T = DecodeTraits<C>;
+  const PartResults of_parts{part.all, p.part_out, C.block_m, p.part_lse};
+  const bool whole = part.all.count == 1;
+  if constexpr (T::kTeams == 1) {
+    if (!whole && arrives_last(p, part.all, storage.last)) merge_rows<C>(p, part, of_parts, true);
+  } else {
+    PartResults from{.parts = {.even = false, .count = T::kTeams, .first = 0},
+                     .out = storage.ring[stage][0].results(),
+                     .rows_apart = int(sizeof(typename T::Tile) / (C.head_dim_v * sizeof(float))),
+                     .lse = storage.lse[0]};
+    bool to_result = whole;
+    CUTE_NO_UNROLL
+    while (true) {
+      merge_rows<C>(p, part, from, to_result);
+      if (to_result || !arrives_last(p, part.all, storage.last)) break;
+      from = of_parts;
+      to_result = true;
+    }
+  }
+}
+
+}  // namespace flash_cute::sm80

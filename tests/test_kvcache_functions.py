@@ -1,0 +1,112 @@
+"""The public functions over a key/value cache: torch.compile, opcheck, combining parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvcache_calls import call
+
+import flash_cute
+from flash_cute import reference
+from flash_cute.testing import bounds
+from flash_cute.testing.kvcache import CacheCase
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+SAMPLES = {
+    "contiguous": CacheCase(lengths=(33, 20), dim=64, dtype=BF16, num_splits=3),
+    "paged": CacheCase(
+        lengths=(33, 20), seqlens_q=3, seqlens_new=3, page_size=16, rotary="halves",
+        is_causal=True, heads=4, heads_k=2, dim=64, dtype=BF16,
+    ),
+    "packed": CacheCase(
+        lengths=(33, 20), seqlens_q=(3, 1), seqlens_new=(3, 1), batch_idx=True, leftpad=True,
+        sink=True, alibi="batch", dim=64, dtype=FP16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(make_cache, name):
+    inputs = make_cache(SAMPLES[name])
+    for cache in ("k_cache", "v_cache"):
+        inputs[cache].nan_to_num_()
+    torch.library.opcheck(torch.ops.flash_cute.fwd_kvcache.default, (), inputs.arguments)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_compile(make_cache, name):
+    """One full graph; the caches are written as in eager."""
+    torch._dynamo.reset()
+    expected, got = make_cache(SAMPLES[name]), make_cache(SAMPLES[name])
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        results = (
+            compiled(got, return_softmax_lse=True), call(expected, return_softmax_lse=True)
+        )  # fmt: skip
+        for a, b in zip(*results, strict=True):
+            bounds.check_same_bits("out", a, b)
+        for cache in ("k_cache", "v_cache"):
+            bounds.check_same_bits(cache, got[cache], expected[cache])
+
+
+def test_function_is_the_op(make_cache):
+    inputs = make_cache(SAMPLES["paged"])
+    out, lse = inputs.fresh().run()
+    ran = inputs.fresh()
+    got = call(ran, return_softmax_lse=True, block_table=None, page_table=inputs["block_table"])
+    for name, a, b in zip(("out", "softmax_lse"), got, (out, lse), strict=True):
+        bounds.check_same_bits(name, a, b)
+
+
+def test_one_length_for_all(make_cache):
+    inputs = make_cache(CacheCase(lengths=(40, 40), dim=64, dtype=BF16))
+    bounds.check_same_bits("out", call(inputs, cache_seqlens=40), call(inputs))
+
+
+def test_gradients_are_refused(make_cache):
+    inputs = make_cache(SAMPLES["contiguous"])
+    leaf = inputs.changed(q=inputs["q"].clone().requires_grad_())
+    with pytest.raises(RuntimeError, match=r"requires grad, and this op is for inference"):
+        leaf.run()
+    with torch.no_grad():
+        leaf.run()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 17, 133])
+@pytest.mark.parametrize("dim", [8, 64, 100, 256])
+@pytest.mark.parametrize("dtype", [None, BF16, FP16], ids=str)
+def test_combine(device, parts, dim, dtype):
+    generator = torch.Generator().manual_seed(parts)
+    out = torch.randn(parts, 2, 5, 3, dim, generator=generator).to(device)
+    lse = (4 * torch.randn(parts, 2, 5, 3, generator=generator)).to(device)
+    empty = torch.rand(lse.shape, generator=generator).to(device) < 0.3
+    empty[:, 0, 0] = True
+    lse[empty] = -torch.inf
+    out[empty] = float("nan")
+    expected, expected_lse = reference.combine(out, lse)
+    got, got_lse = flash_cute.flash_attn_combine(out, lse, out_dtype=dtype)
+    assert got.dtype == (dtype or FP32)
+    unit = bounds.ROUNDING_UNIT[got.dtype]
+    size, _ = reference.combine(out.abs(), lse)
+    bounds.compare("out", got, expected, (unit + 2e-6) * size + 2**-25)
+    bounds.check_lse("lse", got_lse, expected_lse)
+    into = torch.empty_like(got)
+    assert flash_cute.flash_attn_combine(out, lse, out=into, return_lse=False) is into
+    bounds.check_same_bits("out", into, got)
+
+
+def test_combine_is_the_whole(make_cache):
+    """Attention over two halves of the keys, combined, is that over all of them."""
+    inputs = make_cache(CacheCase(lengths=(64, 64), capacity=64, dim=64, dtype=FP16))
+    whole, whole_lse = inputs.run()
+    halves = [
+        inputs.changed(cache_seqlens=None, k_cache=inputs["k_cache"][:, rows],
+                       v_cache=inputs["v_cache"][:, rows]).run()
+        for rows in (slice(0, 40), slice(40, 64))
+    ]  # fmt: skip
+    out = torch.stack([x.float() for x, _ in halves])
+    lse = torch.stack([x.transpose(1, 2) for _, x in halves]).contiguous()
+    got, got_lse = flash_cute.flash_attn_combine(out, lse)
+    torch.testing.assert_close(got, whole.float(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(got_lse.transpose(1, 2), whole_lse)

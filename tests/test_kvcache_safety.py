@@ -1,0 +1,145 @@
+"""Bad indices over a key/value cache, and memory that no call may touch or show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kvcache_calls import call, check_same
+
+import flash_cute
+from flash_cute.testing import bounds, memory
+from flash_cute.testing.kvcache import CacheCase, check
+
+BF16 = torch.bfloat16
+BAD = [-1, -(2**31), 2**31 - 1]
+
+
+@pytest.mark.parametrize("length", BAD)
+def test_bad_lengths_are_clamped(make_cache, length):
+    sizes = {"lengths": (33, 64, 64), "capacity": 64, "dim": 64, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes, seqlens_q=2, seqlens_new=2, rotary="halves"))
+    meant = [33, 0 if length < 0 else 64, 64]
+    check_same(inputs.changed(cache_seqlens=[33, length, 64]), inputs.changed(cache_seqlens=meant))
+
+
+@pytest.mark.parametrize("length", BAD)
+def test_bad_paddings_are_clamped(make_cache, length):
+    inputs = make_cache(CacheCase(lengths=(33, 64), leftpad=True, dim=64, dtype=BF16))
+    meant = inputs.changed(cache_leftpad=[0, 0 if length < 0 else 64])
+    meant["k_cache"].nan_to_num_(), meant["v_cache"].nan_to_num_()
+    check_same(inputs.changed(cache_leftpad=[0, length]), meant)
+
+
+@pytest.mark.parametrize("page", [-1, -(2**31), 2**31 - 1, "pages"])
+@pytest.mark.parametrize("new", [0, 3])
+def test_bad_pages_read_as_zeros_and_are_not_written(make_cache, page, new):
+    case = CacheCase(
+        lengths=(62, 100), page_size=16, seqlens_q=2, seqlens_new=new, dim=64, dtype=BF16
+    )
+    inputs = make_cache(case)
+    page = len(inputs["k_cache"]) if page == "pages" else page
+    inputs["block_table"][0, 1] = page
+    inputs["block_table"][1, 6] = page  # where new rows go
+    check(inputs)
+
+
+@pytest.mark.parametrize("row", [-1, 2**31 - 1, "rows"])
+def test_bad_rows_of_the_cache_read_as_zeros_and_are_not_written(make_cache, row):
+    case = CacheCase(
+        lengths=(62, 40), batch_idx=True, seqlens_q=2, seqlens_new=3, dim=64, dtype=BF16
+    )
+    inputs = make_cache(case)
+    inputs["cache_batch_idx"][1] = len(inputs["k_cache"]) if row == "rows" else row
+    check(inputs)
+
+
+def test_bad_offsets_of_queries_are_clamped(make_cache):
+    inputs = make_cache(CacheCase(lengths=(62, 40), seqlens_q=(3, 4), dim=64, dtype=BF16))
+    bad = inputs.changed(cu_seqlens_q=[-5, 3, 2**31 - 1])
+    check_same(bad, inputs.changed(cu_seqlens_q=[0, 3, 7]))
+
+
+def test_positions_of_rotary_embedding_are_clamped(make_cache):
+    case = CacheCase(
+        lengths=(62, 40), seqlens_q=2, seqlens_new=2, rotary="interleaved", rotary_seqlens=True,
+        dim=64, dtype=BF16,
+    )  # fmt: skip
+    inputs = make_cache(case)
+    for position in BAD:
+        check(inputs.changed(rotary_seqlens=[3, position]))
+
+
+def test_status_names_what_is_clamped(make_cache):
+    case = CacheCase(lengths=(62, 40, 7), page_size=16, capacity=64, dim=64, dtype=BF16)
+    inputs = make_cache(case)
+    inputs["block_table"][1, 2] = -1
+    inputs["block_table"][2, 1] = 9999  # not in use
+
+    def status(**changes: Any) -> list[int]:
+        names = ("k_cache", "cache_seqlens", "cache_leftpad", "block_table")
+        arguments = {name: inputs.changed(**changes)[name] for name in names}
+        return flash_cute.kvcache_status(**arguments, seqlen_new=2).tolist()
+
+    assert status() == [0, 2, 0]
+    assert status(cache_seqlens=[63, -1, 15]) == [1, 1, 2]
+    assert status(cache_leftpad=[63, 5, -1]) == [4, 2, 4]
+    dense = make_cache(CacheCase(lengths=(62, 40), batch_idx=True, dim=64, dtype=BF16))
+    dense["cache_batch_idx"][0] = 2**30
+    names = ("k_cache", "cache_seqlens", "cache_batch_idx")
+    assert flash_cute.kvcache_status(**{name: dense[name] for name in names}).tolist() == [2, 0]
+
+
+CHECKED = {
+    "cache_seqlens[1] is 65": {"cache_seqlens": [3, 65, 0]},
+    "cache_seqlens[2] is -1": {"cache_seqlens": [3, 60, -1]},
+    "cache_leftpad[0] is 70": {"cache_leftpad": [70, 0, 0]},
+    "block_table[1, 0] is 99": {"block_table": [[0, 1, 2, 3], [99, 0, 0, 0], [4, 5, 6, 7]]},
+}
+
+
+@pytest.mark.parametrize("message", CHECKED)
+def test_checked_indices_raise_by_name(make_cache, message):
+    case = CacheCase(lengths=(62, 40, 7), page_size=16, capacity=64, dim=64, dtype=BF16)
+    inputs = make_cache(case)
+    call(inputs, check_indices=True)
+    with pytest.raises(ValueError) as caught:
+        call(inputs.changed(**CHECKED[message]), check_indices=True)
+    assert message in str(caught.value)
+
+
+def test_nothing_else_of_the_cache_is_written(make_cache, device):
+    """Canaries around the caches, and every row that is not appended, keep their bits."""
+    case = CacheCase(
+        lengths=(62, 40, 0), seqlens_q=3, seqlens_new=3, page_size=16, rotary="halves", dim=64,
+        dtype=BF16,
+    )  # fmt: skip
+    inputs = make_cache(case)
+    guards = {
+        name: memory.GuardedTensor(inputs[name].shape, BF16, device)
+        for name in ("k_cache", "v_cache")
+    }
+    for name, guard in guards.items():
+        guard.tensor.copy_(inputs[name])
+    guarded = inputs.changed(**{name: guard.tensor for name, guard in guards.items()})
+    expected = inputs.fresh()
+    for name, got, right in zip(("out", "softmax_lse"), guarded.run(), expected.run(), strict=True):
+        bounds.check_same_bits(name, got, right)
+    for name, guard in guards.items():
+        guard.check(name)
+        bounds.check_same_bits(name, guard.tensor, expected[name])
+
+
+def test_uninitialized_memory_never_shows(make_cache, device):
+    case = CacheCase(
+        lengths=(257, 0, 1000, 64, 1), heads=8, heads_k=2, dim=128, dtype=BF16,
+        seqlens_q=(1, 3, 2, 0, 5), num_splits=7,
+    )  # fmt: skip
+    inputs = make_cache(case)
+    if device == "cuda":
+        memory.fill_freed_memory(device)
+        check(inputs)
+    else:
+        with memory.uninitialized_is_nan():
+            check(inputs)
