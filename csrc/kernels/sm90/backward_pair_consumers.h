@@ -58,8 +58,8 @@ class DqAtom {
   int rank_;
 };
 
-// P and dS of each step, for the other warpgroups; dS also for the other CTA, and later an atom of dQ. Products of the next
-// scores run while dS is on its way.
+// P and dS of each step, for the other warpgroups; dS also for the other CTA, and an atom of dQ. A step begins with dP,
+// whose product runs while dS of the step before is on its way: dO is there long before Q, which dK holds up.
 template <KernelConfig C>
 CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;

@@ -20,8 +20,8 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
   cutlass::arch::fence_view_async_shared();
 }
 
-// The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as their dS,
-// which is 0, meets them.
+// The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as dS, which
+// is 0 there, meets them.
 template <KernelConfig C>
 CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
@@ -50,8 +50,8 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
   storage.ring_k.expect(Cursor<1>{}, 0);
 }
 
-// One of two threads that load Q and the LSE of each step, or dO and its row sums: each CTA every second atom of columns,
-// for both. Rows in front of those that see anything arrive as zeros: whatever they hold, it meets no product.
+// One of two threads that load Q and the LSE of each step, or dO and its row sums: of every second atom of columns, for
+// both CTAs. Rows in front of those that see anything arrive as zeros: whatever they hold, it meets no product.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
@@ -92,8 +92,8 @@ CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTrai
   }
 }
 
-// One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, pairs of CTAs add in turns, ascending:
-// one waits for pairs of smaller index alone, which were launched before it.
+// One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, pairs of CTAs add in turns,
+// ascending: one waits for pairs of smaller index alone, which were launched before it.
 template <KernelConfig C>
 CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
                             bool inner) {

@@ -23,16 +23,16 @@ struct PairTraits {
   using Tile = Shape<Int<kAtom>, Int<kAtom>, Int<kAtom>>;
   using MmaScores = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile>()));
   using MmaV0 = decltype(make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile>()));
-  template <
-      int kDims>  // dK = dS^T Q and dV = P^T dO: no more columns at once than a thread has registers for at its start
+  // dK = dS^T Q and dV = P^T dO: no more columns at once than a thread has registers for at its start.
+  template <int kDims>
   using MmaKeys = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtom>, Int<kDims == 256 ? 128 : kDims>, Int<kAtom>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
   using OpQ = decltype(GMMA::ss_op_selector<Element, Element, float, Tile, GMMA::Major::MN, GMMA::Major::MN>());
   using MmaDq = decltype(make_tiled_mma(OpQ{}));  // dQ = dS K: an atom of its columns
 
-  // A pair of CTAs has four atoms of dQ's columns: each an outer one, and an inner one. Of three, the one in the middle is
-  // inner to both CTAs, and each adds what its own keys give.
+  // Of dQ's columns each CTA of a pair sums up two atoms, an outer one and an inner one. Of three atoms, the one in the
+  // middle is inner to both, and each adds what its own keys give.
   static constexpr bool kInnerShared = kAtoms == 3;
   CUTE_HOST_DEVICE static constexpr int dq_atom(int rank, bool inner) {
     return inner ? 1 + rank * (kAtoms - 3) : rank * (kAtoms - 1);
