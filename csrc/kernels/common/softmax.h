@@ -93,51 +93,49 @@ struct OnlineSoftmax {
     }
   }
 
-  // What is left when all weights have joined the sums.
-  struct Totals {
-    cutlass::Array<float, kRows> lse;  // natural log
-    float half[kRows], inverse[kRows];  // outputs are to be multiplied by both
+  // What is left of a row when all weights have joined its sum.
+  struct Total {
+    float lse;  // natural log
+    float damping, inverse;  // outputs are to be multiplied by both
   };
 
-  // Closes the sums, the sink's weight included; outputs get `factor` on top. Without a branch, so that it can run under
-  // the last product of outputs.
-  CUTE_DEVICE Totals close(float sink /* -inf: none */, float factor) {
-    Totals totals;
+  // Closes row r's sum, the sink's weight included; outputs get `factor` on top. It can do without the branch of an exact
+  // division, to run under the last product of outputs.
+  template <bool kBranchless = false>
+  CUTE_DEVICE Total close(int r, float sink /* -inf: none */, float factor) {
+    row_max[r] = quad_max(row_max[r]);
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      row_max[r] = quad_max(row_max[r]);
-      CUTE_UNROLL
-      for (int i = 1; i < kChains; ++i) row_sum[r][0] += row_sum[r][i];
-      row_sum[r][0] = quad_sum(row_sum[r][0]);
-      if (limit[r] == -INFINITY) offset[r] = at_least_finite(row_max[r] * scale_log2);
-      const float top = fmaxf(offset[r], sink * kLog2e);
-      const float half = exp2_approx((offset[r] - top) * 0.5f);  // its square may be too small for a float
-      const float total = row_sum[r][0] * half * half + exp2_approx(sink * kLog2e - top);
-      totals.half[r] = half;
-      totals.inverse[r] = total == 0.f ? 0.f : __fdividef(factor * half, total);
-      totals.lse[r] = total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2;
-    }
-    return totals;
+    for (int i = 1; i < kChains; ++i) row_sum[r][0] += row_sum[r][i];
+    row_sum[r][0] = quad_sum(row_sum[r][0]);
+    if (limit[r] == -INFINITY) offset[r] = at_least_finite(row_max[r] * scale_log2);
+    const float top = fmaxf(offset[r], sink * kLog2e);
+    // Where the sink outweighs all keys; its square may be too small for a float.
+    const float damping = exp2_approx((offset[r] - top) * 0.5f);
+    const float total = row_sum[r][0] * damping * damping + exp2_approx(sink * kLog2e - top);
+    const float weight = factor * damping, inverse = kBranchless ? __fdividef(weight, total) : weight / total;
+    return {total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2, damping, total == 0.f ? 0.f : inverse};
   }
 
-  // Divides outputs (rows,dims) by the sums. A row without keys stays 0.
+  // Divides row r of outputs (rows,dims) by its sum. A row without keys stays 0.
   template <class Output>
-  CUTE_DEVICE static void divide(Output&& output, const Totals& totals) {
+  CUTE_DEVICE static void divide(Output&& output, int r, const Total& total) {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; totals.half[r] < 1.f && c < size<1>(output); ++c) output(r, c) *= totals.half[r];  // by a sink
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); ++c) output(r, c) *= totals.inverse[r];
-    }
+    for (int c = 0; total.damping < 1.f && c < size<1>(output); ++c) output(r, c) *= total.damping;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(output); ++c) output(r, c) *= total.inverse;
   }
 
-  // Both at once; gives the LSE.
+  // Both for all rows; gives their LSE.
   template <class Output>
   CUTE_DEVICE auto finish(Output&& output, float sink, float factor) {
-    const Totals totals = close(sink, factor);
-    divide(output, totals);
-    return totals.lse;
+    cutlass::Array<float, kRows> lse;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Total total = close(r, sink, factor);
+      lse[r] = total.lse;
+      divide(output, r, total);
+    }
+    return lse;
   }
 
   // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.

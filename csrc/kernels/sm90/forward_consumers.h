@@ -166,10 +166,15 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     };
 
     // All there is to know of the rows but their outputs.
-    typename T::Softmax::Totals totals;
+    typename T::Softmax::Total totals[2];
     auto close = [&]() __attribute__((always_inline)) {
-      totals = softmax.close(sink_of(p.sink, tile.head), p.rules.keep_scale);
-      store_statistics(p, work.seq, tile, softmax, totals.lse, at);
+      cutlass::Array<float, 2> lse;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        totals[r] = softmax.template close<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
+        lse[r] = totals[r].lse;
+      }
+      store_statistics(p, work.seq, tile, softmax, lse, at);
     };
 
     clear(tOrO);
@@ -233,7 +238,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     }
     skip(0);
 
-    softmax.divide(output, totals);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) softmax.divide(output, r, totals[r]);
     store_output<C>(params, storage, work, mma_pv, tOrO, thread);
   }
   if (thread % 128 == 0) tma_store_wait<0>();
