@@ -104,8 +104,7 @@ struct NewKeys {
   const int* cu = nullptr;  // [batch + 1]; null: dense
   int seqlen = 0;           // of each sequence, or the longest
   int64_t total = 0;        // rows of all sequences, also dense
-  int* lengths =
-      nullptr;   // result, [batch]: keys of each sequence after it, those of its padding left out; may be null
+  int* lengths = nullptr;   // result, [batch]: keys of each sequence then, less those of its padding; may be null
 };
 
 // Rotary embedding of queries and new keys. The tables are in the dtype of q.
