@@ -124,6 +124,15 @@ def test_every_share_of_a_long_row(make_cache):
         check(make_cache(case))
 
 
+@pytest.mark.parametrize("seqlens_q", [3, 300])
+def test_queries_are_rotated_without_new_rows(make_cache, seqlens_q):
+    sizes = {"lengths": (400, 0, 333), "capacity": 500, "heads": 8, "heads_k": 2, "dim": 64}
+    rules = {"seqlens_q": seqlens_q, "rotary": "halves", "is_causal": True, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes, **rules))
+    no_rows = inputs["q"].new_empty(3, 0, 2, 64)
+    check(inputs.changed(k=no_rows, v=no_rows))
+
+
 def test_many_short_sequences(make_cache):
     lengths = tuple(i % 5 for i in range(1500))
     check(make_cache(CacheCase(lengths=lengths, heads=2, dim=64, page_size=2, dtype=BF16)))

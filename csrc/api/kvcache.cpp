@@ -231,8 +231,8 @@ void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q)
   if (p.added.total > 0) {
     lengths = allocate(q, {p.fwd.batch}, ScalarType::Int);
     p.fwd.sequences.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
-    check_launch(kernel.config, append_keys(p, stream));
   }
+  if (p.appends()) check_launch(kernel.config, append_keys(p, stream));
   check_launch(kernel.config, kernel.launch(p.fwd, stream));
 }
 

@@ -134,6 +134,9 @@ struct DecodeProblem {
   float* part_out;  // [slots, block_m, head_dim_v of the tile]
   float* part_lse;  // [slots, block_m]
   unsigned* arrived;  // [slots]: parts of a unit that are done; null with even shares, which have lasting counters
+
+  // Whether rows join the cache, or queries are rotated, before anything is computed.
+  constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
 };
 
 struct BwdProblem {

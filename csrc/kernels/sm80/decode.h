@@ -183,12 +183,12 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   } else if (p.slots > 0) {
     if (cudaError_t e = zeroed_counters(decode.arrived, p.ctas, stream)) return e;
   }
-  if (p.added.total > 0) {
+  if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0) return cudaSuccess;
-  return p.added.total > 0 ? launch_overlapping<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode)
-                           : launch_kernel<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode);
+  return p.appends() ? launch_overlapping<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode)
+                     : launch_kernel<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode);
 }
 
 }  // namespace flash_cute
