@@ -213,8 +213,9 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
     CUTE_UNROLL
     for (int i = 0; i < size(gradient); ++i) gradient(i) *= p.fwd.softmax_scale;
   }
-  // After this barrier nobody still reads K and V.
-  cutlass::arch::NamedBarrier::sync(32 * C.warps, T::kAllGroupsBarrier);
+  // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
+  // barrier is for warps at the same instruction.
+  cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
   store_gradient<C.block_n, kDims, std::conditional_t<kValues, typename T::LayoutV, typename T::LayoutK>>(
       kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, tile, seq.k,
       afresh(threadIdx.x) % 128, kBarrier);
