@@ -69,13 +69,10 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   const FwdProblem& p = params.p;
   const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
 
-  typename T::MmaQK mma_qk;
+  typename T::template MmaQK<C.block_n> mma_qk;
   typename T::MmaPV mma_pv;
   auto group_qk = mma_qk.get_slice(group * 128);  // of the warpgroup, so that descriptors are the same in all threads
   auto group_pv = mma_pv.get_slice(group * 128);
-  auto fragment_k = [&](int stage) {  // (MMA,1,MMA_K)
-    return group_qk.partition_fragment_B(make_tensor(make_smem_ptr(storage.k[stage]), typename T::LayoutK{}));
-  };
   auto fragment_v = [&](int stage) {  // (MMA,1,MMA_K)
     return group_pv.partition_fragment_B(make_tensor(make_smem_ptr(storage.v[stage]), typename T::LayoutV{}));
   };
@@ -85,7 +82,6 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   Tensor tSrS = partition_fragment_C(mma_qk, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,1,1)
   Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,1,1)
   Tensor tSrP = make_tensor<typename T::Element>(tSrS.layout());
-  Tensor scores = rows_of(tSrS);  // (rows,columns)
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
@@ -93,6 +89,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   Cursor<C.stages> at_k, at_v;
   Cursor<T::kStagesQ> at_q;
   Cursor<1> at_kept;
+  constexpr Int<C.block_n> all_keys;
   const bool drops = C.draws() && p.rules.rng != nullptr;
   for (;; at_q.advance()) {
     storage.ring_q.wait(at_q);
@@ -107,22 +104,33 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
 
     auto first_key = [&](int n) { return work.keys.first + n * C.block_n; };
 
-    // Starts the products of scores of key tile n, once `may_start` returns.
-    auto start_scores = [&](int n, auto may_start) __attribute__((always_inline)) {
-      Tensor tSrK = fragment_k(at_k.stage());  // (MMA,1,MMA_K)
+    // Of a tile's accumulators those of its first keys.
+    auto scores_of = [&](auto keys) __attribute__((always_inline)) {
+      typename T::template MmaQK<decltype(keys)::value> mma;
+      return make_tensor(tSrS.data(), partition_fragment_C(mma, Shape<Int<C.block_m>, decltype(keys)>{}).layout());
+    };
+
+    // Starts the products of scores of the first keys of tile n, once `may_start` returns.
+    auto start_scores = [&](int n, auto keys, auto may_start) __attribute__((always_inline)) {
+      typename T::template MmaQK<decltype(keys)::value> mma;
+      Tensor sK = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
+      Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(  // (MMA,1,MMA_K)
+          local_tile(sK, Shape<decltype(keys), Int<C.head_dim>>{}, make_coord(0, 0)));
+      Tensor acc = scores_of(keys);  // (MMA,1,1)
       if (C.rich() && rules.begins()) {
-        rules.begin(scores, at, stand, first_key(n));
+        rules.begin(rows_of(acc), at, stand, first_key(n));
         may_start();
-        start_product<GMMA::ScaleOut::One>(mma_qk, tSrQ, tSrK, tSrS);
+        start_product<GMMA::ScaleOut::One>(mma, tSrQ, tSrK, acc);
       } else {
         may_start();
-        start_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, tSrK, tSrS);
+        start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
       }
     };
 
-    // Scores of key tile n, which are still in products' units, become weights. The result: whether sums of before were
-    // rescaled, and outputs are to be multiplied by `factors`.
-    auto weigh = [&](int n, auto masked, auto& factors) __attribute__((always_inline)) {
+    // Scores of the first keys of tile n, which are still in products' units, become weights. The result: whether sums
+    // of before were rescaled, and outputs are to be multiplied by `factors`.
+    auto weigh = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
+      Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
       const int key = first_key(n);
       if constexpr (C.rich()) rules.apply(scores, at, stand, key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
@@ -181,23 +189,30 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     if (!range.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
       skip(range.end);
-      start_scores(n, [&] {
-        storage.ring_k.wait(at_k);
-        if constexpr (T::kPingPong) baton.take();
-      });
-      if constexpr (T::kPingPong) baton.pass();
-      wait_products<0>(tSrS);
-      storage.ring_k.release(at_k);
-      at_k.advance();
-      if (range.full(n)) {
-        weigh(n, false_type{}, factors);
+      auto begin = [&](auto keys, auto masked) __attribute__((always_inline)) {
+        start_scores(n, keys, [&] {
+          storage.ring_k.wait(at_k);
+          if constexpr (T::kPingPong) baton.take();
+        });
+        if constexpr (T::kPingPong) baton.pass();
+        wait_products<0>(tSrS);
+        storage.ring_k.release(at_k);
+        at_k.advance();
+        weigh(n, keys, masked, factors);
+        CUTE_UNROLL
+        for (int i = size(scores_of(keys)); i < size(tSrS); ++i) tSrS(i) = 0.f;
+      };
+      if (T::kHalves && work.half[group]) {
+        begin(Int<C.block_n / 2>{}, true_type{});
+      } else if (range.full(n)) {
+        begin(all_keys, false_type{});
       } else {
-        weigh(n, true_type{}, factors);
+        begin(all_keys, true_type{});
       }
       round();
       // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
       auto step = [&](auto masked) __attribute__((always_inline)) {
-        start_scores(n, [&] {
+        start_scores(n, all_keys, [&] {
           storage.ring_k.wait(at_k);
           if constexpr (T::kPingPong) baton.take();
         });
@@ -207,7 +222,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         wait_products<1>(tSrS);
         storage.ring_k.release(at_k);
         at_k.advance();
-        const bool rescaled = weigh(n, masked, factors);
+        const bool rescaled = weigh(n, all_keys, masked, factors);
         wait_products<0>(tOrO);
         storage.ring_v.release(at_v);
         at_v.advance();

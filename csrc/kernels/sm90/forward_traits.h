@@ -29,6 +29,7 @@ struct Work {
   RowSpan keys;  // that some of the rows see, those of the cluster's other CTAs included
   int key_tiles;  // that hold these, counted from keys.first on
   TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
+  bool half[kGroups];  // the last of these: its first half at most
 
   // `of_cluster` is the tile of `rows` queries in which the CTA's own starts at `first_row`.
   CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, const SeqInfo& seq,
@@ -43,6 +44,8 @@ struct Work {
       const int row = tile.row + 64 * i;
       const bool exists = row < seq.q.length;
       of_group[i] = exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first) : TileRange{};
+      const int last = visible_keys(seq, p.band, row, 64).last - keys.first;
+      half[i] = last <= of_group[i].end * block_n - block_n / 2;
     }
   }
 };
@@ -56,9 +59,9 @@ struct ForwardTraits {
   using LayoutV = ColumnsLayout<Element, C.block_n, C.head_dim_v>;  // (dim,key)
   using LayoutO = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (row,dim)
   using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
+  template <int kKeys>
   using MmaQK = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.block_n>, Int<C.head_dim>>>(),
-      Groups{}));
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kKeys>, Int<C.head_dim>>>(), Groups{}));
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
@@ -69,6 +72,7 @@ struct ForwardTraits {
   static constexpr int kStagesQ = C.stages_q();
   static constexpr int kWorks = kStagesQ + 2;
   static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
+  static constexpr bool kHalves = C.block_n % 32 == 0;  // whether half a tile of keys may be left out
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.draws() ? 216 : 232;
