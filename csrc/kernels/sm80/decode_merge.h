@@ -104,8 +104,9 @@ CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, int count,
 // The results of a unit's parts, which other CTAs may have written.
 template <KernelConfig C>
 CUTE_DEVICE void merge_parts(const DecodeProblem& p, const Part& part) {
+  constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads lack registers for more
   auto row_of = [&](int n, int i) { return int64_t(part.all.slot(n)) * C.block_m + i; };
-  merge_rows<C, 16>(
+  merge_rows<C, kAtOnce>(
       p, part, part.all.count, [&](int n, int i) { return load_written(p.part_lse + row_of(n, i)); },
       [&](int n, int i, int column) { return load_four_written(p.part_out + row_of(n, i) * C.head_dim_v + column); },
       true);
