@@ -35,9 +35,7 @@ class CacheCopy {
   CUTE_DEVICE void load(int bytes) {
     if (in_chunks_) {
       CUTE_UNROLL
-      for (int i = 0; i < kChunks * kRows; i += kTogether) {
-        load_rows<kTogether>(i, bytes, {page_[i / kRows], row_[i / kRows] + i % kRows * T::kDown});
-      }
+      for (int chunk = 0; chunk < kChunks; ++chunk) load_rows<kRows>(chunk * kRows, bytes, {page_[chunk], row_[chunk]});
     } else {
       CUTE_NO_UNROLL
       for (int i = 0; i < kChunks * kRows; ++i) {
@@ -64,7 +62,6 @@ class CacheCopy {
   using TV = Threads<kColsV>;
   static constexpr int kChunk = 16;  // keys that are in one page as a rule
   static constexpr int kChunks = kKeys / kChunk, kRows = kChunk / T::kDown;  // of a thread in a chunk
-  static constexpr int kTogether = kCols <= 128 ? kRows : 1;  // addressed from one; wide heads lack registers for it
   static_assert(T::kDown == TV::kDown, "a thread has the same rows of K and V");
   static_assert(kKeys % kChunk == 0 && (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
 
