@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-BLOCK_M, BLOCK_N, CTAS, LEAST, PART = 16, 128, 132, 2, 3
+BLOCK_M, BLOCK_N, CTAS, LEAST, PART, IDLE = 16, 128, 132, 2, 3, 16
 
 
 class Part(NamedTuple):
@@ -29,20 +29,36 @@ class Part(NamedTuple):
 
 
 def parts(
-    lengths: list[int], seqlen_q: int, heads: int, heads_k: int, num_splits: int, split_size: int
+    lengths: list[int],
+    seqlen_q: int,
+    heads: int,
+    heads_k: int,
+    num_splits: int,
+    split_size: int,
+    *,
+    unused: int = 77,
 ) -> tuple[int, list[Part]]:
-    """How many slots there are, and all parts."""
+    """How many slots there are, and all parts. Sequences that fill caches without `unused` rows
+    are known to be alike."""
     text = ",".join(map(str, lengths))
-    capacity = max(lengths, default=0) + 77
+    capacity = max(lengths, default=0) + unused
     sizes = (seqlen_q, heads, heads_k, num_splits, split_size, capacity)
     slots, *lines = torch.ops.flash_cute.decode_parts(text, *sizes).split("\n")
     return int(slots), [Part(*map(int, line.split())) for line in lines]
 
 
 def check(
-    lengths: list[int], seqlen_q: int, heads: int, heads_k: int, num_splits: int, split_size: int
+    lengths: list[int],
+    seqlen_q: int,
+    heads: int,
+    heads_k: int,
+    num_splits: int,
+    split_size: int,
+    *,
+    unused: int = 77,
 ) -> list[Part]:
-    slots, taken = parts(lengths, seqlen_q, heads, heads_k, num_splits, split_size)
+    sizes = (seqlen_q, heads, heads_k, num_splits, split_size)
+    slots, taken = parts(lengths, *sizes, unused=unused)
     by_unit = defaultdict(list)
     for part in taken:
         by_unit[part.unit].append(part)
@@ -92,6 +108,31 @@ def test_even_shares():
 def test_shares_end_with_units_of_equal_sequences(batch, length, heads_k, parts_a_unit):
     taken = check([length] * batch, 1, 4 * heads_k, heads_k, 0, 0)
     assert {part.count for part in taken} == {parts_a_unit}
+
+
+def test_sequences_that_are_alike():
+    draw = random.Random(4)
+    for _ in range(20):
+        heads_k = draw.choice([1, 2, 8])
+        heads, seqlen_q = heads_k * draw.choice([1, 4, 20]), draw.choice([1, 1, 3, 50])
+        lengths = [draw.choice([1, 300, 5000, 70_000])] * draw.randint(1, 200)
+        given = draw.choice([(0, 0), (0, 0), (3, 0), (0, 500)])
+        taken = check(lengths, seqlen_q, heads, heads_k, *given, unused=0)
+        work: Counter[int] = Counter()
+        for part in taken:
+            work[part.cta] += part.last - part.first
+        share = max(LEAST, -(-sum(work.values()) // CTAS))
+        assert any(given) or max(work.values()) <= share + PART + share // IDLE
+
+
+def test_heads_of_sequences_that_are_alike_are_taken_side_by_side():
+    taken = check([2048] * 128, 1, 32, 8, 0, 0, unused=0)
+    by_cta = defaultdict(list)
+    for part in taken:
+        by_cta[part.cta].append(part.unit)
+    for at_once in zip(*by_cta.values(), strict=True):
+        sequences = Counter(b for b, _, _ in at_once)
+        assert len(sequences) == 16 and set(sequences.values()) == {8}
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 133])

@@ -29,8 +29,8 @@ SPILLS = {
     ("backward", "Rich", 64): 32,
     ("backward", "Rich", 128): 56,
     ("backward", "Rich", 256): 44,
-    ("decode", "Rich", 128): 36,
-    ("decode", "Rich", 256): 172,
+    ("decode", "Rich", 128): 8,
+    ("decode", "Rich", 256): 16,
 }
 _TIERS = ("Plain", "Rich")
 

@@ -9,6 +9,16 @@
 
 namespace flash_cute {
 
+static AlikeSequences alike_sequences(const DecodeProblem& p, const KernelConfig& config) {
+  const bool known = p.cache.lengths == nullptr && p.cache.leftpad == nullptr && p.fwd.dense() && p.added.cu == nullptr;
+  if (!known || p.fwd.batch == 0) return {};
+  const Grains grains(p, cached_seq(p, 0), config.block_m, config.block_n);
+  const Shares shares = Shares::of(p, p.fwd.batch * grains.all, grains.of_unit, true);
+  const bool whole = shares.even && shares.size % grains.of_unit == 0;
+  const int dealt_to = whole ? (p.fwd.batch * grains.all + shares.size - 1) / shares.size : 0;
+  return {true, Divisor(grains.of_unit), Divisor(std::max(1, grains.all)), Divisor(shares.size), dealt_to};
+}
+
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
@@ -29,6 +39,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   p.slots = 0;
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
+  p.alike = alike_sequences(p, config);
   if (parts <= 1) return;
   const int64_t slots = even ? 2 * int64_t(p.ctas) : units * parts;
   if (slots >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
@@ -40,40 +51,34 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   std::vector<int> rows;
   std::stringstream in(lengths);
   for (std::string length; std::getline(in, length, ',');) rows.push_back(std::stoi(length));
-  const KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, 16, 128, 3, 8, 1, 1};
+  constexpr KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, 16, 128, 3, 8, 1, 1};
   DecodeProblem p{};
   p.fwd.batch = static_cast<int>(rows.size());
   p.fwd.heads = static_cast<int>(heads);
   p.fwd.heads_k = static_cast<int>(heads_k);
   p.fwd.seqlen_q = static_cast<int>(seqlen_q);
   p.fwd.seqlen_k = p.cache.page_size = static_cast<int>(capacity);
-  p.cache.lengths = rows.data();
+  const bool full = std::count(rows.begin(), rows.end(), capacity) == p.fwd.batch;
+  p.cache.lengths = full ? nullptr : rows.data();
   p.num_splits = static_cast<int>(num_splits);
   p.split_size = static_cast<int>(split_size);
   plan_decode(p, config, static_cast<int>(sms));
 
-  auto sequence = [&](int b) { return cached_seq(p, b); };
-  auto grains_of = [&](int b) { return Grains(p, sequence(b), config.block_m, config.block_n); };
-  int all = 0;
-  for (int b = 0; b < p.fwd.batch; ++b) all += grains_of(b).all;
-  const Shares shares = Shares::of(p, all, p.fwd.batch > 0 ? grains_of(0).of_unit : 1);
+  int all = 0, of_first_unit = 1;
+  for (int b = p.fwd.batch - 1; b >= 0; --b) {
+    const Grains grains(p, cached_seq(p, b), config.block_m, config.block_n);
+    all += grains.all;
+    of_first_unit = grains.of_unit;
+  }
+  const Shares shares = Shares::of(p, all, of_first_unit, p.alike.known);
   std::ostringstream out;
   out << p.slots;
   for (int cta = 0; cta < p.ctas; ++cta) {
-    int grain = cta * shares.size, first = 0, b = 0;
-    const int end = grain + shares.size;
-    while (grain < end && b < p.fwd.batch) {
-      const Grains grains = grains_of(b);
-      if (grain >= first + grains.all) {
-        first += grains.all;
-        ++b;
-        continue;
-      }
-      const Part part = part_from(sequence(b), b, grains, shares, first, grain, end, config.block_m, cta);
+    Parts<config.block_m, config.block_n> parts(p, shares, cta, {0, 0});
+    for (Part part = parts.next(p); part.grains > 0; part = parts.next(p)) {
       out << '\n'
-          << cta << ' ' << b << ' ' << part.head_k << ' ' << part.row << ' ' << part.first << ' ' << part.last << ' '
-          << part.all.count << ' ' << part.index << ' ' << part.all.slot(part.index);
-      grain += part.grains;
+          << cta << ' ' << part.b << ' ' << part.head_k << ' ' << part.row << ' ' << part.first << ' ' << part.last
+          << ' ' << part.all.count << ' ' << part.index << ' ' << part.all.slot(part.index);
     }
   }
   return out.str();

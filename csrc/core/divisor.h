@@ -17,7 +17,9 @@ struct Divisor {
     multiplier = static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor);
   }
 
-  constexpr int quotient(int n) const { return static_cast<int>((static_cast<uint64_t>(n) * multiplier) >> shift); }
+  constexpr int quotient(int n) const {
+    return static_cast<int>((static_cast<uint64_t>(static_cast<uint32_t>(n)) * multiplier) >> shift);
+  }
   constexpr int remainder(int n) const { return n - quotient(n) * value; }
 };
 

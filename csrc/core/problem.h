@@ -116,6 +116,14 @@ struct Rotary {
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 
+// How keys are shared out, in grains (kernels/common/shares.h), if no tensor says how long sequences are: they are alike.
+struct AlikeSequences {
+  bool known = false;
+  Divisor of_unit, of_sequence;
+  Divisor share;  // of a CTA
+  int dealt_to = 0;  // CTAs to which whole units are dealt by turns; 0: shares are consecutive
+};
+
 struct DecodeProblem {
   // k and v are the caches, batch the stride of their pages; seqlen_k is the capacity, total_q counts dense rows too.
   FwdProblem fwd;
@@ -129,6 +137,7 @@ struct DecodeProblem {
   int ctas;
   Divisor group;  // query heads of a kv head
   Divisor page_size;
+  AlikeSequences alike;
   // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/shares.h).
   int slots;
   float* part_out;  // [slots, block_m, head_dim_v of the tile]

@@ -13,12 +13,13 @@ CUTE_DEVICE float warp_max(float x) {
 }
 
 // Merges parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim` columns from there on,
-// with a sink, which is a part without output. store(column, values) gets the result; its log-sum-exp is returned. Parts
-// that saw no key, with -inf, may hold anything.
-template <int kWidth, class Lse, class Out, class Store>
+// with a sink, which is a part without output; kBatch parts are read at once. store(column, values) gets the result; its
+// log-sum-exp is returned. Parts that saw no key, with -inf, may hold anything.
+template <int kWidth, int kBatch, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;
-  constexpr int kLanes = 32, kBatch = 16;  // parts that are read at once
+  constexpr int kLanes = 32;
+  static_assert(kLanes % kBatch == 0);
   const int lane = threadIdx.x % kLanes;
   float merged = -INFINITY;
   for (int column = kWidth * lane; column - kWidth * lane < dim; column += kWidth * kLanes) {

@@ -4,7 +4,8 @@
 // by side. A unit's keys come in blocks, and blocks in grains. Grains are numbered through all units of all sequences,
 // and every CTA takes as many grains that follow each other. Where the caller asks for parts of his own, a grain is one
 // of them; else a grain is one block, or as few as keep numbers of grains below 2^31, and those that a CTA takes of a
-// unit make one part.
+// unit make one part. Where shares are whole units of sequences that are alike, units are dealt to CTAs by turns
+// instead: rows of all heads, which lie side by side in memory, are then read at about the same time.
 #pragma once
 
 #include "kernels/common/cached_seq.h"
@@ -39,13 +40,14 @@ struct Grains {
 struct Shares {
   static constexpr int kLeast = 2;  // fewer grains are not worth a part of their own
   static constexpr int kPart = 3;  // about as many take as long as what a part costs beside its grains
+  static constexpr int kIdle = 16;  // of so many SMs the memory can do without one
 
   bool even;  // grains of one unit make one part
   int size;  // grains
 
   // Of `grains` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
-  // larger shares may end where units do, and spare parts.
-  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains, int of_unit) {
+  // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones.
+  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains, int of_unit, bool alike = false) {
     const bool even = p.num_splits == 0 && p.split_size == 0;
     const int size = detail::at_least((grains + p.ctas - 1) / p.ctas, even ? kLeast : 1);
     if (!even) return {even, size};
@@ -56,7 +58,7 @@ struct Shares {
     } else {
       aligned = (size + of_unit - 1) / of_unit * of_unit;
     }
-    return {even, aligned - size <= kPart ? aligned : size};
+    return {even, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size};
   }
 };
 
@@ -67,44 +69,99 @@ struct UnitParts {
   int count;
   int first;  // grain of the unit, or with even shares the CTA that takes it
 
-  // Of a unit with `grains` grains from `first_grain` on.
-  FC_HOST_DEVICE static UnitParts of(const Shares& shares, int first_grain, int grains) {
-    if (!shares.even) return {false, grains, first_grain};
-    const int first_cta = first_grain / shares.size, last_cta = (first_grain + grains - 1) / shares.size;
-    return {true, last_cta - first_cta + 1, first_cta};
-  }
-
   FC_HOST_DEVICE int slot(int i) const { return !even ? first + i : i == 0 ? 2 * first + 1 : 2 * (first + i); }
 };
 
 // A part of a unit's keys.
 struct Part {
-  SeqInfo seq;
-  int b, head_k;
-  int row;  // of the sequence's packed rows, the unit's first
-  int first, last;  // blocks of keys
-  int grains;
-  UnitParts all;  // of the unit
-  int index;  // among them
+  SeqInfo seq{SeqSpan{}, SeqSpan{}};
+  int b = 0, head_k = 0;
+  int row = 0;  // of the sequence's packed rows, the unit's first
+  int first = 0, last = 0;  // blocks of keys
+  int grains = 0;
+  UnitParts all{};  // of the unit
+  int index = 0;  // among them
 };
 
-// The part that a CTA begins with a grain of sequence b, whose first grain is `first_grain`. It ends before grain `end`.
-FC_HOST_DEVICE Part part_from(const SeqInfo& seq, int b, const Grains& grains, const Shares& shares, int first_grain,
-                              int grain, int end, int block_m, int cta) {
-  const int unit = (grain - first_grain) / grains.of_unit, at = grain - first_grain - unit * grains.of_unit;
-  const int head_k = grains.tiles == 1 ? unit : unit / grains.tiles;
-  const int count = shares.even ? detail::at_most(grains.of_unit - at, end - grain) : 1;
-  const UnitParts all = UnitParts::of(shares, grain - at, grains.of_unit);
-  const int first = grains.first_block + at * grains.size, behind = grains.first_block + grains.blocks;
-  return {.seq = seq,
-          .b = b,
-          .head_k = head_k,
-          .row = (unit - head_k * grains.tiles) * block_m,
-          .first = first,
-          .last = detail::at_most(first + count * grains.size, behind),
-          .grains = count,
-          .all = all,
-          .index = shares.even ? cta - all.first : at};
-}
+// A sequence, and its first grain.
+struct Place {
+  int b, first;
+};
+
+// The parts that a CTA takes, one after the other.
+template <int kBlockM, int kBlockN>
+class Parts {
+ public:
+  // `from` is the sequence of the CTA's first grain, or one before it.
+  FC_HOST_DEVICE Parts(const DecodeProblem& p, const Shares& shares, int cta, Place from)
+      : shares_(shares), cta_(cta), place_(from), grain_(cta * shares.size), end_(grain_ + shares.size) {
+    if (p.alike.dealt_to == 0) return;
+    end_ = grain_;
+    unit_ = cta - p.alike.dealt_to;
+    units_left_ = cta < p.alike.dealt_to ? p.alike.of_unit.quotient(shares.size) : 0;
+  }
+
+  // The next part, or one without grains.
+  FC_HOST_DEVICE Part next(const DecodeProblem& p) {
+    if (grain_ == end_ && units_left_ > 0) deal(p.alike);
+    while (grain_ < end_ && place_.b < p.fwd.batch) {
+      const SeqInfo seq = cached_seq(p, place_.b);
+      const Grains grains(p, seq, kBlockM, kBlockN);
+      if (grain_ < place_.first + grains.all) return next_of(seq, grains, p.alike);
+      place_ = {place_.b + 1, place_.first + grains.all};
+    }
+    return {};
+  }
+
+ private:
+  // Goes to the next unit that is dealt to the CTA.
+  FC_HOST_DEVICE void deal(const AlikeSequences& alike) {
+    --units_left_;
+    unit_ += alike.dealt_to;
+    grain_ = unit_ * alike.of_unit.value;
+    end_ = grain_ + alike.of_unit.value;
+    const int b = alike.of_sequence.quotient(grain_);
+    place_ = {b, b * alike.of_sequence.value};
+  }
+
+  // The part that begins with the next grain, one of the sequence's.
+  FC_HOST_DEVICE Part next_of(const SeqInfo& seq, const Grains& grains, const AlikeSequences& alike) {
+    const int unit = quotient(grain_ - place_.first, grains.of_unit, alike.of_unit);
+    const int first_grain = place_.first + unit * grains.of_unit, at = grain_ - first_grain;
+    const int head_k = grains.tiles == 1 ? unit : unit / grains.tiles;
+    const int count = shares_.even ? detail::at_most(grains.of_unit - at, end_ - grain_) : 1;
+    const UnitParts all = parts_of_unit(first_grain, grains.of_unit, alike);
+    const int first = grains.first_block + at * grains.size, behind = grains.first_block + grains.blocks;
+    grain_ += count;
+    return {.seq = seq,
+            .b = place_.b,
+            .head_k = head_k,
+            .row = (unit - head_k * grains.tiles) * kBlockM,
+            .first = first,
+            .last = detail::at_most(first + count * grains.size, behind),
+            .grains = count,
+            .all = all,
+            .index = shares_.even ? cta_ - all.first : at};
+  }
+
+  FC_HOST_DEVICE UnitParts parts_of_unit(int first_grain, int grains, const AlikeSequences& alike) const {
+    if (!shares_.even) return {false, grains, first_grain};
+    if (alike.dealt_to > 0) return {true, 1, cta_};
+    const int first_cta = quotient(first_grain, shares_.size, alike.share);
+    const int last_cta = quotient(first_grain + grains - 1, shares_.size, alike.share);
+    return {true, last_cta - first_cta + 1, first_cta};
+  }
+
+  // n / value, a multiplication where the host has foreseen the value.
+  FC_HOST_DEVICE static int quotient(int n, int value, const Divisor& foreseen) {
+    return foreseen.value == value ? foreseen.quotient(n) : n / value;
+  }
+
+  Shares shares_;
+  int cta_;
+  Place place_;
+  int grain_, end_;
+  int unit_ = 0, units_left_ = 0;  // of those that are dealt
+};
 
 }  // namespace flash_cute

@@ -11,9 +11,15 @@ namespace flash_cute::sm80 {
 template <class Element, int kThreads, int kKeys, int kCols, int kColsV>
 class CacheCopy {
  public:
-  // Tiles go to `k` and `v`; each of a sequence starts `step` rows behind the one before.
-  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, Element* k, Element* v, int thread)
-      : p_(p), step_(step), thread_(thread), k_(p.fwd.head_dim, k, thread), v_(p.fwd.head_dim_v, v, thread) {}
+  // Tiles go to `k` and `v`; each of a sequence starts `step` rows behind the one before. Those that are read `once`
+  // make way for others in the L2 cache.
+  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, bool once, Element* k, Element* v, int thread)
+      : p_(p),
+        step_(step),
+        thread_(thread),
+        policy_(l2_policy(once)),
+        k_(p.fwd.head_dim, k, thread),
+        v_(p.fwd.head_dim_v, v, thread) {}
 
   // Goes to a head of sequence b, and to the tile that starts at row `row` of its pages. Rows of `visible` are copied.
   CUTE_DEVICE void begin(int b, int head, RowSpan visible, int row) {
@@ -29,15 +35,13 @@ class CacheCopy {
   CUTE_DEVICE void load(int bytes) {
     if (in_chunks_) {
       CUTE_UNROLL
-      for (int i = 0; i < kChunks * kRows; ++i) {
-        load_row(i, bytes, page_[i / kRows], row_[i / kRows] + i % kRows * T::kDown);
-      }
+      for (int chunk = 0; chunk < kChunks; ++chunk) load_rows<kRows>(chunk * kRows, bytes, {page_[chunk], row_[chunk]});
     } else {
       CUTE_NO_UNROLL
       for (int i = 0; i < kChunks * kRows; ++i) {
         const int row = next_ + T::row(thread_) + i * T::kDown;
-        const Place place = place_of(row, visible_.first <= row && row < visible_.last);
-        load_row(i, bytes, place.page, place.row - T::row(thread_));
+        const auto [page, row_of_page] = place_of(row, visible_.first <= row && row < visible_.last);
+        load_rows<1>(i, bytes, {page, row_of_page - T::row(thread_)});
       }
     }
     next_ += step_;
@@ -61,6 +65,11 @@ class CacheCopy {
   static_assert(T::kDown == TV::kDown, "a thread has the same rows of K and V");
   static_assert(kKeys % kChunk == 0 && (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
 
+  struct PageRow {
+    int page;  // -1: none
+    int row;
+  };
+
   // One of K and V.
   template <int kWidth>
   struct Side {
@@ -79,32 +88,35 @@ class CacheCopy {
       global = static_cast<const Element*>(m.ptr) + head * m.head + Of::row(thread) * m.row + Of::col(thread);
     }
 
-    // Vectors of the thread's row i; zeros if the page is negative.
-    CUTE_DEVICE void load(const Matrices& m, int i, int bytes, int page, int row) const {
-      const Element* from = global + (page < 0 ? 0 : page * m.batch + row * m.row);
-      // Four rows further, the swizzle has another bit.
-      const uint32_t to = (shared ^ (i * Of::kDown % 8 * kVector * uint32_t(sizeof(Element)))) + bytes;
+    // Vectors of kCount of the thread's rows, from row `first` on, which is at `from` for thread 0; zeros if its page is
+    // negative.
+    template <int kCount>
+    CUTE_DEVICE void load(const Matrices& m, int first, int bytes, PageRow from, uint64_t policy) const {
+      const Element* row = global + (from.page < 0 ? 0 : from.page * m.batch + from.row * m.row);
       CUTE_UNROLL
-      for (int j = 0; j < kWidth / Of::kAtom; ++j) {
-        const bool there = page >= 0 && j * Of::kAtom < cols;
-        cp_async_16(to + i * Of::kDown * kRowBytes + j * kKeys * kRowBytes, from + (there ? j * Of::kAtom : 0),
-                    there ? 16 : 0);
+      for (int i = first; i < first + kCount; ++i) {
+        // Four rows further, the swizzle has another bit.
+        const uint32_t to = (shared ^ (i * Of::kDown % 8 * kVector * uint32_t(sizeof(Element)))) + bytes;
+        CUTE_UNROLL
+        for (int j = 0; j < kWidth / Of::kAtom; ++j) {
+          const bool there = from.page >= 0 && j * Of::kAtom < cols;
+          cp_async_16(to + i * Of::kDown * kRowBytes + j * kKeys * kRowBytes, row + (there ? j * Of::kAtom : 0),
+                      there ? 16 : 0, policy);
+        }
+        row += Of::kDown * m.row;
       }
     }
   };
 
-  struct Place {
-    int page;  // -1: none
-    int row;  // of the page
-  };
-
-  CUTE_DEVICE void load_row(int i, int bytes, int page, int row) const {
-    k_.load(p_.fwd.k, i, bytes, page, row);
-    v_.load(p_.fwd.v, i, bytes, page, row);
+  template <int kCount>
+  CUTE_DEVICE void load_rows(int first, int bytes, PageRow from) const {
+    k_.template load<kCount>(p_.fwd.k, first, bytes, from, policy_);
+    v_.template load<kCount>(p_.fwd.v, first, bytes, from, policy_);
   }
 
   // Where a row of the sequence is, if it is `wanted`.
-  CUTE_DEVICE Place place_of(int row, bool wanted) const {
+  CUTE_DEVICE PageRow place_of(int row, bool wanted) const {
+    if (p_.cache.pages == nullptr) return {wanted ? b_ : -1, row};
     const int block = p_.page_size.quotient(row);
     const int page = wanted ? page_id(p_.cache, b_, block) : -1;
     return {page < p_.cache.num_pages ? page : -1, row - block * p_.page_size.value};
@@ -124,6 +136,7 @@ class CacheCopy {
 
   const DecodeProblem& p_;
   const int step_, thread_;
+  const uint64_t policy_;
   int b_;
   RowSpan visible_;
   int next_;  // row of the next tile

@@ -88,6 +88,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
     cp_async_wait<C.stages - 2>();
     team_sync();
     feed.load(before);
+    cp_async_fence();
 
     Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<T::kKeys>>{});  // (MMA,MMA_M,MMA_N)
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
@@ -130,11 +131,17 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
-  Parts<C> parts(p);
-  auto describe = [&](int i) {  // by the last warp
-    if (threadIdx.x / 32 < C.warps - 1) return;
-    const FedPart next = parts.next();
-    if (threadIdx.x % 32 == 0) storage.parts[i] = next;
+  constexpr int kDescriber = C.threads() - 32;  // a thread
+  if (threadIdx.x >= kDescriber) {
+    const PartsOf<C> parts = parts_of_cta<C>(p);
+    if (threadIdx.x == kDescriber) storage.more_parts = parts;
+  }
+  auto describe = [&](int i) {
+    if (threadIdx.x != kDescriber) return;
+    PartsOf<C> parts = storage.more_parts;
+    const Part part = parts.next(p);
+    storage.more_parts = parts;
+    storage.parts[i] = part.grains > 0 ? seen_of<C>(p, part) : FedPart{part, {}};
   };
   // After this new keys have joined the cache, and queries are rotated.
   wait_for_kernel_before();
@@ -144,8 +151,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     describe(i);
     // After this barrier the part is described, and so is that of the tile that is loaded next.
     __syncthreads();
+    if (i == C.stages - 1) break;
+    feed.load(i);
     if (i == 0) load_queries<C>(p, storage.parts[0].part, storage.q[0]);
-    if (i < C.stages - 1) feed.load(i);
+    cp_async_fence();
   }
   cp_async_wait<C.stages - 2>();
   int stage = 0, q = 0;

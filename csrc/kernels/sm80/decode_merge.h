@@ -66,7 +66,7 @@ CUTE_DEVICE void store(To* to, const cutlass::Array<float, kCount>& x) {
   *reinterpret_cast<Together*>(to) = reinterpret_cast<const Together&>(rounded);
 }
 
-// Numbers that another CTA may have written, or that are in shared memory.
+// Numbers that another CTA may have written.
 CUTE_DEVICE float load_written(const float* from) {
   float x;
   asm volatile("ld.relaxed.gpu.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
@@ -82,27 +82,15 @@ CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
   return x;
 }
 
-// Results of a unit's rows over several parts of its keys.
-struct PartResults {
-  UnitParts parts;
-  const float* out;  // rows of part n from slot(n) * rows_apart on
-  int rows_apart;
-  const float* lse;  // [slots, block_m]
-};
-
-// Merges them, a warp a row.
-template <KernelConfig C>
-CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, const PartResults& from, bool to_result) {
+// Merges the rows of a unit, a warp a row, from several results: lse(n, row) and out(n, row, column), kBatch at once.
+template <KernelConfig C, int kBatch, class Lse, class Out>
+CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, int count, Lse lse, Out out, bool to_result) {
   for (int i = threadIdx.x / 32; i < C.block_m; i += C.warps) {
     const RowPlace<C> row(p, part, i, to_result);
     if (!row.exists) return;
-    const float total = merge_row<4>(
-        from.parts.count, [&](int n) { return load_written(from.lse + int64_t(from.parts.slot(n)) * C.block_m + i); },
-        [&](int n, int column) {
-          const int64_t row_of_part = int64_t(from.parts.slot(n)) * from.rows_apart + i;
-          return load_four_written(from.out + row_of_part * C.head_dim_v + result_column<C>(i, column));
-        },
-        p.fwd.head_dim_v, row.sink,
+    const float total = merge_row<4, kBatch>(
+        count, [&](int n) { return lse(n, i); },
+        [&](int n, int column) { return out(n, i, result_column<C>(i, column)); }, p.fwd.head_dim_v, row.sink,
         [&](int column, const auto& x) {
           row.visit([&](auto* to) {
             constexpr bool kOfPart = std::is_same_v<decltype(to), float*>;
@@ -111,6 +99,31 @@ CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, const Part
         });
     if (threadIdx.x % 32 == 0) *row.lse = total;
   }
+}
+
+// The results of a unit's parts, which other CTAs may have written.
+template <KernelConfig C>
+CUTE_DEVICE void merge_parts(const DecodeProblem& p, const Part& part) {
+  constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads lack registers for more
+  auto row_of = [&](int n, int i) { return int64_t(part.all.slot(n)) * C.block_m + i; };
+  merge_rows<C, kAtOnce>(
+      p, part, part.all.count, [&](int n, int i) { return load_written(p.part_lse + row_of(n, i)); },
+      [&](int n, int i, int column) { return load_four_written(p.part_out + row_of(n, i) * C.head_dim_v + column); },
+      true);
+}
+
+// What the teams have left where their tiles of `stage` were.
+template <KernelConfig C>
+CUTE_DEVICE void merge_teams(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
+                             int stage) {
+  constexpr int kTeams = DecodeTraits<C>::kTeams;
+  merge_rows<C, kTeams>(
+      p, part, kTeams, [&](int n, int i) { return storage.lse[n][i]; },
+      [&](int n, int i, int column) {
+        const float* const from = storage.ring[stage][n].results() + i * C.head_dim_v + column;
+        return *reinterpret_cast<const cutlass::AlignedArray<float, 4>*>(from);
+      },
+      part.all.count == 1);
 }
 
 // Whether the part, whose results the whole CTA has written, is the last of its unit to be done.
@@ -182,25 +195,8 @@ CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stag
 template <KernelConfig C>
 CUTE_DEVICE void finish_part(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
                              int stage) {
-  using T = DecodeTraits<C>;
-  const PartResults of_parts{part.all, p.part_out, C.block_m, p.part_lse};
-  const bool whole = part.all.count == 1;
-  if constexpr (T::kTeams == 1) {
-    if (!whole && arrives_last(p, part.all, storage.last)) merge_rows<C>(p, part, of_parts, true);
-  } else {
-    PartResults from{.parts = {.even = false, .count = T::kTeams, .first = 0},
-                     .out = storage.ring[stage][0].results(),
-                     .rows_apart = int(sizeof(typename T::Tile) / (C.head_dim_v * sizeof(float))),
-                     .lse = storage.lse[0]};
-    bool to_result = whole;
-    CUTE_NO_UNROLL
-    while (true) {
-      merge_rows<C>(p, part, from, to_result);
-      if (to_result || !arrives_last(p, part.all, storage.last)) break;
-      from = of_parts;
-      to_result = true;
-    }
-  }
+  if constexpr (DecodeTraits<C>::kTeams > 1) merge_teams<C>(p, part, storage, stage);
+  if (part.all.count > 1 && arrives_last(p, part.all, storage.last)) merge_parts<C>(p, part);
 }
 
 }  // namespace flash_cute::sm80

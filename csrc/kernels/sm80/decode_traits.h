@@ -14,6 +14,9 @@ struct FedPart {
   RowSpan keys;
 };
 
+template <KernelConfig C>
+using PartsOf = Parts<C.block_m, C.block_n>;
+
 // Queries of the unit that a part belongs to.
 CUTE_DEVICE RowSpan queries_of(const DecodeProblem& p, const Part& part, int block_m) {
   return {p.group.quotient(part.row), min(p.group.quotient(part.row + block_m - 1) + 1, part.seq.q.length)};
@@ -49,6 +52,7 @@ struct DecodeTraits {
     alignas(128) Element q[2][C.block_m * C.head_dim];  // of the part that is computed, and of the next
     Tile ring[C.stages][kTeams];
     FedPart parts[kDescribed];  // by turns
+    PartsOf<C> more_parts;  // not described yet
     float lse[kTeams][C.block_m];
     bool last;  // whether the part is the last of its unit to be done
   };

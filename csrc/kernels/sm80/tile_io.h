@@ -19,6 +19,20 @@ CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
+// How long the L2 cache is to keep what is read with it: less long than other data if it is read once.
+CUTE_DEVICE uint64_t l2_policy(bool once) {
+  uint64_t first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return once ? first : normal;
+}
+
+CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid), "l"(policy)
+               : "memory");
+}
+
 // Rows rotated so that neither 16-byte rows nor ldmatrix's 8x8 blocks hit a bank twice.
 template <int kCols>
 using SwizzleAtom = decltype(composition(Swizzle<kCols == 64 ? 3 : 2, 3, 3>{},
