@@ -1,4 +1,4 @@
-// The order of work in backward: tiles of keys, and what each of them walks over.
+// The order of work in backward: tiles of keys.
 #pragma once
 
 #include "kernels/common/tiles.h"
@@ -10,32 +10,28 @@ using namespace cute;
 // The tile's place in the problem.
 struct KeyTile {
   int index, row, head, batch;
+  bool
+      late_first;  // so are the tiles in order, else early keys come first: under a causal mask they have the most queries
 
-  // Early keys first: under a causal mask they have the most queries. Tiles of several heads alternate, so that tiles of
-  // one head do not all start together, as many heads as the L2 cache holds the queries of. Where sums are
-  // deterministic, tiles that start together wait for each other, and more heads are worth their misses. How many was
-  // found by trying: heads of `tiles_together` tiles.
-  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic, int tiles_together, int cta = blockIdx.x) {
+  // Tiles of several heads alternate, so that tiles of one head do not all start together, as many heads as the L2 cache
+  // holds the queries of.
+  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late_first = false,
+                      int cta = blockIdx.x)
+      : late_first(late_first) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
-    const int heads_together = deterministic ? block_n / 2 : max(1, tiles_together / tiles);
     const int first_head = cta / (tiles * heads_together) * heads_together;
     const int together = min(heads_together, p.heads_k * p.batch - first_head);
     const int place = cta - first_head * tiles;
-    index = place / together;
+    index = late_first ? tiles - 1 - place / together : place / together;
     row = index * block_n;
     head = (first_head + place % together) % p.heads_k;
     batch = (first_head + place % together) / p.heads_k;
   }
 };
 
-// A step is one query head of the group and one query tile, late tiles first: under a band early key tiles then finish
-// with the tiles that later ones start with, and with turns nobody waits for long.
-struct QueryStep {
-  int head, m;
-
-  CUTE_DEVICE QueryStep next(const TileRange& range) const {
-    return m > range.begin ? QueryStep{head, m - 1} : QueryStep{head + 1, range.end - 1};
-  }
-};
+// How many heads have `tiles` tiles of keys. How many tiles are worth it was found by trying.
+CUTE_DEVICE int heads_of(const FwdProblem& p, int block_n, int tiles) {
+  return max(1, tiles / ceil_div(p.seqlen_k, block_n));
+}
 
 }  // namespace flash_cute

@@ -82,6 +82,16 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
+// A step is one query head of the group and one query tile, late tiles first: under a band early key tiles then finish
+// with the tiles that later ones start with, and with turns nobody waits for long.
+struct QueryStep {
+  int head, m;
+
+  CUTE_DEVICE QueryStep next(const TileRange& range) const {
+    return m > range.begin ? QueryStep{head, m - 1} : QueryStep{head + 1, range.end - 1};
+  }
+};
+
 // Loads the Q, dO and row statistics of steps. Addresses are computed anew for each step, when registers are free.
 template <KernelConfig C>
 class StepLoader {
@@ -201,7 +211,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const int thread = threadIdx.x;
   const uint32_t warp = cutlass::canonical_warp_idx_sync();
 
-  const KeyTile tile(p.fwd, C.block_n, p.deterministic, 256);
+  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
+  const KeyTile tile(p.fwd, C.block_n, p.deterministic ? C.block_n / 2 : heads_of(p.fwd, C.block_n, 256));
   const SeqInfo seq(p.fwd, tile.batch);
   if (tile.row >= seq.k.length) return;
   const int group = p.fwd.heads / p.fwd.heads_k;

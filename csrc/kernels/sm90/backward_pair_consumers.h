@@ -39,17 +39,18 @@ class DqAtom {
   CUTE_DEVICE void add(const Cursor<1>& at, const Accumulator& acc, int head, int first_query) const {
     auto& ring = storage_.ring_turn[kInner];
     // After this wait all are done whose turn comes before.
-    if (p_.deterministic) ring.wait(at);
+    const Cursor<2> turn{at.count};
+    if (p_.deterministic) ring.wait(turn);
     const auto& work = storage_.work;
     const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
-    float* const sums = T::dq_sums(p_, padded_row, T::dq_atom(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
+    float* const sums = T::dq_sums(p_, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
       asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i * 128), "f"(acc(i)), "f"(acc(i + 1)),
                    "f"(acc(i + 2)), "f"(acc(i + 3))
                    : "memory");
     }
-    if (p_.deterministic) ring.release(at);
+    if (p_.deterministic) ring.release(turn);
   }
 
  private:

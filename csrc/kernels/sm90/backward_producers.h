@@ -43,7 +43,8 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
        [&](uint32_t bytes) { return pick<kValues>(storage.ring_k, storage.ring_v).expect(Cursor<1>{}, bytes); });
   const int first_query = seeing_queries(seq, p.fwd.band, 0, seq.k.length).first;
   Cursor<C.stages> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
+  for (QueryStep step = storage.work.first_step(); storage.work.has(step);
+       step = storage.work.after(step), at.advance()) {
     const int head = tile.head * heads + step.head, row = step.m * C.block_m, stage = at.stage();
     ring.wait_empty(at);
     if constexpr (!kValues) storage.steps[stage] = {row, head, range.full(step.m)};
@@ -59,37 +60,67 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
   }
 }
 
-// One thread for each warpgroup, that adds its sums of dQ to global memory. Where they are deterministic, key tiles add
-// in turns, ascending: a CTA waits for CTAs of smaller index alone, which were launched before it.
+// A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order in
+// which their CTAs were launched, so that one waits for earlier CTAs alone.
 template <KernelConfig C>
-CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage, int group) {
+class Turn {
+ public:
+  CUTE_DEVICE Turn(const BwdProblem& p, const BackwardWork& work, QueryStep step, int place = 0) {
+    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m;
+    const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
+    counter_ = p.turns + padded_row / C.block_m * C.warps + place;
+    const TileRange keys = key_tiles(work.seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster);
+    before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
+  }
+
+  // Whether all tiles before have added.
+  CUTE_DEVICE bool has_come() const {
+    int done;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter_) : "memory");
+    return done >= before_;
+  }
+
+  // To be called when the additions are complete for this thread. The release makes them so for all: it costs a
+  // microsecond, and without it tiles have been seen to add in another order.
+  CUTE_DEVICE void end() const { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory"); }
+
+ private:
+  int* counter_;
+  int before_;
+};
+
+// One of two threads that add the warpgroups' sums of dQ to global memory: of a warpgroup each, or, where they are
+// deterministic, every second step each: while one is at the end of its turn, the other begins with the next.
+template <KernelConfig C>
+CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage, uint32_t thread) {
   using T = BackwardTraits<C>;
   const BwdProblem& p = params.p;
   const auto& [tile, seq, range, heads] = storage.work;
-  auto& ring = storage.ring_dq[group];
-  Cursor<1> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
+  Cursor<2> at;
+  for (QueryStep step = storage.work.first_step(); storage.work.has(step);
+       step = storage.work.after(step), at.advance()) {
+    if (p.deterministic && at.stage() != thread) continue;
     const int head = tile.head * heads + step.head, row = step.m * C.block_m;
     const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
-    ring.wait(at);
-    int* const turn = p.turns + padded_row / C.block_m * C.warps + group;
+    const Turn<C> turn(p, storage.work, step);
     if (p.deterministic) {
-      const int tiles_before = tile.index - key_tiles(seq, p.fwd.band, row, C.block_m, C.block_n).begin;
-      int done = 0;
-      while (done < tiles_before) {
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
-      }
+      while (!turn.has_come()) continue;
     }
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     T::dq_sums(p, padded_row, group)),
-                 "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
-                 : "memory");
-    tma_store_arrive();
-    tma_store_wait<0>();  // the sums have left shared memory
-    ring.empty[at.stage()].arrive();
+    CUTE_NO_UNROLL
+    for (int group = p.deterministic ? 0 : thread; group < (p.deterministic ? T::kGroups : thread + 1); ++group) {
+      auto& ring = storage.ring_dq[group];
+      ring.wait(at);
+      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                       T::dq_sums(p, padded_row, group)),
+                   "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
+                   : "memory");
+      tma_store_arrive();
+      tma_store_wait<0>();  // the sums have left shared memory
+      ring.empty[at.stage()].arrive();
+    }
     if (p.deterministic) {
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and are in global memory
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+      turn.end();
     }
   }
 }

@@ -24,7 +24,16 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do.
+// A query tile of one query head of the group.
+struct QueryStep {
+  int head, m;
+};
+
+// What a CTA has to do. Where sums of dQ are deterministic, key tiles add to them in turns. A query tile's heads come one
+// after the other: at each new head tiles with few queries would wait for those with many. With one head, late keys come
+// first, and begin with the first queries that see them: under a causal mask these see no later keys, so that nobody waits
+// for its first turn. With more, and with more tiles than start together, the wait is short for what comes after it, and
+// tiles that are at the same queries read them from the L2 cache.
 struct BackwardWork {
   KeyTile tile;
   SeqInfo seq;
@@ -32,13 +41,24 @@ struct BackwardWork {
   int heads;  // of queries, for each of keys
 
   CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
-      : tile(p.fwd, block_n, p.deterministic, 128, cta),
+      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether), late_first(p, block_n), cta),
         seq(p.fwd, tile.batch),
         range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
         heads(p.fwd.heads / p.fwd.heads_k) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
-  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, range.end - 1}; }
+  CUTE_DEVICE QueryStep first_step() const { return {0, tile.late_first ? range.begin : range.end - 1}; }
+  CUTE_DEVICE bool has(QueryStep step) const { return range.begin <= step.m && step.m < range.end; }
+  CUTE_DEVICE QueryStep after(QueryStep step) const {
+    if (step.head + 1 < heads) return {step.head + 1, step.m};
+    return {0, tile.late_first ? step.m + 1 : step.m - 1};
+  }
+
+ private:
+  static constexpr int kTilesTogether = 128;
+  CUTE_DEVICE static bool late_first(const BwdProblem& p, int block_n) {
+    return p.deterministic && p.fwd.heads == p.fwd.heads_k && p.fwd.seqlen_k <= kTilesTogether * block_n;
+  }
 };
 
 // A tile of queries, from the producer to the consumers.
@@ -103,7 +123,7 @@ struct BackwardTraits {
     Ring<C.stages> ring_q, ring_dout;
     Ring<1> ring_k, ring_v;
     Ring<2> ring_ds;
-    Ring<1> ring_dq[kGroups];
+    Ring<2> ring_dq[kGroups];  // one buffer, which two threads empty in turns
     cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
   };
   static_assert(C.block_n == 64 * kGroups && (kGroups == 2 || kGroups == 3), "a warpgroup has 64 keys");
