@@ -111,6 +111,38 @@ def test_cuda_forward_repeats_a_thousand_times(cuda, kernel):
     assert different.item() == 0
 
 
+@pytest.mark.parametrize("kernel", [id for id in library.kernels() if "bwd_sm90_bf16" in id])
+def test_cuda_backward_repeats_a_thousand_times(cuda, kernel):
+    """Beside products, whose CTAs take SMs away, and traffic that fills the memory's queues."""
+    dim, dim_v = parse(kernel).dim, parse(kernel).dim_v
+    q = torch.randn(2, 1000, 12, dim, device=cuda, dtype=BF16)
+    k = torch.randn(2, 1000, 4, dim, device=cuda, dtype=BF16)
+    v = torch.randn(2, 1000, 4, dim_v, device=cuda, dtype=BF16)
+    matrix = torch.randn(2048, 2048, dtype=BF16, device=cuda)
+    traffic = torch.empty(2**27, device=cuda)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    out, lse = torch.ops.flash_cute.fwd(q, k, v, is_causal=True)[:2]
+    dout = torch.randn_like(out)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        options = {"is_causal": True, "deterministic": True}
+        return torch.ops.flash_cute.bwd(dout, q, k, v, out, lse, **options)[:3]
+
+    with library.only(kernel):
+        expected = gradients()
+        different = torch.zeros((), dtype=torch.int64, device=cuda)
+        for number in range(1000):
+            with torch.cuda.stream(side):
+                matrix @ matrix
+                if number % 20 == 0:
+                    traffic.add_(1.0)
+            for again, x in zip(gradients(), expected, strict=True):
+                different += (again != x).sum()
+        torch.cuda.current_stream().wait_stream(side)
+    assert different.item() == 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_deterministic_gradients_are_right(device, name):
     inputs = make_inputs(CASES[name], device)

@@ -48,13 +48,13 @@ Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View&
   const int64_t rows = dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
   const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
   const int64_t turns = all_rows / config.block_m * config.warps;
-  const Tensor workspace = allocate(q, {all_rows * (config.head_dim + 2) + turns}, ScalarType::Float);
+  const Tensor workspace = allocate(q, {all_rows * (config.dq_columns() + 2) + turns}, ScalarType::Float);
   float* base = static_cast<float*>(workspace.data_ptr());
   const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
   p.lse_log2 = {base, batch_stride, rows};
   p.row_dot = {base + all_rows, batch_stride, rows};
   p.dq_accum = base + 2 * all_rows;
-  p.turns = reinterpret_cast<int*>(p.dq_accum + all_rows * config.head_dim);
+  p.turns = reinterpret_cast<int*>(p.dq_accum + all_rows * config.dq_columns());
   return workspace;
 }
 

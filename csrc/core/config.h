@@ -81,6 +81,9 @@ struct KernelConfig {
   // Sm90 backward: whether CTAs work in pairs, with a tile of keys each (kernels/sm90/backward_pair.h).
   constexpr bool pair() const { return cluster > 1; }
 
+  // Backward: columns of the sums of dQ. Of 192 dims pairs have 64 twice.
+  constexpr int dq_columns() const { return pair() ? 256 : head_dim; }
+
   // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's products
   // run. For wide heads exponentials are too few to matter.
   constexpr bool ping_pong() const { return head_dim <= 128; }

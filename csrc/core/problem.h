@@ -156,7 +156,7 @@ struct BwdProblem {
   // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
   Statistics lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
   Statistics row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
-  float* dq_accum;  // [b, h, rows, head_dim of the tile], each block of rows in the order of DqSums
+  float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in the order of DqSums
   int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
   // Turn), counted at the turn's first tile of dQ
   float* dsink;  // result, [h]; null without a sink

@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_co
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
   const PassTile<C> tile(p);
   if (tile.row >= tile.span.length) return;
-  float* const sums = p.dq_accum + tile.padded_row * C.head_dim;
+  float* const sums = p.dq_accum + tile.padded_row * C.dq_columns();
   CUTE_UNROLL
-  for (int i = 4 * threadIdx.x; i < C.block_m * C.head_dim; i += 4 * kThreads) {
+  for (int i = 4 * threadIdx.x; i < C.block_m * C.dq_columns(); i += 4 * kThreads) {
     *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (threadIdx.x < C.warps) p.turns[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;

@@ -10,18 +10,18 @@ using namespace cute;
 // The tile's place in the problem.
 struct KeyTile {
   int index, row, head, batch;
+  bool late_first;
 
-  // Early keys first: under a causal mask they have the most queries. Tiles of several heads alternate, so that tiles of
-  // one head do not all start together, as many heads as the L2 cache holds the queries of. Where sums are
-  // deterministic, tiles that start together wait for each other, and more heads are worth their misses. How many was
-  // found by trying: heads of `tiles_together` tiles.
-  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, bool deterministic, int tiles_together, int cta = blockIdx.x) {
+  // Early keys first: under a causal mask they have the most queries; or late ones. Tiles of several heads alternate, so
+  // that tiles of one head do not all start together, as many heads as the L2 cache holds the queries of.
+  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late_first = false,
+                      int cta = blockIdx.x)
+      : late_first(late_first) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
-    const int heads_together = deterministic ? block_n / 2 : max(1, tiles_together / tiles);
     const int first_head = cta / (tiles * heads_together) * heads_together;
     const int together = min(heads_together, p.heads_k * p.batch - first_head);
     const int place = cta - first_head * tiles;
-    index = place / together;
+    index = late_first ? tiles - 1 - place / together : place / together;
     row = index * block_n;
     head = (first_head + place % together) % p.heads_k;
     batch = (first_head + place % together) / p.heads_k;
@@ -37,5 +37,10 @@ struct QueryStep {
     return m > range.begin ? QueryStep{head, m - 1} : QueryStep{head + 1, range.end - 1};
   }
 };
+
+// How many heads have `tiles` tiles of keys. How many tiles are worth it was found by trying.
+CUTE_DEVICE int heads_of(const FwdProblem& p, int block_n, int tiles) {
+  return max(1, tiles / ceil_div(p.seqlen_k, block_n));
+}
 
 }  // namespace flash_cute

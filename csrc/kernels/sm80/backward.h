@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const int thread = threadIdx.x;
   const uint32_t warp = cutlass::canonical_warp_idx_sync();
 
-  const KeyTile tile(p.fwd, C.block_n, p.deterministic, 256);
+  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
+  const KeyTile tile(p.fwd, C.block_n, p.deterministic ? C.block_n / 2 : heads_of(p.fwd, C.block_n, 256));
   const SeqInfo seq(p.fwd, tile.batch);
   if (tile.row >= seq.k.length) return;
   const int group = p.fwd.heads / p.fwd.heads_k;

@@ -42,7 +42,13 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0 && elect_one_sync()) produce<C, false>(params, storage);
     if (warp == 1 && elect_one_sync()) produce<C, true>(params, storage);
-    if (warp >= 2 && elect_one_sync()) add_dq<C>(params, storage, warp - 2);
+    if (warp >= 2 && elect_one_sync()) {
+      if (params.p.deterministic) {
+        add_dq_in_turns<C>(params, storage, warp - 2);
+      } else {
+        add_dq<C>(params, storage, warp - 2);
+      }
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     consume<C>(params, storage);

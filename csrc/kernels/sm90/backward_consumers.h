@@ -45,7 +45,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
-  const auto& [tile, seq, range, heads] = storage.work;
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
   const int steps = heads * (range.end - range.begin);
 
   typename T::template MmaScores<C.head_dim> mma_s;
@@ -78,16 +78,15 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   };
   auto send_dq = [&](const Cursor<2>& at, const auto& tQrdQ) {
     storage.ring_ds.release(at);
-    const Cursor<1> of_group{at.count};
     // After this wait the warpgroup's dQ of the step before has left shared memory.
-    ring_dq.wait_empty(of_group);
+    ring_dq.wait_empty({at.count + 1});
     float* const dq = storage.dq[group];
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) {
       *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
     }
     cutlass::arch::fence_view_async_shared();
-    ring_dq.publish(of_group);
+    ring_dq.publish(at);
   };
   Cursor<C.stages> at;
   auto add = [&](auto is_first) __attribute__((always_inline)) {

@@ -23,10 +23,26 @@ __global__ void __launch_bounds__(kFinishThreads<C>) backward_finish(const __gri
   const int thread = threadIdx.x;
   typename T::MmaQ mma;
   Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-  const float* const sums = T::dq_sums(p, tile.padded_row, thread / 128) + thread % 128 * 4;
-  CUTE_UNROLL
-  for (int i = 0; i < size(tQrdQ); i += 4) {
-    *reinterpret_cast<float4*>(&tQrdQ(i)) = *reinterpret_cast<const float4*>(sums + i * 128);
+  auto sums = [&](int place, int i) {
+    return *reinterpret_cast<const float4*>(T::dq_sums(p, tile.padded_row, place) + i * 128 + thread % 128 * 4);
+  };
+  const int group = thread / 128;
+  if constexpr (C.dq_columns() == C.head_dim) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group, i);
+  } else {  // a pair's three atoms of columns, of which the one in the middle is in two places
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group == 2 ? 3 : group, i);
+    if (group == 1) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(tQrdQ); i += 4) {
+        const float4 more = sums(2, i);
+        tQrdQ(i) += more.x;
+        tQrdQ(i + 1) += more.y;
+        tQrdQ(i + 2) += more.z;
+        tQrdQ(i + 3) += more.w;
+      }
+    }
   }
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale;

@@ -39,17 +39,18 @@ class DqAtom {
   CUTE_DEVICE void add(const Cursor<1>& at, const Accumulator& acc, int head, int first_query) const {
     auto& ring = storage_.ring_turn[kInner];
     // After this wait all are done whose turn comes before.
-    if (p_.deterministic) ring.wait(at);
+    const Cursor<2> turn{at.count};
+    if (p_.deterministic) ring.wait(turn);
     const auto& work = storage_.work;
     const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
-    float* const sums = T::dq_sums(p_, padded_row, T::dq_atom(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
+    float* const sums = T::dq_sums(p_, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
       asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i * 128), "f"(acc(i)), "f"(acc(i + 1)),
                    "f"(acc(i + 2)), "f"(acc(i + 3))
                    : "memory");
     }
-    if (p_.deterministic) ring.release(at);
+    if (p_.deterministic) ring.release(turn);
   }
 
  private:
@@ -66,7 +67,7 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x % 128;
-  const auto& [tile, seq, range, heads] = storage.work;
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
   typename T::MmaScores mma;
   typename T::MmaV0 mma_v0;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at + afresh(0)), layout); };
@@ -176,7 +177,7 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   using Element = typename T::Element;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kBarrier = T::kGroupBarrier + (kValues ? 1 : 2);
   const BwdProblem& p = params.p;
-  const auto& [tile, seq, range, heads] = storage.work;
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
   typename T::template MmaKeys<kDims> mma;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at), layout); };
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);

@@ -26,7 +26,7 @@ template <KernelConfig C>
 CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
   using Element = typename T::Element;
-  const auto& [tile, seq, range, heads] = storage.work;
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
   const RowSpan keys = visible_keys(seq, params.p.fwd.band, 0, seq.q.length);
   const SeqSpan span{seq.k.offset, keys.last};
   auto load = [&](auto atoms, const RaggedMap& map, Element* to, uint64_t* barrier, int row, int first_atom) {
@@ -55,7 +55,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
-  const auto& [tile, seq, range, heads] = storage.work;
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
   constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
   const BwdProblem& p = params.p;
@@ -63,7 +63,7 @@ CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTrai
   const int first_query = seeing_queries(seq, p.fwd.band, 0, seq.k.length).first;
   uint32_t phases = 0;  // of landed, a bit each
   Cursor<C.stages> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
+  for (QueryStep step = storage.work.first_step(); step.head < heads; step = storage.work.after(step), at.advance()) {
     const int head = tile.head * heads + step.head, row = step.m * C.block_m, stage = at.stage();
     auto* const to = pick<kValues>(storage.q, storage.dout)[stage];
     auto& landed = storage.landed[kValues][stage];
@@ -92,32 +92,31 @@ CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTrai
   }
 }
 
-// One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, pairs of CTAs add in turns,
-// ascending: one waits for pairs of smaller index alone, which were launched before it.
+// One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, it says when they may be added.
 template <KernelConfig C>
 CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
                             bool inner) {
   using T = PairTraits<C>;
-  const BwdProblem& p = params.p;
-  const auto& [tile, seq, range, heads] = storage.work;
-  const bool shared = inner && T::kInnerShared;
+  const auto& work = storage.work;
   auto& ring = storage.ring_turn[inner];
-  Cursor<1> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range)) {
-    const int head = tile.head * heads + step.head, row = step.m * C.block_m;
-    const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
-    int* const turn = p.turns + padded_row / C.block_m * C.warps + T::dq_atom(rank, inner);
-    const int pairs = tile.index - key_tiles(seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster).begin;
-    const int before = shared ? pairs * C.cluster + rank : pairs;
-    int done = 0;
-    while (done < before) {
-      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
-    }
+  auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, T::dq_place(rank, inner)); };
+  Cursor<2> at, done;
+  auto give = [&](QueryStep step) {
+    if (!turn_of(step).has_come()) return false;
     ring.expect(at, 0);
     at.advance();
+    return true;
+  };
+  bool given = false;
+  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step)) {
+    while (!given) given = give(step);
+    // If the next step's turn has come too, nobody waits for the end of this one.
+    const QueryStep ahead = work.after(step);
+    given = ahead.head < work.heads && give(ahead);
     // After this wait the warpgroup has added.
-    ring.wait_empty(at);
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+    done.advance();
+    ring.wait_empty({done.count + 1});
+    turn_of(step).end();
   }
 }
 

@@ -32,7 +32,7 @@ struct PairTraits {
   using MmaDq = decltype(make_tiled_mma(OpQ{}));  // dQ = dS K: an atom of its columns
 
   // Of dQ's columns each CTA of a pair sums up two atoms, an outer one and an inner one. Of three atoms, the one in the
-  // middle is inner to both, and each adds what its own keys give.
+  // middle is inner to both: each adds what its own keys give, to sums of its own.
   static constexpr bool kInnerShared = kAtoms == 3;
   CUTE_HOST_DEVICE static constexpr int dq_atom(int rank, bool inner) {
     return inner ? 1 + rank * (kAtoms - 3) : rank * (kAtoms - 1);
@@ -41,8 +41,10 @@ struct PairTraits {
   // Of all columns of dQ, an atom for each warpgroup.
   static constexpr int kDqGroups = kAtoms;
   using MmaQ = decltype(make_tiled_mma(OpQ{}, Layout<Shape<_1, Int<kDqGroups>, _1>>{}));
-  CUTE_DEVICE static float* dq_sums(const BwdProblem& p, int64_t padded_row, int atom) {
-    return p.dq_accum + padded_row * C.head_dim + atom * kTile;
+  // Which of the four atoms of sums they are.
+  CUTE_HOST_DEVICE static constexpr int dq_place(int rank, bool inner) { return inner ? 1 + rank : 3 * rank; }
+  CUTE_DEVICE static float* dq_sums(const BwdProblem& p, int64_t padded_row, int place) {
+    return p.dq_accum + padded_row * C.dq_columns() + place * kTile;
   }
 
   // Of a thread, together as many as the CTA has at its start.
@@ -68,7 +70,7 @@ struct PairTraits {
     Ring<1> ring_k, ring_v, ring_p;
     Ring<1, C.cluster> ring_ds;
     Ring<1> ring_ds_of_other;
-    Ring<1> ring_turn[2];  // to add to dQ: outer and inner
+    Ring<2> ring_turn[2];  // to add to dQ: outer and inner
     // Tiles of which a producer clears rows: of Q and of dO; and of K.
     cutlass::arch::ClusterTransactionBarrier landed[2][C.stages], landed_k;
   };

@@ -10,7 +10,7 @@ namespace flash_cute::sm90 {
 // hold, it meets no product.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
-  const auto& [tile, seq, range, heads] = storage.work;
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
   const BwdProblem& p = params.p;
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
@@ -43,7 +43,7 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
        [&](uint32_t bytes) { return pick<kValues>(storage.ring_k, storage.ring_v).expect(Cursor<1>{}, bytes); });
   const int first_query = seeing_queries(seq, p.fwd.band, 0, seq.k.length).first;
   Cursor<C.stages> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
+  for (QueryStep step = storage.work.first_step(); step.head < heads; step = storage.work.after(step), at.advance()) {
     const int head = tile.head * heads + step.head, row = step.m * C.block_m, stage = at.stage();
     ring.wait_empty(at);
     if constexpr (!kValues) storage.steps[stage] = {row, head, range.full(step.m)};
@@ -59,38 +59,83 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
   }
 }
 
-// One thread for each warpgroup, that adds its sums of dQ to global memory. Where they are deterministic, key tiles add
-// in turns, ascending: a CTA waits for CTAs of smaller index alone, which were launched before it.
+// A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order in
+// which their CTAs were launched, so that one waits for earlier CTAs alone.
+template <KernelConfig C>
+class Turn {
+ public:
+  CUTE_DEVICE Turn(const BwdProblem& p, const BackwardWork& work, QueryStep step, int place = 0) {
+    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m;
+    padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
+    counter_ = p.turns + padded_row_ / C.block_m * C.warps + place;
+    const TileRange keys = key_tiles(work.seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster);
+    before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
+  }
+
+  // Whether all tiles before have added.
+  CUTE_DEVICE bool has_come() const {
+    int done;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter_) : "memory");
+    return done >= before_;
+  }
+
+  // To be called when the additions are complete for this thread. The release makes them so for all: it costs a
+  // microsecond, and without it tiles have been seen to add in another order.
+  CUTE_DEVICE void end() const { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory"); }
+
+  // The query tile's first row, among the padded rows of all heads.
+  CUTE_DEVICE int64_t padded_row() const { return padded_row_; }
+
+ private:
+  int64_t padded_row_;
+  int* counter_;
+  int before_;
+};
+
+// Starts to add a warpgroup's sums of dQ to global memory; they have left shared memory when it returns.
+template <KernelConfig C>
+CUTE_DEVICE void add_sums(const BwdProblem& p, typename BackwardTraits<C>::Storage& storage, int64_t padded_row,
+                          int group, const Cursor<2>& at) {
+  using T = BackwardTraits<C>;
+  storage.ring_dq[group].wait(at);
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   T::dq_sums(p, padded_row, group)),
+               "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
+               : "memory");
+  tma_store_arrive();
+  tma_store_wait<0>();
+  storage.ring_dq[group].empty[at.stage()].arrive();
+}
+
+// One thread for each warpgroup, that adds its sums of dQ.
 template <KernelConfig C>
 CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage, int group) {
-  using T = BackwardTraits<C>;
-  const BwdProblem& p = params.p;
-  const auto& [tile, seq, range, heads] = storage.work;
-  auto& ring = storage.ring_dq[group];
-  Cursor<1> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = step.next(range), at.advance()) {
-    const int head = tile.head * heads + step.head, row = step.m * C.block_m;
-    const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
-    ring.wait(at);
-    int* const turn = p.turns + padded_row / C.block_m * C.warps + group;
-    if (p.deterministic) {
-      const int tiles_before = tile.index - key_tiles(seq, p.fwd.band, row, C.block_m, C.block_n).begin;
-      int done = 0;
-      while (done < tiles_before) {
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
-      }
+  const auto& [tile, seq, range, heads, in_turns] = storage.work;
+  Cursor<2> at;
+  for (QueryStep step = storage.work.first_step(); step.head < heads; step = storage.work.after(step), at.advance()) {
+    const int head = tile.head * heads + step.head;
+    const int64_t padded_row = first_padded_row(params.p, C.block_m, tile.batch, head, seq.q.offset);
+    add_sums<C>(params.p, storage, padded_row + step.m * C.block_m, group, at);
+  }
+}
+
+// One of two threads that add all warpgroups' sums, of every second step, in turns: while one is at the end of its turn,
+// the other begins with the next.
+template <KernelConfig C>
+CUTE_DEVICE void add_dq_in_turns(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage,
+                                 uint32_t thread) {
+  const auto& work = storage.work;
+  Cursor<2> at;
+  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
+    if (at.stage() != thread) continue;
+    const Turn<C> turn(params.p, work, step);
+    while (!turn.has_come()) continue;
+    CUTE_NO_UNROLL
+    for (int group = 0; group < BackwardTraits<C>::kGroups; ++group) {
+      add_sums<C>(params.p, storage, turn.padded_row(), group, at);
     }
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     T::dq_sums(p, padded_row, group)),
-                 "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
-                 : "memory");
-    tma_store_arrive();
-    tma_store_wait<0>();  // the sums have left shared memory
-    ring.empty[at.stage()].arrive();
-    if (p.deterministic) {
-      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and are in global memory
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
-    }
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are in global memory
+    turn.end();
   }
 }
 

@@ -24,21 +24,42 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do.
+// What a CTA has to do. Where sums of dQ are deterministic, key tiles add to them in turns. A query tile's heads come one
+// after the other then: at each new head tiles with few queries would wait for those with many. With one head, late keys
+// come first, and begin with the first queries that see them: under a causal mask these see no later keys, so that nobody
+// waits for its first turn. With more, and with more tiles than start together, the wait is short for what comes after
+// it, and tiles that are at the same queries read them from the L2 cache.
 struct BackwardWork {
   KeyTile tile;
   SeqInfo seq;
   TileRange range;  // of queries that see some of the keys
   int heads;  // of queries, for each of keys
+  bool in_turns;
 
   CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
-      : tile(p.fwd, block_n, p.deterministic, 128, cta),
+      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether), late_first(p, block_n), cta),
         seq(p.fwd, tile.batch),
         range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
-        heads(p.fwd.heads / p.fwd.heads_k) {}
+        heads(p.fwd.heads / p.fwd.heads_k),
+        in_turns(p.deterministic) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
-  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, range.end - 1}; }
+  CUTE_DEVICE QueryStep first_step() const {
+    return {range.empty() ? heads : 0, tile.late_first ? range.begin : range.end - 1};
+  }
+  // Behind the last step its head is none.
+  CUTE_DEVICE QueryStep after(QueryStep step) const {
+    if (!in_turns) return step.next(range);
+    if (step.head + 1 < heads) return {step.head + 1, step.m};
+    const int m = tile.late_first ? step.m + 1 : step.m - 1;
+    return {range.begin <= m && m < range.end ? 0 : heads, m};
+  }
+
+ private:
+  static constexpr int kTilesTogether = 128;
+  CUTE_DEVICE static bool late_first(const BwdProblem& p, int block_n) {
+    return p.deterministic && p.fwd.heads == p.fwd.heads_k && p.fwd.seqlen_k <= kTilesTogether * block_n;
+  }
 };
 
 // A tile of queries, from the producer to the consumers.
@@ -103,7 +124,7 @@ struct BackwardTraits {
     Ring<C.stages> ring_q, ring_dout;
     Ring<1> ring_k, ring_v;
     Ring<2> ring_ds;
-    Ring<1> ring_dq[kGroups];
+    Ring<2> ring_dq[kGroups];  // one buffer; two barriers, as two threads may empty it by turns
     cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
   };
   static_assert(C.block_n == 64 * kGroups && (kGroups == 2 || kGroups == 3), "a warpgroup has 64 keys");

@@ -113,9 +113,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     // Starts the products of scores of the first keys of tile n, once `may_start` returns.
     auto start_scores = [&](int n, auto keys, auto may_start) __attribute__((always_inline)) {
       typename T::template MmaQK<decltype(keys)::value> mma;
-      Tensor sK = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
-      Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(  // (MMA,1,MMA_K)
-          local_tile(sK, Shape<decltype(keys), Int<C.head_dim>>{}, make_coord(0, 0)));
+      Tensor all_k = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
+      Tensor k = local_tile(all_k, Shape<decltype(keys), Int<C.head_dim>>{}, make_coord(0, 0));  // (key,dim)
+      Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(k);  // (MMA,1,MMA_K)
       Tensor acc = scores_of(keys);  // (MMA,1,1)
       if (C.rich() && rules.begins()) {
         rules.begin(rows_of(acc), at, stand, first_key(n));
