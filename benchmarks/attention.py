@@ -198,7 +198,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--direction", default="fwd,bwd", help="fwd, bwd or fwd,bwd (default)")
     parser.add_argument("--match", default="", help="regular expression: measure these cases only")
     parser.add_argument("--rounds", type=int, help="default 5, sustained 7 (its least)")
-    parser.add_argument("--sustained", action="store_true", help="rounds of 0.35 s, not 50 ms")
+    parser.add_argument("--sustained", action="store_true", help="rounds of 0.3 s, not 50 ms")
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N or cpu")
     parser.add_argument("--seed", type=int, help="of the inputs; default: a fresh one, recorded")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")

@@ -17,7 +17,7 @@ import torch
 from .rivals import Work, describe
 
 BURST_MS = 50.0
-SUSTAINED_MS = 350.0
+SUSTAINED_MS = 310.0
 SUSTAINED_ROUNDS = 7
 _SAMPLE_S = 0.01
 _MIN_CALLS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -114,6 +115,15 @@ def test_packed_q_of_its_own_needs_no_gradient(device):
     expected = inputs.backward(*inputs.forward()[:2])
     bounds.check_same_bits("dk", dkv[:, :, 0], expected["k"])
     bounds.check_same_bits("dv", dkv[:, :, 1], expected["v"])
+
+
+def test_a_new_thread(device):
+    """It has no CUDA context yet, as autograd's threads have none."""
+    inputs = make_inputs(Case(dtype=BF16), device)
+    expected = inputs.forward()[0]
+    with ThreadPoolExecutor(1) as threads:
+        got = threads.submit(lambda: inputs.forward()[0]).result()
+    bounds.check_same_bits("out", got, expected)
 
 
 def test_packed_double_backward_raises(device):

@@ -101,10 +101,17 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int hea
   const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   char* base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
-  const CUresult status = encode(&result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 atom_columns(tile_cols) == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto encode_map = [&] {
+    return encode(&result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  atom_columns(tile_cols) == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode_map();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not used CUDA yet: cudaFree() gives it one
+    if (cudaError_t e = cudaFree(nullptr)) return e;
+    status = encode_map();
+  }
   result.longest = longest;
   result.batch_step = dense ? 1 : 0;
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
