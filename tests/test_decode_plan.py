@@ -47,18 +47,9 @@ def parts(
     return int(slots), [Part(*map(int, line.split())) for line in lines]
 
 
-def check(
-    lengths: list[int],
-    seqlen_q: int,
-    heads: int,
-    heads_k: int,
-    num_splits: int,
-    split_size: int,
-    *,
-    unused: int = 77,
-) -> list[Part]:
-    sizes = (seqlen_q, heads, heads_k, num_splits, split_size)
+def check(lengths: list[int], *sizes: int, unused: int = 77) -> list[Part]:
     slots, taken = parts(lengths, *sizes, unused=unused)
+    seqlen_q, heads, heads_k = sizes[:3]
     by_unit = defaultdict(list)
     for part in taken:
         by_unit[part.unit].append(part)
