@@ -55,7 +55,8 @@ EDGES = {
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "bwd_sm90" in kernel])
 def test_hopper_backward_at_edges(cuda, name, edge):
     kernel = parse(name)
-    case = replace(EDGES[edge], dim=kernel.dim, dim_v=kernel.dim_v, dtype=kernel.dtype)
+    dims = {"dim": kernel.dim, "dim_v": kernel.dim_v}
+    case = replace(EDGES[edge], **dims, dtype=kernel.dtype, **rules_of(kernel, ALIBI))
     inputs = make_inputs(case, cuda)
     with library.only(name, "fwd_"):
         for deterministic in (False, True):

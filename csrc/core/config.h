@@ -66,7 +66,9 @@ struct KernelConfig {
   }
 
   // Whether the kernel has dropout.
-  constexpr bool drops() const { return rich() && (arch == flash_cute::Arch::Sm80 || draws()); }
+  constexpr bool drops() const {
+    return rich() && (arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Bwd || draws());
+  }
 
   // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
   constexpr int serving_warps() const { return arch == flash_cute::Arch::Sm90 ? (draws() ? 8 : 4) : 0; }

@@ -120,6 +120,9 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
   const KernelConfig& config = kernel.config;
   const FwdProblem& problem = forward_of(asked);
   const bool hopper = config.arch == Arch::Sm90;
+  // Hopper's forward draws random numbers for tiles of keys from the first visible one on, which under such a window is
+  // anywhere among the keys that share a call of Philox.
+  const bool keys_shifted = hopper && op == Op::Fwd && problem.band.left < problem.seqlen_k - 1;
   return {
       .dtype = config.dtype != problem.dtype,
       .tier = !config.rich() && problem.tier() == Tier::Rich,
@@ -130,8 +133,7 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
       .tensor_map = hopper && !addressable(asked),
       .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
                                   has_empty_columns(problem.head_dim_v, config.head_dim_v)),
-      .dropout =
-          hopper && problem.rules.rng != nullptr && (!config.drops() || problem.band.left < problem.seqlen_k - 1),
+      .dropout = problem.rules.rng != nullptr && (!config.drops() || keys_shifted),
       .set_aside = !kernel.in_use,
   };
 }

@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
     @property
     def has_dropout(self) -> bool:
-        hopper_lacks = self.arch == 90 and (self.op == "bwd" or self.dim_v == 256)
+        hopper_lacks = self.arch == 90 and self.op == "fwd" and self.dim_v == 256
         return self.tier == "rich" and self.op != "decode" and not hopper_lacks
 
     @property

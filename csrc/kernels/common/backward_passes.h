@@ -4,6 +4,7 @@
 #include <cutlass/array.h>
 
 #include "kernels/common/element.h"
+#include "kernels/common/overlap.h"
 #include "kernels/common/seq.h"
 #include "kernels/common/softmax.h"
 
@@ -65,6 +66,7 @@ __global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_co
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
   const PassTile<C> tile(p);
+  let_next_kernel_start();
   if (tile.row >= tile.span.length) return;
   float* const sums = p.dq_accum + tile.padded_row * C.dq_columns();
   CUTE_UNROLL

@@ -18,14 +18,19 @@ class ScoreGradients {
       : p_(p), mask_(seq, p.band), shift_(seq.shift()), batch_(batch), place_(place), key_(first_key + place.key) {}
 
   // In place, for queries from `first_query` on of a head, whose statistics are given; s and dp (keys,queries). `full`:
-  // the band hides nothing.
-  template <class Scores>
+  // the band hides nothing. dP may be read after await_dp().
+  template <class Scores, class Await>
   CUTE_DEVICE void operator()(Scores s, Scores dp, const float* lse_log2, const float* row_dot, int head,
-                              int first_query, bool full) const {
+                              int first_query, bool full, const Await& await_dp) const {
     if constexpr (C.rich()) {
+      await_dp();
       ruled(s, dp, lse_log2, row_dot, head, first_query + place_.query);
     } else {
-      plain(s, dp, lse_log2, row_dot);
+      exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
+      await_dp();
+      subtract(dp, row_dot);
+      CUTE_UNROLL
+      for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
     }
     if (full) return;
     if constexpr (Place::kColumnsInOrder) {
@@ -36,14 +41,6 @@ class ScoreGradients {
   }
 
  private:
-  template <class Scores>
-  CUTE_DEVICE void plain(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot) const {
-    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
-    subtract(dp, row_dot);
-    CUTE_UNROLL
-    for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
-  }
-
   template <class Scores>
   CUTE_DEVICE void exponentiate(Scores& s, const float* lse_log2, float scale_log2) const {
     CUTE_UNROLL
@@ -75,7 +72,7 @@ class ScoreGradients {
     return *reinterpret_cast<const float2*>(statistic + place_.query + Place::across(c));
   }
 
-  // As plain(), with each rule in a pass of its own: where it is off, it costs a branch. With dropout, dS lacks
+  // The same under the rules, each in a pass of its own: where it is off, it costs a branch. With dropout, dS lacks
   // the factor gradient_scale().
   template <class Scores>
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,

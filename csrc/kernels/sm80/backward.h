@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_part));
       product<T::kRoom - 2 * T::kScores>(mma, tSrdP, v, dout.at(dout_part));
       gradients(rows_and_columns(tSrS), rows_and_columns(tSrdP), storage.lse_log2[stage] + part,
-                storage.row_dot[stage] + part, head, step.m * C.block_m + part, range.full(step.m));
+                storage.row_dot[stage] + part, head, step.m * C.block_m + part, range.full(step.m), [] {});
       Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
       Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
       if constexpr (!T::kWholeKeys) ds_out.at(kPBytes).write(rP, 0);

@@ -36,7 +36,11 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   }
   // After this barrier the work is known and the rings are ready.
   __syncthreads();
-  if (storage.work.tile.row >= storage.work.seq.k.length) return;
+  let_next_kernel_start();
+  if (storage.work.tile.row >= storage.work.seq.k.length) {
+    wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
+    return;
+  }
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
@@ -87,18 +91,18 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   };
   if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
-  if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, 64, C.head_dim)) return e;
+  if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.k, f.k, f.head_dim, C.block_n, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
-  if (cudaError_t e = launch_kernel<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
+  if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
     return e;
-  if (p.dsink != nullptr) {
-    if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
-  }
-  return launch_kernel<sm90::backward_finish<C>>(query_tiles, sm90::kFinishThreads<C>, 0, stream, params);
+  if (cudaError_t e =
+          launch_overlapping<sm90::backward_finish<C>>(query_tiles, sm90::kFinishThreads<C>, 0, stream, params))
+    return e;
+  return p.dsink == nullptr ? cudaSuccess : sum_sink_gradient(p, stream);
 }
 
 }  // namespace flash_cute

@@ -22,8 +22,8 @@ struct GroupPlace {
 // Rounds a gradient of a warpgroup (MMA,1,1), keys by dims, and sends it off through shared memory.
 template <int kRows, int kCols, class Layout, class Element, class Mma, class Gradient>
 CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma& mma, const Gradient& gradient,
-                                const KeyTile& tile, const SeqSpan& span, int thread, int barrier) {
-  const int group = thread / 128, row = tile.row + group * 64;
+                                const BackwardWork& work, int thread, int barrier) {
+  const int group = thread / 128, row = work.tile.row + group * 64;
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
   auto thread_out = copy_out.get_thread_slice(thread);
   Tensor out = make_tensor(make_smem_ptr(shared), Layout{});  // (key,dim)
@@ -31,8 +31,8 @@ CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma
   tma_store_fence();
   // After this barrier the warpgroup's rows are in shared memory, for the TMA to see.
   cutlass::arch::NamedBarrier::sync(128, barrier + group);
-  if (thread % 128 != 0 || row >= span.length) return;
-  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), span, row, tile.head, tile.batch);
+  if (thread % 128 != 0 || row >= work.seq.k.length) return;
+  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), work.seq.k, row, work.tile.head, work.tile.batch);
   tma_store_arrive();
 }
 
@@ -45,8 +45,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
-  const int steps = heads * (range.end - range.begin);
+  const BackwardWork& work = storage.work;
+  const uint32_t steps = work.steps();
 
   typename T::template MmaScores<C.head_dim> mma_s;
   typename T::template MmaScores<C.head_dim_v> mma_dp;
@@ -66,14 +66,14 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
   clear(tKrdK);
   clear(tVrdV);
-  auto copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_s);
+  auto copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, Element>{}, mma_s);
   auto& ring_dq = storage.ring_dq[group];
 
   // dQ of a step, from dS of all warpgroups.
   auto start_dq = [&](const Cursor<2>& at, auto& tQrdQ) {
     storage.ring_ds.wait(at);
     Element* const ds = storage.ds[at.stage()];
-    start_product<GMMA::ScaleOut::Zero>(mma_dq, operand_a(mma_dq, shared(ds, typename T::LayoutDsT{})),
+    start_product<GMMA::ScaleOut::Zero>(mma_dq, operand_a(mma_dq, shared(ds, typename T::LayoutDs{})),
                                         operand_b(mma_dq, shared(storage.k, typename T::LayoutKt{})), tQrdQ);
   };
   auto send_dq = [&](const Cursor<2>& at, const auto& tQrdQ) {
@@ -88,6 +88,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     ring_dq.publish(at);
   };
+  // Found by trying: 128 queries have their exponentials under dP and dV before dS is rounded, 64 have dV once dS is stored.
+  constexpr bool kManyScores = C.block_m == 128;
   Cursor<C.stages> at;
   auto add = [&](auto is_first) __attribute__((always_inline)) {
     constexpr bool kFirst = decltype(is_first)::value;
@@ -102,21 +104,29 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     // After this barrier all warpgroups may begin: one after the other.
     if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
     const BackwardStep& step = storage.steps[stage];
-    wait_products<0>(tSrS);
-    warpgroup_fence_operand(tSrdP);
-    const ScoreGradients<C, GroupPlace> gradients(p.fwd, seq, tile.batch, tile.row, GroupPlace(afresh(thread)));
+    wait_products<kManyScores ? 1 : 0>(tSrS);
+    if constexpr (!kManyScores) warpgroup_fence_operand(tSrdP);
+    auto await_dp = [&] {
+      if constexpr (kManyScores) wait_products<0>(tSrdP);
+    };
+    const ScoreGradients<C, GroupPlace> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
+                                                  GroupPlace(afresh(thread)));
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
-              step.first_query, step.full);
+              step.first_query, step.full, await_dp);
     Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)
-    start_product<GMMA::ScaleOut::One>(mma_dv, as_register_operand(tSrP),
-                                       operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})), tVrdV);
+    auto start_dv = [&] {
+      start_product<GMMA::ScaleOut::One>(mma_dv, as_register_operand(tSrP),
+                                         operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})), tVrdV);
+    };
+    if constexpr (kManyScores) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
     const Cursor<2> at_ds{at.count}, before{at.count - 1};
     // After this wait nobody still reads dS of two steps before.
     storage.ring_ds.wait_empty(at_ds);
     auto thread_ds = copy_ds.get_thread_slice(afresh(thread));
     cute::copy(copy_ds, thread_ds.retile_S(tSrdS),
-               thread_ds.partition_D(shared(storage.ds[at_ds.stage()], typename T::LayoutDs{})));
+               thread_ds.partition_D(shared(storage.ds[at_ds.stage()], typename T::LayoutDsT{})));
+    if constexpr (!kManyScores) start_dv();
     cutlass::arch::fence_view_async_shared();
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
@@ -133,7 +143,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_q.release(at);
     at.advance();
   };
-  if (!range.empty()) {
+  if (steps > 0) {
     storage.ring_k.wait({});
     storage.ring_v.wait({});
     if (group > 0) cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
@@ -146,13 +156,18 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     send_dq({at.count - 1}, tQrdQ);
   }
 
+  const float scale = p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
   CUTE_UNROLL
-  for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= p.fwd.softmax_scale;
+  for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= scale;
+  if constexpr (C.drops()) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(tVrdV); ++i) tVrdV(i) *= p.fwd.rules.keep_scale;
+  }
   // After this barrier nobody still reads K and V.
   cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
-  store_gradient<C.block_n, C.head_dim, typename T::LayoutK>(params.dk, storage.k, mma_dk, tKrdK, tile, seq.k, thread,
+  store_gradient<C.block_n, C.head_dim, typename T::LayoutK>(params.dk, storage.k, mma_dk, tKrdK, work, thread,
                                                              T::kGroupBarrier);
-  store_gradient<C.block_n, C.head_dim_v, typename T::LayoutV>(params.dv, storage.v, mma_dv, tVrdV, tile, seq.k, thread,
+  store_gradient<C.block_n, C.head_dim_v, typename T::LayoutV>(params.dv, storage.v, mma_dv, tVrdV, work, thread,
                                                                T::kGroupBarrier);
   if (thread % 128 == 0) tma_store_wait<0>();
 }

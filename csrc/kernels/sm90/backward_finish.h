@@ -19,6 +19,8 @@ __global__ void __launch_bounds__(kFinishThreads<C>) backward_finish(const __gri
   __shared__ alignas(1024) Element shared[C.block_m * C.head_dim];
   const BwdProblem& p = params.p;
   const PassTile<C> tile(p);
+  // After this wait all sums are complete.
+  wait_for_kernel_before();
   if (tile.row >= tile.span.length) return;
   const int thread = threadIdx.x;
   typename T::MmaQ mma;
@@ -44,8 +46,9 @@ __global__ void __launch_bounds__(kFinishThreads<C>) backward_finish(const __gri
       }
     }
   }
+  const float scale = p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
   CUTE_UNROLL
-  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale;
+  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= scale;
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
   auto thread_out = copy_out.get_thread_slice(thread);
   Tensor out = make_tensor(make_smem_ptr(shared), typename T::LayoutQ{});  // (query,dim)
@@ -54,10 +57,7 @@ __global__ void __launch_bounds__(kFinishThreads<C>) backward_finish(const __gri
   // After this barrier the tile is in shared memory, for the TMA to see.
   __syncthreads();
   if (thread != 0) return;
-  for (int row = 0; row < C.block_m && tile.row + row < tile.span.length; row += 64) {
-    params.dq.template store<C.block_m, C.head_dim>(shared + row * atom_columns(C.head_dim), tile.span, tile.row + row,
-                                                    tile.head, tile.batch);
-  }
+  params.dq.template store<C.block_m, C.head_dim>(shared, tile.span, tile.row, tile.head, tile.batch);
   tma_store_arrive();
   tma_store_wait<0>();
 }

@@ -37,17 +37,21 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   }
   // After this barrier the work is known and the rings are ready, in both CTAs.
   cluster_sync();
-  if (storage.work.tile.row - rank * C.block_n >= storage.work.seq.k.length) return;
+  let_next_kernel_start();
+  if (storage.work.tile.row - rank * C.block_n >= storage.work.seq.k.length) {
+    wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
+    return;
+  }
   const int group = cutlass::canonical_warp_group_idx();
   const bool works = !storage.work.range.empty();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
-    if (works && warp == 0 && elect_one_sync()) {
-      load_keys<C>(params, storage, rank);
+    if (warp == 0 && elect_one_sync()) {
+      if (works) load_keys<C>(params, storage, rank);
       produce_queries<C, false>(params, storage, rank);
     }
-    if (works && warp == 1 && elect_one_sync()) produce_queries<C, true>(params, storage, rank);
+    if (warp == 1 && elect_one_sync()) produce_queries<C, true>(params, storage, rank);
     if (params.p.deterministic && warp >= 2 && elect_one_sync()) give_turns<C>(params, storage, rank, warp == 3);
   } else if (group == 1) {
     cutlass::arch::warpgroup_reg_alloc<T::kScoreRegisters>();

@@ -38,10 +38,10 @@ class DqAtom {
   template <class Accumulator>
   CUTE_DEVICE void add(const Cursor<1>& at, const Accumulator& acc, int head, int first_query) const {
     auto& ring = storage_.ring_turn[kInner];
-    // After this wait all are done whose turn comes before.
     const Cursor<2> turn{at.count};
+    // After this wait all are done whose turn comes before.
     if (p_.deterministic) ring.wait(turn);
-    const auto& work = storage_.work;
+    const BackwardWork& work = storage_.work;
     const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
     float* const sums = T::dq_sums(p_, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
     CUTE_UNROLL
@@ -67,7 +67,7 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x % 128;
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
+  const BackwardWork& work = storage.work;
   typename T::MmaScores mma;
   typename T::MmaV0 mma_v0;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at + afresh(0)), layout); };
@@ -144,9 +144,10 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
     const BackwardStep& step = storage.steps[0][stage];
     head = step.head;
     first_query = step.first_query;
-    const ScoreGradients<C, GroupPlace> gradients(p.fwd, seq, tile.batch, tile.row, GroupPlace(afresh(thread)));
+    const ScoreGradients<C, GroupPlace> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
+                                                  GroupPlace(afresh(thread)));
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], head, first_query,
-              step.full);
+              step.full, [] {});
     storage.ring_q.release(at);
     storage.ring_dout.release(at);
     // After this wait nobody still reads P of the step before.
@@ -158,7 +159,7 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   };
   add(true_type{});
   CUTE_NO_UNROLL
-  while (at.count < storage.work.steps()) add(false_type{});
+  while (at.count < work.steps()) add(false_type{});
   auto finish_dq = [&](const Cursor<1>& at, int head, int first_query) {
     start_dq(at);
     warpgroup_wait<0>();
@@ -177,7 +178,7 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   using Element = typename T::Element;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kBarrier = T::kGroupBarrier + (kValues ? 1 : 2);
   const BwdProblem& p = params.p;
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
+  const BackwardWork& work = storage.work;
   typename T::template MmaKeys<kDims> mma;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at), layout); };
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
@@ -185,9 +186,9 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   Tensor gradient = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<kDims>>{});  // (MMA,1,MMA_N)
   clear(gradient);
   DqAtom<C, false> dq(p, storage, rank);
-  if (!range.empty()) storage.ring_k.wait({});
+  if (!work.range.empty()) storage.ring_k.wait({});
 
-  for (Cursor<C.stages> at; at.count < storage.work.steps(); at.advance()) {
+  for (Cursor<C.stages> at; at.count < work.steps(); at.advance()) {
     const Cursor<1> of_scores{at.count};
     ring.wait(at);
     const BackwardStep step = storage.steps[kValues][at.stage()];
@@ -210,15 +211,17 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
     }
   }
 
-  if constexpr (!kValues) {
+  const ScoreRules& rules = p.fwd.rules;
+  const float scale = kValues ? rules.keep_scale : p.fwd.softmax_scale * rules.gradient_scale();
+  if constexpr (!kValues || C.drops()) {
     CUTE_UNROLL
-    for (int i = 0; i < size(gradient); ++i) gradient(i) *= p.fwd.softmax_scale;
+    for (int i = 0; i < size(gradient); ++i) gradient(i) *= scale;
   }
   // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
   // barrier is for warps at the same instruction.
   cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
   store_gradient<C.block_n, kDims, std::conditional_t<kValues, typename T::LayoutV, typename T::LayoutK>>(
-      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, tile, seq.k,
+      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, work,
       afresh(threadIdx.x) % 128, kBarrier);
   if (threadIdx.x % 128 == 0) tma_store_wait<0>();
 }

@@ -26,17 +26,17 @@ template <KernelConfig C>
 CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
   using Element = typename T::Element;
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
-  const RowSpan keys = visible_keys(seq, params.p.fwd.band, 0, seq.q.length);
-  const SeqSpan span{seq.k.offset, keys.last};
+  const BackwardWork& work = storage.work;
+  const RowSpan keys = visible_keys(work.seq, params.p.fwd.band, 0, work.seq.q.length);
+  const SeqSpan span{work.seq.k.offset, keys.last};
   auto load = [&](auto atoms, const RaggedMap& map, Element* to, uint64_t* barrier, int row, int first_atom) {
     CUTE_NO_UNROLL
     for (int atom = 0; atom < decltype(atoms)::value; ++atom) {
       map.load_atom(to + atom * T::kTile, barrier, TMA::CacheHintSm90::EVICT_FIRST, span, row,
-                    (first_atom + atom) * T::kAtom, tile.head, tile.batch);
+                    (first_atom + atom) * T::kAtom, work.tile.head, work.tile.batch);
     }
   };
-  const int row = tile.row, row_of_other = rank == 0 ? row + C.block_n : row - C.block_n;
+  const int row = work.tile.row, row_of_other = rank == 0 ? row + C.block_n : row - C.block_n;
   storage.landed_k.arrive_and_expect_tx((T::kAtoms + T::kAtomsOfOther) * T::kTile * sizeof(Element));
   uint64_t* const landed = reinterpret_cast<uint64_t*>(&storage.landed_k);
   load(Int<T::kAtoms>{}, params.k, storage.k, landed, row, 0);
@@ -55,29 +55,31 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
   using T = PairTraits<C>;
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
+  const BackwardWork& work = storage.work;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
   constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
   const BwdProblem& p = params.p;
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
-  const int first_query = seeing_queries(seq, p.fwd.band, 0, seq.k.length).first;
+  const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
+  // After this wait the LSE and row sums of all queries are there, and sums of dQ are 0.
+  wait_for_kernel_before();
   uint32_t phases = 0;  // of landed, a bit each
   Cursor<C.stages> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = storage.work.after(step), at.advance()) {
-    const int head = tile.head * heads + step.head, row = step.m * C.block_m, stage = at.stage();
+  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
+    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m, stage = at.stage();
     auto* const to = pick<kValues>(storage.q, storage.dout)[stage];
     auto& landed = storage.landed[kValues][stage];
     const bool clears = row < first_query;
     // After this wait both CTAs have read the buffer.
     ring.wait_empty(at);
-    storage.steps[kValues][stage] = {row, head, range.full(step.m)};
+    storage.steps[kValues][stage] = {row, head, work.range.full(step.m)};
     if (clears) landed.arrive_and_expect_tx(kBytes);
     uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : ring.expect(at, kBytes + kStatistic);
     CUTE_NO_UNROLL
     for (int atom = (rank + kValues) % 2; atom < kDims / T::kAtom; atom += 2) {
       (kValues ? params.dout : params.q)
-          .template load_atom<C.cluster>(to + atom * T::kTile, barrier, TMA::CacheHintSm90::EVICT_LAST, seq.q, row,
-                                         atom * T::kAtom, head, tile.batch);
+          .template load_atom<C.cluster>(to + atom * T::kTile, barrier, TMA::CacheHintSm90::EVICT_LAST, work.seq.q, row,
+                                         atom * T::kAtom, head, work.tile.batch);
     }
     if (clears) {
       landed.wait(phases >> stage & 1);
@@ -85,7 +87,7 @@ CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTrai
       clear_rows<kDims / T::kAtom>(to, first_query - row);
       ring.expect(at, kStatistic);
     }
-    const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
+    const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
     SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row,
                              reinterpret_cast<uint64_t*>(&ring.full[stage]),
                              pick<kValues>(storage.lse_log2, storage.row_dot)[stage], kStatistic);
@@ -97,9 +99,11 @@ template <KernelConfig C>
 CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
                             bool inner) {
   using T = PairTraits<C>;
-  const auto& work = storage.work;
+  const BackwardWork& work = storage.work;
   auto& ring = storage.ring_turn[inner];
   auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, T::dq_place(rank, inner)); };
+  // After this wait no turn has been taken but those of this kernel.
+  wait_for_kernel_before();
   Cursor<2> at, done;
   auto give = [&](QueryStep step) {
     if (!turn_of(step).has_come()) return false;

@@ -1,6 +1,7 @@
 // The threads of Hopper's backward that load tiles by TMA, and those that add dQ to global memory.
 #pragma once
 
+#include "kernels/common/overlap.h"
 #include "kernels/sm90/backward_traits.h"
 
 namespace flash_cute::sm90 {
@@ -10,7 +11,7 @@ namespace flash_cute::sm90 {
 // hold, it meets no product.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
+  const BackwardWork& work = storage.work;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
   const BwdProblem& p = params.p;
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
@@ -23,7 +24,7 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
     const bool clears = row < first;
     if (clears) landed.arrive_and_expect_tx(kBytes);
     uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : expect(kBytes);
-    map.template load<kRows, kDims>(to, barrier, hint, span, row, head, tile.batch);
+    map.template load<kRows, kDims>(to, barrier, hint, span, row, head, work.tile.batch);
     if (!clears) return;
     landed.wait(phase);
     phase ^= 1;
@@ -36,22 +37,25 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     expect(0);
   };
-  if (range.empty()) return;
-  const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
-  load(Int<C.block_n>{}, kValues ? params.v : params.k, pick<kValues>(storage.k, storage.v),
-       TMA::CacheHintSm90::EVICT_FIRST, {seq.k.offset, keys.last}, keys.first, tile.row, tile.head,
-       [&](uint32_t bytes) { return pick<kValues>(storage.ring_k, storage.ring_v).expect(Cursor<1>{}, bytes); });
-  const int first_query = seeing_queries(seq, p.fwd.band, 0, seq.k.length).first;
+  if (!work.range.empty()) {
+    const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
+    load(Int<C.block_n>{}, kValues ? params.v : params.k, pick<kValues>(storage.k, storage.v),
+         TMA::CacheHintSm90::EVICT_FIRST, {work.seq.k.offset, keys.last}, keys.first, work.tile.row, work.tile.head,
+         [&](uint32_t bytes) { return pick<kValues>(storage.ring_k, storage.ring_v).expect(Cursor<1>{}, bytes); });
+  }
+  const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
+  // After this wait the LSE and row sums of all queries are there, and sums of dQ are 0.
+  wait_for_kernel_before();
   Cursor<C.stages> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = storage.work.after(step), at.advance()) {
-    const int head = tile.head * heads + step.head, row = step.m * C.block_m, stage = at.stage();
+  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
+    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m, stage = at.stage();
     ring.wait_empty(at);
-    if constexpr (!kValues) storage.steps[stage] = {row, head, range.full(step.m)};
+    if constexpr (!kValues) storage.steps[stage] = {row, head, work.range.full(step.m)};
     load(Int<C.block_m>{}, kValues ? params.dout : params.q, pick<kValues>(storage.q, storage.dout)[stage],
-         TMA::CacheHintSm90::EVICT_LAST, seq.q, first_query, row, head, [&](uint32_t bytes) {
+         TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, [&](uint32_t bytes) {
            constexpr uint32_t kStatistic = C.block_m * sizeof(float);
            uint64_t* const full = ring.expect(at, bytes + kStatistic);
-           const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, head, seq.q.offset) + row;
+           const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
            SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
                                     pick<kValues>(storage.lse_log2, storage.row_dot)[stage], kStatistic);
            return full;
@@ -110,11 +114,11 @@ CUTE_DEVICE void add_sums(const BwdProblem& p, typename BackwardTraits<C>::Stora
 // One thread for each warpgroup, that adds its sums of dQ.
 template <KernelConfig C>
 CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage, int group) {
-  const auto& [tile, seq, range, heads, in_turns] = storage.work;
+  const BackwardWork& work = storage.work;
   Cursor<2> at;
-  for (QueryStep step = storage.work.first_step(); step.head < heads; step = storage.work.after(step), at.advance()) {
-    const int head = tile.head * heads + step.head;
-    const int64_t padded_row = first_padded_row(params.p, C.block_m, tile.batch, head, seq.q.offset);
+  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
+    const int head = work.tile.head * work.heads + step.head;
+    const int64_t padded_row = first_padded_row(params.p, C.block_m, work.tile.batch, head, work.seq.q.offset);
     add_sums<C>(params.p, storage, padded_row + step.m * C.block_m, group, at);
   }
 }
@@ -124,7 +128,9 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>
 template <KernelConfig C>
 CUTE_DEVICE void add_dq_in_turns(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage,
                                  uint32_t thread) {
-  const auto& work = storage.work;
+  const BackwardWork& work = storage.work;
+  // After this wait no turn has been taken but those of this kernel.
+  wait_for_kernel_before();
   Cursor<2> at;
   for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
     if (at.stage() != thread) continue;

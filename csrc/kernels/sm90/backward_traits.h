@@ -24,42 +24,48 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do. Where sums of dQ are deterministic, key tiles add to them in turns. A query tile's heads come one
-// after the other then: at each new head tiles with few queries would wait for those with many. With one head, late keys
-// come first, and begin with the first queries that see them: under a causal mask these see no later keys, so that nobody
-// waits for its first turn. With more, and with more tiles than start together, the wait is short for what comes after
-// it, and tiles that are at the same queries read them from the L2 cache.
-struct BackwardWork {
+// What a CTA has to do, and in which order. By default a key tile begins with the first queries that see it: under a causal
+// mask tiles that start together are then at different queries, and do not add to the same sums of dQ at once. With
+// several heads of queries it begins with the last ones.
+//
+// Where sums of dQ are deterministic, key tiles add to them in turns. A query tile's heads come one after the other then:
+// at each new head tiles with few queries would wait for those with many. With one head, late keys come first, and begin
+// with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
+// turn. With more, and with more tiles than start together, the wait is short for what comes after it, and tiles that are
+// at the same queries read them from the L2 cache.
+class BackwardWork {
+ public:
   KeyTile tile;
   SeqInfo seq;
   TileRange range;  // of queries that see some of the keys
   int heads;  // of queries, for each of keys
-  bool in_turns;
 
   CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
-      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether), late_first(p, block_n), cta),
+      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether), late_keys_first(p, block_n), cta),
         seq(p.fwd, tile.batch),
         range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
         heads(p.fwd.heads / p.fwd.heads_k),
-        in_turns(p.deterministic) {}
+        in_turns_(p.deterministic),
+        early_first_(in_turns_ ? tile.late_first : heads == 1) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
-  CUTE_DEVICE QueryStep first_step() const {
-    return {range.empty() ? heads : 0, tile.late_first ? range.begin : range.end - 1};
-  }
+  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first_tile()}; }
   // Behind the last step its head is none.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
-    if (!in_turns) return step.next(range);
-    if (step.head + 1 < heads) return {step.head + 1, step.m};
-    const int m = tile.late_first ? step.m + 1 : step.m - 1;
-    return {range.begin <= m && m < range.end ? 0 : heads, m};
+    if (in_turns_ && step.head + 1 < heads) return {step.head + 1, step.m};
+    const int m = early_first_ ? step.m + 1 : step.m - 1;
+    if (range.begin <= m && m < range.end) return {in_turns_ ? 0 : step.head, m};
+    return {in_turns_ ? heads : step.head + 1, first_tile()};
   }
 
  private:
   static constexpr int kTilesTogether = 128;
-  CUTE_DEVICE static bool late_first(const BwdProblem& p, int block_n) {
+  CUTE_DEVICE static bool late_keys_first(const BwdProblem& p, int block_n) {
     return p.deterministic && p.fwd.heads == p.fwd.heads_k && p.fwd.seqlen_k <= kTilesTogether * block_n;
   }
+  CUTE_DEVICE int first_tile() const { return early_first_ ? range.begin : range.end - 1; }
+
+  bool in_turns_, early_first_;
 };
 
 // A tile of queries, from the producer to the consumers.
@@ -79,8 +85,8 @@ struct BackwardTraits {
   using LayoutQt = ColumnsLayout<Element, C.block_m, C.head_dim>;  // (dim,query)
   using LayoutDout = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (query,dim)
   using LayoutDoutT = ColumnsLayout<Element, C.block_m, C.head_dim_v>;  // (dim,query)
-  using LayoutDs = RowsLayout<Element, C.block_n, C.block_m>;  // (key,query)
-  using LayoutDsT = ColumnsLayout<Element, C.block_n, C.block_m>;  // (query,key)
+  using LayoutDs = RowsLayout<Element, C.block_m, C.block_n>;  // (query,key)
+  using LayoutDsT = ColumnsLayout<Element, C.block_m, C.block_n>;  // (key,query)
 
   using Down = Layout<Shape<Int<kGroups>, _1, _1>>;  // warpgroups along the rows of a result
   using Across = Layout<Shape<_1, Int<kGroups>, _1>>;  // along its columns
@@ -96,7 +102,7 @@ struct BackwardTraits {
   static constexpr int kDqColumns = kRowsOfDq ? C.head_dim : C.head_dim / kGroups;  // of a warpgroup
   using MmaQ = decltype(make_tiled_mma(  // dQ = dS K
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kDqColumns>, Int<C.block_n>>,
-                           GMMA::Major::MN, GMMA::Major::MN>(),
+                           GMMA::Major::K, GMMA::Major::MN>(),
       std::conditional_t<kRowsOfDq, Down, Across>{}));
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // of a tile's dQ, those of a warpgroup
   static constexpr int kDqGroups = kGroups;
