@@ -65,8 +65,7 @@ class Engine:
         self.device: torch.device = rotary.cos.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.cos, self.sin = (x[:, 0].to(self.dtype).contiguous() for x in (rotary.cos, rotary.sin))
-        heads, dim = self.blocks[0].heads, 2 * self.cos.shape[1]
-        shape = (len(self.blocks), 2, pages, PAGE_SIZE, heads, dim)
+        shape = (len(self.blocks), 2, pages, PAGE_SIZE, self.blocks[0].heads_k, self.blocks[0].dim)
         self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def add(self, prompt: bytes, wanted: int) -> Request:
@@ -126,8 +125,7 @@ class Engine:
         x = self.model.embedding(torch.tensor(list(chain.from_iterable(new)), device=self.device))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             for block, cache in zip(self.blocks, self.cache, strict=True):
-                qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))
-                q, k, v = (part.to(self.dtype) for part in qkv.unbind(1))
+                q, k, v = (part.to(self.dtype) for part in block.project(x))
                 x = x + block.proj(call(q, cache[0], cache[1], k, v).flatten(-2))
                 x = x + block.mlp(block.norm2(x))
             last = integers(ends) - 1
@@ -156,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     settings: Settings = replace(CUDA if options.device == "cuda" else CPU, steps=options.steps)
     torch.manual_seed(settings.seed)
-    shape = (settings.layers, settings.width, settings.heads, settings.context)
-    model = GPT(*shape, flash_cute_attention).to(options.device)
+    model = settings.model(flash_cute_attention).to(options.device)
     losses, _ = train(model, load_text(None).to(options.device), settings, lambda **_: None)
     print(f"loss after {options.steps} steps: {losses[-1]:.3f}")
 

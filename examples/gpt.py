@@ -12,7 +12,7 @@ import flash_cute
 
 VOCABULARY = 256  # every byte is a token
 
-# q, k, v and the result are (batch, seqlen, heads, dim).
+# q, k, v and the result are (batch, seqlen, heads, dim); k and v may have fewer heads.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -24,7 +24,8 @@ def flash_cute_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by PyTorch, which wants (batch, heads, seqlen, dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
 
 
 class Rotary(nn.Module):
@@ -49,22 +50,30 @@ class Rotary(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then an MLP, each on normalised input and added to its input."""
 
-    def __init__(self, width: int, heads: int, rotary: Rotary, attention: Attention) -> None:
+    def __init__(
+        self, width: int, heads: int, heads_k: int, rotary: Rotary, attention: Attention
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.dim = width // heads
+        self.heads, self.heads_k = heads, heads_k
         self.rotary = rotary
         self.attention = attention
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, (heads + 2 * heads_k) * self.dim, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views q (..., heads, dim), k and v (..., heads_k, dim) for x (..., width)."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.dim))
+        q, k, v = qkv.split((self.heads, self.heads_k, self.heads_k), dim=-2)
+        return q, k, v
+
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.unbind(2)  # each (batch, seqlen, heads, dim), a view
+        q, k, v = self.project(x)
         x = x + self.proj(self.attention(self.rotary(q), self.rotary(k), v).flatten(-2))
         return x + self.mlp(self.norm2(x))
 
@@ -78,21 +87,31 @@ class GPT(nn.Module):
         heads: attention heads.
         context: longest sequence, in bytes.
         attention: what the blocks compute attention with; causal.
+        heads_k: heads of keys and values, each for a group of heads; 0 for as many as heads.
 
     Raises:
-        ValueError: width is no multiple of 2 * heads.
+        ValueError: width is no multiple of 2 * heads, or heads none of heads_k.
     """
 
     def __init__(
-        self, layers: int, width: int, heads: int, context: int, attention: Attention
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        attention: Attention,
+        heads_k: int = 0,
     ) -> None:
         super().__init__()
         if width % (2 * heads):
             raise ValueError(f"width must be a multiple of 2 * heads = {2 * heads}, not {width}")
+        heads_k = heads_k or heads
+        if heads % heads_k:
+            raise ValueError(f"heads must be a multiple of heads_k = {heads_k}, not {heads}")
         rotary = Rotary(context, width // heads)
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.Sequential(
-            *(Block(width, heads, rotary, attention) for _ in range(layers))
+            *(Block(width, heads, heads_k, rotary, attention) for _ in range(layers))
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)

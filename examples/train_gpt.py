@@ -5,6 +5,8 @@ Writes losses.png and results.json to --out; the exit status is 1 if the losses 
 
     python examples/train_gpt.py                     # the text: Python's own source files
     python examples/train_gpt.py --text book.txt --steps 1000
+    python examples/train_gpt.py --layers 1 --width 4096 --heads 32 --heads-k 8 --context 4096 \
+        --batch 2 --steps 200                        # a layer of Llama's shape: head dim 128
 """
 
 from __future__ import annotations
@@ -63,7 +65,14 @@ class Settings:
     batch: int
     learning_rate: float
     tolerance: float  # nats
+    heads_k: int = 0  # of keys and values; 0: as many as heads
     seed: int = 0
+
+    def model(self, attention: Attention) -> GPT:
+        """A new model of this shape."""
+        return GPT(
+            self.layers, self.width, self.heads, self.context, attention, heads_k=self.heads_k
+        )
 
 
 CPU = Settings(
@@ -203,8 +212,7 @@ def measure(
 ) -> Run:
     """Builds, trains and evaluates one model, on the device that holds the text."""
     torch.manual_seed(settings.seed)
-    shape = (settings.layers, settings.width, settings.heads, settings.context)
-    model: torch.nn.Module = GPT(*shape, attention).to(text.device)
+    model: torch.nn.Module = settings.model(attention).to(text.device)
     if compiled:
         model.compile()
     if text.is_cuda:

@@ -57,6 +57,16 @@ def test_fails_if_attention_is_wrong(
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_grouped_heads(demo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo("--heads-k", "1") == 0
+    assert "heads_k=1" in capsys.readouterr().out
+
+
+def test_refuses_heads_that_are_no_groups(demo: Callable[..., int]) -> None:
+    with pytest.raises(ValueError, match="multiple of heads_k = 3, not 2"):
+        demo("--heads-k", "3")
+
+
 def test_refuses_a_short_text(demo: Callable[..., int], tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("too little to learn from")
