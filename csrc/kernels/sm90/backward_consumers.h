@@ -66,7 +66,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
   clear(tKrdK);
   clear(tVrdV);
-  auto copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, Element>{}, mma_s);
+  auto copy_ds = make_tiled_copy_C(Copy_Atom<typename T::StoreDs, Element>{}, mma_s);
   auto& ring_dq = storage.ring_dq[group];
 
   // dQ of a step, from dS of all warpgroups.
@@ -88,8 +88,6 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     ring_dq.publish(at);
   };
-  // Found by trying: 128 queries have their exponentials under dP and dV before dS is rounded, 64 have dV once dS is stored.
-  constexpr bool kManyScores = C.block_m == 128;
   Cursor<C.stages> at;
   auto add = [&](auto is_first) __attribute__((always_inline)) {
     constexpr bool kFirst = decltype(is_first)::value;
@@ -104,10 +102,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     // After this barrier all warpgroups may begin: one after the other.
     if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
     const BackwardStep& step = storage.steps[stage];
-    wait_products<kManyScores ? 1 : 0>(tSrS);
-    if constexpr (!kManyScores) warpgroup_fence_operand(tSrdP);
+    wait_products<T::kManyQueries ? 1 : 0>(tSrS);
+    if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
     auto await_dp = [&] {
-      if constexpr (kManyScores) wait_products<0>(tSrdP);
+      if constexpr (T::kManyQueries) wait_products<0>(tSrdP);
     };
     const ScoreGradients<C, GroupPlace> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
                                                   GroupPlace(afresh(thread)));
@@ -118,7 +116,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       start_product<GMMA::ScaleOut::One>(mma_dv, as_register_operand(tSrP),
                                          operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})), tVrdV);
     };
-    if constexpr (kManyScores) start_dv();
+    if constexpr (T::kManyQueries) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
     const Cursor<2> at_ds{at.count}, before{at.count - 1};
     // After this wait nobody still reads dS of two steps before.
@@ -126,7 +124,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     auto thread_ds = copy_ds.get_thread_slice(afresh(thread));
     cute::copy(copy_ds, thread_ds.retile_S(tSrdS),
                thread_ds.partition_D(shared(storage.ds[at_ds.stage()], typename T::LayoutDsT{})));
-    if constexpr (!kManyScores) start_dv();
+    if constexpr (!T::kManyQueries) start_dv();
     cutlass::arch::fence_view_async_shared();
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)

@@ -85,8 +85,14 @@ struct BackwardTraits {
   using LayoutQt = ColumnsLayout<Element, C.block_m, C.head_dim>;  // (dim,query)
   using LayoutDout = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (query,dim)
   using LayoutDoutT = ColumnsLayout<Element, C.block_m, C.head_dim_v>;  // (dim,query)
-  using LayoutDs = RowsLayout<Element, C.block_m, C.block_n>;  // (query,key)
-  using LayoutDsT = ColumnsLayout<Element, C.block_m, C.block_n>;  // (key,query)
+  // Found by trying: with 128 queries a step dS lies by queries in shared memory, the exponentials run under dP, and dV
+  // begins before dS is rounded; with 64 dS lies by keys, the exponentials wait for dP, and dV begins once dS is stored.
+  static constexpr bool kManyQueries = C.block_m == 128;
+  using LayoutDs = std::conditional_t<kManyQueries, RowsLayout<Element, C.block_m, C.block_n>,
+                                      ColumnsLayout<Element, C.block_n, C.block_m>>;  // (query,key)
+  using LayoutDsT = std::conditional_t<kManyQueries, ColumnsLayout<Element, C.block_m, C.block_n>,
+                                       RowsLayout<Element, C.block_n, C.block_m>>;  // (key,query)
+  using StoreDs = std::conditional_t<kManyQueries, SM90_U16x8_STSM_T, SM90_U32x4_STSM_N>;
 
   using Down = Layout<Shape<Int<kGroups>, _1, _1>>;  // warpgroups along the rows of a result
   using Across = Layout<Shape<_1, Int<kGroups>, _1>>;  // along its columns
@@ -102,7 +108,7 @@ struct BackwardTraits {
   static constexpr int kDqColumns = kRowsOfDq ? C.head_dim : C.head_dim / kGroups;  // of a warpgroup
   using MmaQ = decltype(make_tiled_mma(  // dQ = dS K
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kDqColumns>, Int<C.block_n>>,
-                           GMMA::Major::K, GMMA::Major::MN>(),
+                           kManyQueries ? GMMA::Major::K : GMMA::Major::MN, GMMA::Major::MN>(),
       std::conditional_t<kRowsOfDq, Down, Across>{}));
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // of a tile's dQ, those of a warpgroup
   static constexpr int kDqGroups = kGroups;
