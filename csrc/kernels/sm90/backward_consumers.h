@@ -70,16 +70,16 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   auto& ring_dq = storage.ring_dq[group];
 
   // dQ of a step, from dS of all warpgroups.
-  auto start_dq = [&](const Cursor<2>& at, auto& tQrdQ) {
-    storage.ring_ds.wait(at);
+  auto start_dq = [&](const Cursor<2>& at, bool ds_is_full, auto& tQrdQ) {
+    storage.ring_ds.wait(at, ds_is_full);
     Element* const ds = storage.ds[at.stage()];
     start_product<GMMA::ScaleOut::Zero>(mma_dq, operand_a(mma_dq, shared(ds, typename T::LayoutDs{})),
                                         operand_b(mma_dq, shared(storage.k, typename T::LayoutKt{})), tQrdQ);
   };
-  auto send_dq = [&](const Cursor<2>& at, const auto& tQrdQ) {
+  auto send_dq = [&](const Cursor<2>& at, bool room, const auto& tQrdQ) {
     storage.ring_ds.release(at);
     // After this wait the warpgroup's dQ of the step before has left shared memory.
-    ring_dq.wait_empty({at.count + 1});
+    ring_dq.wait_empty({at.count + 1}, room);
     float* const dq = storage.dq[group];
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) {
@@ -89,18 +89,22 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     ring_dq.publish(at);
   };
   Cursor<C.stages> at;
+  bool q_is_full = false;
   auto add = [&](auto is_first) __attribute__((always_inline)) {
     constexpr bool kFirst = decltype(is_first)::value;
     const int stage = at.stage();
     Element *const q = storage.q[stage], *const dout = storage.dout[stage];
-    storage.ring_q.wait(at);
+    const Cursor<2> at_ds{at.count}, before{at.count - 1};
+    storage.ring_q.wait(at, q_is_full);
+    const bool dout_is_full = storage.ring_dout.is_full(at);
     start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k, typename T::LayoutK{})),
                                         operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
-    storage.ring_dout.wait(at);
+    storage.ring_dout.wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
                                         operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
     // After this barrier all warpgroups may begin: one after the other.
     if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
+    const bool ds_is_empty = storage.ring_ds.is_empty(at_ds), ds_is_full = !kFirst && storage.ring_ds.is_full(before);
     const BackwardStep& step = storage.steps[stage];
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
     if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
@@ -118,9 +122,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     };
     if constexpr (T::kManyQueries) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
-    const Cursor<2> at_ds{at.count}, before{at.count - 1};
     // After this wait nobody still reads dS of two steps before.
-    storage.ring_ds.wait_empty(at_ds);
+    storage.ring_ds.wait_empty(at_ds, ds_is_empty);
     auto thread_ds = copy_ds.get_thread_slice(afresh(thread));
     cute::copy(copy_ds, thread_ds.retile_S(tSrdS),
                thread_ds.partition_D(shared(storage.ds[at_ds.stage()], typename T::LayoutDsT{})));
@@ -128,15 +131,17 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-    if constexpr (!kFirst) start_dq(before, tQrdQ);
+    if constexpr (!kFirst) start_dq(before, ds_is_full, tQrdQ);
+    const bool room = !kFirst && ring_dq.is_empty(at_ds);
     start_product<GMMA::ScaleOut::One>(mma_dk, as_register_operand(tSrdS),
                                        operand_b(mma_dk, shared(q, typename T::LayoutQt{})), tKrdK);
     wait_products<1>(tVrdV);
     storage.ring_dout.release(at);
     if constexpr (!kFirst) {
       warpgroup_fence_operand(tQrdQ);
-      send_dq(before, tQrdQ);
+      send_dq(before, room, tQrdQ);
     }
+    q_is_full = storage.ring_q.is_full({at.count + 1});
     wait_products<0>(tKrdK);
     storage.ring_q.release(at);
     at.advance();
@@ -149,9 +154,9 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     CUTE_NO_UNROLL
     while (at.count < steps) add(false_type{});
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-    start_dq({at.count - 1}, tQrdQ);
+    start_dq({at.count - 1}, false, tQrdQ);
     wait_products<0>(tQrdQ);
-    send_dq({at.count - 1}, tQrdQ);
+    send_dq({at.count - 1}, false, tQrdQ);
   }
 
   const float scale = p.fwd.softmax_scale * p.fwd.rules.gradient_scale();

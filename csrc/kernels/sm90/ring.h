@@ -32,9 +32,13 @@ struct Ring {
     }
   }
 
+  // Whether the next wait() or wait_empty() is over. Who asks ahead, and says so then, need not wait for the answer.
+  CUTE_DEVICE bool is_full(const Cursor<kStages>& at) const { return full[at.stage()].test_wait(at.phase()); }
+  CUTE_DEVICE bool is_empty(const Cursor<kStages>& at) const { return empty[at.stage()].test_wait(at.phase() ^ 1); }
+
   // Producer: waits until the buffer is empty.
-  CUTE_DEVICE void wait_empty(const Cursor<kStages>& at) {
-    empty[at.stage()].wait(at.phase() ^ 1);
+  CUTE_DEVICE void wait_empty(const Cursor<kStages>& at, bool is_empty = false) {
+    if (!is_empty) empty[at.stage()].wait(at.phase() ^ 1);
     keep_order();
   }
 
@@ -53,8 +57,8 @@ struct Ring {
   }
 
   // Consumers: wait until the buffer is full.
-  CUTE_DEVICE void wait(const Cursor<kStages>& at) {
-    full[at.stage()].wait(at.phase());
+  CUTE_DEVICE void wait(const Cursor<kStages>& at, bool is_full = false) {
+    if (!is_full) full[at.stage()].wait(at.phase());
     keep_order();
   }
 
