@@ -19,11 +19,17 @@ struct GroupPlace {
   CUTE_HOST_DEVICE static constexpr int across(int c) { return column_offset(c); }
 };
 
+template <class Gradient>
+CUTE_DEVICE void scale(Gradient& gradient, float factor) {
+  CUTE_UNROLL
+  for (int i = 0; i < size(gradient); ++i) gradient(i) *= factor;
+}
+
 // Rounds a gradient of a warpgroup (MMA,1,1), keys by dims, and sends it off through shared memory.
 template <int kRows, int kCols, class Layout, class Element, class Mma, class Gradient>
 CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma& mma, const Gradient& gradient,
-                                const BackwardWork& work, int thread, int barrier) {
-  const int group = thread / 128, row = work.tile.row + group * 64;
+                                const KeyTile& tile, const SeqSpan& span, int thread, int barrier) {
+  const int group = thread / 128, row = tile.row + group * 64;
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
   auto thread_out = copy_out.get_thread_slice(thread);
   Tensor out = make_tensor(make_smem_ptr(shared), Layout{});  // (key,dim)
@@ -31,8 +37,8 @@ CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma
   tma_store_fence();
   // After this barrier the warpgroup's rows are in shared memory, for the TMA to see.
   cutlass::arch::NamedBarrier::sync(128, barrier + group);
-  if (thread % 128 != 0 || row >= work.seq.k.length) return;
-  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), work.seq.k, row, work.tile.head, work.tile.batch);
+  if (thread % 128 != 0 || row >= span.length) return;
+  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), span, row, tile.head, tile.batch);
   tma_store_arrive();
 }
 
@@ -159,19 +165,17 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     send_dq({at.count - 1}, false, tQrdQ);
   }
 
-  const float scale = p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
-  CUTE_UNROLL
-  for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= scale;
+  scale(tKrdK, p.fwd.softmax_scale);
   if constexpr (C.drops()) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(tVrdV); ++i) tVrdV(i) *= p.fwd.rules.keep_scale;
+    scale(tKrdK, p.fwd.rules.gradient_scale());
+    scale(tVrdV, p.fwd.rules.keep_scale);
   }
   // After this barrier nobody still reads K and V.
   cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
-  store_gradient<C.block_n, C.head_dim, typename T::LayoutK>(params.dk, storage.k, mma_dk, tKrdK, work, thread,
-                                                             T::kGroupBarrier);
-  store_gradient<C.block_n, C.head_dim_v, typename T::LayoutV>(params.dv, storage.v, mma_dv, tVrdV, work, thread,
-                                                               T::kGroupBarrier);
+  store_gradient<C.block_n, C.head_dim, typename T::LayoutK>(params.dk, storage.k, mma_dk, tKrdK, work.tile, work.seq.k,
+                                                             thread, T::kGroupBarrier);
+  store_gradient<C.block_n, C.head_dim_v, typename T::LayoutV>(params.dv, storage.v, mma_dv, tVrdV, work.tile,
+                                                               work.seq.k, thread, T::kGroupBarrier);
   if (thread % 128 == 0) tma_store_wait<0>();
 }
 

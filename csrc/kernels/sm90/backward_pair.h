@@ -43,19 +43,22 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     return;
   }
   const int group = cutlass::canonical_warp_group_idx();
-  const bool works = !storage.work.range.empty();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
-    if (warp == 0 && elect_one_sync()) {
-      if (works) load_keys<C>(params, storage, rank);
-      produce_queries<C, false>(params, storage, rank);
+    if (warp == 0) {
+      if (elect_one_sync()) {
+        load_keys<C>(params, storage, rank);
+        produce_queries<C, false>(params, storage, rank);
+      }
+    } else if (warp == 1) {
+      if (elect_one_sync()) produce_queries<C, true>(params, storage, rank);
+    } else if (params.p.deterministic && elect_one_sync()) {
+      give_turns<C>(params, storage, rank, warp == 3);
     }
-    if (warp == 1 && elect_one_sync()) produce_queries<C, true>(params, storage, rank);
-    if (params.p.deterministic && warp >= 2 && elect_one_sync()) give_turns<C>(params, storage, rank, warp == 3);
   } else if (group == 1) {
     cutlass::arch::warpgroup_reg_alloc<T::kScoreRegisters>();
-    if (works) score<C>(params, storage, rank);
+    if (!storage.work.range.empty()) score<C>(params, storage, rank);
     cutlass::arch::NamedBarrier::arrive(32 * C.warps, T::kAllGroupsBarrier);
   } else if (group == 2) {
     cutlass::arch::warpgroup_reg_alloc<T::kValueRegisters>();

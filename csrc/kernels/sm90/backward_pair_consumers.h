@@ -211,17 +211,13 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
     }
   }
 
-  const ScoreRules& rules = p.fwd.rules;
-  const float scale = kValues ? rules.keep_scale : p.fwd.softmax_scale * rules.gradient_scale();
-  if constexpr (!kValues || C.drops()) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(gradient); ++i) gradient(i) *= scale;
-  }
+  if constexpr (!kValues) scale(gradient, p.fwd.softmax_scale);
+  if constexpr (C.drops()) scale(gradient, kValues ? p.fwd.rules.keep_scale : p.fwd.rules.gradient_scale());
   // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
   // barrier is for warps at the same instruction.
   cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
   store_gradient<C.block_n, kDims, std::conditional_t<kValues, typename T::LayoutV, typename T::LayoutK>>(
-      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, work,
+      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, work.tile, work.seq.k,
       afresh(threadIdx.x) % 128, kBarrier);
   if (threadIdx.x % 128 == 0) tma_store_wait<0>();
 }

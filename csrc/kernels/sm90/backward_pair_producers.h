@@ -27,6 +27,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
   using T = PairTraits<C>;
   using Element = typename T::Element;
   const BackwardWork& work = storage.work;
+  if (work.range.empty()) return;
   const RowSpan keys = visible_keys(work.seq, params.p.fwd.band, 0, work.seq.q.length);
   const SeqSpan span{work.seq.k.offset, keys.last};
   auto load = [&](auto atoms, const RaggedMap& map, Element* to, uint64_t* barrier, int row, int first_atom) {

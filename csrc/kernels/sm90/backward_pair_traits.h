@@ -48,7 +48,7 @@ struct PairTraits {
   }
 
   // Of a thread, together as many as the CTA has at its start.
-  static constexpr int kProducerRegisters = 24, kScoreRegisters = 144, kValueRegisters = 192, kKeyRegisters = 152;
+  static constexpr int kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 192, kKeyRegisters = 160;
   // Named barriers: of all warpgroups that compute, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 

@@ -46,16 +46,17 @@ class BackwardWork {
         range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
         heads(p.fwd.heads / p.fwd.heads_k),
         in_turns_(p.deterministic),
-        early_first_(in_turns_ ? tile.late_first : heads == 1) {}
+        early_first_(in_turns_ ? tile.late_first : heads == 1),
+        first_(early_first_ ? range.begin : range.end - 1),
+        last_(early_first_ ? range.end - 1 : range.begin) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
-  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first_tile()}; }
+  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first_}; }
   // Behind the last step its head is none.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
     if (in_turns_ && step.head + 1 < heads) return {step.head + 1, step.m};
-    const int m = early_first_ ? step.m + 1 : step.m - 1;
-    if (range.begin <= m && m < range.end) return {in_turns_ ? 0 : step.head, m};
-    return {in_turns_ ? heads : step.head + 1, first_tile()};
+    if (step.m != last_) return {in_turns_ ? 0 : step.head, early_first_ ? step.m + 1 : step.m - 1};
+    return {in_turns_ ? heads : step.head + 1, first_};
   }
 
  private:
@@ -63,9 +64,9 @@ class BackwardWork {
   CUTE_DEVICE static bool late_keys_first(const BwdProblem& p, int block_n) {
     return p.deterministic && p.fwd.heads == p.fwd.heads_k && p.fwd.seqlen_k <= kTilesTogether * block_n;
   }
-  CUTE_DEVICE int first_tile() const { return early_first_ ? range.begin : range.end - 1; }
 
   bool in_turns_, early_first_;
+  int first_, last_;  // tiles of queries
 };
 
 // A tile of queries, from the producer to the consumers.
