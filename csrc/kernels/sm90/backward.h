@@ -44,9 +44,11 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
-    if (warp == 0 && elect_one_sync()) produce<C, false>(params, storage);
-    if (warp == 1 && elect_one_sync()) produce<C, true>(params, storage);
-    if (warp >= 2 && elect_one_sync()) {
+    if (warp == 0) {
+      if (elect_one_sync()) produce<C, false>(params, storage);
+    } else if (warp == 1) {
+      if (elect_one_sync()) produce<C, true>(params, storage);
+    } else if (elect_one_sync()) {
       if (params.p.deterministic) {
         add_dq_in_turns<C>(params, storage, warp - 2);
       } else {

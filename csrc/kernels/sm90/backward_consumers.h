@@ -94,6 +94,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     ring_dq.publish(at);
   };
+  // Answers to what is asked ahead wait in registers, which rules need.
+  constexpr bool kAsksAhead = !C.rich();
   Cursor<C.stages> at;
   bool q_is_full = false;
   auto add = [&](auto is_first) __attribute__((always_inline)) {
@@ -102,7 +104,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     Element *const q = storage.q[stage], *const dout = storage.dout[stage];
     const Cursor<2> at_ds{at.count}, before{at.count - 1};
     storage.ring_q.wait(at, q_is_full);
-    const bool dout_is_full = storage.ring_dout.is_full(at);
+    const bool dout_is_full = kAsksAhead && storage.ring_dout.is_full(at);
     start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k, typename T::LayoutK{})),
                                         operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
     storage.ring_dout.wait(at, dout_is_full);
@@ -110,7 +112,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
                                         operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
     // After this barrier all warpgroups may begin: one after the other.
     if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
-    const bool ds_is_empty = storage.ring_ds.is_empty(at_ds), ds_is_full = !kFirst && storage.ring_ds.is_full(before);
+    const bool ds_is_empty = kAsksAhead && storage.ring_ds.is_empty(at_ds);
+    const bool ds_is_full = kAsksAhead && !kFirst && storage.ring_ds.is_full(before);
     const BackwardStep& step = storage.steps[stage];
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
     if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
@@ -138,7 +141,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     if constexpr (!kFirst) start_dq(before, ds_is_full, tQrdQ);
-    const bool room = !kFirst && ring_dq.is_empty(at_ds);
+    const bool room = kAsksAhead && !kFirst && ring_dq.is_empty(at_ds);
     start_product<GMMA::ScaleOut::One>(mma_dk, as_register_operand(tSrdS),
                                        operand_b(mma_dk, shared(q, typename T::LayoutQt{})), tKrdK);
     wait_products<1>(tVrdV);
@@ -147,7 +150,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       warpgroup_fence_operand(tQrdQ);
       send_dq(before, room, tQrdQ);
     }
-    q_is_full = storage.ring_q.is_full({at.count + 1});
+    q_is_full = kAsksAhead && storage.ring_q.is_full({at.count + 1});
     wait_products<0>(tKrdK);
     storage.ring_q.release(at);
     at.advance();
