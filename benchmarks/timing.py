@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,10 +167,13 @@ def calls_for(work: Work, target_ms: float, device: torch.device) -> int:
     return max(_MIN_CALLS, math.ceil(calls * target_ms / spent))
 
 
-def rotated(items: Sequence[T], by: int) -> list[T]:
-    """The items, beginning with number `by` (modulo their count)."""
-    start = by % len(items) if items else 0
-    return [*items[start:], *items[:start]]
+def shuffled(items: Sequence[T], number: int) -> list[T]:
+    """The items in the order of round `number`: another one each time, the same in every run.
+
+    At its power limit a GPU is faster after a candidate that needed less of it, so that nobody may
+    follow the same one always.
+    """
+    return random.Random(number).sample(items, len(items))
 
 
 def measure_round(work: Work, calls: int, device: torch.device, monitor: Monitor) -> Round:
@@ -189,7 +193,7 @@ def interleave(
     device: torch.device,
     monitor: Monitor,
 ) -> dict[str, Measured]:
-    """`rounds` rounds of about `target_ms` a candidate; each round begins with the next candidate.
+    """`rounds` rounds of about `target_ms` a candidate; each round has another order.
 
     A candidate that raises keeps its message in `failure` and takes no further part.
     """
@@ -206,7 +210,7 @@ def interleave(
             turn.failure = describe(error)
 
     for number in range(-1, rounds):  # round -1 warms up and finds the number of calls
-        for name in rotated(list(works), number):
+        for name in shuffled(list(works), number):
             if not measured[name].failure:
                 attempt(name, first=number < 0)
     return measured

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -141,10 +142,15 @@ def test_a_wrong_row_and_a_nan_are_found():
 def test_medians_and_spread_of_synthetic_rounds():
     turn = timing.Measured(3, [timing.Round(ms) for ms in (2.0, 1.0, 4.0, 2.0, 2.5)])
     assert (turn.median_ms, turn.spread) == (2.0, 1.5)
-    assert [timing.rotated("abc", by) for by in range(4)] == [
-        ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"],
-    ]  # fmt: skip
-    assert timing.rotated([], 1) == []
+
+
+def test_rounds_have_orders_of_their_own():
+    rounds = [timing.shuffled("abcd", number) for number in range(-1, 40)]
+    assert all(sorted(order) == list("abcd") for order in rounds)
+    neighbours = {pair for order in rounds for pair in pairwise(order)}
+    assert len(neighbours) == 4 * 3  # everyone follows everyone
+    assert timing.shuffled("abcd", 5) == timing.shuffled("abcd", 5)
+    assert timing.shuffled([], 1) == []
 
 
 def test_ratio_is_to_the_best_right_rival():
