@@ -57,7 +57,7 @@ def measure(
     batch_times: dict[str, list[float]] = {name: [] for name in works}
     failures: dict[str, str] = {}
     for number in range(-1, batches):
-        for name in timing.shuffled([n for n in works if n not in failures], number):
+        for name in timing.balanced([n for n in works if n not in failures], number):
             try:
                 spent = batch_us(works[name], calls, device)
             except Exception as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,13 +166,16 @@ def calls_for(work: Work, target_ms: float, device: torch.device) -> int:
     return max(_MIN_CALLS, math.ceil(calls * target_ms / spent))
 
 
-def shuffled(items: Sequence[T], number: int) -> list[T]:
-    """The items in the order of round `number`: another one each time, the same in every run.
+def balanced(items: Sequence[T], number: int) -> list[T]:
+    """The items in the order of round `number` (a Williams design).
 
-    At its power limit a GPU is faster after a candidate that needed less of it, so that nobody may
-    follow the same one always.
+    In as many rounds as items, twice as many for an odd number of them, everyone comes right after
+    everyone else equally often: at its power limit a GPU is faster after who needs less of it.
     """
-    return random.Random(number).sample(items, len(items))
+    count = len(items)
+    inwards = [i // 2 if i % 2 == 0 else count - 1 - i // 2 for i in range(count)]  # 0, n-1, 1, ...
+    order = [items[(place + number) % count] for place in inwards]
+    return order[::-1] if count % 2 == 1 and number % 2 == 1 else order
 
 
 def measure_round(work: Work, calls: int, device: torch.device, monitor: Monitor) -> Round:
@@ -210,7 +212,7 @@ def interleave(
             turn.failure = describe(error)
 
     for number in range(-1, rounds):  # round -1 warms up and finds the number of calls
-        for name in shuffled(list(works), number):
+        for name in balanced(list(works), number):
             if not measured[name].failure:
                 attempt(name, first=number < 0)
     return measured

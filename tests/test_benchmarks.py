@@ -4,8 +4,9 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, permutations
 from types import SimpleNamespace
 
 import pytest
@@ -144,13 +145,18 @@ def test_medians_and_spread_of_synthetic_rounds():
     assert (turn.median_ms, turn.spread) == (2.0, 1.5)
 
 
-def test_rounds_have_orders_of_their_own():
-    rounds = [timing.shuffled("abcd", number) for number in range(-1, 40)]
-    assert all(sorted(order) == list("abcd") for order in rounds)
-    neighbours = {pair for order in rounds for pair in pairwise(order)}
-    assert len(neighbours) == 4 * 3  # everyone follows everyone
-    assert timing.shuffled("abcd", 5) == timing.shuffled("abcd", 5)
-    assert timing.shuffled([], 1) == []
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd", "abcde", "abcdef"])
+def test_everyone_follows_everyone_else_equally_often(names):
+    count = len(names)
+    rounds = [timing.balanced(names, number) for number in range(count * (1 + count % 2))]
+    assert all(sorted(order) == list(names) for order in rounds)
+    followers = Counter(pair for order in rounds for pair in pairwise(order))
+    assert followers == dict.fromkeys(permutations(names, 2), 1 + count % 2)
+
+
+def test_rounds_of_few():
+    assert timing.balanced("a", -1) == ["a"]
+    assert timing.balanced([], 1) == []
 
 
 def test_ratio_is_to_the_best_right_rival():
