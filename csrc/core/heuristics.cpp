@@ -28,6 +28,93 @@ double ceil_to(double value, double step) {
   return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
 }
 
+// One of the problem's sequences. Lengths of those that lie end to end are their mean.
+FwdProblem one_sequence(const FwdProblem& problem) {
+  FwdProblem one = problem;
+  if (!problem.dense()) {
+    const int sequences = std::max(1, problem.batch);
+    one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
+    one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
+  }
+  one.sequences = {};
+  return one;
+}
+
+// What tiles of a problem have of something.
+struct Spread {
+  double longest, shortest, mean;
+};
+
+template <class ValueOf>
+Spread spread(int tiles, const ValueOf& value_of) {
+  // Tiles of a long sequence resemble their neighbours: a sample tells enough.
+  constexpr int kSample = 16;
+  const int samples = std::min(tiles, kSample);
+  if (samples == 0) return {0, 0, 0};
+  double longest = 0, shortest = std::numeric_limits<double>::infinity(), sum = 0;
+  for (int i = 0; i < samples; ++i) {
+    const double value = value_of(static_cast<int>((2 * i + 1) * int64_t(tiles) / (2 * samples)));
+    longest = std::max(longest, value);
+    shortest = std::min(shortest, value);
+    sum += value;
+  }
+  return {longest, shortest, sum / samples};
+}
+
+// What `tiles` tiles cost, so many at once.
+double cost_of(const Spread& tile, double tiles, double at_once) {
+  // Equal tiles end together, and leave the last turn unfilled; others fill it, the shortest coming last.
+  if (tile.shortest == tile.longest) return tile.longest * ceil_to(tiles, at_once) / at_once;
+  return std::max(tile.longest, tile.mean * tiles / at_once);
+}
+
+// Rows of configs.def, whether this build has their kernels or not.
+struct Row {
+  KernelConfig config;
+};
+
+const std::vector<Row>& all_rows() {
+  static const std::vector<Row> rows = {
+#define KERNEL(op, arch, dtype, tier, ...) {{Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__}},
+#include "configs.def"
+#undef KERNEL
+  };
+  return rows;
+}
+
+// The plain kernel of bf16 on Hopper for a problem, or null.
+const KernelConfig* hopper_kernel(Op op, const FwdProblem& p, int64_t sms) {
+  auto fits = [&](const Row& row) {
+    const KernelConfig& c = row.config;
+    return c.op == op && c.arch == Arch::Sm90 && c.dtype == DType::BF16 && !c.rich() && p.head_dim <= c.head_dim &&
+           p.head_dim_v <= c.head_dim_v;
+  };
+  const Row* const row = preferred(all_rows(), fits, p, static_cast<int>(sms));
+  return row == nullptr ? nullptr : &row->config;
+}
+
+FwdProblem problem_of(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
+                      int64_t head_dim, int64_t head_dim_v, int64_t window_size_left, int64_t window_size_right,
+                      bool varlen) {
+  static constexpr int kSomewhere = 0;
+  static constexpr int64_t kUnbounded = Band::kUnbounded;
+  auto bound = [](int64_t window) { return static_cast<int>(window < 0 ? kUnbounded : std::min(window, kUnbounded)); };
+  FwdProblem p{};
+  p.dtype = DType::BF16;
+  p.batch = static_cast<int>(batch);
+  p.heads = static_cast<int>(heads);
+  p.heads_k = static_cast<int>(heads_k);
+  p.head_dim = static_cast<int>(head_dim);
+  p.head_dim_v = static_cast<int>(head_dim_v);
+  p.seqlen_q = static_cast<int>(seqlen_q);
+  p.seqlen_k = static_cast<int>(seqlen_k);
+  p.total_q = batch * seqlen_q;
+  p.total_k = batch * seqlen_k;
+  if (varlen) p.sequences.cu_q = p.sequences.cu_k = &kSomewhere;
+  p.band = {bound(window_size_left), bound(window_size_right)};
+  return p;
+}
+
 }  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
@@ -37,13 +124,7 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b) {
 
 double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
   if (!problem.dense() && config.cluster > 1) return std::numeric_limits<double>::infinity();
-  FwdProblem one = problem;  // of its sequences
-  if (!problem.dense()) {
-    const int sequences = std::max(1, problem.batch);
-    one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
-    one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
-  }
-  one.sequences = {};
+  const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
   const auto [rate, tile_keys] = speed(config);
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
@@ -51,25 +132,12 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = config.block_m * config.cluster;
   const int tiles = (one.seqlen_q + rows - 1) / rows;
-  // Tiles of a long sequence resemble their neighbours: a sample tells enough.
-  constexpr int kSample = 16;
-  const int samples = std::min(tiles, kSample);
-  double longest = 0, shortest = std::numeric_limits<double>::infinity(), sum = 0;
-  for (int i = 0; i < samples; ++i) {
-    const auto tile = static_cast<int>((2 * i + 1) * int64_t(tiles) / (2 * samples));
+  const Spread costs = spread(tiles, [&](int tile) {
     const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
-    const double cost = (ceil_to(std::max(0, keys.last - keys.first), config.block_n) + tile_keys + waiting_keys) *
-                        config.block_m / rate;
-    longest = std::max(longest, cost);
-    shortest = std::min(shortest, cost);
-    sum += cost;
-  }
-  if (samples == 0) return 0;
-  const double all = double(tiles) * problem.heads * problem.batch;
-  const double at_once = std::max(1, sms / config.cluster);
-  // Equal tiles end together, and leave the last turn unfilled; others fill it, the shortest coming last.
-  if (shortest == longest) return longest * ceil_to(all, at_once) / at_once;
-  return std::max(longest, sum / samples * all / at_once);
+    return (ceil_to(std::max(0, keys.last - keys.first), config.block_n) + tile_keys + waiting_keys) * config.block_m /
+           rate;
+  });
+  return cost_of(costs, double(tiles) * problem.heads * problem.batch, std::max(1, sms / config.cluster));
 }
 
 double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
@@ -87,35 +155,10 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
 
 std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
                               int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms) {
-  struct Row {
-    KernelConfig config;
-  };
-  static const std::vector<Row> rows = {
-#define KERNEL(op, arch, dtype, tier, ...) {{Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__}},
-#include "configs.def"
-#undef KERNEL
-  };
-  static constexpr int kSomewhere = 0;
-  static constexpr int64_t kUnbounded = Band::kUnbounded;
-  auto bound = [](int64_t window) { return static_cast<int>(window < 0 ? kUnbounded : std::min(window, kUnbounded)); };
-  FwdProblem p{};
-  p.dtype = DType::BF16;
-  p.batch = static_cast<int>(batch);
-  p.heads = p.heads_k = static_cast<int>(heads);
-  p.head_dim = p.head_dim_v = static_cast<int>(head_dim);
-  p.seqlen_q = static_cast<int>(seqlen_q);
-  p.seqlen_k = static_cast<int>(seqlen_k);
-  p.total_q = batch * seqlen_q;
-  p.total_k = batch * seqlen_k;
-  if (varlen) p.sequences.cu_q = p.sequences.cu_k = &kSomewhere;
-  p.band = {bound(window_size_left), bound(window_size_right)};
-  auto fits = [&](const Row& row) {
-    const KernelConfig& c = row.config;
-    return c.op == Op::Fwd && c.arch == Arch::Sm90 && c.dtype == p.dtype && !c.rich() && p.head_dim <= c.head_dim &&
-           p.head_dim_v <= c.head_dim_v;
-  };
-  const Row* const row = preferred(rows, fits, p, static_cast<int>(sms));
-  return row == nullptr ? "" : row->config.id();
+  const FwdProblem p = problem_of(batch, heads, heads, seqlen_q, seqlen_k, head_dim, head_dim, window_size_left,
+                                  window_size_right, varlen);
+  const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
+  return config == nullptr ? "" : config->id();
 }
 
 }  // namespace flash_cute
