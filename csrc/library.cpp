@@ -75,6 +75,9 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
       "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
       "int window_size_right=-1, bool varlen=False, int sms=132) -> str");
   m.def(
+      "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
+      "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int)");
+  m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
       "int sms=132) -> str");
 }
@@ -83,6 +86,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&kernels));
   m.impl("use_kernels", TORCH_BOX(&use_kernels));
   m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
+  m.impl("preferred_parts", TORCH_BOX(&preferred_parts));
   m.impl("decode_parts", TORCH_BOX(&decode_parts));
 }
 

@@ -13,6 +13,7 @@ from benchmarks.suites import SUITES, Case, make_inputs
 from flash_cute import library
 
 preferred = torch.ops.flash_cute.preferred_forward
+preferred_parts = torch.ops.flash_cute.preferred_parts
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -51,6 +52,55 @@ def test_any_sizes_have_a_kernel_and_sequences_end_to_end_none_with_clusters():
         for sms in (1, 2, 132):
             assert preferred(*sizes, **window, sms=sms).startswith("fwd_sm90_bf16_plain_d")
             assert preferred(*sizes, **window, sms=sms, varlen=True).endswith("_x1")
+
+
+CAUSAL = {"window_size_right": 0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        # Enough key tiles, or so many that the last turn of SMs matters little.
+        ((2, 16, 16, 4096, 4096, 128, 128), {}, (1, 1)),
+        ((2, 16, 16, 4096, 4096, 128, 128), CAUSAL, (1, 1)),
+        ((1, 16, 16, 1024, 1024, 128, 128), {}, (1, 1)),
+        ((1, 32, 8, 8192, 8192, 128, 128), {}, (1, 1)),
+        # Heads first: as many parts as there is room for.
+        ((1, 32, 1, 4096, 4096, 128, 128), {}, (4, 1)),
+        ((1, 32, 1, 4096, 4096, 128, 128), CAUSAL, (8, 1)),
+        ((1, 8, 1, 1024, 1024, 128, 128), {}, (8, 2)),
+        ((1, 48, 2, 4096, 4096, 128, 128), {}, (2, 1)),
+        ((1, 16, 1, 1024, 1024, 256, 256), {}, (8, 1)),
+        # Queries, where heads have nothing to share.
+        ((1, 8, 8, 1024, 1024, 128, 128), {}, (1, 2)),
+        ((1, 8, 8, 1024, 1024, 128, 128), CAUSAL, (1, 2)),
+        ((1, 1, 1, 4096, 128, 128, 128), {}, (1, 16)),
+        # Too little to share: a few queries, a narrow window.
+        ((1, 1, 1, 128, 4096, 128, 128), {}, (1, 1)),
+        ((1, 2, 2, 4096, 4096, 128, 128), {"window_size_left": 128, **CAUSAL}, (1, 1)),
+        # Sequences end to end count as so many of their mean length.
+        ((4, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (4, 1)),
+        ((64, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (1, 1)),
+        # A smaller GPU is busy sooner. No kernel, no parts.
+        ((1, 32, 1, 4096, 4096, 128, 128), {"sms": 32}, (1, 1)),
+        ((1, 32, 1, 4096, 4096, 257, 257), {}, (1, 1)),
+    ],
+)  # fmt: skip
+def test_parts_of_backward(sizes, options, expected):
+    assert preferred_parts(*sizes, **options) == expected
+
+
+def test_parts_of_backward_divide_the_heads_and_are_few():
+    draw = random.Random(7)
+    for _ in range(2000):
+        heads_k, group = draw.choice([0, 1, 1, 2, 3, 16]), draw.choice([1, 2, 6, 7, 32])
+        sizes = (draw.choice([0, 1, 1, 4]), heads_k * group, heads_k, draw.randint(0, 9000),
+                 draw.randint(0, 9000), draw.randint(1, 256), draw.randint(1, 256))  # fmt: skip
+        window = {"window_size_left": draw.choice([-1, 0, 300]), "window_size_right": 0}
+        for sms in (1, 2, 132):
+            options = {**window, "varlen": draw.random() < 0.5, "sms": sms}
+            heads, queries = preferred_parts(*sizes, **options)
+            assert group % heads == 0 and queries >= 1 and heads * queries <= 16
 
 
 @pytest.mark.skipif(

@@ -4,6 +4,7 @@
 #include "api/api.h"
 #include "api/problem.h"
 #include "api/tensors.h"
+#include "core/heuristics.h"
 #include "core/registry.h"
 
 namespace flash_cute {
@@ -44,17 +45,25 @@ float* sink_gradient(const View& t, const View& q, int heads) {
 // What the 16-bit kernels keep between their passes.
 Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View& q) {
   const bool dense = p.fwd.dense();
-  const PaddedRows padded{config.block_m};
-  const int64_t rows = dense ? padded.dense(p.fwd.seqlen_q) : padded.packed(p.fwd.total_q, p.fwd.batch);
+  auto padded_rows = [&](int block, int seqlen, int64_t total) {  // of a head
+    const PaddedRows padded{block};
+    return dense ? padded.dense(seqlen) : padded.packed(total, p.fwd.batch);
+  };
+  const int64_t rows = padded_rows(config.block_m, p.fwd.seqlen_q, p.fwd.total_q);
   const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
   const int64_t turns = all_rows / config.block_m * config.warps;
-  const Tensor workspace = allocate(q, {all_rows * (config.dq_columns() + 2) + turns}, ScalarType::Float);
+  const int64_t rows_k = p.parts.count() > 1 ? padded_rows(kPartRows, p.fwd.seqlen_k, p.fwd.total_k) : 0;
+  // Of a sequence, or of all that lie end to end.
+  const int64_t rows_of_parts = rows_k * p.fwd.heads_k * p.parts.count();
+  const int64_t part_sums = rows_of_parts * (dense ? p.fwd.batch : 1) * (config.head_dim + config.head_dim_v);
+  const Tensor workspace = allocate(q, {all_rows * (config.dq_columns() + 2) + part_sums + turns}, ScalarType::Float);
   float* base = static_cast<float*>(workspace.data_ptr());
   const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
   p.lse_log2 = {base, batch_stride, rows};
   p.row_dot = {base + all_rows, batch_stride, rows};
   p.dq_accum = base + 2 * all_rows;
-  p.turns = reinterpret_cast<int*>(p.dq_accum + all_rows * config.dq_columns());
+  p.part_sums = {p.dq_accum + all_rows * config.dq_columns(), dense ? rows_of_parts : 0, rows_k};
+  p.turns = reinterpret_cast<int*>(p.part_sums.ptr + part_sums);
   return workspace;
 }
 
@@ -64,6 +73,7 @@ void run(BwdProblem& p, const FwdArguments& a, const View& dq, const View& dk, c
   p.dv = gradient(dv, a.v, "dv");
   p.softmax_d = statistics(softmax_d, "softmax_d", a.q);
   const auto& kernel = select(bwd_kernels(), p, device(a.q.device));
+  p.parts = backward_parts(kernel.config, p.fwd, device(a.q.device).sms);
 
   Tensor workspace;
   if (!kernel.config.fp32()) workspace = allocate_workspace(p, kernel.config, a.q);

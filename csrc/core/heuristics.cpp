@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "kernels/common/tiles.h"
@@ -153,12 +154,62 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
   return config.op == Op::Decode ? decode_cost(config, problem, sms) : forward_cost(config, problem, sms);
 }
 
+KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
+  // Microseconds on an H200: of a CTA before its first step and after its last, of one more kernel, and of an fp32
+  // number that a part writes and that is read again. A step takes as long as its five products.
+  constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
+  constexpr int kMostParts = 16;
+  constexpr double kWorthwhile = 0.95;
+  if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
+  const FwdProblem one = one_sequence(problem);
+  const SeqInfo seq(one, 0);
+  const int rows = config.block_n * config.cluster, tiles = detail::ceil_div(one.seqlen_k, rows);
+  const int group = problem.heads / problem.heads_k;
+  const double columns = 3 * config.head_dim + 2 * config.head_dim_v, heads_k = double(problem.heads_k) * problem.batch;
+  const double step = kProduct * config.block_m * config.block_n * columns;
+  const double merging = kNumber * one.seqlen_k * heads_k * (config.head_dim + config.head_dim_v);
+  const Spread queries = spread(tiles, [&](int tile) {  // tiles of them, that see a tile of keys
+    const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
+    return seeing.end - seeing.begin;
+  });
+  auto time_of = [&](const KeyParts& parts) {
+    auto time_with = [&](double queries) { return kAroundSteps + step * (group / parts.heads) * queries; };
+    auto most = [&](double queries) { return ceil_to(queries / parts.queries, 1); };
+    const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
+                       time_with(queries.mean / parts.queries)};
+    const double time = cost_of(times, tiles * heads_k * parts.count(), std::max(1, sms / config.cluster));
+    return parts.count() == 1 ? time : time + kKernel + merging * parts.count();
+  };
+  KeyParts best;
+  double least = kWorthwhile * time_of(best);
+  for (int count = 2; count <= kMostParts; ++count) {
+    const int of_heads = std::gcd(count, group);
+    const KeyParts parts{of_heads, count / of_heads};
+    const double time = time_of(parts);
+    if (time >= least) continue;
+    best = parts;
+    least = time;
+  }
+  return best;
+}
+
 std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
                               int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms) {
   const FwdProblem p = problem_of(batch, heads, heads, seqlen_q, seqlen_k, head_dim, head_dim, window_size_left,
                                   window_size_right, varlen);
   const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
   return config == nullptr ? "" : config->id();
+}
+
+std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
+                                             int64_t sms) {
+  const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
+                                  window_size_right, varlen);
+  const KernelConfig* const config = hopper_kernel(Op::Bwd, p, sms);
+  const KeyParts parts = config == nullptr ? KeyParts{} : backward_parts(*config, p, static_cast<int>(sms));
+  return {parts.heads, parts.queries};
 }
 
 }  // namespace flash_cute

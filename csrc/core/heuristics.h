@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 #include "core/config.h"
 #include "core/problem.h"
@@ -44,9 +45,20 @@ auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& probl
   return best;
 }
 
+// Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy. More
+// cost a pass that adds them up, and room for their sums. Shares of heads come before shares of queries. Lengths of
+// sequences that lie end to end count as their mean. Other kernels have one part always.
+KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
+
 // For tests: id of the kernel that a plain forward of bf16 would use on a Hopper GPU, whether this build has it or not.
 // Windows of -1 have no end; with `varlen` lengths are those of sequences end to end.
 std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
                               int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms);
+
+// For tests: parts of heads and of queries that a plain backward of bf16 would have on a Hopper GPU, sizes as above.
+std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
+                                             int64_t sms);
 
 }  // namespace flash_cute

@@ -148,6 +148,14 @@ struct DecodeProblem {
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
 };
 
+// Into how many parts the work on a tile of keys is cut, each with its own sums of dK and dV.
+struct KeyParts {
+  int heads = 1;  // of the query heads of a kv head
+  int queries = 1;  // of the tiles of queries that see the keys
+
+  constexpr int count() const { return heads * queries; }
+};
+
 struct BwdProblem {
   FwdProblem fwd;  // with its results: out and lse
   Matrices dout, dq, dk, dv;
@@ -159,6 +167,10 @@ struct BwdProblem {
   float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in the order of DqSums
   int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
   // Turn), counted at the turn's first tile of dQ
+  KeyParts parts;
+  Statistics
+      part_sums;  // of several parts: [b, h_k, parts, rows], head_dim + head_dim_v of the kernel numbers each. Of
+  // every kPartRows rows come dK's sums, then dV's, in the order of their accumulators
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in an order that does not depend on timing
 };
@@ -172,6 +184,8 @@ struct PaddedRows {
   constexpr int64_t packed(int64_t total, int batch) const { return (total + int64_t(batch) * block) / block * block; }
   constexpr int64_t first_row(int64_t offset, int b) const { return (offset + int64_t(b) * block) / block * block; }
 };
+
+constexpr int kPartRows = 64;  // keys whose sums lie together in BwdProblem::part_sums: those of a warpgroup
 
 template <Op>
 struct ProblemOf;

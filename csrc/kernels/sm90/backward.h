@@ -3,6 +3,8 @@
 // from start to end, without atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk
 // reductions out of shared memory. Scores are computed transposed, keys by queries: P and dS are then in the registers
 // that the products for dV and dK take them from, and dS alone passes through shared memory, for dQ.
+// Where key tiles are fewer than SMs, several CTAs share the walk over a tile's queries (BackwardWork), and one more
+// pass adds up their dK and dV.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -14,6 +16,7 @@
 #include "kernels/sm90/backward_consumers.h"
 #include "kernels/sm90/backward_finish.h"
 #include "kernels/sm90/backward_pair.h"
+#include "kernels/sm90/backward_parts.h"
 #include "kernels/sm90/backward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -79,7 +82,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
-  const int64_t ctas = key_tiles * C.cluster;
+  const int64_t ctas = key_tiles * p.parts.count() * C.cluster;
   if (std::max(query_tiles, ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   sm90::BackwardParams params;
@@ -101,6 +104,11 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
   if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
     return e;
+  if (p.parts.count() > 1) {
+    const int64_t slabs = int64_t(cute::ceil_div(f.seqlen_k, kPartRows)) * f.heads_k * f.batch;
+    const int64_t atoms = slabs * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
+    if (cudaError_t e = launch_overlapping<sm90::backward_merge<C>>(atoms, 128, 0, stream, params)) return e;
+  }
   if (cudaError_t e =
           launch_overlapping<sm90::backward_finish<C>>(query_tiles, sm90::kFinishThreads<C>, 0, stream, params))
     return e;

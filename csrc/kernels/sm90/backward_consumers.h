@@ -25,10 +25,10 @@ CUTE_DEVICE void scale(Gradient& gradient, float factor) {
   for (int i = 0; i < size(gradient); ++i) gradient(i) *= factor;
 }
 
-// Rounds a gradient of a warpgroup (MMA,1,1), keys by dims, and sends it off through shared memory.
+// Rounds a gradient of a warpgroup (MMA,1,1), keys by dims from `first_col` on, and sends it off through shared memory.
 template <int kRows, int kCols, class Layout, class Element, class Mma, class Gradient>
 CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma& mma, const Gradient& gradient,
-                                const KeyTile& tile, const SeqSpan& span, int thread, int barrier) {
+                                const KeyTile& tile, const SeqSpan& span, int thread, int barrier, int first_col = 0) {
   const int group = thread / 128, row = tile.row + group * 64;
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
   auto thread_out = copy_out.get_thread_slice(thread);
@@ -38,8 +38,21 @@ CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma
   // After this barrier the warpgroup's rows are in shared memory, for the TMA to see.
   cutlass::arch::NamedBarrier::sync(128, barrier + group);
   if (thread % 128 != 0 || row >= span.length) return;
-  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), span, row, tile.head, tile.batch);
+  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), span, row, tile.head, tile.batch, first_col);
   tma_store_arrive();
+}
+
+// Leaves a gradient of a warpgroup, over a part of the queries, to the pass that adds parts up.
+template <KernelConfig C, bool kValues, class Gradient>
+CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const KeyTile& tile, const SeqSpan& span,
+                            int thread) {
+  const int row = tile.row + thread / 128 * kPartRows;
+  if (row >= span.length) return;
+  float* const sums = part_sums<C, kValues>(p, span, row, tile.head, tile.part, tile.batch) + thread % 128 * 4;
+  CUTE_UNROLL
+  for (int i = 0; i < size(gradient); i += 4) {
+    *reinterpret_cast<float4*>(sums + i * 128) = *reinterpret_cast<const float4*>(&gradient(i));
+  }
 }
 
 // A warpgroup that computes the gradients of 64 keys. Products hold up the warps that issue them, nearly to their end, so
@@ -172,6 +185,11 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   if constexpr (C.drops()) {
     scale(tKrdK, p.fwd.rules.gradient_scale());
     scale(tVrdV, p.fwd.rules.keep_scale);
+  }
+  if (p.parts.count() > 1) {
+    store_part<C, false>(p, tKrdK, work.tile, work.seq.k, thread);
+    store_part<C, true>(p, tVrdV, work.tile, work.seq.k, thread);
+    return;
   }
   // After this barrier nobody still reads K and V.
   cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);

@@ -216,6 +216,10 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
   // barrier is for warps at the same instruction.
   cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
+  if (p.parts.count() > 1) {
+    store_part<C, kValues>(p, gradient, work.tile, work.seq.k, afresh(threadIdx.x) % 128);
+    return;
+  }
   store_gradient<C.block_n, kDims, std::conditional_t<kValues, typename T::LayoutV, typename T::LayoutK>>(
       kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, work.tile, work.seq.k,
       afresh(threadIdx.x) % 128, kBarrier);

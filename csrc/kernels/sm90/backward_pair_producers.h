@@ -67,7 +67,7 @@ CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTrai
   uint32_t phases = 0;  // of landed, a bit each
   Cursor<C.stages> at;
   for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m, stage = at.stage();
+    const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at.stage();
     auto* const to = pick<kValues>(storage.q, storage.dout)[stage];
     auto& landed = storage.landed[kValues][stage];
     const bool clears = row < first_query;

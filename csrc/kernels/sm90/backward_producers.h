@@ -48,7 +48,7 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
   wait_for_kernel_before();
   Cursor<C.stages> at;
   for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m, stage = at.stage();
+    const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at.stage();
     ring.wait_empty(at);
     if constexpr (!kValues) storage.steps[stage] = {row, head, work.range.full(step.m)};
     load(Int<C.block_m>{}, kValues ? params.dout : params.q, pick<kValues>(storage.q, storage.dout)[stage],
@@ -69,7 +69,7 @@ template <KernelConfig C>
 class Turn {
  public:
   CUTE_DEVICE Turn(const BwdProblem& p, const BackwardWork& work, QueryStep step, int place = 0) {
-    const int head = work.tile.head * work.heads + step.head, row = step.m * C.block_m;
+    const int head = work.first_head + step.head, row = step.m * C.block_m;
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
     counter_ = p.turns + padded_row_ / C.block_m * C.warps + place;
     const TileRange keys = key_tiles(work.seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster);
@@ -117,7 +117,7 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>
   const BackwardWork& work = storage.work;
   Cursor<2> at;
   for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    const int head = work.tile.head * work.heads + step.head;
+    const int head = work.first_head + step.head;
     const int64_t padded_row = first_padded_row(params.p, C.block_m, work.tile.batch, head, work.seq.q.offset);
     add_sums<C>(params.p, storage, padded_row + step.m * C.block_m, group, at);
   }

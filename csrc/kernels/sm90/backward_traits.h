@@ -33,18 +33,26 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
 // turn. With more, and with more tiles than start together, the wait is short for what comes after it, and tiles that are
 // at the same queries read them from the L2 cache.
+//
+// Where key tiles are fewer than SMs, the work on each is cut into parts: shares of the query heads, and of the tiles
+// of queries that see the keys, which may be none. A query tile of a head belongs to one part of each key tile that it
+// sees, so that turns are counted as without parts. To which one differs from key tile to key tile: so parts of queries
+// are among the heads whose tiles alternate, and who comes before in turns was launched before, whatever part it is.
 class BackwardWork {
  public:
   KeyTile tile;
   SeqInfo seq;
-  TileRange range;  // of queries that see some of the keys
-  int heads;  // of queries, for each of keys
+  TileRange range;  // of queries that see some of the keys, those of the part
+  int heads, first_head;  // of queries: how many, from which on
 
   CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
-      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether), late_keys_first(p, block_n), cta),
+      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether, p.parts.queries), late_keys_first(p, block_n),
+             cta, p.parts.count()),
         seq(p.fwd, tile.batch),
-        range(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m)),
-        heads(p.fwd.heads / p.fwd.heads_k),
+        range(share_of(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m), tile.part % p.parts.queries,
+                       p.parts.queries)),
+        heads(p.fwd.heads / (p.fwd.heads_k * p.parts.heads)),
+        first_head((tile.head * p.parts.heads + tile.part / p.parts.queries) * heads),
         in_turns_(p.deterministic),
         early_first_(in_turns_ ? tile.late_first : heads == 1),
         first_(early_first_ ? range.begin : range.end - 1),
@@ -62,12 +70,29 @@ class BackwardWork {
  private:
   static constexpr int kTilesTogether = 128;
   CUTE_DEVICE static bool late_keys_first(const BwdProblem& p, int block_n) {
-    return p.deterministic && p.fwd.heads == p.fwd.heads_k && p.fwd.seqlen_k <= kTilesTogether * block_n;
+    return p.deterministic && p.fwd.heads == p.fwd.heads_k * p.parts.heads &&
+           ceil_div(p.fwd.seqlen_k, block_n) * p.parts.queries <= kTilesTogether;
+  }
+  // One of `parts` even shares of the tiles.
+  CUTE_DEVICE static TileRange share_of(TileRange range, int part, int parts) {
+    const int first = range.begin, tiles = range.end - first;
+    range.begin = first + tiles * part / parts;
+    range.end = first + tiles * (part + 1) / parts;
+    return range;
   }
 
   bool in_turns_, early_first_;
   int first_, last_;  // tiles of queries
 };
+
+// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup from `row` on, in the order of dq_sums().
+template <KernelConfig C, bool kValues>
+CUTE_DEVICE float* part_sums(const BwdProblem& p, const SeqSpan& keys, int row, int head, int part, int batch) {
+  const int64_t first = PaddedRows{kPartRows}.first_row(keys.offset, p.fwd.dense_keys() ? 0 : batch);
+  const int64_t padded_row =
+      batch * p.part_sums.batch + (head * p.parts.count() + part) * p.part_sums.head + first + row;
+  return p.part_sums.ptr + padded_row * (C.head_dim + C.head_dim_v) + (kValues ? kPartRows * C.head_dim : 0);
+}
 
 // A tile of queries, from the producer to the consumers.
 struct BackwardStep {

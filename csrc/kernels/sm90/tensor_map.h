@@ -60,13 +60,14 @@ struct RaggedMap {
   }
 
   // Rows from row `row` on, which exists, as many as the map's box has, of a shared tile of kRows x kCols that has them
-  // at `from`.
+  // at `from`: columns from `first_col` on.
   template <int kRows, int kCols, class Element>
-  CUTE_DEVICE void store(const Element* from, const SeqSpan& span, int row, int head, int batch) const {
+  CUTE_DEVICE void store(const Element* from, const SeqSpan& span, int row, int head, int batch,
+                         int first_col = 0) const {
     constexpr int kAtom = atom_columns(kCols);
     CUTE_UNROLL
     for (int col = 0; col < kCols; col += kAtom) {
-      SM90_TMA_STORE_5D::copy(&map, from + col * kRows, col, longest - span.length + row,
+      SM90_TMA_STORE_5D::copy(&map, from + col * kRows, first_col + col, longest - span.length + row,
                               int(span.offset) + span.length, head, batch * batch_step);
     }
   }

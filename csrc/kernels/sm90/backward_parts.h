@@ -1,0 +1,74 @@
+// The pass after Hopper's backward that adds up dK and dV where the work on key tiles is cut into parts.
+#pragma once
+
+#include "kernels/sm90/backward_consumers.h"
+
+namespace flash_cute::sm90 {
+
+// Atoms of columns.
+template <KernelConfig C>
+constexpr int kAtomsOfDk = C.head_dim / atom_columns(C.head_dim);
+template <KernelConfig C>
+constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v);
+
+// An atom of columns of dK or dV, of 64 keys: the parts' sums of it lie together. They are added in order.
+template <KernelConfig C, bool kValues>
+CUTE_DEVICE void add_parts(const BackwardParams& params, const KeyTile& tile, const SeqSpan& span, int atom) {
+  using Element = ElementOf<C.dtype>;
+  constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim);
+  // Its accumulators lie as those of any warpgroup whose products have keys as rows.
+  using Mma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kPartRows>, Int<kCols>, Int<kPartRows>>>()));
+  __shared__ alignas(1024) Element shared[kPartRows * kCols];
+  const BwdProblem& p = params.p;
+  Tensor sum = partition_fragment_C(Mma{}, Shape<Int<kPartRows>, Int<kCols>>{});  // (MMA,1,1)
+  clear(sum);
+  constexpr int kAtOnce = 4;  // parts whose sums are on their way together
+  CUTE_NO_UNROLL
+  for (int first = 0; first < p.parts.count(); first += kAtOnce) {
+    float4 more[kAtOnce][decltype(size(sum))::value / 4];
+    CUTE_UNROLL
+    for (int part = 0; part < kAtOnce; ++part) {
+      const bool exists = first + part < p.parts.count();
+      const float* const sums =
+          part_sums<C, kValues>(p, span, tile.row, tile.head, first + part, tile.batch) + atom * kPartRows * kCols;
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); i += 4) {
+        more[part][i / 4] = exists ? *reinterpret_cast<const float4*>(sums + i * 128 + threadIdx.x * 4) : float4{};
+      }
+    }
+    CUTE_UNROLL
+    for (int part = 0; part < kAtOnce; ++part) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); i += 4) {
+        sum(i) += more[part][i / 4].x;
+        sum(i + 1) += more[part][i / 4].y;
+        sum(i + 2) += more[part][i / 4].z;
+        sum(i + 3) += more[part][i / 4].w;
+      }
+    }
+  }
+  store_gradient<kPartRows, kCols, RowsLayout<Element, kPartRows, kCols>>(
+      kValues ? params.dv : params.dk, shared, Mma{}, sum, tile, span, threadIdx.x, 1, atom * kCols);
+  if (threadIdx.x == 0) tma_store_wait<0>();
+}
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(128) backward_merge(const __grid_constant__ BackwardParams params) {
+  constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>;
+  const FwdProblem& f = params.p.fwd;
+  const KeyTile tile(f, kPartRows, 1, false, blockIdx.x / kAtoms);
+  const SeqSpan span = SeqInfo(f, tile.batch).k;
+  // After this wait all parts have stored their sums.
+  wait_for_kernel_before();
+  let_next_kernel_start();  // not earlier: it waits for this kernel alone, and reads what the one before has written
+  if (tile.row >= span.length) return;
+  const int atom = blockIdx.x % kAtoms;
+  if (atom < kAtomsOfDk<C>) {
+    add_parts<C, false>(params, tile, span, atom);
+  } else {
+    add_parts<C, true>(params, tile, span, atom - kAtomsOfDk<C>);
+  }
+}
+
+}  // namespace flash_cute::sm90
