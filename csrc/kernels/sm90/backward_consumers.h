@@ -48,11 +48,10 @@ CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const
                             int thread) {
   const int row = tile.row + thread / 128 * kPartRows;
   if (row >= span.length) return;
-  float* const sums = part_sums<C, kValues>(p, span, row, tile.head, tile.part, tile.batch) + thread % 128 * 4;
+  float* const sums = part_sums<C, kValues>(p, span, row, tile.head, tile.part, tile.batch) + thread % 128;
+  // Not as vectors, which would need registers in fours: of 256 dims some spill.
   CUTE_UNROLL
-  for (int i = 0; i < size(gradient); i += 4) {
-    *reinterpret_cast<float4*>(sums + i * 128) = *reinterpret_cast<const float4*>(&gradient(i));
-  }
+  for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
 }
 
 // A warpgroup that computes the gradients of 64 keys. Products hold up the warps that issue them, nearly to their end, so

@@ -26,26 +26,19 @@ CUTE_DEVICE void add_parts(const BackwardParams& params, const KeyTile& tile, co
   constexpr int kAtOnce = 4;  // parts whose sums are on their way together
   CUTE_NO_UNROLL
   for (int first = 0; first < p.parts.count(); first += kAtOnce) {
-    float4 more[kAtOnce][decltype(size(sum))::value / 4];
+    float more[kAtOnce][decltype(size(sum))::value];
     CUTE_UNROLL
     for (int part = 0; part < kAtOnce; ++part) {
       const bool exists = first + part < p.parts.count();
       const float* const sums =
           part_sums<C, kValues>(p, span, tile.row, tile.head, first + part, tile.batch) + atom * kPartRows * kCols;
       CUTE_UNROLL
-      for (int i = 0; i < size(sum); i += 4) {
-        more[part][i / 4] = exists ? *reinterpret_cast<const float4*>(sums + i * 128 + threadIdx.x * 4) : float4{};
-      }
+      for (int i = 0; i < size(sum); ++i) more[part][i] = exists ? sums[i * 128 + threadIdx.x] : 0.f;
     }
     CUTE_UNROLL
     for (int part = 0; part < kAtOnce; ++part) {
       CUTE_UNROLL
-      for (int i = 0; i < size(sum); i += 4) {
-        sum(i) += more[part][i / 4].x;
-        sum(i + 1) += more[part][i / 4].y;
-        sum(i + 2) += more[part][i / 4].z;
-        sum(i + 3) += more[part][i / 4].w;
-      }
+      for (int i = 0; i < size(sum); ++i) sum(i) += more[part][i];
     }
   }
   store_gradient<kPartRows, kCols, RowsLayout<Element, kPartRows, kCols>>(

@@ -85,7 +85,8 @@ class BackwardWork {
   int first_, last_;  // tiles of queries
 };
 
-// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup from `row` on, in the order of dq_sums().
+// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup from `row` on: an accumulator of all threads,
+// then the next one.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE float* part_sums(const BwdProblem& p, const SeqSpan& keys, int row, int head, int part, int batch) {
   const int64_t first = PaddedRows{kPartRows}.first_row(keys.offset, p.fwd.dense_keys() ? 0 : batch);
