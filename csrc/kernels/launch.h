@@ -11,19 +11,42 @@ namespace flash_cute {
 // CTAs that a one-dimensional grid can have.
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
+// The current device among the bits of a mask.
+inline cudaError_t device_bit(uint64_t& bit) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  bit = uint64_t{1} << (device % 64);
+  return error;
+}
+
 // Lets a kernel have its shared memory.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int smem_bytes) {
   static std::atomic<uint64_t> allowed{0};  // devices on which it may
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  const uint64_t bit = uint64_t{1} << (device % 64);
+  uint64_t bit = 0;
+  if (cudaError_t e = device_bit(bit)) return e;
   if (smem_bytes > 48 * 1024 && !(allowed.load(std::memory_order_relaxed) & bit)) {
     if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes)) {
       return e;
     }
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
+  return cudaSuccess;
+}
+
+// Whether the code of a kernel that runs was compiled for a GPU where kernels overlap, Hopper or a newer one.
+template <auto kKernel>
+cudaError_t can_overlap(bool& can) {
+  static std::atomic<uint64_t> known{0}, able{0};  // devices of which it is, and on which it does
+  uint64_t bit = 0;
+  if (cudaError_t e = device_bit(bit)) return e;
+  if (!(known.load(std::memory_order_acquire) & bit)) {
+    cudaFuncAttributes compiled;
+    if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return e;
+    if (compiled.ptxVersion >= 90) able.fetch_or(bit, std::memory_order_relaxed);
+    known.fetch_or(bit, std::memory_order_release);
+  }
+  can = able.load(std::memory_order_relaxed) & bit;
   return cudaSuccess;
 }
 
@@ -37,15 +60,15 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
 }
 
 // The same for a kernel that calls wait_for_kernel_before(), right behind one that calls let_next_kernel_start(): they
-// overlap where the code that runs was compiled for a GPU that can (kernels/common/overlap.h).
+// overlap where they can (kernels/common/overlap.h).
 template <auto kKernel, class... Params>
 cudaError_t launch_overlapping(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream,
                                const Params&... params) {
   if (ctas == 0) return cudaSuccess;
   if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = allow_shared_memory<kKernel>(smem_bytes)) return e;
-  cudaFuncAttributes compiled;
-  if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return e;
+  bool can = false;
+  if (cudaError_t e = can_overlap<kKernel>(can)) return e;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -55,7 +78,7 @@ cudaError_t launch_overlapping(int64_t ctas, int threads, int smem_bytes, cudaSt
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = compiled.ptxVersion >= 90 ? 1 : 0;
+  config.numAttrs = can ? 1 : 0;
   return cudaLaunchKernelEx(&config, kKernel, params...);
 }
 

@@ -1,6 +1,7 @@
 // The pass after Hopper's backward that rounds the sums of dQ.
 #pragma once
 
+#include "kernels/common/overlap.h"
 #include "kernels/sm90/backward_pair_traits.h"
 
 namespace flash_cute::sm90 {

@@ -6,6 +6,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "kernels/common/overlap.h"
 #include "kernels/sm90/backward_pair_consumers.h"
 #include "kernels/sm90/backward_pair_producers.h"
 
