@@ -26,10 +26,11 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 
 // What a CTA has to do, and in which order. By default a key tile begins with the first queries that see it: under a causal
 // mask tiles that start together are then at different queries, and do not add to the same sums of dQ at once. With
-// several heads of queries it begins with the last ones.
+// several heads of queries it begins with the last ones, and goes through one head after the other; under a causal mask
+// and with more tiles than start together, through the heads of a query tile first.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns. A query tile's heads come one after the other then:
-// at each new head tiles with few queries would wait for those with many. With one head, late keys come first, and begin
+// Where sums of dQ are deterministic, key tiles add to them in turns, and go through the heads of a query tile first: at
+// each new head tiles with few queries would wait for those with many. With one head, late keys come first, and begin
 // with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
 // turn. With more, and with more tiles than start together, the wait is short for what comes after it, and tiles that are
 // at the same queries read them from the L2 cache.
@@ -53,8 +54,8 @@ class BackwardWork {
                        p.parts.queries)),
         heads(p.fwd.heads / (p.fwd.heads_k * p.parts.heads)),
         first_head((tile.head * p.parts.heads + tile.part / p.parts.queries) * heads),
-        in_turns_(p.deterministic),
-        early_first_(in_turns_ ? tile.late_first : heads == 1),
+        heads_inside_(p.deterministic || drift_apart(p, block_n)),
+        early_first_(p.deterministic ? tile.late_first : heads == 1),
         first_(early_first_ ? range.begin : range.end - 1),
         last_(early_first_ ? range.end - 1 : range.begin) {}
 
@@ -62,9 +63,9 @@ class BackwardWork {
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first_}; }
   // Behind the last step its head is none.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
-    if (in_turns_ && step.head + 1 < heads) return {step.head + 1, step.m};
-    if (step.m != last_) return {in_turns_ ? 0 : step.head, early_first_ ? step.m + 1 : step.m - 1};
-    return {in_turns_ ? heads : step.head + 1, first_};
+    if (heads_inside_ && step.head + 1 < heads) return {step.head + 1, step.m};
+    if (step.m != last_) return {heads_inside_ ? 0 : step.head, early_first_ ? step.m + 1 : step.m - 1};
+    return {heads_inside_ ? heads : step.head + 1, first_};
   }
 
  private:
@@ -72,6 +73,11 @@ class BackwardWork {
   CUTE_DEVICE static bool late_keys_first(const BwdProblem& p, int block_n) {
     return p.deterministic && p.fwd.heads == p.fwd.heads_k * p.parts.heads &&
            ceil_div(p.fwd.seqlen_k, block_n) * p.parts.queries <= kTilesTogether;
+  }
+  // Whether tiles that start together, all of one head of keys, would soon be at different heads of queries, as late ones
+  // have fewer queries each: too many for the L2 cache.
+  CUTE_DEVICE static bool drift_apart(const BwdProblem& p, int block_n) {
+    return p.fwd.band.right < Band::kUnbounded && ceil_div(p.fwd.seqlen_k, block_n) > kTilesTogether;
   }
   // One of `parts` even shares of the tiles.
   CUTE_DEVICE static TileRange share_of(TileRange range, int part, int parts) {
@@ -81,7 +87,7 @@ class BackwardWork {
     return range;
   }
 
-  bool in_turns_, early_first_;
+  bool heads_inside_, early_first_;
   int first_, last_;  // tiles of queries
 };
 
