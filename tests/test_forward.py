@@ -66,6 +66,66 @@ def test_window_of_64_bits(make):
     bounds.check_same_bits("out", wide.forward()[0], full.forward()[0])
 
 
+PARTED = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (2000, 0)},
+    "sink": {"sink": True, "dtype": torch.float16},
+    "rules": {"softcap": 5.0, "alibi": "batch", "sink": True, "is_causal": True},
+    "dropout": {"dropout_p": 0.3, "is_causal": True},
+    "sharp": {"spread": 30.0},
+}
+
+
+@pytest.mark.parametrize("feature", PARTED)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
+def test_parts_of_keys(cuda, dims, feature):
+    """So few tiles of queries that a GPU would be idle: keys are cut into parts, and merged."""
+    sizes = {"batch": 1, "heads": 6, "heads_k": 2, "seqlen_q": 130, "seqlen_k": 3000}
+    assert torch.ops.flash_cute.preferred_forward(1, 6, 130, 3000, dims[0])[1] > 1
+    case = Case(**sizes, dim=dims[0], dim_v=dims[1], **({"dtype": BF16} | PARTED[feature]))
+    inputs = make_inputs(case, cuda)
+    results = check(inputs)
+    for got, expected in zip(inputs.forward()[:2], results, strict=True):
+        bounds.check_same_bits("of a second call, out or softmax_lse", got, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_parts_of_keys_of_sequences_end_to_end(cuda, is_causal):
+    """Sequences without queries, without keys, and with fewer keys than parts have tiles."""
+    lengths = {"lengths_q": (130, 0, 1, 64, 7), "lengths_k": (6000, 300, 2900, 0, 100)}
+    rows = {"rows_before": 3, "rows_after": 5, "used_q": (130, 0, 1, 50, 7)}
+    assert torch.ops.flash_cute.preferred_forward(5, 4, 40, 1860, 128, varlen=True)[1] > 1
+    case = VarlenCase(heads=4, dim=128, is_causal=is_causal, dtype=BF16, **lengths, **rows)
+    check(make_inputs(case, cuda))
+
+
+def test_parts_of_keys_write_the_outputs_only(cuda):
+    case = Case(batch=1, heads=3, seqlen_q=70, seqlen_k=4000, dim=72, dtype=BF16)
+    inputs = make_inputs(case, cuda)
+    out = memory.GuardedTensor(inputs.q.shape, BF16, cuda, 8)
+    lse = memory.GuardedTensor((1, 3, 70), torch.float32, cuda)
+    arguments = (inputs.q, inputs.k, inputs.v)
+    results = {"out": out.tensor, "softmax_lse": lse.tensor}
+    torch.ops.flash_cute.fwd.out(*arguments, **inputs.options, **results)
+    bounds.check_forward(out.tensor, lse.tensor, bounds.forward_oracle(inputs))
+    out.check("out")
+    lse.check("softmax_lse")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_special_values_in_parts_of_keys(cuda, is_causal):
+    case = Case(batch=1, seqlen_q=70, seqlen_k=4000, dtype=BF16, is_causal=is_causal)
+    inputs = make_inputs(case, cuda)
+    before = inputs.forward()[0]
+    inputs.q[0, 3, 0, 5], inputs.q[0, 9, 0, 0], inputs.k[0, 3975, 1, 1] = NAN, INF, NAN
+    out, _ = check(inputs)
+    finite = bounds.forward_oracle(inputs).out.isfinite()
+    bounds.check_same_bits("out", out[finite], before[finite])
+
+
 @pytest.mark.parametrize(("heads", "heads_k"), [(4, 4), (4, 2), (4, 1), (6, 3), (9, 3), (16, 1)])
 def test_grouped_heads(make, heads, heads_k):
     check(make(Case(heads=heads, heads_k=heads_k, seqlen_q=100, seqlen_k=130, dtype=BF16)))

@@ -77,19 +77,47 @@ def test_splits(make_cache, splits, band):
     check(make_cache(CacheCase(**LONG, **band, seqlens_q=2, num_splits=splits)))
 
 
-@pytest.mark.parametrize(("dim", "seqlens_q"), [(64, (300, 0, 129, 1, 64)), (128, 300)], ids=str)
-@pytest.mark.parametrize("new", [False, True])
-@pytest.mark.parametrize(
-    "rules", [{}, {"is_causal": True}, {"window": (100, 0), "sink": True}], ids=str
-)
-def test_chunks_of_prompts(make_cache, dim, seqlens_q, new, rules):
+def chunks_of_prompts(dim: int, seqlens_q: Any, new: bool, **options: Any) -> CacheCase:
     """Queries so long that a GPU may take them for an ordinary forward."""
-    case = CacheCase(
-        lengths=(257, 0, 700, 64, 1), heads=8, heads_k=2, dim=dim, dtype=BF16, capacity=900,
-        seqlens_q=seqlens_q, seqlens_new=seqlens_q if new else 0, rotary="halves" if new else "",
-        **rules,
-    )  # fmt: skip
-    check(make_cache(case))
+    sizes = {"lengths": (257, 0, 700, 64, 1), "capacity": 900, "heads": 8, "heads_k": 2, "dim": dim}
+    joining = {"seqlens_new": seqlens_q, "rotary": "halves"} if new else {}
+    return CacheCase(**sizes, dtype=BF16, seqlens_q=seqlens_q, **joining, **options)
+
+
+CHUNKS = [(64, (300, 0, 129, 1, 64)), (128, 300)]
+CHUNK_RULES = [{}, {"is_causal": True}, {"window": (100, 0), "sink": True}]
+
+
+@pytest.mark.parametrize(("dim", "seqlens_q"), CHUNKS, ids=str)
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("rules", CHUNK_RULES, ids=str)
+def test_chunks_of_prompts(make_cache, dim, seqlens_q, new, rules):
+    check(make_cache(chunks_of_prompts(dim, seqlens_q, new, **rules)))
+
+
+PAGES = [{"batch_idx": True}, *({"page_size": size} for size in (1, 16, 48, 100, 256))]
+
+
+@pytest.mark.parametrize(("dim", "seqlens_q"), CHUNKS, ids=str)
+@pytest.mark.parametrize("rules", [*CHUNK_RULES, {"softcap": 9.0, "alibi": "batch"}], ids=str)
+@pytest.mark.parametrize("pages", PAGES, ids=str)
+def test_chunks_of_prompts_in_pages(cuda, dim, seqlens_q, rules, pages):
+    for new in (False, True):
+        case = chunks_of_prompts(dim, seqlens_q, new, packed_cache=new, **rules, **pages)
+        check(make_cache_inputs(case, cuda))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("seqlens_q", [40, (64, 200)], ids=str)
+def test_short_chunks_of_long_sequences(cuda, seqlens_q, page_size):
+    """So few tiles of queries that their keys are cut into parts."""
+    sizes = {"lengths": (5000, 3333), "heads": 8, "heads_k": 2, "dim": 128, "dtype": BF16}
+    rules = {"is_causal": True, "sink": True}
+    check(
+        make_cache_inputs(
+            CacheCase(**sizes, seqlens_q=seqlens_q, page_size=page_size, **rules), cuda
+        )
+    )
 
 
 @pytest.mark.parametrize("size", [1, 64, 200, 10**6])

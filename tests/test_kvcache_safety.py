@@ -10,7 +10,7 @@ from kvcache_calls import call, check_same
 
 import flash_cute
 from flash_cute.testing import bounds, memory
-from flash_cute.testing.kvcache import CacheCase, check
+from flash_cute.testing.kvcache import CacheCase, check, make_cache_inputs
 
 BF16 = torch.bfloat16
 BAD = [-1, -(2**31), 2**31 - 1]
@@ -42,6 +42,20 @@ def test_bad_pages_read_as_zeros_and_are_not_written(make_cache, page, new):
     page = len(inputs["k_cache"]) if page == "pages" else page
     inputs["block_table"][0, 1] = page
     inputs["block_table"][1, 6] = page  # where new rows go
+    check(inputs)
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31 - 1, "pages"])
+@pytest.mark.parametrize("pages", [{"page_size": 16}, {"batch_idx": True}], ids=str)
+def test_bad_pages_under_long_queries(cuda, pages, bad):
+    """As many queries as a GPU takes for an ordinary forward."""
+    sizes = {"lengths": (600, 1000), "seqlens_q": 600, "heads": 16, "heads_k": 4, "dim": 64}
+    inputs = make_cache_inputs(CacheCase(**sizes, **pages, is_causal=True, dtype=BF16), cuda)
+    bad = len(inputs["k_cache"]) if bad == "pages" else bad
+    if "page_size" in pages:
+        inputs["block_table"][0, ::5] = inputs["block_table"][1, -2] = bad
+    else:
+        inputs["cache_batch_idx"][1] = bad
     check(inputs)
 
 

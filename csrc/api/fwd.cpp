@@ -13,7 +13,9 @@ void run(FwdProblem& p, const FwdArguments& a, const View& out, const View& soft
   check_like_out(out, a.q, a.v, "out");
   p.out = matrices(out, "out");
   p.lse = statistics(softmax_lse, "softmax_lse", a.q);
-  const auto& kernel = select(fwd_kernels(), p, device(a.q.device));
+  const Device& gpu = device(a.q.device);
+  const auto& kernel = select(fwd_kernels(), p, gpu);
+  const Tensor parts = allocate_parts(p, kernel.config, a.q, gpu.sms);
   const cudaError_t error = kernel.launch(p, current_stream(a.q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }

@@ -71,12 +71,15 @@ const int* optional_indices(const std::optional<View>& t, int64_t length, const 
 }
 
 Cache make_cache(const KvcacheArguments& a, int batch) {
+  return {optional_indices(a.cache_seqlens, batch, "cache_seqlens", a.q),
+          optional_indices(a.cache_leftpad, batch, "cache_leftpad", a.q)};
+}
+
+Pages make_pages(const KvcacheArguments& a, int batch) {
   const View& q = a.q;
-  Cache cache{};
-  cache.num_pages = checked_int(a.k_cache.size(0), "k_cache's first dimension");
-  cache.page_size = checked_int(a.k_cache.size(1), "k_cache's second dimension");
-  cache.lengths = optional_indices(a.cache_seqlens, batch, "cache_seqlens", q);
-  cache.leftpad = optional_indices(a.cache_leftpad, batch, "cache_leftpad", q);
+  Pages pages{};
+  pages.count = checked_int(a.k_cache.size(0), "k_cache's first dimension");
+  pages.size = checked_int(a.k_cache.size(1), "k_cache's second dimension");
   FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given");
   if (a.block_table) {
     const View& table = *a.block_table;
@@ -84,17 +87,17 @@ Cache make_cache(const KvcacheArguments& a, int batch) {
     FC_CHECK(table.dtype == ScalarType::Int && table.dims == 2 && table.size(0) == batch &&
                  (table.size(1) <= 1 || table.stride(1) == 1),
              "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
-    cache.pages = static_cast<const int*>(table.ptr);
-    cache.pages_batch = table.stride(0);
-    cache.blocks = checked_int(table.size(1), "max_blocks");
+    pages.ids = static_cast<const int*>(table.ptr);
+    pages.batch = table.stride(0);
+    pages.of_sequence = checked_int(table.size(1), "max_blocks");
   } else if (a.cache_batch_idx) {
-    cache.pages = indices(*a.cache_batch_idx, batch, "cache_batch_idx", q);
-    cache.pages_batch = 1;
+    pages.ids = indices(*a.cache_batch_idx, batch, "cache_batch_idx", q);
+    pages.batch = 1;
   } else {
-    FC_CHECK(cache.num_pages >= batch, "the caches hold ", cache.num_pages, " sequences, q has ", batch);
+    FC_CHECK(pages.count >= batch, "the caches hold ", pages.count, " sequences, q has ", batch);
   }
-  checked_int(cache.capacity(), "max_blocks * page_size");
-  return cache;
+  checked_int(pages.capacity(), "max_blocks * page_size");
+  return pages;
 }
 
 NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
@@ -180,7 +183,8 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   f.head_dim_v = checked_int(a.v_cache.size(3), "head dim of v");
   describe_scores(f, a.score, a.q);
   p.cache = make_cache(a, f.batch);
-  f.seqlen_k = static_cast<int>(p.cache.capacity());
+  f.pages = make_pages(a, f.batch);
+  f.seqlen_k = static_cast<int>(f.pages.capacity());
   f.total_k = int64_t(f.batch) * f.seqlen_k;
   f.q = matrices(a.q, "q");
   f.k = matrices(a.k_cache, "k_cache");
@@ -198,7 +202,7 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
 }
 
 // Results of parts, where there can be any that are not the whole.
-Tensor allocate_parts(DecodeProblem& p, const KernelConfig& config, const View& q) {
+Tensor allocate_decoded_parts(DecodeProblem& p, const KernelConfig& config, const View& q) {
   if (p.slots == 0) return Tensor();
   const bool even = p.num_splits == 0 && p.split_size == 0;
   const int64_t rows = int64_t(p.slots) * config.block_m, out = rows * config.head_dim_v;
@@ -209,14 +213,13 @@ Tensor allocate_parts(DecodeProblem& p, const KernelConfig& config, const View& 
   return workspace;
 }
 
-// A kernel of forward for long queries, where the cache is a tensor with a row for each sequence; null if decoding takes
-// no longer. Where the caller says how keys are parted, it is always decoding: results must not depend on the batch.
+// A kernel of forward for long queries; null if none can, or decoding takes no longer. Where the caller says how keys are
+// parted, it is always decoding: results must not depend on the batch.
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
-  const bool whole = p.cache.pages == nullptr && p.cache.leftpad == nullptr;
-  if (!whole || p.num_splits > 0 || p.split_size > 0) return nullptr;
+  if (p.cache.leftpad != nullptr || p.num_splits > 0 || p.split_size > 0) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
   const bool cheaper = kernel != nullptr && kernel->config.arch == Arch::Sm90 &&
-                       cost(kernel->config, p.fwd, gpu.sms) < cost(decode, p.fwd, gpu.sms);
+                       forward_is_cheaper(kernel->config, decode, p.fwd, gpu.sms);
   return cheaper ? kernel : nullptr;
 }
 
@@ -224,8 +227,9 @@ void check_launch(const KernelConfig& config, cudaError_t error) {
   FC_CHECK(error == cudaSuccess, config.id(), ": ", cudaGetErrorString(error));
 }
 
-void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q) {
+void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q, int sms) {
   const cudaStream_t stream = current_stream(q);
+  const Tensor parts = allocate_parts(p.fwd, kernel.config, q, sms);
   p.fwd.sequences.used_k = p.cache.lengths;
   Tensor lengths;
   if (p.added.total > 0) {
@@ -254,10 +258,10 @@ void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
     p.fwd.q = matrices(View(rotated), "q");
   }
   if (const auto* forward = cheaper_forward(p, kernel.config, gpu)) {
-    run_forward(p, *forward, a.q);
+    run_forward(p, *forward, a.q, gpu.sms);
   } else {
     plan_decode(p, kernel.config, gpu.sms);
-    const Tensor workspace = allocate_parts(p, kernel.config, a.q);
+    const Tensor workspace = allocate_decoded_parts(p, kernel.config, a.q);
     check_launch(kernel.config, kernel.launch(p, current_stream(a.q)));
   }
   in.put(out, softmax_lse);

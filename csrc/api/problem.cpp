@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "core/heuristics.h"
+
 namespace flash_cute {
 namespace {
 
@@ -132,6 +134,18 @@ Tensor allocate_out(const View& q, const View& v) {
   const int64_t head_dim_v = v.size(v.dims - 1);
   return q.dims == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), head_dim_v}, q.dtype)
                      : allocate(q, {q.size(0), q.size(1), head_dim_v}, q.dtype);
+}
+
+Tensor allocate_parts(FwdProblem& p, const KernelConfig& config, const View& q, int sms) {
+  p.parts.count = plan_forward(config, p, sms).parts;
+  if (p.parts.count == 1) return Tensor();
+  const int64_t rows = p.all_rows(), results = int64_t(p.parts.count) * p.heads * rows;
+  const int statistics = p.row_max.ptr == nullptr ? 1 : 2;
+  const Tensor workspace = allocate(q, {results * (config.head_dim_v + statistics)}, ScalarType::Float);
+  p.parts.columns = config.head_dim_v;
+  p.parts.out = static_cast<float*>(workspace.data_ptr());
+  p.parts.lse = {p.parts.out + results * config.head_dim_v, p.dense() ? p.seqlen_q : 0, rows};
+  return workspace;
 }
 
 Tensor allocate_statistics(const View& q) {

@@ -15,6 +15,9 @@ void describe_scores(FwdProblem& p, const Score& score, const View& q);
 // The shape of q with the head dim of v, uninitialised.
 Tensor allocate_out(const View& q, const View& v);
 
+// Decides into how many parts a kernel cuts keys, and gives their results a place; undefined if they stay whole.
+Tensor allocate_parts(FwdProblem& p, const KernelConfig& config, const View& q, int sms);
+
 // Statistics of each row, [b, h, s] or [h, rows], uninitialised.
 Tensor allocate_statistics(const View& q);
 

@@ -23,7 +23,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
   p.group = Divisor(f.heads / f.heads_k);
-  p.page_size = Divisor(std::max(1, p.cache.page_size));
+  p.page_size = Divisor(std::max(1, f.pages.size));
   const bool even = p.num_splits == 0 && p.split_size == 0;
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
   const int64_t units = f.batch * f.heads_k * tiles;
@@ -57,7 +57,7 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   p.fwd.heads = static_cast<int>(heads);
   p.fwd.heads_k = static_cast<int>(heads_k);
   p.fwd.seqlen_q = static_cast<int>(seqlen_q);
-  p.fwd.seqlen_k = p.cache.page_size = static_cast<int>(capacity);
+  p.fwd.seqlen_k = p.fwd.pages.size = static_cast<int>(capacity);
   const bool full = std::count(rows.begin(), rows.end(), capacity) == p.fwd.batch;
   p.cache.lengths = full ? nullptr : rows.data();
   p.num_splits = static_cast<int>(num_splits);

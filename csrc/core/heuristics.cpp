@@ -17,6 +17,7 @@ struct Speed {
 };
 
 Speed speed(const KernelConfig& config) {
+  if (config.head_dim == 64) return config.block_m == 192 ? Speed{692, 170} : Speed{534, 250};
   if (config.head_dim <= 128) {
     if (config.block_m == 192) return config.cluster == 2 ? Speed{713, 220} : Speed{692, 190};
     return config.cluster == 2 ? Speed{666, 290} : Speed{639, 290};
@@ -64,10 +65,18 @@ Spread spread(int tiles, const ValueOf& value_of) {
 
 // What `tiles` tiles cost, so many at once.
 double cost_of(const Spread& tile, double tiles, double at_once) {
-  // Equal tiles end together, and leave the last turn unfilled; others fill it, the shortest coming last.
-  if (tile.shortest == tile.longest) return tile.longest * ceil_to(tiles, at_once) / at_once;
-  return std::max(tile.longest, tile.mean * tiles / at_once);
+  // The shortest come last: the more alike tiles are, the more of the last turn stays unfilled.
+  const double turns = tiles / at_once;
+  return std::max(tile.longest, tile.mean * turns + tile.shortest * (ceil_to(turns, 1) - turns));
 }
+
+// In units of forward's cost.
+double a_microsecond(const KernelConfig& config, int sms) {
+  return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
+}
+
+// Parts are made where they take no more than this of the time without.
+constexpr double kWorthwhile = 0.95;
 
 // Rows of configs.def, whether this build has their kernels or not.
 struct Row {
@@ -123,8 +132,12 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b) {
          a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
 }
 
-double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  if (!problem.dense() && config.cluster > 1) return std::numeric_limits<double>::infinity();
+ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms) {
+  if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
+  // Microseconds on an H200: of one more kernel, and of an fp32 number that a part writes and that is read again.
+  constexpr double kKernel = 3, kNumber = 1 / 3e5;
+  constexpr int kMostParts = 64, kTurns = 2;  // of all SMs, that parts may fill
+  constexpr double kEmptyRow = 0.6;  // takes so much of a row's time: it needs less power
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
   const auto [rate, tile_keys] = speed(config);
@@ -133,12 +146,26 @@ double forward_cost(const KernelConfig& config, const FwdProblem& problem, int s
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = config.block_m * config.cluster;
   const int tiles = (one.seqlen_q + rows - 1) / rows;
-  const Spread costs = spread(tiles, [&](int tile) {
-    const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
-    return (ceil_to(std::max(0, keys.last - keys.first), config.block_n) + tile_keys + waiting_keys) * config.block_m /
-           rate;
-  });
-  return cost_of(costs, double(tiles) * problem.heads * problem.batch, std::max(1, sms / config.cluster));
+  const double all = double(tiles) * problem.heads * problem.batch, at_once = std::max(1, sms / config.cluster);
+  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * one.seqlen_q / rows : 1;
+  auto cost_with = [&](int parts) {
+    const Spread costs = spread(tiles, [&](int tile) {
+      const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
+      const double of_part = ceil_to(double(std::max(0, keys.last - keys.first)) / parts, config.block_n);
+      return (of_part + tile_keys + waiting_keys) * config.block_m / rate * filled;
+    });
+    return cost_of(costs, all * parts, at_once);
+  };
+  const double whole = cost_with(1);
+  ForwardPlan plan{whole, 1};
+  if (config.arch != Arch::Sm90) return plan;
+  const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
+  const int most = std::min(kMostParts, (one.seqlen_k + config.block_n - 1) / config.block_n);
+  for (int parts = 2; parts <= most && (parts - 1) * all < kTurns * at_once; ++parts) {
+    const double cost = cost_with(parts) + (kKernel + merging * parts) * a_microsecond(config, sms);
+    if (cost < plan.cost && cost < kWorthwhile * whole) plan = {cost, parts};
+  }
+  return plan;
 }
 
 double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
@@ -151,15 +178,19 @@ double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sm
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  return config.op == Op::Decode ? decode_cost(config, problem, sms) : forward_cost(config, problem, sms);
+  return config.op == Op::Decode ? decode_cost(config, problem, sms) : plan_forward(config, problem, sms).cost;
 }
 
-KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
+bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms) {
+  constexpr double kAround = 15;  // microseconds that decoding takes beside its products
+  return cost(forward, problem, sms) < cost(decode, problem, sms) + kAround * a_microsecond(decode, sms);
+}
+
+QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
   // Microseconds on an H200: of a CTA before its first step and after its last, of one more kernel, and of an fp32
   // number that a part writes and that is read again. A step takes as long as its five products.
   constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
   constexpr int kMostParts = 16;
-  constexpr double kWorthwhile = 0.95;
   if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
@@ -172,7 +203,7 @@ KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, i
     const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
     return seeing.end - seeing.begin;
   });
-  auto time_of = [&](const KeyParts& parts) {
+  auto time_of = [&](const QueryParts& parts) {
     auto time_with = [&](double queries) { return kAroundSteps + step * (group / parts.heads) * queries; };
     auto most = [&](double queries) { return ceil_to(queries / parts.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
@@ -180,11 +211,11 @@ KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, i
     const double time = cost_of(times, tiles * heads_k * parts.count(), std::max(1, sms / config.cluster));
     return parts.count() == 1 ? time : time + kKernel + merging * parts.count();
   };
-  KeyParts best;
+  QueryParts best;
   double least = kWorthwhile * time_of(best);
   for (int count = 2; count <= kMostParts; ++count) {
     const int of_heads = std::gcd(count, group);
-    const KeyParts parts{of_heads, count / of_heads};
+    const QueryParts parts{of_heads, count / of_heads};
     const double time = time_of(parts);
     if (time >= least) continue;
     best = parts;
@@ -193,12 +224,14 @@ KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, i
   return best;
 }
 
-std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
-                              int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms) {
+std::tuple<std::string, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
+                                                   int64_t head_dim, int64_t window_size_left,
+                                                   int64_t window_size_right, bool varlen, int64_t sms) {
   const FwdProblem p = problem_of(batch, heads, heads, seqlen_q, seqlen_k, head_dim, head_dim, window_size_left,
                                   window_size_right, varlen);
   const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
-  return config == nullptr ? "" : config->id();
+  if (config == nullptr) return {"", 0};
+  return {config->id(), plan_forward(*config, p, static_cast<int>(sms)).parts};
 }
 
 std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
@@ -208,7 +241,7 @@ std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64
   const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
                                   window_size_right, varlen);
   const KernelConfig* const config = hopper_kernel(Op::Bwd, p, sms);
-  const KeyParts parts = config == nullptr ? KeyParts{} : backward_parts(*config, p, static_cast<int>(sms));
+  const QueryParts parts = config == nullptr ? QueryParts{} : backward_parts(*config, p, static_cast<int>(sms));
   return {parts.heads, parts.queries};
 }
 

@@ -14,16 +14,23 @@ namespace flash_cute {
 // rows of one head dim are for GPUs with more or with less shared memory: there the first that fits is best.)
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
-// What a forward problem costs on a GPU with `sms` multiprocessors: a number to compare alternatives by. Lengths of
-// sequences that lie end to end are not known to the host: their mean stands for them, and CTAs in clusters, where short
-// sequences would leave some without work, are left out by an infinite cost.
-double forward_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
+// What a forward problem costs on a GPU with `sms` multiprocessors, a number to compare alternatives by, with keys in the
+// number of parts that is best. Lengths of sequences that lie end to end are not known to the host: their mean stands for
+// them, and CTAs in clusters, where short sequences would leave some without work, are left out by an infinite cost.
+struct ForwardPlan {
+  double cost;
+  int parts;
+};
+ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 // The same over a key/value cache, whose keys CTAs share out evenly: a tile of query rows costs its products with all
 // keys, and reading them.
 double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
+
+// Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache.
+bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms);
 
 // Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
 template <class Kernels, class Fits>
@@ -48,12 +55,14 @@ auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& probl
 // Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy. More
 // cost a pass that adds them up, and room for their sums. Shares of heads come before shares of queries. Lengths of
 // sequences that lie end to end count as their mean. Other kernels have one part always.
-KeyParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
+QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
 
-// For tests: id of the kernel that a plain forward of bf16 would use on a Hopper GPU, whether this build has it or not.
-// Windows of -1 have no end; with `varlen` lengths are those of sequences end to end.
-std::string preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
-                              int64_t window_size_left, int64_t window_size_right, bool varlen, int64_t sms);
+// For tests: id of the kernel that a plain forward of bf16 would use on a Hopper GPU, whether this build has it or not,
+// and into how many parts it would cut keys. Windows of -1 have no end; with `varlen` lengths are those of sequences end
+// to end.
+std::tuple<std::string, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
+                                                   int64_t head_dim, int64_t window_size_left,
+                                                   int64_t window_size_right, bool varlen, int64_t sms);
 
 // For tests: parts of heads and of queries that a plain backward of bf16 would have on a Hopper GPU, sizes as above.
 std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "core/config.h"
 #include "core/divisor.h"
@@ -58,10 +59,38 @@ struct Sink {
   Element element = Element::None;
 };
 
+// Where tiles of queries are too few for a GPU, their keys are cut into parts (by Hopper's kernels; heuristics.h says into
+// how many), whose results kernels/passes/merge_parts.h merges.
+struct KeyParts {
+  int count = 1;
+  int columns = 0;  // of the kernel's tile of V
+  float* out = nullptr;  // [count * h, rows of all sequences, columns]
+  Statistics lse{};  // [count * h, rows of all sequences], rows as in `out`
+
+  // Where it is asked for: behind lse.
+  constexpr Statistics row_max(int heads) const {
+    return {lse.ptr + int64_t(count) * heads * lse.head, lse.batch, lse.head};
+  }
+};
+
+// Keys and values in pages of rows, or in one page a sequence: then k and v have pages for sequences. Ids come from the
+// device unchecked: what lies in a page that does not exist reads as zeros.
+struct Pages {
+  const int* ids = nullptr;  // [batch, of_sequence]; null: sequence b has page b
+  int64_t batch = 0;  // stride of ids
+  int of_sequence = 1;
+  int count = 0;
+  int size = 0;  // rows
+
+  constexpr int64_t capacity() const { return int64_t(of_sequence) * size; }
+  // Of a tile of `rows` rows, how many lie together wherever it begins, if at a multiple of that.
+  constexpr int together(int rows) const { return of_sequence == 1 ? rows : std::gcd(rows, size); }
+};
+
 struct FwdProblem {
   DType dtype;
   int batch, heads, heads_k, head_dim, head_dim_v;
-  int seqlen_q, seqlen_k;    // the longest, for sequences of different lengths
+  int seqlen_q, seqlen_k;  // the longest, for sequences of different lengths
   int64_t total_q, total_k;  // rows of all sequences
   Sequences sequences;
   Band band;
@@ -69,13 +98,16 @@ struct FwdProblem {
   ScoreRules rules;
   Sink sink;
   Matrices q, k, v;
+  Pages pages;  // of k and v, for kernels that can; ids may be null
   Matrices out;
-  Statistics lse;      // natural log
+  Statistics lse;  // natural log
   Statistics row_max;  // may be null
-  void* softmax;       // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
+  void* softmax;  // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
+  KeyParts parts;
 
   constexpr bool dense() const { return sequences.cu_q == nullptr; }
   constexpr bool dense_keys() const { return sequences.cu_k == nullptr; }
+  constexpr int64_t all_rows() const { return dense() ? int64_t(batch) * seqlen_q : total_q; }
 
   // The least one that has all of the rules. A negative scale turns maxima into minima.
   Tier tier() const {
@@ -85,26 +117,20 @@ struct FwdProblem {
   }
 };
 
-// A cache of keys and values: pages of rows, or one page a sequence. Values of the index tensors come from the device
-// unchecked: kernels/common/cached_seq.h clamps them, and what lies in a page that does not exist reads as zeros.
+// A cache of keys and values, which are pages. Values of the index tensors come from the device unchecked:
+// kernels/common/cached_seq.h clamps them.
 struct Cache {
   const int* lengths = nullptr;  // [batch], rows in use before new ones join; null: all
   const int* leftpad = nullptr;  // [batch], rows at the start that do not count; may be null
-  const int* pages = nullptr;    // [batch, blocks], ids; null: sequence b has page b
-  int64_t pages_batch = 0;
-  int blocks = 1;  // pages of a sequence
-  int num_pages, page_size;
-
-  constexpr int64_t capacity() const { return int64_t(blocks) * page_size; }
 };
 
 // Keys and values that join the cache.
 struct NewKeys {
   Matrices k, v;
   const int* cu = nullptr;  // [batch + 1]; null: dense
-  int seqlen = 0;           // of each sequence, or the longest
-  int64_t total = 0;        // rows of all sequences, also dense
-  int* lengths = nullptr;   // result, [batch]: keys of each sequence then, less those of its padding; may be null
+  int seqlen = 0;  // of each sequence, or the longest
+  int64_t total = 0;  // rows of all sequences, also dense
+  int* lengths = nullptr;  // result, [batch]: keys of each sequence then, less those of its padding; may be null
 };
 
 // Rotary embedding of queries and new keys. The tables are in the dtype of q.
@@ -149,7 +175,7 @@ struct DecodeProblem {
 };
 
 // Into how many parts the work on a tile of keys is cut, each with its own sums of dK and dV.
-struct KeyParts {
+struct QueryParts {
   int heads = 1;  // of the query heads of a kv head
   int queries = 1;  // of the tiles of queries that see the keys
 
@@ -167,10 +193,10 @@ struct BwdProblem {
   float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in the order of DqSums
   int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
   // Turn), counted at the turn's first tile of dQ
-  KeyParts parts;
-  Statistics
-      part_sums;  // of several parts: [b, h_k, parts, rows], head_dim + head_dim_v of the kernel numbers each. Of
-  // every kPartRows rows come dK's sums, then dV's, in the order of their accumulators
+  QueryParts parts;
+  // Of several parts: [b, h_k, parts, rows], head_dim + head_dim_v of the kernel numbers each. Of every kPartRows rows come
+  // dK's sums, then dV's, in the order of their accumulators.
+  Statistics part_sums;
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in an order that does not depend on timing
 };

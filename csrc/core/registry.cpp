@@ -81,8 +81,11 @@ static bool addressable(const FwdProblem& p, std::initializer_list<Matrices> que
       return addressable(m, dense ? longest : total, heads, dense ? p.batch : 1);
     });
   };
+  const bool paged = p.pages.ids != nullptr;
+  auto addressable_pages = [&](const Matrices& m) { return addressable(m, p.pages.size, p.heads_k, p.pages.count); };
   return all(queries, p.dense(), p.seqlen_q, p.total_q, p.heads) &&
-         all(keys, p.dense_keys(), p.seqlen_k, p.total_k, p.heads_k);
+         (paged ? std::all_of(keys.begin(), keys.end(), addressable_pages)
+                : all(keys, p.dense_keys(), p.seqlen_k, p.total_k, p.heads_k));
 }
 
 static bool addressable(const FwdProblem& p) {
@@ -123,6 +126,9 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
   // Hopper's forward draws random numbers for tiles of keys from the first visible one on, which under such a window is
   // anywhere among the keys that share a call of Philox.
   const bool keys_shifted = hopper && op == Op::Fwd && problem.band.left < problem.seqlen_k - 1;
+  // TMA moves rows that lie together: whole atoms of the swizzle, from multiples of their number on.
+  const bool reads_pages =
+      hopper && config.cluster == 1 && !keys_shifted && problem.pages.together(config.block_n) % 8 == 0;
   return {
       .dtype = config.dtype != problem.dtype,
       .tier = !config.rich() && problem.tier() == Tier::Rich,
@@ -133,6 +139,7 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
       .tensor_map = hopper && !addressable(asked),
       .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
                                   has_empty_columns(problem.head_dim_v, config.head_dim_v)),
+      .pages = op == Op::Fwd && problem.pages.ids != nullptr && !reads_pages,
       .dropout = problem.rules.rng != nullptr && (!config.drops() || keys_shifted),
       .set_aside = !kernel.in_use,
   };
@@ -152,6 +159,7 @@ std::string explain(const Refusal& refusal) {
   add(refusal.tensor_map,
       "needs tensors that are not empty, with vectors on 16-byte boundaries and strides that are not 0");
   add(refusal.empty_columns, "its tiles are wider by 64 columns or more (by 32, if 96 wide)");
+  add(refusal.pages, "does not read pages, or none of this size, or not in a window that is bounded to the left");
   add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;

@@ -10,9 +10,8 @@ FC_HOST_DEVICE int clamped(int64_t value, int64_t most) {
 }
 
 // Rows in use before new ones join.
-FC_HOST_DEVICE int rows_in_use(const Cache& cache, int b) {
-  const int64_t capacity = cache.capacity();
-  return cache.lengths == nullptr ? static_cast<int>(capacity) : clamped(cache.lengths[b], capacity);
+FC_HOST_DEVICE int rows_in_use(const DecodeProblem& p, int b) {
+  return p.cache.lengths == nullptr ? p.fwd.seqlen_k : clamped(p.cache.lengths[b], p.fwd.seqlen_k);
 }
 
 // New rows of a sequence, of which the cache may not have room for all.
@@ -22,9 +21,9 @@ FC_HOST_DEVICE SeqSpan new_rows(const NewKeys& added, int b) {
 
 // The queries and the keys of a sequence, those that joined included. Key 0 is row k.offset of the sequence's pages.
 FC_HOST_DEVICE SeqInfo cached_seq(const DecodeProblem& p, int b) {
-  const int used = rows_in_use(p.cache, b);
+  const int used = rows_in_use(p, b);
   const int first = p.cache.leftpad == nullptr ? 0 : clamped(p.cache.leftpad[b], used);
-  const int last = clamped(int64_t(used) + new_rows(p.added, b).length, p.cache.capacity());
+  const int last = clamped(int64_t(used) + new_rows(p.added, b).length, p.fwd.seqlen_k);
   return {seq_span(p.fwd.sequences.cu_q, nullptr, b, p.fwd.seqlen_q, p.fwd.total_q), {first, last - first}};
 }
 
@@ -50,8 +49,8 @@ FC_HOST_DEVICE int64_t place_of(int row, const SeqSpan& span, const int* cu, int
 }
 
 // The id of a page of a sequence; it may not exist.
-FC_HOST_DEVICE int page_id(const Cache& cache, int b, int block) {
-  return cache.pages == nullptr ? b : cache.pages[b * cache.pages_batch + block];
+FC_HOST_DEVICE int page_id(const Pages& pages, int b, int block) {
+  return pages.ids == nullptr ? b : pages.ids[b * pages.batch + block];
 }
 
 }  // namespace flash_cute

@@ -11,6 +11,11 @@ struct TileRange {
   int full_begin, full_end;
 
   FC_HOST_DEVICE bool empty() const { return begin >= end; }
+  FC_HOST_DEVICE TileRange before(int tile) const {
+    TileRange range = *this;
+    if (tile < range.end) range.end = tile;
+    return range;
+  }
   FC_HOST_DEVICE bool full(int tile) const { return full_begin <= tile && tile < full_end; }
 };
 

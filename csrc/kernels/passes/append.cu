@@ -69,16 +69,16 @@ __device__ void append(const DecodeProblem& p, int cta, int pairs) {
   const int head = slot % f.heads_k, b = sequence_of(row, p.added.cu, f.batch, p.added.seqlen);
   const SeqSpan added = new_rows(p.added, b);
   const int64_t place = place_of(row, added, p.added.cu, p.added.seqlen);
-  const int used = rows_in_use(p.cache, b);
+  const int used = rows_in_use(p, b);
   if (slot >= 2 * f.heads_k || 2 * pair >= (key ? f.head_dim : f.head_dim_v)) return;
-  if (place < 0 || place >= added.length || used + place >= p.cache.capacity()) return;
+  if (place < 0 || place >= added.length || used + place >= f.seqlen_k) return;
   const int to_row = used + static_cast<int>(place);
-  const int page = page_id(p.cache, b, to_row / p.cache.page_size);
-  if (page < 0 || page >= p.cache.num_pages) return;
+  const int page = page_id(f.pages, b, to_row / f.pages.size);
+  if (page < 0 || page >= f.pages.count) return;
   const int64_t position = (p.rotary.from == nullptr ? used : p.rotary.from[b]) + place;
   copy_pair(key ? p.rotary : Rotary{}, position, pair,
             row_of<Element>(key ? p.added.k : p.added.v, b, added.offset + place, head),
-            row_of<Element>(key ? f.k : f.v, page, to_row % p.cache.page_size, head));
+            row_of<Element>(key ? f.k : f.v, page, to_row % f.pages.size, head));
 }
 
 // A pair of one head of a query.
@@ -91,7 +91,7 @@ __device__ void rotate_query(const DecodeProblem& p, int cta) {
   const int64_t place = place_of(row, queries, f.sequences.cu_q, f.seqlen_q);
   if (head >= f.heads || place < 0 || place >= queries.length) return;
   const bool banded = f.band.left < Band::kUnbounded || f.band.right < Band::kUnbounded;
-  const int64_t start = p.rotary.from == nullptr ? rows_in_use(p.cache, b) : p.rotary.from[b];
+  const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, b) : p.rotary.from[b];
   copy_pair(p.rotary, start + (banded ? place : 0), pair,
             row_of<Element>(p.unrotated_q, b, queries.offset + place, head),
             row_of<Element>(f.q, b, queries.offset + place, head));

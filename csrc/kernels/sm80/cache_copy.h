@@ -116,10 +116,10 @@ class CacheCopy {
 
   // Where a row of the sequence is, if it is `wanted`.
   CUTE_DEVICE PageRow place_of(int row, bool wanted) const {
-    if (p_.cache.pages == nullptr) return {wanted ? b_ : -1, row};
+    if (p_.fwd.pages.ids == nullptr) return {wanted ? b_ : -1, row};
     const int block = p_.page_size.quotient(row);
-    const int page = wanted ? page_id(p_.cache, b_, block) : -1;
-    return {page < p_.cache.num_pages ? page : -1, row - block * p_.page_size.value};
+    const int page = wanted ? page_id(p_.fwd.pages, b_, block) : -1;
+    return {page < p_.fwd.pages.count ? page : -1, row - block * p_.page_size.value};
   }
 
   // Pages of the next tile, asked for a tile ahead, as the table is in global memory.

@@ -10,9 +10,11 @@
 #include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
+#include "kernels/passes/merge_parts.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm90/forward_consumers.h"
 #include "kernels/sm90/forward_dropout.h"
+#include "kernels/sm90/forward_pages.h"
 #include "kernels/sm90/forward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -27,7 +29,8 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.ring_k.init(C.warps);
     storage.ring_v.init(C.warps);
     const bool draws = C.draws() && params.p.rules.rng != nullptr;
-    storage.ring_q.init(C.warps + 1 + (draws ? kDrawingWarps : 0));  // 1: the thread that loads V
+    const int loading = in_pages<C>(params) ? 2 : 1;  // the thread that loads V, or the warps that load K and V
+    storage.ring_q.init(C.warps + loading + (draws ? kDrawingWarps : 0));
     storage.ring_kept.init(C.warps, kDrawingWarps);
     storage.ring_next.init(1);
     storage.out_left.init(T::kGroups * C.cluster);
@@ -43,8 +46,16 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
-    if (warp == 0 && elect_one_sync()) produce_queries_and_keys<C>(params, storage);
-    if (warp == 1 && elect_one_sync()) produce_values<C>(params, storage);
+    if (warp == 0) {
+      if (elect_one_sync()) produce_queries_and_keys<C>(params, storage);
+    } else if (in_pages<C>(params)) {
+      if constexpr (C.cluster == 1) {
+        if (warp == 1) produce_from_pages<C, true>(params, storage);
+        if (warp == 2) produce_from_pages<C, false>(params, storage);
+      }
+    } else if (warp == 1 && elect_one_sync()) {
+      produce_values<C>(params, storage);
+    }
   } else if (C.draws() && group == T::kGroups + 1) {
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
     if constexpr (C.draws()) draw<C>(params, storage);
@@ -67,9 +78,17 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   sm90::ForwardParams params;
   params.p = p;
+  const bool merges = p.parts.count > 1;
+  if (merges) {
+    params.p.lse = p.parts.lse;
+    if (p.row_max.ptr != nullptr) params.p.row_max = p.parts.row_max(p.heads);
+    params.p.sink = {};
+  }
   params.order = sm90::TileOrder::of(p, C.block_m * C.cluster);
   const int64_t tiles = params.order.tiles();
   params.tiles = static_cast<int>(tiles);
+  params.page_size = Divisor(std::max(1, p.pages.size));
+  params.page_rows = p.pages.together(C.block_n);
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
@@ -81,7 +100,10 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, rows, cols);
   };
   auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
-    return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
+    if (p.pages.ids == nullptr) {
+      return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
+    }
+    return sm90::make_ragged_map(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count, params.page_rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
@@ -89,6 +111,9 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
   if (cudaError_t e = zeroed_counters(params.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<sm90::forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
+  if (merges) {
+    if (cudaError_t e = merge_parts(p, stream)) return e;
+  }
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
 

@@ -24,6 +24,33 @@ struct Baton {
   }
 };
 
+// To be called by a thread of each warpgroup once nothing of it is left in the memory that O shares with V.
+template <KernelConfig C>
+CUTE_DEVICE void give_back_values(typename ForwardTraits<C>::Storage& storage) {
+  for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left.arrive(rank);
+}
+
+// Writes the outputs of a warpgroup (MMA,1,1) over a part of the keys.
+template <KernelConfig C, class Mma, class Output>
+CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTraits<C>::kGroups>& work, const Mma& mma,
+                            const Output& tOrO, int thread) {
+  const FwdProblem& p = params.p;
+  Tensor output = rows_of(tOrO);  // (rows,dims)
+  Tensor at =
+      rows_of(mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
+  const int64_t first = first_of(p.parts.lse, work.of_results(p), work.seq);
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(output); ++r) {
+    const int row = work.tile.row + get<0>(at(r, 0));
+    if (row >= work.seq.q.length) continue;
+    float* const to = p.parts.out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(output); c += 2) {
+      *reinterpret_cast<float2*>(to + column_offset(c)) = make_float2(output(r, c), output(r, c + 1));
+    }
+  }
+}
+
 // Rounds the outputs of a warpgroup (MMA,1,1) and sends them off through shared memory.
 template <KernelConfig C, class Mma, class Output>
 CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage,
@@ -58,7 +85,7 @@ CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTrait
   }
   if constexpr (!T::kOwnOutput) {
     tma_store_wait<0>();
-    for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left.arrive(rank);
+    give_back_values<C>(storage);
   }
 }
 
@@ -182,7 +209,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         totals[r] = softmax.template close<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
         lse[r] = totals[r].lse;
       }
-      store_statistics(p, work.seq, tile, softmax, lse, at);
+      store_statistics(p, work.seq, work.of_results(p), softmax, lse, at);
     };
 
     clear(tOrO);
@@ -255,7 +282,12 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
 
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) softmax.divide(output, r, totals[r]);
-    store_output<C>(params, storage, work, mma_pv, tOrO, thread);
+    if (p.parts.count == 1) {
+      store_output<C>(params, storage, work, mma_pv, tOrO, thread);
+    } else {
+      store_part<C>(params, work, mma_pv, tOrO, thread);
+      if (!T::kOwnOutput && thread % 128 == 0) give_back_values<C>(storage);
+    }
   }
   if (thread % 128 == 0) tma_store_wait<0>();
 }

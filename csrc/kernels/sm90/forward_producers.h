@@ -1,7 +1,7 @@
 // The two threads of Hopper's forward that load tiles by TMA.
 #pragma once
 
-#include "kernels/sm90/forward_traits.h"
+#include "kernels/sm90/forward_pages.h"
 
 namespace flash_cute::sm90 {
 
@@ -17,12 +17,13 @@ CUTE_DEVICE void load_keys(Ring<C.stages, C.cluster>& ring, Cursor<C.stages>& at
   at.advance();
 }
 
-// One thread that takes tiles of queries, says what they have to do, and loads Q and K of each.
+// One thread that takes tiles of queries, says what they have to do, and loads Q and K of each, if no warp loads K.
 template <KernelConfig C>
 CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
   const FwdProblem& p = params.p;
   const int rank = C.cluster == 1 ? 0 : block_rank_in_cluster();
+  const bool loads_keys = !in_pages<C>(params);
   Cursor<C.stages> at_k;
   Cursor<T::kStagesQ> at_q;
   Cursor<2> at_next;
@@ -60,9 +61,10 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     // The CTAs take turns at having later rows, which see more keys: none is ahead of the others for long.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
+    const int part = params.order.part(index);
     const auto& work = *new (&storage.work[at_q.count % T::kWorks])
-                           Work<T::kGroups>(p, of_cluster, T::kClusterRows, row, seq, C.block_n);
-    int n = work.key_tiles - 1;
+                           Work<T::kGroups>(p, of_cluster, T::kClusterRows, row, part, seq, C.block_n);
+    int n = loads_keys ? work.key_tiles - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.ring_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();
     storage.ring_q.wait_empty(at_q);

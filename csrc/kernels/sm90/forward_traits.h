@@ -15,6 +15,8 @@ namespace flash_cute::sm90 {
 struct ForwardParams {
   FwdProblem p;
   RaggedMap q, k, v, out;
+  Divisor page_size;
+  int page_rows;  // of a tile of keys, so many lie together in a page
   TileOrder order;
   int tiles;
   unsigned* counter;  // by which CTAs share out tiles; 0 before and after the kernel
@@ -24,29 +26,40 @@ struct ForwardParams {
 template <int kGroups>
 struct Work {
   QueryTile tile;
+  int part;  // of its keys
   int head_k;  // of keys
   SeqInfo seq;
-  RowSpan keys;  // that some of the rows see, those of the cluster's other CTAs included
+  RowSpan keys;  // of the part that some of the rows see, those of the cluster's other CTAs included
   int key_tiles;  // that hold these, counted from keys.first on
   TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
   bool half[kGroups];  // the last of these: its first half at most
 
   // `of_cluster` is the tile of `rows` queries in which the CTA's own starts at `first_row`.
-  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, const SeqInfo& seq,
-                   int block_n)
+  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int part,
+                   const SeqInfo& seq, int block_n)
       : tile{first_row, of_cluster.head, of_cluster.batch},
+        part(part),
         head_k(of_cluster.head / (p.heads / p.heads_k)),
         seq(seq),
         keys(visible_keys(seq, p.band, of_cluster.row, rows)) {
-    key_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
+    const int all_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
+    const int begin = all_tiles * part / p.parts.count, end = all_tiles * (part + 1) / p.parts.count;
+    key_tiles = end - begin;
+    keys = {keys.first + begin * block_n, min(keys.last, keys.first + end * block_n)};
     CUTE_UNROLL
     for (int i = 0; i < kGroups; ++i) {
       const int row = tile.row + 64 * i;
       const bool exists = row < seq.q.length;
-      of_group[i] = exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first) : TileRange{};
+      of_group[i] =
+          exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first).before(key_tiles) : TileRange{};
       const int last = visible_keys(seq, p.band, row, 64).last - keys.first;
       half[i] = last <= of_group[i].end * block_n - block_n / 2;
     }
+  }
+
+  // The tile among the results of parts, each of which has heads of its own.
+  CUTE_DEVICE QueryTile of_results(const FwdProblem& p) const {
+    return {tile.row, part * p.heads + tile.head, tile.batch};
   }
 };
 

@@ -1,4 +1,4 @@
-// The order in which persistent CTAs take tiles of queries.
+// The order in which persistent CTAs take tiles of queries, or parts of their keys.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace flash_cute::sm90 {
 // Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under
 // a causal mask they are the longest, and what comes last should be short.
 struct TileOrder {
-  int row_tiles, heads, batch, heads_together;
+  int row_tiles, heads, batch, heads_together, parts;
 
   static TileOrder of(const FwdProblem& p, int block_m) {
     constexpr int64_t kCacheBytes = 32 << 20;
@@ -19,12 +19,15 @@ struct TileOrder {
     const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k);
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
     return {(longest + block_m - 1) / block_m, p.heads, p.batch,
-            static_cast<int>(std::min<int64_t>(together, int64_t(p.heads) * p.batch))};
+            static_cast<int>(std::min<int64_t>(together, int64_t(p.heads) * p.batch)), p.parts.count};
   }
 
-  int64_t tiles() const { return int64_t(row_tiles) * heads * batch; }
+  int64_t tiles() const { return int64_t(row_tiles) * heads * batch * parts; }
+
+  CUTE_DEVICE int part(int index) const { return index % parts; }
 
   CUTE_DEVICE QueryTile at(int index, int block_m) const {
+    index /= parts;
     const int tiles_of_set = heads_together * row_tiles;
     const int set = index / tiles_of_set, place = index % tiles_of_set;
     const int together = min(heads_together, heads * batch - set * heads_together);

@@ -1,0 +1,73 @@
+// Keys and values of Hopper's forward that lie in pages: a warp loads those of each tile, another one theirs, a lane the
+// rows that lie together.
+#pragma once
+
+#include "kernels/common/cached_seq.h"
+#include "kernels/sm90/forward_traits.h"
+
+namespace flash_cute::sm90 {
+
+// Whether keys lie in pages, which CTAs of a cluster cannot load for each other.
+template <KernelConfig C>
+CUTE_DEVICE bool in_pages(const ForwardParams& params) {
+  return C.cluster == 1 && params.p.pages.ids != nullptr;
+}
+
+// Brings tile n of the keys of `work`, or of their values. What lies in a page that does not exist is written as zeros.
+template <KernelConfig C, int kDims, class Buffers>
+CUTE_DEVICE void load_from_pages(const ForwardParams& params, Ring<C.stages>& ring, Cursor<C.stages>& at,
+                                 Buffers& buffers, const RaggedMap& map, const Work<C.warps / 4>& work, int n) {
+  constexpr int kAtom = atom_columns(kDims);
+  const Pages& pages = params.p.pages;
+  auto* const to = buffers[at.stage()];
+  const int lane = threadIdx.x % 32, rows = params.page_rows, row = lane * rows;
+  const bool has_rows = row < C.block_n;
+  // Rows behind the last one do not count, but have to be numbers: they are those from the last one on.
+  const int key = min(work.keys.first + n * C.block_n + row, work.keys.last - 1);
+  const int block = params.page_size.quotient(key), begin = block * pages.size;
+  const int page = has_rows ? page_id(pages, work.tile.batch, block) : 0;
+  const bool exists = 0 <= page && page < pages.count;
+  ring.wait_empty(at);
+  if (!exists) {
+    constexpr int kVector = 16 / sizeof(*to);
+    for (int col = 0; col < kDims; col += kAtom) {
+      for (int i = row * kAtom; i < (row + rows) * kAtom; i += kVector) {
+        *reinterpret_cast<uint4*>(to + col * C.block_n + i) = uint4{};
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
+  const int missing = __popc(__ballot_sync(0xffffffff, !exists)) * rows;
+  __syncwarp();
+  if (lane == 0) ring.expect(at, (C.block_n - missing) * kDims * sizeof(*to));
+  __syncwarp();
+  for (int col = 0; has_rows && exists && col < kDims; col += kAtom) {
+    map.load_atom(to + col * C.block_n + row * kAtom, reinterpret_cast<uint64_t*>(&ring.full[at.stage()]),
+                  TMA::CacheHintSm90::EVICT_LAST, {0, min(work.keys.last - begin, pages.size)}, key - begin, col,
+                  work.head_k, page);
+  }
+  at.advance();
+}
+
+// A warp that loads all keys, or all values.
+template <KernelConfig C, bool kValues>
+CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+  using T = ForwardTraits<C>;
+  Cursor<C.stages> at;
+  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.ring_q.wait(at_q);
+    storage.ring_q.release(at_q);
+    const auto& work = storage.work[at_q.count % T::kWorks];
+    if (work.tile.row < 0) return;
+    if constexpr (kValues && !T::kOwnOutput) storage.out_left.wait((at_q.count + 1) % 2);
+    for (int n = work.key_tiles - 1; n >= 0; --n) {
+      if constexpr (kValues) {
+        load_from_pages<C, C.head_dim_v>(params, storage.ring_v, at, storage.v, params.v, work, n);
+      } else {
+        load_from_pages<C, C.head_dim>(params, storage.ring_k, at, storage.k, params.k, work, n);
+      }
+    }
+  }
+}
+
+}  // namespace flash_cute::sm90
