@@ -124,6 +124,11 @@ class Case:
         elements = self.batch * self.seqlen_k * self.heads_k * (self.dim + self.dim_v)
         return elements * DTYPES[self.dtype].itemsize
 
+    @property
+    def brief(self) -> bool:
+        """Whether kernels may take less time than launching them: replays of a graph are timed."""
+        return self.metric == "GB/s" or self.flops("fwd") < 3e10
+
     def rate(self, direction: str, ms: float) -> float:
         """Throughput of one call that took `ms` milliseconds, in units of `metric`."""
         if self.metric == "GB/s":
@@ -143,11 +148,11 @@ def _square(
     ]
 
 
-def _featured(dims: tuple[int, ...]) -> list[Case]:
-    """Each feature once at b4 s4096, the window causal, the others full."""
+def _featured(shapes: tuple[tuple[int, int, int], ...]) -> list[Case]:
+    """Each feature once over (dim, batch, seqlen) shapes, the window causal, the others full."""
     return [
-        Case("bf16", 4, 2048 // dim, 2048 // dim, 4096, 4096, dim, dim, causal, feature)
-        for dim in dims
+        Case("bf16", batch, 2048 // dim, 2048 // dim, seqlen, seqlen, dim, dim, causal, feature)
+        for dim, batch, seqlen in shapes
         for feature in ("", *FEATURES)
         for causal in ((True,) if feature == "window1024" else (False,))
     ]
@@ -173,6 +178,20 @@ def _decode() -> list[Case]:
     ]
 
 
+def _few() -> list[Case]:
+    """One sequence of so few heads, queries or keys that a GPU has SMs without a tile."""
+    square = [(16, 16, 512, 128), (16, 16, 1024, 128), (32, 32, 512, 64), (8, 8, 1024, 256),
+              (32, 8, 1024, 128), (32, 8, 2048, 128), (32, 1, 4096, 128)]  # fmt: skip
+    chunks = [(64, 32768), (128, 8192), (128, 32768), (256, 32768)]
+    return [
+        Case("bf16", 1, heads, heads_k, seqlen, seqlen, dim, dim, causal)
+        for heads, heads_k, seqlen, dim in square
+        for causal in (False, True)
+    ] + [
+        Case("bf16", 1, 32, 8, seqlen_q, seqlen_k, 128, 128, False) for seqlen_q, seqlen_k in chunks
+    ]
+
+
 SUITES: dict[str, list[Case]] = {
     "smoke": [Case.parse("bf16 b1 h4/2 q64 k64 d64/64 causal")],
     "quick": [
@@ -189,8 +208,9 @@ SUITES: dict[str, list[Case]] = {
         Case.parse("fp16 b4 h16/16 q4096 k4096 d128/128 causal"),
     ],
     "short": _square((64, 128, 256), ((32, 512), (8, 2048))),
+    "few": _few(),
     "decode": _decode(),
-    "features": _featured((128, 64)),
+    "features": _featured(((128, 4, 4096), (64, 4, 4096), (128, 1, 16384))),
     "fp8": _square((64, 128, 256), ((4, 4096), (1, 16384)), "e4m3"),
 }
 

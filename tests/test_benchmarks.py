@@ -67,7 +67,8 @@ def test_every_case_is_parsed_from_its_name_and_no_suite_repeats_one():
         assert [Case.parse(str(case)) for case in cases] == cases
         assert len(set(cases)) == len(cases)
     assert {name: len(cases) for name, cases in SUITES.items()} == {
-        "smoke": 1, "quick": 9, "train": 30, "short": 12, "decode": 32, "features": 12, "fp8": 12,
+        "smoke": 1, "quick": 9, "train": 30, "short": 12, "few": 18, "decode": 32, "features": 18,
+        "fp8": 12,
     }  # fmt: skip
 
 
@@ -77,6 +78,8 @@ def test_suites_hold_the_shapes_that_give_them_their_name():
     assert "bf16 b1 h8/8 q16384 k16384 d256/256 causal" in train
     assert "fp16 b4 h16/16 q4096 k4096 d128/128 causal" in train
     assert {case.dtype for case in SUITES["fp8"]} == {"e4m3"}
+    assert not any(case.brief for case in SUITES["train"] + SUITES["short"])
+    assert all(case.brief for case in SUITES["decode"])
     assert {case.seqlen_q for case in SUITES["decode"]} == {1}
     assert all(case.directions == ("fwd",) for case in SUITES["fp8"] + SUITES["decode"])
 
