@@ -1,5 +1,7 @@
 #include "kernels/passes/merge_parts.h"
 
+#include <algorithm>
+
 #include "kernels/common/merge.h"
 #include "kernels/common/overlap.h"
 #include "kernels/common/rows.h"
@@ -48,7 +50,8 @@ __global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant_
 }
 
 template <class Element>
-cudaError_t launch(const FwdProblem& p, cudaStream_t stream) {
+cudaError_t launch(FwdProblem p, cudaStream_t stream) {
+  if (!p.dense()) p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));  // it may be any bound
   const int64_t ctas = int64_t(cute::ceil_div(p.seqlen_q, kRows)) * p.heads * p.batch;
   return launch_overlapping<merge_rows<Element>>(ctas, 32 * kWarps, 0, stream, p);
 }
