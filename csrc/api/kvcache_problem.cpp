@@ -1,0 +1,184 @@
+#include "api/kvcache_problem.h"
+
+#include <algorithm>
+
+#include "api/problem.h"
+
+namespace flash_cute {
+namespace {
+
+const int* optional_indices(const std::optional<View>& t, int64_t length, const char* name, const View& q) {
+  return t ? indices(*t, length, name, q) : nullptr;
+}
+
+Cache make_cache(const KvcacheArguments& a, int batch) {
+  return {optional_indices(a.cache_seqlens, batch, "cache_seqlens", a.q),
+          optional_indices(a.cache_leftpad, batch, "cache_leftpad", a.q)};
+}
+
+Pages make_pages(const KvcacheArguments& a, int batch) {
+  const View& q = a.q;
+  Pages pages{};
+  pages.count = checked_int(a.k_cache.size(0), "k_cache's first dimension");
+  pages.size = checked_int(a.k_cache.size(1), "k_cache's second dimension");
+  FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given");
+  if (a.block_table) {
+    const View& table = *a.block_table;
+    check_device(table, q, "block_table");
+    FC_CHECK(table.dtype == ScalarType::Int && table.dims == 2 && table.size(0) == batch &&
+                 (table.size(1) <= 1 || table.stride(1) == 1),
+             "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
+    pages.ids = static_cast<const int*>(table.ptr);
+    pages.batch = table.stride(0);
+    pages.of_sequence = checked_int(table.size(1), "max_blocks");
+  } else if (a.cache_batch_idx) {
+    pages.ids = indices(*a.cache_batch_idx, batch, "cache_batch_idx", q);
+    pages.batch = 1;
+  } else {
+    FC_CHECK(pages.count >= batch, "the caches hold ", pages.count, " sequences, q has ", batch);
+  }
+  checked_int(pages.capacity(), "max_blocks * page_size");
+  return pages;
+}
+
+NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
+  NewKeys added{};
+  FC_CHECK(a.k.has_value() == a.v.has_value(), "of k and v one is None");
+  if (!a.k) return added;
+  FC_CHECK(a.cache_seqlens, "cache_seqlens is None; with k and v it says where they join the cache");
+  const bool dense = !a.cu_seqlens_k_new;
+  const int dims = dense ? 4 : 3;
+  auto check = [&](const View& t, const View& cache, const char* name) {
+    check_same_kind(t, a.q, name);
+    FC_CHECK(t.dims == dims && t.size(dims - 2) == cache.size(2) && t.size(dims - 1) == cache.size(3) &&
+                 (!dense || t.size(0) == batch) && t.size(dims - 3) == a.k->size(dims - 3),
+             name, "'s shape is not the expected one");
+  };
+  check(*a.k, a.k_cache, "k");
+  check(*a.v, a.v_cache, "v");
+  added.k = matrices(*a.k, "k");
+  added.v = matrices(*a.v, "v");
+  added.seqlen = checked_int(a.k->size(dims - 3), "rows of k");
+  added.total = dense ? int64_t(batch) * added.seqlen : added.seqlen;
+  added.cu = optional_indices(a.cu_seqlens_k_new, batch + 1, "cu_seqlens_k_new", a.q);
+  return added;
+}
+
+Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
+  Rotary rotary{};
+  FC_CHECK(a.rotary_cos.has_value() == a.rotary_sin.has_value(), "of rotary_cos and rotary_sin one is None");
+  FC_CHECK(a.rotary_cos || !a.rotary_seqlens, "rotary_seqlens is given, but no rotary_cos");
+  if (!a.rotary_cos) return rotary;
+  FC_CHECK(a.k, "rotary_cos is given, but no k and v");
+  for (const View* t : {&*a.rotary_cos, &*a.rotary_sin}) {
+    check_same_kind(*t, a.q, "rotary_cos or rotary_sin");
+    check_same_shape(*t, *a.rotary_cos, "rotary_sin");
+    FC_CHECK(t->dims == 2 && t->stride(1) == 1 && t->stride(0) == t->size(1) && t->size(0) > 0 && t->size(1) > 0 &&
+                 2 * t->size(1) <= head_dim,
+             "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2)");
+  }
+  rotary.cos = a.rotary_cos->ptr;
+  rotary.sin = a.rotary_sin->ptr;
+  rotary.positions = checked_int(a.rotary_cos->size(0), "positions");
+  rotary.half = static_cast<int>(a.rotary_cos->size(1));
+  rotary.interleaved = a.rotary_interleaved;
+  rotary.from = optional_indices(a.rotary_seqlens, batch, "rotary_seqlens", a.q);
+  return rotary;
+}
+
+void check_supported(const KvcacheArguments& a) {
+  FC_CHECK(a.q.dtype == ScalarType::Half || a.q.dtype == ScalarType::BFloat16,
+           "this dtype is not supported over a key/value cache on CUDA yet; float16 and bfloat16 are");
+  const int dims = a.cu_seqlens_q ? 3 : 4;
+  FC_CHECK(a.q.dims == dims && a.k_cache.dims == 4 && a.v_cache.dims == 4, "q must have ", dims,
+           " dimensions, the caches 4");
+  check_same_kind(a.k_cache, a.q, "k_cache");
+  check_same_kind(a.v_cache, a.q, "v_cache");
+  for (int i = 0; i < 3; ++i) FC_CHECK(a.k_cache.size(i) == a.v_cache.size(i), "the caches differ in dimension ", i);
+  const int64_t heads = a.q.size(dims - 2), heads_k = a.k_cache.size(2);
+  FC_CHECK(a.q.size(dims - 1) == a.k_cache.size(3), "q and k_cache differ in head dim");
+  FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, the caches ", heads_k,
+           "; heads must be a multiple of heads_k");
+  for (const View* cache : {&a.k_cache, &a.v_cache}) {
+    FC_CHECK(cache->size(3) > 0 && cache->size(3) % 8 == 0, "head dim ", cache->size(3),
+             " is not supported over a key/value cache on CUDA; multiples of 8 are");
+  }
+}
+
+}  // namespace
+
+KvcacheArguments take_kvcache(Stack& in) {
+  KvcacheArguments a{
+      .q = in.view(),
+      .k_cache = in.view(),
+      .v_cache = in.view(),
+      .k = in.optional_view(),
+      .v = in.optional_view(),
+      .rotary_cos = in.optional_view(),
+      .rotary_sin = in.optional_view(),
+      .cache_seqlens = in.optional_view(),
+      .cache_batch_idx = in.optional_view(),
+      .cache_leftpad = in.optional_view(),
+      .block_table = in.optional_view(),
+      .cu_seqlens_q = in.optional_view(),
+      .max_seqlen_q = in.take<int64_t>(),
+      .cu_seqlens_k_new = in.optional_view(),
+      .rotary_seqlens = in.optional_view(),
+      .score = {},
+      .rotary_interleaved = false,
+      .num_splits = 0,
+      .split_size = 0,
+  };
+  a.score = {.softmax_scale = in.take<std::optional<double>>(),
+             .is_causal = in.take<bool>(),
+             .window_size_left = in.take<int64_t>(),
+             .window_size_right = in.take<int64_t>(),
+             .softcap = in.take<double>(),
+             .alibi_slopes = in.optional_view(),
+             .sink = in.optional_view(),
+             .dropout_p = 0,
+             .rng = {}};
+  a.rotary_interleaved = in.take<bool>();
+  a.num_splits = in.take<int64_t>();
+  a.split_size = in.take<int64_t>();
+  return a;
+}
+
+DecodeProblem make_problem(const KvcacheArguments& a) {
+  check_supported(a);
+  const bool dense = !a.cu_seqlens_q;
+  const int axis = dense ? 2 : 1;
+  DecodeProblem p{};
+  FwdProblem& f = p.fwd;
+  f.dtype = a.q.dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
+  FC_CHECK(dense || (a.cu_seqlens_q->dims == 1 && a.cu_seqlens_q->size(0) > 0), "cu_seqlens_q must hold offsets");
+  f.batch = checked_int(dense ? a.q.size(0) : a.cu_seqlens_q->size(0) - 1, "batch");
+  f.seqlen_q = checked_int(dense ? a.q.size(1) : a.max_seqlen_q, "max_seqlen_q");
+  f.total_q = dense ? a.q.size(0) * a.q.size(1) : a.q.size(0);
+  f.sequences.cu_q = optional_indices(a.cu_seqlens_q, f.batch + 1, "cu_seqlens_q", a.q);
+  f.heads = checked_int(a.q.size(axis), "heads");
+  f.heads_k = checked_int(a.k_cache.size(2), "heads_k");
+  checked_int(int64_t(f.seqlen_q) * (f.heads / f.heads_k), "max_seqlen_q * heads / heads_k");
+  f.head_dim = checked_int(a.q.size(axis + 1), "head dim");
+  f.head_dim_v = checked_int(a.v_cache.size(3), "head dim of v");
+  describe_scores(f, a.score, a.q);
+  p.cache = make_cache(a, f.batch);
+  f.pages = make_pages(a, f.batch);
+  f.seqlen_k = static_cast<int>(f.pages.capacity());
+  f.total_k = int64_t(f.batch) * f.seqlen_k;
+  f.q = matrices(a.q, "q");
+  f.k = matrices(a.k_cache, "k_cache");
+  f.v = matrices(a.v_cache, "v_cache");
+  p.added = make_new_keys(a, f.batch);
+  p.rotary = make_rotary(a, f.batch, f.head_dim);
+  p.unrotated_q = f.q;
+  FC_CHECK(a.num_splits >= 0 && a.split_size >= 0 && (a.num_splits == 0 || a.split_size == 0),
+           "num_splits and split_size are counts, of which one at most is not 0");
+  p.num_splits = checked_int(std::min<int64_t>(a.num_splits, Band::kUnbounded - 1), "num_splits");
+  p.split_size = checked_int(std::min<int64_t>(a.split_size, Band::kUnbounded - 1), "split_size");
+  FC_CHECK(f.k.vectors && f.v.vectors && (f.q.vectors || p.rotary.cos != nullptr),
+           "q and the caches must have vectors on 16-byte boundaries");
+  return p;
+}
+
+}  // namespace flash_cute
