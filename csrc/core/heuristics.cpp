@@ -70,7 +70,7 @@ double cost_of(const Spread& tile, double tiles, double at_once) {
   return std::max(tile.longest, tile.mean * turns + tile.shortest * (ceil_to(turns, 1) - turns));
 }
 
-// In units of forward's cost.
+// In units of cost, which are those of a kernel's head dims.
 double a_microsecond(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
@@ -183,7 +183,10 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
-  return cost(forward, problem, sms) < cost(decode, problem, sms) + kAround * a_microsecond(decode, sms);
+  auto microseconds = [&](const KernelConfig& config) {
+    return cost(config, problem, sms) / a_microsecond(config, sms);
+  };
+  return microseconds(forward) < microseconds(decode) + kAround;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
@@ -196,19 +199,20 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
   const SeqInfo seq(one, 0);
   const int rows = config.block_n * config.cluster, tiles = detail::ceil_div(one.seqlen_k, rows);
   const int group = problem.heads / problem.heads_k;
-  const double columns = 3 * config.head_dim + 2 * config.head_dim_v, heads_k = double(problem.heads_k) * problem.batch;
+  const double columns = 3 * config.head_dim + 2 * config.head_dim_v;
+  const double all_heads_k = double(problem.heads_k) * problem.batch;
   const double step = kProduct * config.block_m * config.block_n * columns;
-  const double merging = kNumber * one.seqlen_k * heads_k * (config.head_dim + config.head_dim_v);
+  const double merging = kNumber * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
   const Spread queries = spread(tiles, [&](int tile) {  // tiles of them, that see a tile of keys
     const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
     return seeing.end - seeing.begin;
   });
   auto time_of = [&](const QueryParts& parts) {
-    auto time_with = [&](double queries) { return kAroundSteps + step * (group / parts.heads) * queries; };
-    auto most = [&](double queries) { return ceil_to(queries / parts.queries, 1); };
+    auto time_with = [&](double steps) { return kAroundSteps + step * (group / parts.heads) * steps; };
+    auto most = [&](double steps) { return ceil_to(steps / parts.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
                        time_with(queries.mean / parts.queries)};
-    const double time = cost_of(times, tiles * heads_k * parts.count(), std::max(1, sms / config.cluster));
+    const double time = cost_of(times, tiles * all_heads_k * parts.count(), std::max(1, sms / config.cluster));
     return parts.count() == 1 ? time : time + kKernel + merging * parts.count();
   };
   QueryParts best;

@@ -83,7 +83,7 @@ struct Pages {
   int size = 0;  // rows
 
   constexpr int64_t capacity() const { return int64_t(of_sequence) * size; }
-  // Of a tile of `rows` rows, how many lie together wherever it begins, if at a multiple of that.
+  // Of a tile of `rows` rows, how many lie together, if tiles are counted from row 0 on.
   constexpr int together(int rows) const { return of_sequence == 1 ? rows : std::gcd(rows, size); }
 };
 

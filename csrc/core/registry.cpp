@@ -126,7 +126,7 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
   // Hopper's forward draws random numbers for tiles of keys from the first visible one on, which under such a window is
   // anywhere among the keys that share a call of Philox.
   const bool keys_shifted = hopper && op == Op::Fwd && problem.band.left < problem.seqlen_k - 1;
-  // TMA moves rows that lie together: whole atoms of the swizzle, from multiples of their number on.
+  // TMA moves rows that lie together, whole atoms of the swizzle; tiles are cut so if they are counted from row 0 on.
   const bool reads_pages =
       hopper && config.cluster == 1 && !keys_shifted && problem.pages.together(config.block_n) % 8 == 0;
   return {

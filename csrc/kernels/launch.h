@@ -59,8 +59,8 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
   return cudaGetLastError();
 }
 
-// The same for a kernel that calls wait_for_kernel_before(), right behind one that calls let_next_kernel_start(): they
-// overlap where they can (kernels/common/overlap.h).
+// The same for a kernel that calls wait_for_kernel_before(): it overlaps with the one right before, where they can, from
+// the time on when that calls let_next_kernel_start(), or when its last CTAs end (kernels/common/overlap.h).
 template <auto kKernel, class... Params>
 cudaError_t launch_overlapping(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream,
                                const Params&... params) {

@@ -1,4 +1,4 @@
-// The two threads of Hopper's forward that load tiles by TMA.
+// The two threads of Hopper's forward that load tiles by TMA, but for keys and values that lie in pages.
 #pragma once
 
 #include "kernels/sm90/forward_pages.h"
@@ -30,7 +30,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
 
   int index = blockIdx.x / C.cluster;
   // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late
-  // as its latency allows: who comes first to the end of a tile should be the first to have another one.
+  // as its latency allows: who comes first to the end of a tile should be the first to have another one. (With keys in
+  // pages, which another warp loads, that is as early as there is room for Q.)
   auto take = [&] {
     if (rank == 0) index = gridDim.x / C.cluster + atomicInc(params.counter, params.tiles - 1);
   };
