@@ -83,7 +83,7 @@ struct Row {
   KernelConfig config;
 };
 
-const std::vector<Row>& all_rows() {
+const std::vector<Row>& rows_of_configs() {
   static const std::vector<Row> rows = {
 #define KERNEL(op, arch, dtype, tier, ...) {{Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__}},
 #include "configs.def"
@@ -99,7 +99,7 @@ const KernelConfig* hopper_kernel(Op op, const FwdProblem& p, int64_t sms) {
     return c.op == op && c.arch == Arch::Sm90 && c.dtype == DType::BF16 && !c.rich() && p.head_dim <= c.head_dim &&
            p.head_dim_v <= c.head_dim_v;
   };
-  const Row* const row = preferred(all_rows(), fits, p, static_cast<int>(sms));
+  const Row* const row = preferred(rows_of_configs(), fits, p, static_cast<int>(sms));
   return row == nullptr ? nullptr : &row->config;
 }
 
