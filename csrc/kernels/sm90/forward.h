@@ -33,6 +33,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.ring_q.init(C.warps + loading + (draws ? kDrawingWarps : 0));
     storage.ring_kept.init(C.warps, kDrawingWarps);
     storage.ring_next.init(1);
+    storage.keys_sent_for.init(1);
     storage.out_left.init(T::kGroups * C.cluster);
     cutlass::arch::fence_barrier_init();
   }

@@ -67,6 +67,7 @@ CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename Forwar
         load_from_pages<C, C.head_dim>(params, storage.ring_k, at, storage.k, params.k, work, n);
       }
     }
+    if (!kValues && threadIdx.x % 32 == 0) storage.keys_sent_for.arrive();
   }
 }
 

@@ -30,8 +30,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
 
   int index = blockIdx.x / C.cluster;
   // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late
-  // as its latency allows: who comes first to the end of a tile should be the first to have another one. (With keys in
-  // pages, which another warp loads, that is as early as there is room for Q.)
+  // as its latency allows: who comes first to the end of a tile should be the first to have another one.
   auto take = [&] {
     if (rank == 0) index = gridDim.x / C.cluster + atomicInc(params.counter, params.tiles - 1);
   };
@@ -76,6 +75,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     at_q.advance();
     while (n >= 0) load_k();
+    if (!loads_keys) storage.keys_sent_for.wait((at_q.count - 1) % 2);
     take();
   }
   storage.ring_q.wait_empty(at_q);

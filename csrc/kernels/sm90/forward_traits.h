@@ -105,6 +105,7 @@ struct ForwardTraits {
     Ring<1> ring_kept;
     Ring<2, C.cluster> ring_next;  // of next[]
     int next[2];  // tiles that the cluster is to do
+    cutlass::arch::ClusterBarrier keys_sent_for;  // all of a tile's, that lie in pages
     cutlass::arch::ClusterBarrier out_left;  // O of each warpgroup of the cluster has left V's memory
     Work<kGroups> work[kWorks];  // one is read until its tile's end, as many wait as there are Q, one is written
   };
