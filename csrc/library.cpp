@@ -73,7 +73,7 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def("use_kernels(str ids) -> ()");
   m.def(
       "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
-      "int window_size_right=-1, bool varlen=False, int sms=132) -> (str id, int parts)");
+      "int window_size_right=-1, bool varlen=False, int sms=132, int heads_k=0) -> (str id, int parts, int heads)");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int)");

@@ -104,15 +104,50 @@ def test_parts_of_keys_of_sequences_end_to_end(cuda, is_causal):
 
 def test_parts_of_keys_write_the_outputs_only(cuda):
     case = Case(batch=1, heads=3, seqlen_q=70, seqlen_k=4000, dim=72, dtype=BF16)
-    inputs = make_inputs(case, cuda)
-    out = memory.GuardedTensor(inputs.q.shape, BF16, cuda, 8)
-    lse = memory.GuardedTensor((1, 3, 70), torch.float32, cuda)
+    check_outputs_only(make_inputs(case, cuda))
+
+
+def check_outputs_only(inputs: Inputs) -> None:
+    """The results are right, and what lies around them in memory is untouched."""
+    device, (batch, seqlen_q, heads, _) = inputs.q.device, inputs.q.shape
+    out = memory.GuardedTensor(inputs.q.shape, BF16, device, 8)
+    lse = memory.GuardedTensor((batch, heads, seqlen_q), torch.float32, device)
     arguments = (inputs.q, inputs.k, inputs.v)
     results = {"out": out.tensor, "softmax_lse": lse.tensor}
     torch.ops.flash_cute.fwd.out(*arguments, **inputs.options, **results)
     bounds.check_forward(out.tensor, lse.tensor, bounds.forward_oracle(inputs))
     out.check("out")
     lse.check("softmax_lse")
+
+
+SHARED = [(4, 2, 64), (12, 2, 33), (8, 2, 32), (16, 2, 16), (16, 1, 5), (32, 1, 1), (16, 2, 17)]
+
+
+@pytest.mark.parametrize("feature", PARTED)
+@pytest.mark.parametrize(("heads", "heads_k", "seqlen_q"), SHARED)
+def test_heads_that_share_tiles(cuda, heads, heads_k, seqlen_q, feature):
+    """So few queries that a tile of them holds several heads of a group."""
+    for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
+        sizes = {"heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": 700}
+        case = Case(
+            **sizes, dim=dims[0], dim_v=dims[1], **({"dtype": BF16} | PARTED[feature]), batch=3
+        )
+        check(make_inputs(case, cuda))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_that_share_tiles_of_sequences_end_to_end(cuda, is_causal):
+    lengths = {"lengths_q": (17, 0, 32, 1, 9), "lengths_k": (6000, 300, 5, 0, 100)}
+    rows = {"rows_before": 3, "rows_after": 5, "used_q": (17, 0, 30, 1, 9)}
+    heads = {"heads": 16, "heads_k": 4}
+    case = VarlenCase(**heads, dim=128, is_causal=is_causal, dtype=BF16, **lengths, **rows)
+    check(make_inputs(case, cuda))
+
+
+@pytest.mark.parametrize("seqlen_q", [9, 32])
+def test_heads_that_share_tiles_write_the_outputs_only(cuda, seqlen_q):
+    case = Case(batch=2, heads=8, heads_k=2, seqlen_q=seqlen_q, seqlen_k=9_000, dim=128, dtype=BF16)
+    check_outputs_only(make_inputs(case, cuda))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -43,6 +43,27 @@ def test_picks(sizes, options, expected):
 
 
 @pytest.mark.parametrize(
+    ("heads", "heads_k", "seqlen_q", "head_dim", "expected"),
+    [
+        (32, 8, 64, 128, 2),
+        (32, 8, 33, 128, 2),
+        (32, 8, 32, 128, 4),
+        (32, 8, 1, 64, 4),
+        (64, 8, 16, 256, 8),
+        (64, 8, 17, 128, 4),
+        (64, 1, 1, 128, 8),  # a warp's rows are those of one head
+        (24, 8, 4, 128, 1),  # groups of 3
+        (48, 8, 4, 128, 2),  # of 6
+        (32, 8, 65, 128, 1),
+        (32, 32, 1, 128, 1),
+    ],
+)
+def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
+    picked = preferred(1, heads, seqlen_q, 4096, head_dim, heads_k=heads_k)
+    assert picked[2] == expected
+
+
+@pytest.mark.parametrize(
     ("sizes", "options", "expected"),
     [
         # As many tiles as SMs, or more.

@@ -108,7 +108,7 @@ def test_chunks_of_prompts_in_pages(cuda, dim, seqlens_q, rules, pages):
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("seqlens_q", [40, (64, 200)], ids=str)
+@pytest.mark.parametrize("seqlens_q", [40, (64, 200), 20, (30, 7)], ids=str)
 def test_short_chunks_of_long_sequences(cuda, seqlens_q, page_size):
     """So few tiles of queries that their keys are cut into parts."""
     sizes = {"lengths": (5000, 3333), "heads": 8, "heads_k": 2, "dim": 128, "dtype": BF16}

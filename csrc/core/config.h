@@ -90,6 +90,11 @@ struct KernelConfig {
   // run. For wide heads exponentials are too few to matter.
   constexpr bool ping_pong() const { return head_dim <= 128; }
 
+  // Sm90 forward: query heads of a group that can share a tile of queries, with 16 rows each at the least, those of a warp.
+  constexpr int most_heads() const {
+    return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && block_m == 128 && cluster == 1 ? 8 : 1;
+  }
+
   // Sm90 forward: buffers of Q, two if O has room beside them, and whether O has shared memory of its own; else it takes
   // V's. With both, the next Q need not wait for anything.
   constexpr int stages_q() const { return hopper_bytes(2, true) <= kMostSharedMemory ? 2 : 1; }

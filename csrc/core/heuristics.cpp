@@ -132,6 +132,17 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b) {
          a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
 }
 
+int heads_in_tile(const KernelConfig& config, const FwdProblem& problem) {
+  if (config.op != Op::Fwd || problem.heads_k == 0 || problem.rules.rng != nullptr) return 1;
+  const int group = problem.heads / problem.heads_k;
+  int heads = 1;
+  while (2 * heads <= config.most_heads() && group % (2 * heads) == 0 &&
+         int64_t(2 * heads) * problem.seqlen_q <= config.block_m) {
+    heads *= 2;
+  }
+  return heads;
+}
+
 ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   // Microseconds on an H200: of one more kernel, and of an fp32 number that a part writes and that is read again.
@@ -146,8 +157,10 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = config.block_m * config.cluster;
   const int tiles = (one.seqlen_q + rows - 1) / rows;
-  const double all = double(tiles) * problem.heads * problem.batch, at_once = std::max(1, sms / config.cluster);
-  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * one.seqlen_q / rows : 1;
+  const int heads = heads_in_tile(config, problem);
+  const double all = double(tiles) * (problem.heads / heads) * problem.batch;
+  const double at_once = std::max(1, sms / config.cluster);
+  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * one.seqlen_q * heads / rows : 1;
   auto cost_with = [&](int parts) {
     const Spread costs = spread(tiles, [&](int tile) {
       const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
@@ -183,6 +196,8 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
+  constexpr int kFewRows = 16;  // a tile of decoding's smallest kernels, which read keys at the memory's speed
+  if (int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k) <= kFewRows) return false;
   auto microseconds = [&](const KernelConfig& config) {
     return cost(config, problem, sms) / a_microsecond(config, sms);
   };
@@ -228,14 +243,15 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
   return best;
 }
 
-std::tuple<std::string, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
-                                                   int64_t head_dim, int64_t window_size_left,
-                                                   int64_t window_size_right, bool varlen, int64_t sms) {
-  const FwdProblem p = problem_of(batch, heads, heads, seqlen_q, seqlen_k, head_dim, head_dim, window_size_left,
-                                  window_size_right, varlen);
+std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q,
+                                                            int64_t seqlen_k, int64_t head_dim,
+                                                            int64_t window_size_left, int64_t window_size_right,
+                                                            bool varlen, int64_t sms, int64_t heads_k) {
+  const FwdProblem p = problem_of(batch, heads, heads_k == 0 ? heads : heads_k, seqlen_q, seqlen_k, head_dim, head_dim,
+                                  window_size_left, window_size_right, varlen);
   const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
-  if (config == nullptr) return {"", 0};
-  return {config->id(), plan_forward(*config, p, static_cast<int>(sms)).parts};
+  if (config == nullptr) return {"", 0, 0};
+  return {config->id(), plan_forward(*config, p, static_cast<int>(sms)).parts, heads_in_tile(*config, p)};
 }
 
 std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

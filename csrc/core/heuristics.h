@@ -14,6 +14,9 @@ namespace flash_cute {
 // rows of one head dim are for GPUs with more or with less shared memory: there the first that fits is best.)
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
+// How many query heads of a group share a tile of queries in Hopper's forward, so that short sequences fill it.
+int heads_in_tile(const KernelConfig& config, const FwdProblem& problem);
+
 // What a forward problem costs on a GPU with `sms` multiprocessors, a number to compare alternatives by, with keys in the
 // number of parts that is best. Lengths of sequences that lie end to end are not known to the host: their mean stands for
 // them, and CTAs in clusters, where short sequences would leave some without work, are left out by an infinite cost.
@@ -58,11 +61,12 @@ auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& probl
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 // For tests: id of the kernel that a plain forward of bf16 would use on a Hopper GPU, whether this build has it or not,
-// and into how many parts it would cut keys. Windows of -1 have no end; with `varlen` lengths are those of sequences end
-// to end.
-std::tuple<std::string, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
-                                                   int64_t head_dim, int64_t window_size_left,
-                                                   int64_t window_size_right, bool varlen, int64_t sms);
+// into how many parts it would cut keys, and how many heads would share a tile. Windows of -1 have no end; with `varlen`
+// lengths are those of sequences end to end; heads_k of 0 are as many as heads.
+std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q,
+                                                            int64_t seqlen_k, int64_t head_dim,
+                                                            int64_t window_size_left, int64_t window_size_right,
+                                                            bool varlen, int64_t sms, int64_t heads_k);
 
 // For tests: parts of heads and of queries that a plain backward of bf16 would have on a Hopper GPU, sizes as above.
 std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

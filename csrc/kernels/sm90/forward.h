@@ -7,6 +7,7 @@
 
 #include "core/counter.h"
 #include "core/device.h"
+#include "core/heuristics.h"
 #include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
@@ -85,7 +86,9 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     if (p.row_max.ptr != nullptr) params.p.row_max = p.parts.row_max(p.heads);
     params.p.sink = {};
   }
-  params.order = sm90::TileOrder::of(p, C.block_m * C.cluster);
+  const int heads = heads_in_tile(C, p), rows = C.block_m / heads;
+  params.order = sm90::TileOrder::of(p, C.block_m * C.cluster, heads);
+  params.rows_of_head = rows;
   const int64_t tiles = params.order.tiles();
   params.tiles = static_cast<int>(tiles);
   params.page_size = Divisor(std::max(1, p.pages.size));
@@ -97,8 +100,10 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
-  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
-    return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, rows, cols);
+  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int all_rows, int cols) {
+    const int box_rows = std::min(rows, all_rows);
+    return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols,
+                                 all_rows / box_rows);
   };
   auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
     if (p.pages.ids == nullptr) {

@@ -32,16 +32,16 @@ CUTE_DEVICE void give_back_values(typename ForwardTraits<C>::Storage& storage) {
 
 // Writes the outputs of a warpgroup (MMA,1,1) over a part of the keys.
 template <KernelConfig C, class Mma, class Output>
-CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTraits<C>::kGroups>& work, const Mma& mma,
-                            const Output& tOrO, int thread) {
+CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTraits<C>::kGroups>& work,
+                            const QueryTile& tile, const Mma& mma, const Output& tOrO, int thread) {
   const FwdProblem& p = params.p;
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
-  const int64_t first = first_of(p.parts.lse, work.of_results(p), work.seq);
+  const int64_t first = first_of(p.parts.lse, work.of_results(p, tile), work.seq);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
-    const int row = work.tile.row + get<0>(at(r, 0));
+    const int row = tile.row + get<0>(at(r, 0));
     if (row >= work.seq.q.length) continue;
     float* const to = p.parts.out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
     CUTE_UNROLL
@@ -77,10 +77,11 @@ CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTrait
   // After this barrier the warpgroup's rows of O are in shared memory, for the TMA to see.
   cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
   if (!stores) return;
-  const int row = work.tile.row + group * 64;
+  const QueryTile& tile = tile_of_head<C>(params, work, group * 64);
+  const int row = tile.row + group * 64;
   if (row < work.seq.q.length) {
     params.out.template store<C.block_m, C.head_dim_v>(to + group * 64 * atom_columns(C.head_dim_v), work.seq.q, row,
-                                                       work.tile.head, work.tile.batch);
+                                                       tile.head, tile.batch);
     tma_store_arrive();
   }
   if constexpr (!T::kOwnOutput) {
@@ -121,8 +122,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   for (;; at_q.advance()) {
     storage.ring_q.wait(at_q);
     const Work<T::kGroups>& work = storage.work[at_q.count % T::kWorks];
-    const QueryTile& tile = work.tile;
-    if (tile.row < 0) break;
+    if (work.tile.row < 0) break;
+    const QueryTile& tile = tile_of_head<C>(params, work, thread / 32 * 16);  // of the warp
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
     const TileRange range = work.of_group[group];
     const ForwardRules<true> rules(p, tile.batch, tile.head);
@@ -209,7 +210,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         totals[r] = softmax.template close<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
         lse[r] = totals[r].lse;
       }
-      store_statistics(p, work.seq, work.of_results(p), softmax, lse, at);
+      store_statistics(p, work.seq, work.of_results(p, tile), softmax, lse, at);
     };
 
     clear(tOrO);
@@ -285,7 +286,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     if (p.parts.count == 1) {
       store_output<C>(params, storage, work, mma_pv, tOrO, thread);
     } else {
-      store_part<C>(params, work, mma_pv, tOrO, thread);
+      store_part<C>(params, work, tile, mma_pv, tOrO, thread);
       if (!T::kOwnOutput && thread % 128 == 0) give_back_values<C>(storage);
     }
   }

@@ -62,8 +62,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     // The CTAs take turns at having later rows, which see more keys: none is ahead of the others for long.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int part = params.order.part(index);
-    const auto& work = *new (&storage.work[at_q.count % T::kWorks])
-                           Work<T::kGroups>(p, of_cluster, T::kClusterRows, row, part, seq, C.block_n);
+    const auto& work = *new (&storage.work[at_q.count % T::kWorks]) Work<T::kGroups>(
+        p, of_cluster, T::kClusterRows, row, params.rows_of_head, part, seq, C.block_n);
     int n = loads_keys ? work.key_tiles - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.ring_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();

@@ -18,6 +18,7 @@ struct ForwardParams {
   Divisor page_size;
   int page_rows;  // of a tile of keys, so many lie together in a page
   TileOrder order;
+  int rows_of_head;  // of a tile of queries: all, or those of each of its heads
   int tiles;
   unsigned* counter;  // by which CTAs share out tiles; 0 before and after the kernel
 };
@@ -34,9 +35,9 @@ struct Work {
   TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
   bool half[kGroups];  // the last of these: its first half at most
 
-  // `of_cluster` is the tile of `rows` queries in which the CTA's own starts at `first_row`.
-  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int part,
-                   const SeqInfo& seq, int block_n)
+  // `of_cluster` is the tile of `rows` queries in which the CTA's own, `rows_of_head` of each head, starts at `first_row`.
+  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
+                   int part, const SeqInfo& seq, int block_n)
       : tile{first_row, of_cluster.head, of_cluster.batch},
         part(part),
         head_k(of_cluster.head / (p.heads / p.heads_k)),
@@ -48,7 +49,7 @@ struct Work {
     keys = {keys.first + begin * block_n, min(keys.last, keys.first + end * block_n)};
     CUTE_UNROLL
     for (int i = 0; i < kGroups; ++i) {
-      const int row = tile.row + 64 * i;
+      const int row = tile.row + 64 * i % rows_of_head;
       const bool exists = row < seq.q.length;
       of_group[i] =
           exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first).before(key_tiles) : TileRange{};
@@ -57,11 +58,22 @@ struct Work {
     }
   }
 
-  // The tile among the results of parts, each of which has heads of its own.
-  CUTE_DEVICE QueryTile of_results(const FwdProblem& p) const {
-    return {tile.row, part * p.heads + tile.head, tile.batch};
+  // The tile of a head among the results of parts, each of which has heads of its own.
+  CUTE_DEVICE QueryTile of_results(const FwdProblem& p, const QueryTile& of_head) const {
+    return {of_head.row, part * p.heads + of_head.head, of_head.batch};
   }
 };
+
+// The tile of the head that has row `first` of the CTA's tile: row i of the one is row i of the other.
+template <KernelConfig C>
+CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const Work<C.warps / 4>& work, int first) {
+  if constexpr (C.most_heads() == 1) {
+    return (work.tile);
+  } else {
+    const int head = first / params.rows_of_head;
+    return QueryTile{work.tile.row - head * params.rows_of_head, work.tile.head + head, work.tile.batch};
+  }
+}
 
 template <KernelConfig C>
 struct ForwardTraits {

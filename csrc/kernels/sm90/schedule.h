@@ -8,18 +8,24 @@
 namespace flash_cute::sm90 {
 
 // Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under
-// a causal mask they are the longest, and what comes last should be short.
+// a causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is the
+// first of them.
 struct TileOrder {
-  int row_tiles, heads, batch, heads_together, parts;
+  int row_tiles, heads_in_tile, heads /* of tiles */, batch, heads_together, parts;
 
-  static TileOrder of(const FwdProblem& p, int block_m) {
+  static TileOrder of(const FwdProblem& p, int block_m, int heads_in_tile) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const int64_t bytes =
         std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
-    const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k);
+    const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k / heads_in_tile);
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
-    return {(longest + block_m - 1) / block_m, p.heads, p.batch,
-            static_cast<int>(std::min<int64_t>(together, int64_t(p.heads) * p.batch)), p.parts.count};
+    const int heads = p.heads / heads_in_tile;
+    return {(longest + block_m - 1) / block_m,
+            heads_in_tile,
+            heads,
+            p.batch,
+            static_cast<int>(std::min<int64_t>(together, int64_t(heads) * p.batch)),
+            p.parts.count};
   }
 
   int64_t tiles() const { return int64_t(row_tiles) * heads * batch * parts; }
@@ -34,7 +40,7 @@ struct TileOrder {
     const int head = set * heads_together + place % together;
     QueryTile tile;
     tile.row = (row_tiles - 1 - place / together) * block_m;
-    tile.head = head % heads;
+    tile.head = head % heads * heads_in_tile;
     tile.batch = head / heads;
     return tile;
   }

@@ -85,10 +85,11 @@ inline EncodeTiled find_encode_tiled() {
                                                                       : nullptr;
 }
 
-// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once. Sequences have at most `longest`
+// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once, of `box_heads` heads: of each head
+// all rows, then those of the next one. Sequences have at most `longest`
 // rows each, and `total` together where they lie end to end: total is -1 for a dense tensor.
 inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int head_dim, int longest, int64_t total,
-                                   int heads, int batch, int box_rows, int tile_cols) {
+                                   int heads, int batch, int box_rows, int tile_cols, int box_heads = 1) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr int64_t kElement = 2;
@@ -99,7 +100,7 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int hea
   // A dimension of one step needs a stride all the same.
   auto bytes = [&](int64_t stride) { return cuuint64_t(stride > 0 ? stride * kElement : 16); };
   const cuuint64_t strides[4] = {bytes(m.row), bytes(m.row), bytes(m.head), bytes(m.batch)};
-  const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, 1, 1};
+  const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, cuuint32_t(box_heads), 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   char* base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
   auto encode_map = [&] {
