@@ -196,7 +196,7 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
-  constexpr int kFewRows = 16;  // a tile of decoding's smallest kernels, which read keys at the memory's speed
+  constexpr int kFewRows = 16;  // of decoding's smallest tiles
   if (int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k) <= kFewRows) return false;
   auto microseconds = [&](const KernelConfig& config) {
     return cost(config, problem, sms) / a_microsecond(config, sms);

@@ -32,7 +32,8 @@ double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sm
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 
-// Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache.
+// Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small tile
+// of decoding's has all rows of a kv head: reading the keys, which the cost of forward leaves out, is what bounds both.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms);
 
 // Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.

@@ -11,7 +11,8 @@ namespace flash_cute::sm90 {
 // a causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is the
 // first of them.
 struct TileOrder {
-  int row_tiles, heads_in_tile, heads /* of tiles */, batch, heads_together, parts;
+  int row_tiles, heads_in_tile;
+  int heads, batch, heads_together, parts;  // heads: first ones of tiles
 
   static TileOrder of(const FwdProblem& p, int block_m, int heads_in_tile) {
     constexpr int64_t kCacheBytes = 32 << 20;
