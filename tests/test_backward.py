@@ -366,13 +366,61 @@ def test_parts_write_their_outputs_only(cuda, name, dims):
         guard.check(f"d{x}")
 
 
-@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
-@pytest.mark.parametrize("name", PARTED)
-def test_parts_give_the_same_bits_again(cuda, name, dims):
-    inputs = make_inputs(parted(name, dims), cuda)
+def check_same_bits_again(inputs: Inputs) -> None:
     out, lse, _, _ = inputs.forward()
     for names, deterministic in (("kv", False), ("qkv", True)):
         expected = inputs.backward(out, lse, deterministic=deterministic)
         for _ in range(20):
             grads = inputs.backward(out, lse, deterministic=deterministic)
             check_same_gradients(grads, {x: expected[x] for x in names})
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", PARTED)
+def test_parts_give_the_same_bits_again(cuda, name, dims):
+    check_same_bits_again(make_inputs(parted(name, dims), cuda))
+
+
+# More than twice as many tiles of keys as SMs: CTAs of Hopper take one after the other, of many
+# steps, of one, of none where nobody sees the keys, and of sequences with fewer than the longest.
+MANY_TILES = {
+    "full": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300),
+    "causal": Case(heads=30, batch=3, seqlen_q=300, seqlen_k=300, is_causal=True),
+    "one step": Case(heads=24, batch=3, seqlen_q=30, seqlen_k=400),
+    "unseen keys": Case(heads=16, batch=3, seqlen_q=100, seqlen_k=700, window=(150, 10)),
+    "rows without keys": Case(heads=45, batch=3, seqlen_q=300, seqlen_k=140, is_causal=True),
+    "grouped": Case(heads=60, heads_k=30, batch=3, seqlen_q=140, seqlen_k=300, sink=True),
+    "rules": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, alibi="heads", dropout_p=0.2),
+    "softcap": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, softcap=9.0, is_causal=True),
+    "varlen": VarlenCase(
+        heads=8, lengths_q=(300, 0, 65, 1) * 6, lengths_k=(290, 70, 0, 400) * 6, rows_before=3
+    ),
+    "varlen causal": VarlenCase(
+        heads=6,
+        heads_k=3,
+        lengths_q=(200, 64, 0, 150) * 12,
+        lengths_k=(300, 1, 129, 140) * 12,
+        is_causal=True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"), [(BF16, False), (torch.float16, True)], ids=str
+)
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", MANY_TILES)
+def test_many_tiles(cuda, name, dims, dtype, deterministic):
+    dim, dim_v = dims
+    case = dataclasses.replace(MANY_TILES[name], dim=dim, dim_v=dim_v, dtype=dtype)
+    inputs = make_inputs(case, cuda)
+    memory.fill_freed_memory(cuda)
+    verify(inputs, with_dlse=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", MANY_TILES)
+def test_many_tiles_give_the_same_bits_again(cuda, name, dims):
+    dim, dim_v = dims
+    case = dataclasses.replace(MANY_TILES[name], dim=dim, dim_v=dim_v, dtype=BF16)
+    check_same_bits_again(make_inputs(case, cuda))

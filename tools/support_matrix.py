@@ -87,6 +87,7 @@ class Row(NamedTuple):
             tiles = 4 * self.block_m * self.block_n  # two of dS
             if self.cluster == 1:
                 tiles += 4 * self.block_m * self.head_dim  # dQ
+                tiles += 2 * self.block_n * self.head_dim  # K of the next tile
             else:
                 tiles += 2 * self.block_n * (self.head_dim - 128)  # K of the other CTA
             return kv + self.stages * (q_dout + 8 * self.block_m) + tiles + 1024

@@ -115,8 +115,9 @@ struct KernelConfig {
       return kv + k_of_other + stages * (q_dout + row_statistics) + ds + kBookkeeping;
     }
     if (arch == flash_cute::Arch::Sm90) {
-      const int ds = 2 * block_m * block_n * element, dq = block_m * head_dim * static_cast<int>(sizeof(float));
-      return kv + stages * (q_dout + row_statistics) + ds + dq + kBookkeeping;
+      const int next_k = block_n * head_dim * element, ds = 2 * block_m * block_n * element;
+      const int dq = block_m * head_dim * static_cast<int>(sizeof(float));
+      return kv + next_k + stages * (q_dout + row_statistics) + ds + dq + kBookkeeping;
     }
     const int score_tiles = whole_keys() ? 1 : 2;  // dS, and P unless it stays in registers
     return kv + stages * (q_dout + row_statistics) + score_tiles * block_m * block_n * element;

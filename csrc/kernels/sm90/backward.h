@@ -1,14 +1,17 @@
-// Attention backward for Hopper: one CTA owns a tile of keys of one kv head and walks over the query tiles of every query
-// head that reads it. Two threads load tiles by TMA; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers
-// from start to end, without atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk
-// reductions out of shared memory. Scores are computed transposed, keys by queries: P and dS are then in the registers
-// that the products for dV and dK take them from, and dS alone passes through shared memory, for dQ.
+// Attention backward for Hopper: a CTA takes one tile of keys of one kv head after the other, and walks over the query
+// tiles of every query head that reads it. Two threads load tiles by TMA, and go on to the next tile of keys while this
+// one is computed; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers from start to end, without
+// atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk reductions out of shared memory.
+// Scores are computed transposed, keys by queries: P and dS are then in the registers that the products for dV and dK
+// take them from, and dS alone passes through shared memory, for dQ.
 // Where key tiles are fewer than SMs, several CTAs share the walk over a tile's queries (BackwardWork), and one more
 // pass adds up their dK and dV.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "core/counter.h"
+#include "core/device.h"
 #include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
@@ -27,36 +30,33 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   if (threadIdx.x == 0) {
-    new (&storage.work) BackwardWork(params.p, C.block_m, C.block_n);
+    storage.ring_work.init(C.warps + 3);  // and the threads that load dO or send
     storage.ring_k.init(C.warps);
     storage.ring_v.init(C.warps);
     storage.ring_q.init(C.warps);
     storage.ring_dout.init(C.warps);
     storage.ring_ds.init(C.warps, C.warps);
     for (auto& ring : storage.ring_dq) ring.init(1, 4);  // one thread, the warps of a warpgroup
+    for (auto& ring : storage.ring_out) ring.init(1, 4);
     for (auto& barrier : storage.landed) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
-  // After this barrier the work is known and the rings are ready.
+  // After this barrier the rings are ready.
   __syncthreads();
-  let_next_kernel_start();
-  if (storage.work.tile.row >= storage.work.seq.k.length) {
-    wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
-    return;
-  }
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
+    if (!elect_one_sync()) return;
     if (warp == 0) {
-      if (elect_one_sync()) produce<C, false>(params, storage);
+      produce_keys_and_queries<C>(params, storage);
     } else if (warp == 1) {
-      if (elect_one_sync()) produce<C, true>(params, storage);
-    } else if (elect_one_sync()) {
-      if (params.p.deterministic) {
-        add_dq_in_turns<C>(params, storage, warp - 2);
-      } else {
-        add_dq<C>(params, storage, warp - 2);
-      }
+      Loader<C, true> load(params, storage);
+      for_each_work(storage, [&](const BackwardWork& work) { load(work); });
+    } else {
+      // After this wait no turn has been taken but those of this kernel.
+      wait_for_kernel_before();
+      Sender<C> send(params, storage, warp - 2);
+      for_each_work(storage, [&](const BackwardWork& work) { send(work); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
@@ -82,8 +82,12 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
-  const int64_t ctas = key_tiles * p.parts.count() * C.cluster;
-  if (std::max(query_tiles, ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
+  const int64_t tiles = key_tiles * p.parts.count();
+  int device_index = 0;
+  if (cudaError_t e = cudaGetDevice(&device_index)) return e;
+  // Pairs of CTAs have a tile each; other CTAs take them by turns.
+  const int64_t ctas = C.pair() ? tiles * C.cluster : std::min<int64_t>(tiles, device(device_index).sms);
+  if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   sm90::BackwardParams params;
   params.p = p;
@@ -101,6 +105,8 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
+  params.tiles = static_cast<int>(tiles);
+  if (cudaError_t e = zeroed_counters(params.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
   if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
     return e;

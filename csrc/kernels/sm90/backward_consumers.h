@@ -25,20 +25,28 @@ CUTE_DEVICE void scale(Gradient& gradient, float factor) {
   for (int i = 0; i < size(gradient); ++i) gradient(i) *= factor;
 }
 
-// Rounds a gradient of a warpgroup (MMA,1,1), keys by dims from `first_col` on, and sends it off through shared memory.
-template <int kRows, int kCols, class Layout, class Element, class Mma, class Gradient>
-CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Mma& mma, const Gradient& gradient,
-                                const KeyTile& tile, const SeqSpan& span, int thread, int barrier, int first_col = 0) {
-  const int group = thread / 128, row = tile.row + group * 64;
-  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
+// A rounded gradient of a warpgroup, 64 keys by dims, into shared memory, for the TMA to see.
+template <int kCols, class Element, class Rounded>
+CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) {
+  using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kCols>, _64>>()));
+  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, Mma{});
   auto thread_out = copy_out.get_thread_slice(thread);
-  Tensor out = make_tensor(make_smem_ptr(shared), Layout{});  // (key,dim)
-  cute::copy(copy_out, thread_out.retile_S(converted<Element>(gradient)), thread_out.partition_D(out));
+  // The same numbers in the same order, whether they were summed up in one product or in several.
+  Tensor all = make_tensor(rounded.data(), partition_shape_C(Mma{}, Shape<_64, Int<kCols>>{}));  // (MMA,1,1)
+  Tensor out = make_tensor(make_smem_ptr(shared), RowsLayout<Element, 64, kCols>{});  // (key,dim)
+  cute::copy(copy_out, thread_out.retile_S(all), thread_out.partition_D(out));
   tma_store_fence();
-  // After this barrier the warpgroup's rows are in shared memory, for the TMA to see.
-  cutlass::arch::NamedBarrier::sync(128, barrier + group);
-  if (thread % 128 != 0 || row >= span.length) return;
-  map.store<kRows, kCols>(shared + group * 64 * atom_columns(kCols), span, row, tile.head, tile.batch, first_col);
+}
+
+// Rounds a gradient and sends it off; `barrier` is the warpgroup's.
+template <int kCols, class Element, class Gradient>
+CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, const Gradient& gradient, const KeyTile& tile,
+                                const SeqSpan& span, int thread, int barrier, int first_col = 0) {
+  write_gradient<kCols>(shared, converted<Element>(gradient), thread);
+  // After this barrier all rows are in shared memory.
+  cutlass::arch::NamedBarrier::sync(128, barrier);
+  if (thread != 0 || tile.row >= span.length) return;
+  map.store<64, kCols>(shared, span, tile.row, tile.head, tile.batch, first_col);
   tma_store_arrive();
 }
 
@@ -54,18 +62,23 @@ CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const
   for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
 }
 
-// A warpgroup that computes the gradients of 64 keys. Products hold up the warps that issue them, nearly to their end, so
-// that what hides the work on scores are the products of another warpgroup, half a step away: none waits for the others'
-// dS, but takes it a step late.
+// Where in a tile of keys a step stands.
+enum class StepPlace {
+  Alone,  // the first one, and nothing is left of the CTA's tile before
+  Next,  // the first one, beside which the tile before is finished
+  Inside,
+};
+
+// A warpgroup that computes the gradients of 64 keys, of one tile of keys after the other. Products hold up the warps that
+// issue them, nearly to their end, so that what hides the work on scores are the products of another warpgroup, half a step
+// away: none waits for the others' dS, but takes it a step late. So a tile's last dQ is computed, and dV and dK are sent
+// off, during the first step of the next tile: products do not pause between tiles.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   using T = BackwardTraits<C>;
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
-  const BackwardWork& work = storage.work;
-  const uint32_t steps = work.steps();
-
   typename T::template MmaScores<C.head_dim> mma_s;
   typename T::template MmaScores<C.head_dim_v> mma_dp;
   typename T::template MmaKeys<C.head_dim> mma_dk;
@@ -82,17 +95,18 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Tensor tSrdP = partition_fragment_C(mma_dp, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tKrdK = partition_fragment_C(mma_dk, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,1,1)
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
-  clear(tKrdK);
-  clear(tVrdV);
   auto copy_ds = make_tiled_copy_C(Copy_Atom<typename T::StoreDs, Element>{}, mma_s);
   auto& ring_dq = storage.ring_dq[group];
+  auto& ring_out = storage.ring_out[group];
+  Cursor<C.stages> at;  // a step, of all tiles of this CTA
+  uint32_t tile = 0;  // of keys, of this CTA
 
   // dQ of a step, from dS of all warpgroups.
-  auto start_dq = [&](const Cursor<2>& at, bool ds_is_full, auto& tQrdQ) {
+  auto start_dq = [&](const Cursor<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
     storage.ring_ds.wait(at, ds_is_full);
     Element* const ds = storage.ds[at.stage()];
     start_product<GMMA::ScaleOut::Zero>(mma_dq, operand_a(mma_dq, shared(ds, typename T::LayoutDs{})),
-                                        operand_b(mma_dq, shared(storage.k, typename T::LayoutKt{})), tQrdQ);
+                                        operand_b(mma_dq, shared(storage.k[tile % 2], typename T::LayoutKt{})), tQrdQ);
   };
   auto send_dq = [&](const Cursor<2>& at, bool room, const auto& tQrdQ) {
     storage.ring_ds.release(at);
@@ -106,26 +120,81 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     ring_dq.publish(at);
   };
-  // Answers to what is asked ahead wait in registers, which rules need.
-  constexpr bool kAsksAhead = !C.rich();
-  Cursor<C.stages> at;
+  // At the end of a tile: after the last step's products.
+  auto scale_gradients = [&] {
+    scale(tKrdK, p.fwd.softmax_scale);
+    if constexpr (C.drops()) {
+      scale(tKrdK, p.fwd.rules.gradient_scale());
+      scale(tVrdV, p.fwd.rules.keep_scale);
+    }
+  };
+  // Rounded dV or dK of a tile leaves shared memory from where dQ does.
+  auto send_gradient = [&](auto is_values, uint32_t tile, auto& rounded) {
+    constexpr bool kValues = decltype(is_values)::value;
+    const Cursor<1> at_out{2 * tile + !kValues};
+    // After this wait the gradient before has left shared memory.
+    ring_out.wait_empty(at_out);
+    write_gradient<kValues ? C.head_dim_v : C.head_dim>(reinterpret_cast<Element*>(storage.dq[group]), rounded,
+                                                        afresh(thread) % 128);
+    ring_out.publish(at_out);
+  };
+  auto send_dv = [&](uint32_t tile, auto& rounded) {
+    // After this wait the dQ that was sent last has left shared memory.
+    ring_dq.wait_empty({at.count});
+    send_gradient(true_type{}, tile, rounded);
+  };
+  auto send_dk = [&](uint32_t tile, auto& rounded) {
+    send_gradient(false_type{}, tile, rounded);
+    storage.ring_work.release({tile});
+  };
+  // After this wait what was sent of a tile has left shared memory.
+  auto wait_sent = [&](uint32_t tile) { ring_out.wait_empty({2 * tile + 2}); };
+  // Both, and waits until they have left.
+  auto send_gradients = [&](uint32_t tile) {
+    scale_gradients();
+    if (p.parts.count() > 1) {
+      const BackwardWork& work = storage.work[tile % 2];
+      store_part<C, false>(p, tKrdK, work.tile, work.seq.k, thread);
+      store_part<C, true>(p, tVrdV, work.tile, work.seq.k, thread);
+      storage.ring_work.release({tile});
+      return;
+    }
+    Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1)
+    Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
+    send_dv(tile, tVrV);
+    send_dk(tile, tKrK);
+    wait_sent(tile);
+  };
+
+  // Rules need the registers in which answers to what is asked ahead wait, and those of a tile that is not finished yet.
+  constexpr bool kAsksAhead = !C.rich(), kFinishesBeside = !C.rich();
   bool q_is_full = false;
-  auto add = [&](auto is_first) __attribute__((always_inline)) {
-    constexpr bool kFirst = decltype(is_first)::value;
+  // A step of a tile. The result is whether it was the last one.
+  auto add = [&](auto place) __attribute__((always_inline)) {
+    constexpr bool kFirst = place != StepPlace::Inside, kHasBefore = place != StepPlace::Alone;
+    constexpr bool kFinishes = place == StepPlace::Next;
+    constexpr auto kSum = kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+    const BackwardWork& work = storage.work[tile % 2];
     const int stage = at.stage();
     Element *const q = storage.q[stage], *const dout = storage.dout[stage];
     const Cursor<2> at_ds{at.count}, before{at.count - 1};
+    if constexpr (kFinishes) scale_gradients();
+    Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1), of the tile before
+    Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
+    if constexpr (kFirst) storage.ring_k.wait({tile});
     storage.ring_q.wait(at, q_is_full);
     const bool dout_is_full = kAsksAhead && storage.ring_dout.is_full(at);
-    start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k, typename T::LayoutK{})),
+    start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k[tile % 2], typename T::LayoutK{})),
                                         operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
+    if constexpr (kFirst) storage.ring_v.wait({tile});
     storage.ring_dout.wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
                                         operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
     // After this barrier all warpgroups may begin: one after the other.
     if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
+    if constexpr (kFinishes) send_dv(tile - 1, tVrV);
     const bool ds_is_empty = kAsksAhead && storage.ring_ds.is_empty(at_ds);
-    const bool ds_is_full = kAsksAhead && !kFirst && storage.ring_ds.is_full(before);
+    const bool ds_is_full = kAsksAhead && kHasBefore && storage.ring_ds.is_full(before);
     const BackwardStep& step = storage.steps[stage];
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
     if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
@@ -136,10 +205,11 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
                                                   GroupPlace(afresh(thread)));
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
               step.first_query, step.full, await_dp);
+    if (step.last) storage.ring_v.release({tile});
     Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)
     auto start_dv = [&] {
-      start_product<GMMA::ScaleOut::One>(mma_dv, as_register_operand(tSrP),
-                                         operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})), tVrdV);
+      start_product<kSum>(mma_dv, as_register_operand(tSrP), operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})),
+                          tVrdV);
     };
     if constexpr (T::kManyQueries) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
@@ -152,51 +222,67 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-    if constexpr (!kFirst) start_dq(before, ds_is_full, tQrdQ);
-    const bool room = kAsksAhead && !kFirst && ring_dq.is_empty(at_ds);
-    start_product<GMMA::ScaleOut::One>(mma_dk, as_register_operand(tSrdS),
-                                       operand_b(mma_dk, shared(q, typename T::LayoutQt{})), tKrdK);
+    if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
+    if constexpr (kFinishes) send_dk(tile - 1, tKrK);
+    const bool room = kAsksAhead && kHasBefore && ring_dq.is_empty(at_ds);
+    start_product<kSum>(mma_dk, as_register_operand(tSrdS), operand_b(mma_dk, shared(q, typename T::LayoutQt{})),
+                        tKrdK);
     wait_products<1>(tVrdV);
     storage.ring_dout.release(at);
-    if constexpr (!kFirst) {
+    if constexpr (kHasBefore) {
       warpgroup_fence_operand(tQrdQ);
+      if constexpr (kFinishes) {
+        storage.ring_k.release({tile - 1});
+        wait_sent(tile - 1);
+      }
       send_dq(before, room, tQrdQ);
     }
     q_is_full = kAsksAhead && storage.ring_q.is_full({at.count + 1});
+    const bool is_last = step.last;
     wait_products<0>(tKrdK);
     storage.ring_q.release(at);
     at.advance();
+    return is_last;
   };
-  if (steps > 0) {
-    storage.ring_k.wait({});
-    storage.ring_v.wait({});
-    if (group > 0) cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
-    add(true_type{});
-    CUTE_NO_UNROLL
-    while (at.count < steps) add(false_type{});
+  // The tile before, by itself.
+  auto finish = [&] {
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-    start_dq({at.count - 1}, false, tQrdQ);
+    start_dq({at.count - 1}, tile - 1, false, tQrdQ);
     wait_products<0>(tQrdQ);
+    storage.ring_k.release({tile - 1});
+    send_gradients(tile - 1);
     send_dq({at.count - 1}, false, tQrdQ);
+  };
+  const bool in_parts = p.parts.count() > 1;
+  for (;; ++tile) {
+    storage.ring_work.wait({tile});
+    const BackwardWork& work = storage.work[tile % 2];
+    const bool ends = work.tile.row < 0, is_empty = ends || work.range.empty();
+    const bool finishes_beside = kFinishesBeside && work.has_unfinished && !is_empty && !in_parts;
+    if (work.has_unfinished && !finishes_beside) finish();
+    if (ends) return;
+    if (is_empty) {  // nobody sees these keys
+      storage.ring_k.wait({tile});
+      storage.ring_k.release({tile});
+      storage.ring_v.wait({tile});
+      storage.ring_v.release({tile});
+      clear(tKrdK);
+      clear(tVrdV);
+      // After this wait the last dQ has left shared memory.
+      ring_dq.wait_empty({at.count + 1});
+      send_gradients(tile);
+      continue;
+    }
+    if (group > 0) cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
+    bool is_last = false;
+    if (finishes_beside) {
+      if constexpr (kFinishesBeside) is_last = add(cute::C<StepPlace::Next>{});
+    } else {
+      is_last = add(cute::C<StepPlace::Alone>{});
+    }
+    CUTE_NO_UNROLL
+    while (!is_last) is_last = add(cute::C<StepPlace::Inside>{});
   }
-
-  scale(tKrdK, p.fwd.softmax_scale);
-  if constexpr (C.drops()) {
-    scale(tKrdK, p.fwd.rules.gradient_scale());
-    scale(tVrdV, p.fwd.rules.keep_scale);
-  }
-  if (p.parts.count() > 1) {
-    store_part<C, false>(p, tKrdK, work.tile, work.seq.k, thread);
-    store_part<C, true>(p, tVrdV, work.tile, work.seq.k, thread);
-    return;
-  }
-  // After this barrier nobody still reads K and V.
-  cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
-  store_gradient<C.block_n, C.head_dim, typename T::LayoutK>(params.dk, storage.k, mma_dk, tKrdK, work.tile, work.seq.k,
-                                                             thread, T::kGroupBarrier);
-  store_gradient<C.block_n, C.head_dim_v, typename T::LayoutV>(params.dv, storage.v, mma_dv, tVrdV, work.tile,
-                                                               work.seq.k, thread, T::kGroupBarrier);
-  if (thread % 128 == 0) tma_store_wait<0>();
 }
 
 }  // namespace flash_cute::sm90

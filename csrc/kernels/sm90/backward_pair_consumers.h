@@ -220,9 +220,8 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
     store_part<C, kValues>(p, gradient, work.tile, work.seq.k, afresh(threadIdx.x) % 128);
     return;
   }
-  store_gradient<C.block_n, kDims, std::conditional_t<kValues, typename T::LayoutV, typename T::LayoutK>>(
-      kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), mma, gradient, work.tile, work.seq.k,
-      afresh(threadIdx.x) % 128, kBarrier);
+  store_gradient<kDims>(kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), gradient, work.tile,
+                        work.seq.k, afresh(threadIdx.x) % 128, kBarrier);
   if (threadIdx.x % 128 == 0) tma_store_wait<0>();
 }
 

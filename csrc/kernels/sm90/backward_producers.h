@@ -1,4 +1,4 @@
-// The threads of Hopper's backward that load tiles by TMA, and those that add dQ to global memory.
+// The threads of Hopper's backward that load tiles by TMA, and those that send results off.
 #pragma once
 
 #include "kernels/common/overlap.h"
@@ -6,29 +6,67 @@
 
 namespace flash_cute::sm90 {
 
-// One of two threads that load tiles by TMA: K, and Q and the LSE of each step; or V, and dO and its row sums. Rows in
-// front of those that see anything, or are seen, arrive as zeros, as those behind the sequence's end do: whatever they
-// hold, it meets no product.
+// One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each step;
+// or V, and dO and its row sums. Rows in front of those that see anything, or are seen, arrive as zeros, as those behind
+// the sequence's end do: whatever they hold, it meets no product.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
-  const BackwardWork& work = storage.work;
-  constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
-  const BwdProblem& p = params.p;
-  auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
-  auto& landed = storage.landed[kValues];
-  uint32_t phase = 0;
+class Loader {
+  using T = BackwardTraits<C>;
+  using Storage = typename T::Storage;
+  static constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kStagesOfKeys = kValues ? 1 : 2;
+
+ public:
+  CUTE_DEVICE Loader(const BackwardParams& params, Storage& storage) : params_(params), storage_(storage) {}
+
+  CUTE_DEVICE void operator()(const BackwardWork& work) {
+    const BwdProblem& p = params_.p;
+    auto& ring_keys = pick<kValues>(storage_.ring_k, storage_.ring_v);
+    ring_keys.wait_empty(at_keys_);
+    if (work.range.empty()) {
+      ring_keys.expect(at_keys_, 0);
+    } else {
+      const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
+      load(Int<C.block_n>{}, kValues ? params_.v : params_.k, kValues ? storage_.v : storage_.k[at_keys_.stage()],
+           TMA::CacheHintSm90::EVICT_FIRST, {work.seq.k.offset, keys.last}, keys.first, work.tile.row, work.tile.head,
+           work.tile.batch, [&](uint32_t bytes) { return ring_keys.expect(at_keys_, bytes); });
+    }
+    at_keys_.advance();
+    const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
+    // After this wait the LSE and row sums of all queries are there, and sums of dQ are 0.
+    wait_for_kernel_before();
+    auto& ring = pick<kValues>(storage_.ring_q, storage_.ring_dout);
+    for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
+      const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
+      next = work.after(step);
+      ring.wait_empty(at_);
+      if constexpr (!kValues) storage_.steps[stage] = {row, head, work.range.full(step.m), next.head >= work.heads};
+      load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
+           TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, work.tile.batch, [&](uint32_t bytes) {
+             constexpr uint32_t kStatistic = C.block_m * sizeof(float);
+             uint64_t* const full = ring.expect(at_, bytes + kStatistic);
+             const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
+             SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
+                                      pick<kValues>(storage_.lse_log2, storage_.row_dot)[stage], kStatistic);
+             return full;
+           });
+    }
+  }
+
+ private:
   // Brings kRows rows from `row` on to the barrier that expect(bytes) gives.
-  auto load = [&](auto rows, const RaggedMap& map, auto* to, TMA::CacheHintSm90 hint, const SeqSpan& span, int first,
-                  int row, int head, auto expect) {
-    constexpr int kRows = decltype(rows)::value, kBytes = kRows * kDims * sizeof(*to);
+  template <int kRows, class Element, class Expect>
+  CUTE_DEVICE void load(Int<kRows>, const RaggedMap& map, Element* to, TMA::CacheHintSm90 hint, const SeqSpan& span,
+                        int first, int row, int head, int batch, const Expect& expect) {
+    constexpr int kBytes = kRows * kDims * sizeof(Element);
+    auto& landed = storage_.landed[kValues];
     const bool clears = row < first;
     if (clears) landed.arrive_and_expect_tx(kBytes);
     uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : expect(kBytes);
-    map.template load<kRows, kDims>(to, barrier, hint, span, row, head, work.tile.batch);
+    map.template load<kRows, kDims>(to, barrier, hint, span, row, head, batch);
     if (!clears) return;
-    landed.wait(phase);
-    phase ^= 1;
-    constexpr int kAtom = atom_columns(kDims), kVector = 16 / sizeof(*to);
+    landed.wait(phase_);
+    phase_ ^= 1;
+    constexpr int kAtom = atom_columns(kDims), kVector = 16 / sizeof(Element);
     for (int col = 0; col < kDims; col += kAtom) {
       for (int i = 0; i < min(first - row, kRows) * kAtom; i += kVector) {
         *reinterpret_cast<uint4*>(to + col * kRows + i) = uint4{};
@@ -36,35 +74,59 @@ CUTE_DEVICE void produce(const BackwardParams& params, typename BackwardTraits<C
     }
     cutlass::arch::fence_view_async_shared();
     expect(0);
-  };
-  if (!work.range.empty()) {
-    const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
-    load(Int<C.block_n>{}, kValues ? params.v : params.k, pick<kValues>(storage.k, storage.v),
-         TMA::CacheHintSm90::EVICT_FIRST, {work.seq.k.offset, keys.last}, keys.first, work.tile.row, work.tile.head,
-         [&](uint32_t bytes) { return pick<kValues>(storage.ring_k, storage.ring_v).expect(Cursor<1>{}, bytes); });
   }
-  const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
-  // After this wait the LSE and row sums of all queries are there, and sums of dQ are 0.
-  wait_for_kernel_before();
-  Cursor<C.stages> at;
-  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at.stage();
-    ring.wait_empty(at);
-    if constexpr (!kValues) storage.steps[stage] = {row, head, work.range.full(step.m)};
-    load(Int<C.block_m>{}, kValues ? params.dout : params.q, pick<kValues>(storage.q, storage.dout)[stage],
-         TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, [&](uint32_t bytes) {
-           constexpr uint32_t kStatistic = C.block_m * sizeof(float);
-           uint64_t* const full = ring.expect(at, bytes + kStatistic);
-           const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
-           SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
-                                    pick<kValues>(storage.lse_log2, storage.row_dot)[stage], kStatistic);
-           return full;
-         });
+
+  const BackwardParams& params_;
+  Storage& storage_;
+  Cursor<kStagesOfKeys> at_keys_;
+  Cursor<C.stages> at_;
+  uint32_t phase_ = 0;  // of landed
+};
+
+// The thread that loads K and Q: it takes tiles of keys, and says what they have to do.
+template <KernelConfig C>
+CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
+  Loader<C, false> load(params, storage);
+  Cursor<2> at;
+  // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late
+  // as its latency allows: who comes first to the end of a tile should be the first to have another one.
+  auto take = [&] { return static_cast<int>(gridDim.x + atomicInc(params.counter, params.tiles - 1)); };
+  bool has_unfinished = false;
+  auto publish = [&](BackwardWork& work) {
+    work.has_unfinished = has_unfinished;
+    has_unfinished = !work.range.empty();
+    storage.ring_work.expect(at, 0);
+    at.advance();
+  };
+  for (int number = blockIdx.x; number < params.tiles; number = take()) {
+    storage.ring_work.wait_empty(at);
+    auto& work = *new (&storage.work[at.stage()]) BackwardWork(params.p, C.block_m, C.block_n, number);
+    if (work.tile.row >= work.seq.k.length) continue;
+    publish(work);
+    load(work);
+  }
+  storage.ring_work.wait_empty(at);
+  BackwardWork& end = storage.work[at.stage()];
+  end.tile.row = -1;
+  publish(end);
+  wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
+  let_next_kernel_start();
+}
+
+// What another thread does for each of them.
+template <class Storage, class Do>
+CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
+  for (Cursor<2> at;; at.advance()) {
+    storage.ring_work.wait(at);
+    const BackwardWork& work = storage.work[at.stage()];
+    if (work.tile.row < 0) return;
+    do_work(work);
+    storage.ring_work.empty[at.stage()].arrive();
   }
 }
 
 // A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order in
-// which their CTAs were launched, so that one waits for earlier CTAs alone.
+// which CTAs took them, or were launched, so that one waits for earlier ones alone.
 template <KernelConfig C>
 class Turn {
  public:
@@ -96,53 +158,93 @@ class Turn {
   int before_;
 };
 
-// Starts to add a warpgroup's sums of dQ to global memory; they have left shared memory when it returns.
+// One of two threads that send off what warpgroups leave in shared memory: sums of dQ, to be added to global memory, and
+// for each tile of keys dV and dK, before the last of these. Each serves a warpgroup. Where sums are deterministic, each
+// serves both at every second step: while one is at the end of its turn, the other begins with the next; the first one
+// sends dV and dK of both.
 template <KernelConfig C>
-CUTE_DEVICE void add_sums(const BwdProblem& p, typename BackwardTraits<C>::Storage& storage, int64_t padded_row,
-                          int group, const Cursor<2>& at) {
+class Sender {
   using T = BackwardTraits<C>;
-  storage.ring_dq[group].wait(at);
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   T::dq_sums(p, padded_row, group)),
-               "r"(cast_smem_ptr_to_uint(storage.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
-               : "memory");
-  tma_store_arrive();
-  tma_store_wait<0>();
-  storage.ring_dq[group].empty[at.stage()].arrive();
-}
+  using Storage = typename T::Storage;
 
-// One thread for each warpgroup, that adds its sums of dQ.
-template <KernelConfig C>
-CUTE_DEVICE void add_dq(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage, int group) {
-  const BackwardWork& work = storage.work;
-  Cursor<2> at;
-  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    const int head = work.first_head + step.head;
-    const int64_t padded_row = first_padded_row(params.p, C.block_m, work.tile.batch, head, work.seq.q.offset);
-    add_sums<C>(params.p, storage, padded_row + step.m * C.block_m, group, at);
+ public:
+  CUTE_DEVICE Sender(const BackwardParams& params, Storage& storage, uint32_t number)
+      : params_(params), storage_(storage), number_(number) {}
+
+  CUTE_DEVICE void operator()(const BackwardWork& work) {
+    const bool in_turns = params_.p.deterministic, whole = params_.p.parts.count() == 1;
+    QueryStep step = work.first_step();
+    auto add = [&] {
+      if (!in_turns || at_.stage() == number_) add_sums(work, step);
+      step = work.after(step);
+      at_.advance();
+    };
+    auto store = [&](auto is_values) {
+      constexpr bool kValues = decltype(is_values)::value;
+      if (whole && (!in_turns || number_ == 0)) store_gradient<kValues>(work);
+    };
+    const uint32_t steps = work.steps();
+    for (uint32_t i = 1; i < steps; ++i) add();
+    store(true_type{});
+    store(false_type{});
+    if (steps > 0) add();
+    ++tile_;
   }
-}
 
-// One of two threads that add all warpgroups' sums, of every second step, in turns: while one is at the end of its turn,
-// the other begins with the next.
-template <KernelConfig C>
-CUTE_DEVICE void add_dq_in_turns(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage,
-                                 uint32_t thread) {
-  const BackwardWork& work = storage.work;
-  // After this wait no turn has been taken but those of this kernel.
-  wait_for_kernel_before();
-  Cursor<2> at;
-  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    if (at.stage() != thread) continue;
-    const Turn<C> turn(params.p, work, step);
-    while (!turn.has_come()) continue;
+ private:
+  // Sends off what is in the buffers that this thread serves.
+  template <int kStages, class SendOf>
+  CUTE_DEVICE void send(Ring<kStages> (&rings)[T::kGroups], const Cursor<kStages>& at, const SendOf& send_of) const {
+    const bool all = params_.p.deterministic;
     CUTE_NO_UNROLL
-    for (int group = 0; group < BackwardTraits<C>::kGroups; ++group) {
-      add_sums<C>(params.p, storage, turn.padded_row(), group, at);
+    for (int group = all ? 0 : number_; group < (all ? T::kGroups : number_ + 1); ++group) {
+      rings[group].wait(at);
+      send_of(group);
+      tma_store_arrive();
+      // After this wait the buffer has been read.
+      tma_store_wait<0>();
+      rings[group].empty[at.stage()].arrive();
     }
+  }
+
+  CUTE_DEVICE void add_sums(const BackwardWork& work, QueryStep step) const {
+    const BwdProblem& p = params_.p;
+    auto add = [&](int64_t padded_row) {
+      send(storage_.ring_dq, at_, [&](int group) {
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                         T::dq_sums(p, padded_row, group)),
+                     "r"(cast_smem_ptr_to_uint(storage_.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
+                     : "memory");
+      });
+    };
+    if (!p.deterministic) {
+      const int head = work.first_head + step.head;
+      add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + step.m * C.block_m);
+      return;
+    }
+    const Turn<C> turn(p, work, step);
+    while (!turn.has_come()) continue;
+    add(turn.padded_row());
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are in global memory
     turn.end();
   }
-}
+
+  template <bool kValues>
+  CUTE_DEVICE void store_gradient(const BackwardWork& work) const {
+    send(storage_.ring_out, {2 * tile_ + !kValues}, [&](int group) {
+      const int row = work.tile.row + group * 64;
+      if (row >= work.seq.k.length) return;
+      (kValues ? params_.dv : params_.dk)
+          .template store<64, kValues ? C.head_dim_v : C.head_dim>(
+              reinterpret_cast<const typename T::Element*>(storage_.dq[group]), work.seq.k, row, work.tile.head,
+              work.tile.batch);
+    });
+  }
+
+  const BackwardParams& params_;
+  Storage& storage_;
+  uint32_t number_, tile_ = 0;
+  Cursor<2> at_;
+};
 
 }  // namespace flash_cute::sm90

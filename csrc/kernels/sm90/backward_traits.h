@@ -13,6 +13,8 @@ namespace flash_cute::sm90 {
 struct BackwardParams {
   BwdProblem p;
   RaggedMap q, k, v, dout, dq, dk, dv;
+  int tiles;  // of keys, or parts of the work on them
+  unsigned* counter;  // by which CTAs share them out; 0 before and after the kernel
 };
 
 template <bool kSecond, class First, class Second>
@@ -24,7 +26,7 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do, and in which order. By default a key tile begins with the first queries that see it: under a causal
+// What a CTA has to do for a tile of keys, and in which order. By default a key tile begins with the first queries that see it: under a causal
 // mask tiles that start together are then at different queries, and do not add to the same sums of dQ at once. With
 // several heads of queries it begins with the last ones, and goes through one head after the other; under a causal mask
 // and with more tiles than start together, through the heads of a query tile first.
@@ -38,38 +40,39 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // Where key tiles are fewer than SMs, the work on each is cut into parts: shares of the query heads, and of the tiles
 // of queries that see the keys, which may be none. A query tile of a head belongs to one part of each key tile that it
 // sees, so that turns are counted as without parts. To which one differs from key tile to key tile: so parts of queries
-// are among the heads whose tiles alternate, and who comes before in turns was launched before, whatever part it is.
+// are among the heads whose tiles alternate, and who comes before in turns was taken before, whatever part it is.
 class BackwardWork {
  public:
   KeyTile tile;
   SeqInfo seq;
   TileRange range;  // of queries that see some of the keys, those of the part
   int heads, first_head;  // of queries: how many, from which on
+  bool has_unfinished = false;  // the CTA's tile before had steps: its dV, dK and last dQ are still to be sent
 
-  CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int cta = blockIdx.x)
+  CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int number)
       : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether, p.parts.queries), late_keys_first(p, block_n),
-             cta, p.parts.count()),
+             number, p.parts.count()),
         seq(p.fwd, tile.batch),
         range(share_of(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m), tile.part % p.parts.queries,
                        p.parts.queries)),
         heads(p.fwd.heads / (p.fwd.heads_k * p.parts.heads)),
         first_head((tile.head * p.parts.heads + tile.part / p.parts.queries) * heads),
         heads_inside_(p.deterministic || drift_apart(p, block_n)),
-        early_first_(p.deterministic ? tile.late_first : heads == 1),
-        first_(early_first_ ? range.begin : range.end - 1),
-        last_(early_first_ ? range.end - 1 : range.begin) {}
+        early_first_(p.deterministic ? tile.late_first : heads == 1) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
-  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first_}; }
+  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
   // Behind the last step its head is none.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
     if (heads_inside_ && step.head + 1 < heads) return {step.head + 1, step.m};
-    if (step.m != last_) return {heads_inside_ ? 0 : step.head, early_first_ ? step.m + 1 : step.m - 1};
-    return {heads_inside_ ? heads : step.head + 1, first_};
+    if (step.m != (early_first_ ? range.end - 1 : range.begin))
+      return {heads_inside_ ? 0 : step.head, early_first_ ? step.m + 1 : step.m - 1};
+    return {heads_inside_ ? heads : step.head + 1, first()};
   }
 
  private:
   static constexpr int kTilesTogether = 128;
+  CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
   CUTE_DEVICE static bool late_keys_first(const BwdProblem& p, int block_n) {
     return p.deterministic && p.fwd.heads == p.fwd.heads_k * p.parts.heads &&
            ceil_div(p.fwd.seqlen_k, block_n) * p.parts.queries <= kTilesTogether;
@@ -88,7 +91,6 @@ class BackwardWork {
   }
 
   bool heads_inside_, early_first_;
-  int first_, last_;  // tiles of queries
 };
 
 // Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup from `row` on: an accumulator of all threads,
@@ -105,6 +107,7 @@ CUTE_DEVICE float* part_sums(const BwdProblem& p, const SeqSpan& keys, int row, 
 struct BackwardStep {
   int first_query, head;
   bool full;  // the band hides nothing
+  bool last = false;  // of the tile of keys; pairs count their steps
 };
 
 template <KernelConfig C>
@@ -151,28 +154,31 @@ struct BackwardTraits {
     return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
   }
   // Of a thread, together as many as the CTA has at its start.
-  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24, kConsumerRegisters = kGroups == 3 ? 160 : 240;
-  // Named barriers: of all warpgroups, and of the threads of each.
-  static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kAllGroupsBarrier = 1;  // named
 
   struct Storage {
-    alignas(1024) Element k[C.block_n * C.head_dim];  // dK on the way out
-    alignas(1024) Element v[C.block_n * C.head_dim_v];  // dV on the way out
+    alignas(1024) Element k[2][C.block_n * C.head_dim];
+    alignas(1024) Element v[C.block_n * C.head_dim_v];
     alignas(1024) Element q[C.stages][C.block_m * C.head_dim];
     alignas(1024) Element dout[C.stages][C.block_m * C.head_dim_v];
     alignas(1024) Element ds[2][C.block_n * C.block_m];
-    alignas(1024) float dq[kGroups][kDqSums];
+    alignas(1024) float dq[kGroups][kDqSums];  // dV and dK too on the way out
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
-    BackwardWork work;
+    BackwardWork work[2];
     BackwardStep steps[C.stages];  // that use Q and dO
+    Ring<2> ring_work;
     Ring<C.stages> ring_q, ring_dout;
-    Ring<1> ring_k, ring_v;
+    Ring<2> ring_k;
+    Ring<1> ring_v;
     Ring<2> ring_ds;
     Ring<2> ring_dq[kGroups];  // one buffer; two barriers, as two threads may empty it by turns
+    Ring<1> ring_out[kGroups];  // the same buffer, with dV, then dK
     cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
   };
-  static_assert(C.block_n == 64 * kGroups && (kGroups == 2 || kGroups == 3), "a warpgroup has 64 keys");
+  static_assert(C.block_n == 64 * kGroups && kGroups == 2, "a warpgroup has 64 keys");
+  static_assert(kDqSums * sizeof(float) >= 64 * std::max(C.head_dim, C.head_dim_v) * sizeof(Element), "dV and dK fit");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
