@@ -22,7 +22,7 @@ D128 = "fwd_sm90_bf16_plain_d128x128_"
     [
         # Long sequences: fewest loads. Lengths that larger tiles would overshoot: smaller ones.
         ((1, 16, 16384, 16384, 128), {}, D128 + "m192_n80_s2_w12_c1_x2"),
-        ((1, 16, 16384, 16384, 128), {"window_size_right": 0}, D128 + "m192_n80_s2_w12_c1_x2"),
+        ((1, 16, 16384, 16384, 128), {"window_size_right": 0}, D128 + "m192_n80_s2_w12_c1_x1"),
         ((16, 16, 1024, 1024, 128), {}, D128 + "m128_n128_s2_w8_c1_x2"),
         ((16, 16, 1024, 1024, 128), {"window_size_right": 0}, D128 + "m128_n128_s2_w8_c1_x1"),
         # Head dims that the row does not fill.

@@ -19,7 +19,7 @@ struct Speed {
 Speed speed(const KernelConfig& config) {
   if (config.head_dim == 64) return config.block_m == 192 ? Speed{692, 170} : Speed{534, 250};
   if (config.head_dim <= 128) {
-    if (config.block_m == 192) return config.cluster == 2 ? Speed{713, 220} : Speed{692, 190};
+    if (config.block_m == 192) return config.cluster == 2 ? Speed{700, 220} : Speed{692, 190};
     return config.cluster == 2 ? Speed{666, 290} : Speed{639, 290};
   }
   return config.cluster == 2 ? Speed{700, 250} : Speed{660, 250};
