@@ -7,6 +7,7 @@ import math
 from contextlib import nullcontext
 from typing import Any
 
+import checks
 import pytest
 import torch
 
@@ -23,16 +24,12 @@ NAN, INF = math.nan, math.inf
 BF16 = torch.bfloat16
 
 
-def check(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, _, _ = inputs.forward()
-    bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
-    return out, lse
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
 def test_head_dims(make, dim, dtype):
-    check(make(Case(seqlen_q=65, seqlen_k=130, dim=dim, dtype=dtype, is_causal=dim % 2 == 0)))
+    checks.forward(
+        make(Case(seqlen_q=65, seqlen_k=130, dim=dim, dtype=dtype, is_causal=dim % 2 == 0))
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -40,7 +37,7 @@ def test_head_dims(make, dim, dtype):
 def test_lengths_at_tile_edges(make, seqlen_q, is_causal):
     for seed, seqlen_k in enumerate(EDGES):
         case = Case(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, dtype=BF16)
-        check(make(case, seed))
+        checks.forward(make(case, seed))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 70), (40, 150), (150, 40)])
@@ -53,7 +50,7 @@ def test_windows(make, left, is_causal, seqlen_q, seqlen_k):
         window = (sides[left], right)
         sizes = {"batch": 1, "heads": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "dim": 16}
         inputs = make(Case(**sizes, is_causal=is_causal, window=window, dtype=BF16))
-        check(inputs)
+        checks.forward(inputs)
         softmax = inputs.forward(return_softmax=True)[3]
         seen = reference.visible(seqlen_q, seqlen_k, is_causal, *window, device=softmax.device)
         assert torch.equal(softmax[0, 0] > 0, seen)
@@ -66,104 +63,9 @@ def test_window_of_64_bits(make):
     bounds.check_same_bits("out", wide.forward()[0], full.forward()[0])
 
 
-PARTED = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "window": {"window": (2000, 0)},
-    "sink": {"sink": True, "dtype": torch.float16},
-    "rules": {"softcap": 5.0, "alibi": "batch", "sink": True, "is_causal": True},
-    "dropout": {"dropout_p": 0.3, "is_causal": True},
-    "sharp": {"spread": 30.0},
-}
-
-
-@pytest.mark.parametrize("feature", PARTED)
-@pytest.mark.parametrize(
-    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-)
-def test_parts_of_keys(cuda, dims, feature):
-    """So few tiles of queries that a GPU would be idle: keys are cut into parts, and merged."""
-    sizes = {"batch": 1, "heads": 6, "heads_k": 2, "seqlen_q": 130, "seqlen_k": 3000}
-    assert torch.ops.flash_cute.preferred_forward(1, 6, 130, 3000, dims[0])[1] > 1
-    case = Case(**sizes, dim=dims[0], dim_v=dims[1], **({"dtype": BF16} | PARTED[feature]))
-    inputs = make_inputs(case, cuda)
-    results = check(inputs)
-    for got, expected in zip(inputs.forward()[:2], results, strict=True):
-        bounds.check_same_bits("of a second call, out or softmax_lse", got, expected)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_parts_of_keys_of_sequences_end_to_end(cuda, is_causal):
-    """Sequences without queries, without keys, and with fewer keys than parts have tiles."""
-    lengths = {"lengths_q": (130, 0, 1, 64, 7), "lengths_k": (6000, 300, 2900, 0, 100)}
-    rows = {"rows_before": 3, "rows_after": 5, "used_q": (130, 0, 1, 50, 7)}
-    assert torch.ops.flash_cute.preferred_forward(5, 4, 40, 1860, 128, varlen=True)[1] > 1
-    case = VarlenCase(heads=4, dim=128, is_causal=is_causal, dtype=BF16, **lengths, **rows)
-    check(make_inputs(case, cuda))
-
-
-def test_parts_of_keys_write_the_outputs_only(cuda):
-    case = Case(batch=1, heads=3, seqlen_q=70, seqlen_k=4000, dim=72, dtype=BF16)
-    check_outputs_only(make_inputs(case, cuda))
-
-
-def check_outputs_only(inputs: Inputs) -> None:
-    """The results are right, and what lies around them in memory is untouched."""
-    device, (batch, seqlen_q, heads, _) = inputs.q.device, inputs.q.shape
-    out = memory.GuardedTensor(inputs.q.shape, BF16, device, 8)
-    lse = memory.GuardedTensor((batch, heads, seqlen_q), torch.float32, device)
-    arguments = (inputs.q, inputs.k, inputs.v)
-    results = {"out": out.tensor, "softmax_lse": lse.tensor}
-    torch.ops.flash_cute.fwd.out(*arguments, **inputs.options, **results)
-    bounds.check_forward(out.tensor, lse.tensor, bounds.forward_oracle(inputs))
-    out.check("out")
-    lse.check("softmax_lse")
-
-
-SHARED = [(4, 2, 64), (12, 2, 33), (8, 2, 32), (16, 2, 16), (16, 1, 5), (32, 1, 1), (16, 2, 17)]
-
-
-@pytest.mark.parametrize("feature", PARTED)
-@pytest.mark.parametrize(("heads", "heads_k", "seqlen_q"), SHARED)
-def test_heads_that_share_tiles(cuda, heads, heads_k, seqlen_q, feature):
-    """So few queries that a tile of them holds several heads of a group."""
-    for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
-        sizes = {"heads": heads, "heads_k": heads_k, "seqlen_q": seqlen_q, "seqlen_k": 700}
-        case = Case(
-            **sizes, dim=dims[0], dim_v=dims[1], **({"dtype": BF16} | PARTED[feature]), batch=3
-        )
-        check(make_inputs(case, cuda))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_that_share_tiles_of_sequences_end_to_end(cuda, is_causal):
-    lengths = {"lengths_q": (17, 0, 32, 1, 9), "lengths_k": (6000, 300, 5, 0, 100)}
-    rows = {"rows_before": 3, "rows_after": 5, "used_q": (17, 0, 30, 1, 9)}
-    heads = {"heads": 16, "heads_k": 4}
-    case = VarlenCase(**heads, dim=128, is_causal=is_causal, dtype=BF16, **lengths, **rows)
-    check(make_inputs(case, cuda))
-
-
-@pytest.mark.parametrize("seqlen_q", [9, 32])
-def test_heads_that_share_tiles_write_the_outputs_only(cuda, seqlen_q):
-    case = Case(batch=2, heads=8, heads_k=2, seqlen_q=seqlen_q, seqlen_k=9_000, dim=128, dtype=BF16)
-    check_outputs_only(make_inputs(case, cuda))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_special_values_in_parts_of_keys(cuda, is_causal):
-    case = Case(batch=1, seqlen_q=70, seqlen_k=4000, dtype=BF16, is_causal=is_causal)
-    inputs = make_inputs(case, cuda)
-    before = inputs.forward()[0]
-    inputs.q[0, 3, 0, 5], inputs.q[0, 9, 0, 0], inputs.k[0, 3975, 1, 1] = NAN, INF, NAN
-    out, _ = check(inputs)
-    finite = bounds.forward_oracle(inputs).out.isfinite()
-    bounds.check_same_bits("out", out[finite], before[finite])
-
-
 @pytest.mark.parametrize(("heads", "heads_k"), [(4, 4), (4, 2), (4, 1), (6, 3), (9, 3), (16, 1)])
 def test_grouped_heads(make, heads, heads_k):
-    check(make(Case(heads=heads, heads_k=heads_k, seqlen_q=100, seqlen_k=130, dtype=BF16)))
+    checks.forward(make(Case(heads=heads, heads_k=heads_k, seqlen_q=100, seqlen_k=130, dtype=BF16)))
 
 
 def takes(inputs: Inputs) -> bool:
@@ -184,7 +86,7 @@ def test_layouts(make, dim, layout):
     batch = 1 if layout == "wild_unit_strides" else 2
     sizes = {"batch": batch, "seqlen_q": 130, "seqlen_k": 130, "dim": dim, "dtype": BF16}
     inputs = make(Case(**sizes, layout=layout, is_causal=True))
-    out, _ = check(inputs)
+    out, _ = checks.forward(inputs)
     if not out.is_cuda:
         return
     q, k, v = (x.contiguous() for x in (inputs.q, inputs.k, inputs.v))
@@ -204,7 +106,7 @@ def test_layout_of_each_tensor(make):
     q = lay_out_inputs(inputs.q, inputs.k, inputs.v, "heads_first")[0]
     k = lay_out_inputs(inputs.q, inputs.k, inputs.v, "padded_rows")[1]
     v = lay_out_inputs(inputs.q, inputs.k, inputs.v, "qkvpacked")[2]
-    check(dataclasses.replace(inputs, q=q, k=k, v=v))
+    checks.forward(dataclasses.replace(inputs, q=q, k=k, v=v))
 
 
 FEATURES = {
@@ -227,20 +129,20 @@ FEATURES = {
 @pytest.mark.parametrize("window", [(-1, -1), (20, 10)], ids=["full", "window"])
 def test_features(make, window, feature, dtype):
     sizes = {"heads": 4, "heads_k": 2, "seqlen_q": 70, "seqlen_k": 90}
-    check(make(Case(**sizes, dtype=dtype, window=window, **FEATURES[feature])))
+    checks.forward(make(Case(**sizes, dtype=dtype, window=window, **FEATURES[feature])))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_see_no_key(make, dtype):
     inputs = make(Case(seqlen_q=256, seqlen_k=3, is_causal=True, dtype=dtype))
-    out, lse = check(inputs)
+    out, lse = checks.forward(inputs)
     assert not out[:, :253].signbit().any() and not out[:, :253].any()
     assert (lse[..., :253] == -INF).all() and lse[..., 253:].isfinite().all()
 
 
 def test_sink_of_rows_that_see_no_key(make):
     inputs = make(Case(seqlen_q=40, seqlen_k=3, is_causal=True, sink=True, dtype=BF16))
-    out, lse = check(inputs)
+    out, lse = checks.forward(inputs)
     assert not out[:, :37].any()
     bounds.check_lse("lse", lse[..., :37], inputs.options["sink"][:, None].expand(2, 2, 37))
 
@@ -263,7 +165,7 @@ def test_special_values_stay_in_their_rows(make, is_causal, value, tensor):
     inputs = make(Case(seqlen_q=130, seqlen_k=130, heads=3, dtype=BF16, is_causal=is_causal))
     before = inputs.forward()[0]
     getattr(inputs, tensor)[1, 77, 2, 5] = value
-    out, _ = check(inputs)
+    out, _ = checks.forward(inputs)
     finite = bounds.forward_oracle(inputs).out.isfinite()
     finite[1, :, 2] = False
     bounds.check_same_bits("out", out[finite], before[finite])
@@ -273,7 +175,7 @@ def test_special_values_stay_in_their_rows(make, is_causal, value, tensor):
 def test_special_values_in_v(make, value):
     inputs = make(Case(seqlen_q=70, seqlen_k=130, dtype=BF16))
     inputs.v[0, 100, 1, 7] = value
-    check(inputs)
+    checks.forward(inputs)
 
 
 def test_masked_keys_never_matter(make):
@@ -288,7 +190,7 @@ def test_masked_keys_never_matter(make):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30, 10.0])
 def test_softmax_scales(make, scale):
-    check(make(Case(dim=16, seqlen_q=70, seqlen_k=130, softmax_scale=scale, dtype=BF16)))
+    checks.forward(make(Case(dim=16, seqlen_q=70, seqlen_k=130, softmax_scale=scale, dtype=BF16)))
 
 
 def constant_logits(make, case: Case, logit: float) -> Inputs:
@@ -304,7 +206,7 @@ def constant_logits(make, case: Case, logit: float) -> Inputs:
 @pytest.mark.parametrize("logit", [-120.0, 120.0])
 def test_logits_far_from_zero(make, logit, dtype):
     sizes = {"batch": 1, "seqlen_q": 65, "seqlen_k": 192}
-    check(constant_logits(make, Case(**sizes, dtype=dtype, is_causal=True), logit))
+    checks.forward(constant_logits(make, Case(**sizes, dtype=dtype, is_causal=True), logit))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -359,7 +261,7 @@ def test_row_beside_one_that_becomes_huge(make):
 
 
 def test_sharp_softmax(make):
-    check(make(Case(seqlen_q=130, seqlen_k=260, spread=30.0, dtype=BF16)))
+    checks.forward(make(Case(seqlen_q=130, seqlen_k=260, spread=30.0, dtype=BF16)))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -447,14 +349,14 @@ def test_dropout_mask_is_that_of_philox(make, packed, dropout_p, rng):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (700, 100)], ids=str)
 def test_long_sequences(cuda, window, dim):
     sizes = {"heads": 6, "heads_k": 2, "seqlen_q": 1030, "seqlen_k": 2049}
-    check(make_inputs(Case(**sizes, dim=dim, window=window, dtype=BF16), cuda))
+    checks.forward(make_inputs(Case(**sizes, dim=dim, window=window, dtype=BF16), cuda))
 
 
 @pytest.mark.parametrize("shape", [(66000, 1, 2), (1, 66000, 2)], ids=["batch", "heads"])
 def test_more_than_65535_blocks(cuda, shape):
     batch, heads, seqlen = shape
     case = Case(batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, dim=8, dtype=BF16)
-    check(make_inputs(case, cuda))
+    checks.forward(make_inputs(case, cuda))
 
 
 def test_offsets_beyond_31_bits(cuda):
@@ -477,4 +379,4 @@ def test_strides_beyond_31_bits(cuda):
     for i, x in enumerate((inputs.q, inputs.k, inputs.v)):
         strides = (2**31 + 64, 192, 64, 1)
         views.append(storage.as_strided(x.shape, strides, 64 * i).copy_(x))
-    check(dataclasses.replace(inputs, q=views[0], k=views[1], v=views[2]))
+    checks.forward(dataclasses.replace(inputs, q=views[0], k=views[1], v=views[2]))

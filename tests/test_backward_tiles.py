@@ -1,0 +1,148 @@
+"""How bwd cuts its work on Hopper: tiles of keys in parts, many tiles one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import checks
+import pytest
+import torch
+
+from flash_cute.testing import bounds, memory
+from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
+from flash_cute.testing.verify import verify
+
+NAN = math.nan
+BF16 = torch.bfloat16
+
+# Where Hopper cuts the work on a tile of keys into parts: of heads, of queries, of both. Some parts
+# have nothing to do: where tiles of keys are seen by fewer queries than others, or by none.
+PARTED = {
+    "multi-query": Case(heads=16, heads_k=1, batch=1, seqlen_q=500, seqlen_k=700),
+    "group of 6": Case(heads=12, heads_k=2, batch=1, seqlen_q=600, seqlen_k=600, is_causal=True),
+    "group of 3": Case(heads=6, heads_k=2, batch=1, seqlen_q=577, seqlen_k=513),
+    "one head": Case(heads=1, batch=1, seqlen_q=1000, seqlen_k=1000, is_causal=True),
+    "window": Case(heads=1, batch=1, seqlen_q=1000, seqlen_k=2000, window=(500, 200)),
+    "rows without keys": Case(heads=2, batch=1, seqlen_q=2000, seqlen_k=700, is_causal=True),
+    "sink": Case(heads=8, heads_k=2, batch=1, seqlen_q=500, seqlen_k=300, sink=True),
+    "rules": Case(heads=4, batch=1, seqlen_q=900, seqlen_k=300, alibi="heads", dropout_p=0.2),
+    "varlen": VarlenCase(
+        heads=8, heads_k=2, lengths_q=(700, 0, 65, 300), lengths_k=(600, 70, 0, 130)
+    ),
+    "varlen causal": VarlenCase(
+        heads=1,
+        lengths_q=(1400, 64, 700),
+        lengths_k=(900, 1, 129),
+        rows_before=3,
+        is_causal=True,
+    ),
+}
+PARTED_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+def parted(name: str, dims: tuple[int, int]) -> Case | VarlenCase:
+    dim, dim_v = dims
+    return dataclasses.replace(PARTED[name], dim=dim, dim_v=dim_v, dtype=BF16)
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", PARTED)
+def test_cases_are_parted(name, dims):
+    case = PARTED[name]
+    left, right = case.window
+    if isinstance(case, VarlenCase):
+        count, varlen = len(case.lengths_q), True
+        seqlens = (sum(case.lengths_q) // count, sum(case.lengths_k) // count)
+    else:
+        count, varlen, seqlens = case.batch, False, (case.seqlen_q, case.seqlen_k)
+    heads = (case.heads, case.heads_k or case.heads)
+    window = (left, 0 if case.is_causal else right)
+    parts = torch.ops.flash_cute.preferred_parts(count, *heads, *seqlens, *dims, *window, varlen)
+    assert math.prod(parts) > 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", PARTED)
+def test_parts(cuda, name, dims, deterministic):
+    inputs = make_inputs(parted(name, dims), cuda)
+    memory.fill_freed_memory(cuda)
+    verify(inputs, with_dlse=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", [name for name in PARTED if "varlen" not in name])
+def test_parts_write_their_outputs_only(cuda, name, dims):
+    inputs = make_inputs(parted(name, dims), cuda)
+    out, lse, _, _ = inputs.forward()
+    guarded = {x: memory.GuardedTensor(getattr(inputs, x).shape, BF16, cuda, 8) for x in "qkv"}
+    outputs = {f"d{x}": guard.tensor for x, guard in guarded.items()}
+    grads = {x: guard.tensor for x, guard in guarded.items()}
+    if inputs.options["sink"] is not None:
+        outputs["dsink"] = grads["sink"] = torch.full((inputs.q.shape[2],), NAN, device=cuda)
+    saved = (inputs.dout, inputs.q, inputs.k, inputs.v, out, lse)
+    torch.ops.flash_cute.bwd.out(*saved, **inputs.options, **outputs)
+    bounds.check_gradients(grads, inputs, out)
+    for x, guard in guarded.items():
+        guard.check(f"d{x}")
+
+
+def check_same_bits_again(inputs: Inputs) -> None:
+    out, lse, _, _ = inputs.forward()
+    for names, deterministic in (("kv", False), ("qkv", True)):
+        expected = inputs.backward(out, lse, deterministic=deterministic)
+        for _ in range(20):
+            grads = inputs.backward(out, lse, deterministic=deterministic)
+            checks.same_gradients(grads, {x: expected[x] for x in names})
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", PARTED)
+def test_parts_give_the_same_bits_again(cuda, name, dims):
+    check_same_bits_again(make_inputs(parted(name, dims), cuda))
+
+
+# More than twice as many tiles of keys as SMs: CTAs of Hopper take one after the other, of many
+# steps, of one, of none where nobody sees the keys, and of sequences with fewer than the longest.
+MANY_TILES = {
+    "full": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300),
+    "causal": Case(heads=30, batch=3, seqlen_q=300, seqlen_k=300, is_causal=True),
+    "one step": Case(heads=24, batch=3, seqlen_q=30, seqlen_k=400),
+    "unseen keys": Case(heads=16, batch=3, seqlen_q=100, seqlen_k=700, window=(150, 10)),
+    "rows without keys": Case(heads=45, batch=3, seqlen_q=300, seqlen_k=140, is_causal=True),
+    "grouped": Case(heads=60, heads_k=30, batch=3, seqlen_q=140, seqlen_k=300, sink=True),
+    "rules": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, alibi="heads", dropout_p=0.2),
+    "softcap": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, softcap=9.0, is_causal=True),
+    "varlen": VarlenCase(
+        heads=8, lengths_q=(300, 0, 65, 1) * 6, lengths_k=(290, 70, 0, 400) * 6, rows_before=3
+    ),
+    "varlen causal": VarlenCase(
+        heads=6,
+        heads_k=3,
+        lengths_q=(200, 64, 0, 150) * 12,
+        lengths_k=(300, 1, 129, 140) * 12,
+        is_causal=True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"), [(BF16, False), (torch.float16, True)], ids=str
+)
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", MANY_TILES)
+def test_many_tiles(cuda, name, dims, dtype, deterministic):
+    dim, dim_v = dims
+    case = dataclasses.replace(MANY_TILES[name], dim=dim, dim_v=dim_v, dtype=dtype)
+    inputs = make_inputs(case, cuda)
+    memory.fill_freed_memory(cuda)
+    verify(inputs, with_dlse=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", MANY_TILES)
+def test_many_tiles_give_the_same_bits_again(cuda, name, dims):
+    dim, dim_v = dims
+    case = dataclasses.replace(MANY_TILES[name], dim=dim, dim_v=dim_v, dtype=BF16)
+    check_same_bits_again(make_inputs(case, cuda))
