@@ -26,10 +26,10 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do for a tile of keys, and in which order. By default a key tile begins with the first queries that see it: under a causal
-// mask tiles that start together are then at different queries, and do not add to the same sums of dQ at once. With
-// several heads of queries it begins with the last ones, and goes through one head after the other; under a causal mask
-// and with more tiles than start together, through the heads of a query tile first.
+// What a CTA has to do for a tile of keys, and in which order. By default a key tile begins with the first queries that
+// see it: under a causal mask tiles that start together are then at different queries, and do not add to the same sums of
+// dQ at once. With several heads of queries it begins with the last ones, and goes through one head after the other; under
+// a causal mask and with more tiles than start together, through the heads of a query tile first.
 //
 // Where sums of dQ are deterministic, key tiles add to them in turns, and go through the heads of a query tile first: at
 // each new head tiles with few queries would wait for those with many. With one head, late keys come first, and begin
