@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -46,7 +47,8 @@ def prepare(
     try:
         _poison(x)
         make = candidate.forward if direction == "fwd" else candidate.backward
-        kept = captured if case.brief and x.q.is_cuda else lambda work: work
+        brief = case.brief and x.q.is_cuda
+        kept = partial(captured, calls=case.calls_a_graph) if brief else lambda work: work
         work = kept(make(case, x))
         with work.scope():
             results = work.results(work.run())

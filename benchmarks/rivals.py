@@ -40,13 +40,14 @@ class Work:
 
     `results` turns run's value into the tensors to compare, (batch, seqlen, heads, dim):
     (out,) of a forward, (dq, dk, dv) of a backward. It is not timed. Results that depend on random
-    numbers of a library's own are not `comparable`.
+    numbers of a library's own are not `comparable`. A run is so many `calls`.
     """
 
     run: Callable[[], Any]
     results: Callable[[Any], tuple[torch.Tensor, ...]]
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     comparable: bool = True
+    calls: int = 1
 
 
 class Candidate(Protocol):
@@ -59,19 +60,20 @@ class Candidate(Protocol):
     def backward(self, case: Case, x: Inputs) -> Work: ...
 
 
-def captured(work: Work) -> Work:
-    """The work as replays of a CUDA graph of one call."""
+def captured(work: Work, calls: int) -> Work:
+    """The work as replays of a CUDA graph of so many calls, one after the other."""
     with work.scope():
         work.run()  # what happens once, like allocations that stay, is no part of the graph
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            value = work.run()
+            for _ in range(calls):
+                value = work.run()
 
     def replay(_inputs: Work = work) -> Any:  # the graph reads tensors that the work alone may hold
         graph.replay()
         return value
 
-    return Work(replay, work.results, comparable=work.comparable)
+    return Work(replay, work.results, comparable=work.comparable, calls=calls)
 
 
 def _need_plain(case: Case, *known: str) -> None:

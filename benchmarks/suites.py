@@ -129,6 +129,11 @@ class Case:
         """Whether kernels may take less time than launching them: replays of a graph are timed."""
         return self.metric == "GB/s" or self.flops("fwd") < 3e10
 
+    @property
+    def calls_a_graph(self) -> int:
+        """Calls in such a graph: a model decodes a token in one graph, with a call a layer."""
+        return 8 if self.metric == "GB/s" else 1
+
     def rate(self, direction: str, ms: float) -> float:
         """Throughput of one call that took `ms` milliseconds, in units of `metric`."""
         if self.metric == "GB/s":

@@ -20,7 +20,7 @@ BURST_MS = 50.0
 SUSTAINED_MS = 310.0
 SUSTAINED_ROUNDS = 7
 _SAMPLE_S = 0.01
-_MIN_CALLS = 3
+_MIN_RUNS = 3
 
 T = TypeVar("T")
 
@@ -140,16 +140,16 @@ def use_device(name: str) -> torch.device:
 
 def elapsed_ms(work: Work, calls: int, device: torch.device) -> float:
     """Milliseconds of `calls` calls back to back: CUDA events, or the wall clock on the CPU."""
-    run = work.run
+    run, runs = work.run, calls // work.calls
     with work.scope():
         if device.type != "cuda":
             begin = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(runs):
                 run()
             return (time.perf_counter() - begin) * 1e3
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(calls):
+        for _ in range(runs):
             run()
         end.record()
         end.synchronize()
@@ -157,13 +157,14 @@ def elapsed_ms(work: Work, calls: int, device: torch.device) -> float:
 
 
 def calls_for(work: Work, target_ms: float, device: torch.device) -> int:
-    """How many calls last `target_ms` (at least 3), after a warm-up."""
-    elapsed_ms(work, _MIN_CALLS, device)
-    calls, spent = 1, elapsed_ms(work, 1, device)
+    """How many calls last `target_ms` (at least 3 runs of the work), after a warm-up."""
+    least = _MIN_RUNS * work.calls
+    elapsed_ms(work, least, device)
+    runs, spent = 1, elapsed_ms(work, work.calls, device)
     while spent < target_ms / 4:
-        calls *= 2
-        spent = elapsed_ms(work, calls, device)
-    return max(_MIN_CALLS, math.ceil(calls * target_ms / spent))
+        runs *= 2
+        spent = elapsed_ms(work, runs * work.calls, device)
+    return max(least, math.ceil(runs * target_ms / spent) * work.calls)
 
 
 def balanced(items: Sequence[T], number: int) -> list[T]:

@@ -191,6 +191,14 @@ def test_a_candidate_that_raises_is_reported_and_the_others_go_on():
     assert len(measured["good"].rounds) == 3 and not measured["good"].failure
 
 
+def test_a_run_may_be_several_calls():
+    runs = []
+    work = rivals.Work(lambda: runs.append(1), tuple, calls=8)
+    timing.elapsed_ms(work, 24, CPU)
+    assert len(runs) == 3
+    assert timing.calls_for(work, 0.0, CPU) == 24
+
+
 def test_missing_rivals_are_reported_with_a_reason(monkeypatch, tmp_path):
     found, missing = rivals.load(["cudnn", "fa2", "fa3", "fa3fp8", "fa4", "math"], CPU)
     assert list(found) == ["math"]
