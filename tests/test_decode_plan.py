@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-BLOCK_M, BLOCK_N, CTAS, LEAST, PART, IDLE = 16, 128, 132, 2, 3, 16
+BLOCK_M, BLOCK_N, CTAS, LEAST, PART, IDLE, TURNS = 16, 128, 132, 2, 3, 16, 8
 
 
 class Part(NamedTuple):
@@ -67,7 +67,8 @@ def check(lengths: list[int], *sizes: int, unused: int = 77) -> list[Part]:
     places = Counter(part.slot for part in taken if part.count > 1)
     assert all(0 <= slot < slots for slot in places)
     assert all(count == 1 for count in places.values())
-    assert max((part.cta for part in taken), default=0) < CTAS
+    own = unused == 0 and not any(sizes[3:]) and len(units) >= TURNS * CTAS
+    assert max((part.cta for part in taken), default=0) < (len(units) if own else CTAS)
     return taken
 
 
@@ -124,6 +125,12 @@ def test_heads_of_sequences_that_are_alike_are_taken_side_by_side():
     for at_once in zip(*by_cta.values(), strict=True):
         sequences = Counter(b for b, _, _ in at_once)
         assert len(sequences) == 16 and set(sequences.values()) == {8}
+
+
+@pytest.mark.parametrize("heads_k", [8, 32])
+def test_many_units_of_sequences_that_are_alike_have_a_cta_each(heads_k):
+    taken = check([300] * CTAS, 1, 32, heads_k, 0, 0, unused=0)
+    assert sorted(part.cta for part in taken) == list(range(CTAS * heads_k))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 133])

@@ -242,3 +242,40 @@ def test_graph_replays_follow_the_lengths(cuda, splits):
         for name, a, b in zip(("out", "softmax_lse"), (out, lse), eager.run(), strict=True):
             bounds.check_same_bits(name, a, b)
     bounds.check_same_bits("k_cache", inputs["k_cache"], eager["k_cache"])
+
+
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 4}, {"split_size": 512}], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["lengths", "whole"])
+def test_calls_wait_for_what_comes_right_before(cuda, given, splits):
+    """Kernels start while the one before ends: that which wrote their queries, keys or lengths."""
+    case = CacheCase(
+        lengths=(4000,) * 4, capacity=4000, heads=8, heads_k=2, dim=128, dtype=BF16, **splits
+    )
+    inputs = make_cache_inputs(case, cuda).changed(softmax_scale=3.0)
+    if not given:
+        inputs = inputs.changed(cache_seqlens=None)
+
+    def steps(pause: Any) -> list[torch.Tensor]:
+        cache, outs = inputs.fresh(), []
+        if given:
+            cache = cache.changed(cache_seqlens=cache["cache_seqlens"].clone())
+        for _ in range(20):
+            cache["v_cache"].neg_()
+            pause()
+            if given:
+                cache["cache_seqlens"].sub_(150)
+            pause()
+            for _ in range(2):
+                outs.append(cache.run()[0])
+                cache = cache.changed(q=outs[-1])
+                pause()
+        return outs
+
+    expected = steps(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps(lambda: None)
+    graph.replay()
+    for outs in (captured, steps(lambda: None)):
+        for a, b in zip(outs, expected, strict=True):
+            bounds.check_same_bits("out", a, b)

@@ -9,9 +9,12 @@
 
 namespace flash_cute {
 
+static bool known_to_be_alike(const DecodeProblem& p) {
+  return p.cache.lengths == nullptr && p.cache.leftpad == nullptr && p.fwd.dense() && p.added.cu == nullptr &&
+         p.fwd.batch > 0;
+}
+
 static AlikeSequences alike_sequences(const DecodeProblem& p, const KernelConfig& config) {
-  const bool known = p.cache.lengths == nullptr && p.cache.leftpad == nullptr && p.fwd.dense() && p.added.cu == nullptr;
-  if (!known || p.fwd.batch == 0) return {};
   const Grains grains(p, cached_seq(p, 0), config.block_m, config.block_n);
   const Shares shares = Shares::of(p, p.fwd.batch * grains.all, grains.of_unit, true);
   const bool whole = shares.even && shares.size % grains.of_unit == 0;
@@ -21,6 +24,7 @@ static AlikeSequences alike_sequences(const DecodeProblem& p, const KernelConfig
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
+  constexpr int kTurns = 8;  // of units for each CTA from which on the GPU hands them out, as CTAs of one unit
   const FwdProblem& f = p.fwd;
   p.group = Divisor(f.heads / f.heads_k);
   p.page_size = Divisor(std::max(1, f.pages.size));
@@ -39,8 +43,12 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   p.slots = 0;
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
-  p.alike = alike_sequences(p, config);
-  if (parts <= 1) return;
+  if (known_to_be_alike(p)) {
+    if (even && units >= kTurns * p.ctas) p.ctas = static_cast<int>(units);
+    p.alike = alike_sequences(p, config);
+    if (p.alike.dealt_to > 0) p.ctas = p.alike.dealt_to;
+  }
+  if (parts <= 1 || p.alike.dealt_to > 0) return;
   const int64_t slots = even ? 2 * int64_t(p.ctas) : units * parts;
   if (slots >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
   p.slots = static_cast<int>(slots);

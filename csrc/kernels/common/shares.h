@@ -5,7 +5,8 @@
 // and every CTA takes as many grains that follow each other. Where the caller asks for parts of his own, a grain is one
 // of them; else a grain is one block, or as few as keep numbers of grains below 2^31, and those that a CTA takes of a
 // unit make one part. Where shares are whole units of sequences that are alike, units are dealt to CTAs by turns
-// instead: rows of all heads, which lie side by side in memory, are then read at about the same time.
+// instead: rows of all heads, which lie side by side in memory, are then read at about the same time. Of many such units
+// each has a CTA of its own: SMs differ in the share of the memory's bandwidth that they get.
 #pragma once
 
 #include "kernels/common/cached_seq.h"

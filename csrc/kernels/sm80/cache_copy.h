@@ -38,7 +38,9 @@ class CacheCopy {
       for (int chunk = 0; chunk < kChunks; ++chunk) load_rows<kRows>(chunk * kRows, bytes, {page_[chunk], row_[chunk]});
     } else {
       CUTE_NO_UNROLL
-      for (int i = 0; i < kChunks * kRows; ++i) {
+      for (int same = 0; same < kChunks * kRows; ++same) {
+        // ptxas of CUDA 13.0 makes an illegal instruction of a copy with a policy and a uniform register in its address.
+        const int i = kept(same);
         const int row = next_ + T::row(thread_) + i * T::kDown;
         const auto [page, row_of_page] = place_of(row, visible_.first <= row && row < visible_.last);
         load_rows<1>(i, bytes, {page, row_of_page - T::row(thread_)});

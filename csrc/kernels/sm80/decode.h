@@ -1,7 +1,7 @@
-// Attention of few queries over a key/value cache, for sm_80 and later: persistent CTAs share the keys of all sequences
-// out among each other (flash decoding), and query heads of a group fill the rows of a tile, so that the cache is read
-// once. Teams of warps work on different keys at their own pace, each with its own ring of tiles; keys of the next part
-// enter it while those of the one before are computed.
+// Attention of few queries over a key/value cache, for sm_80 and later: CTAs share the keys of all sequences out among
+// each other (flash decoding), and query heads of a group fill the rows of a tile, so that the cache is read once. Teams
+// of warps work on different keys at their own pace, each with its own ring of tiles; keys of the next part enter it
+// while those of the one before are computed.
 #pragma once
 
 #include "core/counter.h"
@@ -121,7 +121,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
   } else {
     // After this none of the team still reads the last tile.
     team_sync();
-    share_rows<C>(storage, before, team, output, lse, at);
+    share_rows<C>(storage, before, team, rows_of(p, part, C.block_m), output, lse, at);
   }
 }
 
@@ -132,6 +132,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
   constexpr int kDescriber = C.threads() - 32;  // a thread
+  let_next_kernel_start();
+  // After this the lengths are known, which the append leaves alone: what was before it has ended.
+  if (!p.alike.known && !p.appends()) wait_for_kernel_before();
   if (threadIdx.x >= kDescriber) {
     const PartsOf<C> parts = parts_of_cta<C>(p);
     if (threadIdx.x == kDescriber) storage.more_parts = parts;
@@ -143,17 +146,22 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     storage.more_parts = parts;
     storage.parts[i] = part.grains > 0 ? seen_of<C>(p, part) : FedPart{part, {}};
   };
+  KeyFeed<C> feed(p, storage, team, thread);
+  describe(0);
+  // After this barrier the first part is described.
+  __syncthreads();
   // After this new keys have joined the cache, and queries are rotated.
   wait_for_kernel_before();
-  KeyFeed<C> feed(p, storage, team, thread);
+  feed.load(0);
+  load_queries<C>(p, storage.parts[0].part, storage.q[0]);
+  cp_async_fence();
   CUTE_NO_UNROLL
-  for (int i = 0; i < C.stages; ++i) {
-    describe(i);
-    // After this barrier the part is described, and so is that of the tile that is loaded next.
-    __syncthreads();
-    if (i == C.stages - 1) break;
+  for (int i = 1; i < T::kDescribed - 1; ++i) describe(i);
+  // After this barrier so are those that follow.
+  __syncthreads();
+  CUTE_NO_UNROLL
+  for (int i = 1; i < C.stages - 1; ++i) {
     feed.load(i);
-    if (i == 0) load_queries<C>(p, storage.parts[0].part, storage.q[0]);
     cp_async_fence();
   }
   cp_async_wait<C.stages - 2>();
@@ -196,8 +204,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0) return cudaSuccess;
-  return p.appends() ? launch_overlapping<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode)
-                     : launch_kernel<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode);
+  return launch_overlapping<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode);
 }
 
 }  // namespace flash_cute

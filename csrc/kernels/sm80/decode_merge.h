@@ -168,15 +168,16 @@ CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& ou
   }
 }
 
-// A team's outputs (rows,dims) and log-sum-exps for the others of its CTA.
+// A team's outputs (rows,dims) and log-sum-exps of the part's rows for the others of its CTA.
 template <KernelConfig C, class Output, class Lse, class Coordinates>
-CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stage, int team, const Output& output,
-                            const Lse& lse, const Coordinates& at) {
+CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stage, int team, int rows,
+                            const Output& output, const Lse& lse, const Coordinates& at) {
   float* const results = storage.ring[stage][team].results();
   const int first_column = get<1>(at(0, 0));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
     const int row = get<0>(at(r, 0));
+    if (row >= rows) break;
     if (first_column == 0) storage.lse[team][row] = lse[r];
     constexpr int kBases = 4;  // columns that lie a multiple of 32 apart do so in shared memory, too
     CUTE_UNROLL

@@ -22,6 +22,11 @@ CUTE_DEVICE RowSpan queries_of(const DecodeProblem& p, const Part& part, int blo
   return {p.group.quotient(part.row), min(p.group.quotient(part.row + block_m - 1) + 1, part.seq.q.length)};
 }
 
+// How many of the tile's rows the unit of a part has.
+CUTE_DEVICE int rows_of(const DecodeProblem& p, const Part& part, int block_m) {
+  return min(part.seq.q.length * p.group.value - part.row, block_m);
+}
+
 template <KernelConfig C>
 struct DecodeTraits {
   using Element = typename Mma16816<C.dtype>::Element;
