@@ -84,13 +84,16 @@ def test_even_shares():
         heads, seqlen_q = heads_k * draw.choice([1, 4, 20]), draw.choice([1, 1, 3, 50])
         lengths = draw_lengths(draw)
         taken = check(lengths, seqlen_q, heads, heads_k, 0, 0)
-        work: Counter[int] = Counter()
+        work = [0] * CTAS
         for part in taken:
             work[part.cta] += max(1, part.last - part.first)
-        share = max(LEAST, -(-sum(work.values()) // CTAS))
-        largest = max(work.values(), default=0)
-        assert largest <= share + PART
-        assert sum(blocks < largest for blocks in work.values()) <= 1
+        share = max(LEAST, -(-sum(work) // (CTAS // heads_k * heads_k)))
+        for head in range(heads_k):
+            of_head = [blocks for blocks in work[head::heads_k] if blocks > 0]
+            largest = max(of_head, default=0)
+            assert largest <= share + PART
+            assert sum(blocks < largest for blocks in of_head) <= 1
+            assert of_head == [blocks for blocks in work[0::heads_k] if blocks > 0]
 
 
 @pytest.mark.parametrize(
@@ -113,12 +116,13 @@ def test_sequences_that_are_alike():
         work: Counter[int] = Counter()
         for part in taken:
             work[part.cta] += part.last - part.first
-        share = max(LEAST, -(-sum(work.values()) // CTAS))
+        share = max(LEAST, -(-sum(work.values()) // (CTAS // heads_k * heads_k)))
         assert any(given) or max(work.values()) <= share + PART + share // IDLE
 
 
-def test_heads_of_sequences_that_are_alike_are_taken_side_by_side():
-    taken = check([2048] * 128, 1, 32, 8, 0, 0, unused=0)
+@pytest.mark.parametrize("unused", [0, 77])
+def test_heads_of_sequences_are_taken_side_by_side(unused):
+    taken = check([2048] * 128, 1, 32, 8, 0, 0, unused=unused)
     by_cta = defaultdict(list)
     for part in taken:
         by_cta[part.cta].append(part.unit)

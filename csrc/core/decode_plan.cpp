@@ -16,15 +16,13 @@ static bool known_to_be_alike(const DecodeProblem& p) {
 
 static AlikeSequences alike_sequences(const DecodeProblem& p, const KernelConfig& config) {
   const Grains grains(p, cached_seq(p, 0), config.block_m, config.block_n);
-  const Shares shares = Shares::of(p, p.fwd.batch * grains.all, grains.of_unit, true);
-  const bool whole = shares.even && shares.size % grains.of_unit == 0;
-  const int dealt_to = whole ? (p.fwd.batch * grains.all + shares.size - 1) / shares.size : 0;
-  return {true, Divisor(grains.of_unit), Divisor(std::max(1, grains.all)), Divisor(shares.size), dealt_to};
+  const Shares shares = Shares::of(p, p.fwd.batch * grains.of_head, grains.of_unit, true);
+  return {true, Divisor(grains.of_unit), Divisor(std::max(1, grains.of_head)), Divisor(shares.size)};
 }
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
-  constexpr int kTurns = 8;  // of units for each CTA from which on the GPU hands them out, as CTAs of one unit
+  constexpr int kTurns = 8;  // of all CTAs at a time, from which on units have a CTA each
   const FwdProblem& f = p.fwd;
   p.group = Divisor(f.heads / f.heads_k);
   p.page_size = Divisor(std::max(1, f.pages.size));
@@ -38,18 +36,18 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
     const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
     parts = (blocks + size - 1) / size;
   }
-  p.ctas = sms * config.ctas;
+  p.ctas_of_head = std::max(1, sms * config.ctas / std::max(1, f.heads_k));
   p.grain_blocks = 1;
   p.slots = 0;
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
   if (known_to_be_alike(p)) {
-    if (even && units >= kTurns * p.ctas) p.ctas = static_cast<int>(units);
+    if (even && units >= kTurns * sms * config.ctas) p.ctas_of_head = static_cast<int>(f.batch * tiles);
     p.alike = alike_sequences(p, config);
-    if (p.alike.dealt_to > 0) p.ctas = p.alike.dealt_to;
   }
-  if (parts <= 1 || p.alike.dealt_to > 0) return;
-  const int64_t slots = even ? 2 * int64_t(p.ctas) : units * parts;
+  const bool whole = even && p.alike.known && p.alike.share.value % p.alike.of_unit.value == 0;
+  if (parts <= 1 || whole) return;
+  const int64_t slots = even ? 2 * int64_t(p.ctas()) : units * parts;
   if (slots >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
   p.slots = static_cast<int>(slots);
 }
@@ -72,16 +70,16 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   p.split_size = static_cast<int>(split_size);
   plan_decode(p, config, static_cast<int>(sms));
 
-  int all = 0, of_first_unit = 1;
+  int of_head = 0, of_first_unit = 1;
   for (int b = p.fwd.batch - 1; b >= 0; --b) {
     const Grains grains(p, cached_seq(p, b), config.block_m, config.block_n);
-    all += grains.all;
+    of_head += grains.of_head;
     of_first_unit = grains.of_unit;
   }
-  const Shares shares = Shares::of(p, all, of_first_unit, p.alike.known);
+  const Shares shares = Shares::of(p, of_head, of_first_unit, p.alike.known);
   std::ostringstream out;
   out << p.slots;
-  for (int cta = 0; cta < p.ctas; ++cta) {
+  for (int cta = 0; cta < p.ctas(); ++cta) {
     Parts<config.block_m, config.block_n> parts(p, shares, cta, {0, 0});
     for (Part part = parts.next(p); part.grains > 0; part = parts.next(p)) {
       out << '\n'

@@ -9,8 +9,8 @@
 
 namespace flash_cute {
 
-// Fills p.ctas, p.grain_blocks, divisors and p.slots: room for the results of parts, 0 if every part must be a whole.
-// Throws std::runtime_error for sizes that numbers of grains cannot count.
+// Fills p.ctas_of_head, p.grain_blocks, divisors and p.slots: room for the results of parts, 0 if every part must be a
+// whole. Throws std::runtime_error for sizes that numbers of grains cannot count.
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms);
 
 // For tests: the parts that the CTAs of a GPU take of sequences whose lengths stand in a row, "33,0,130". A part is a

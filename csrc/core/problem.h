@@ -142,12 +142,12 @@ struct Rotary {
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 
-// How keys are shared out, in grains (kernels/common/shares.h), if no tensor says how long sequences are: they are alike.
+// How keys of a head are shared out, in grains (kernels/common/shares.h), if no tensor says how long sequences are: they
+// are alike.
 struct AlikeSequences {
   bool known = false;
   Divisor of_unit, of_sequence;
   Divisor share;  // of a CTA
-  int dealt_to = 0;  // CTAs to which whole units are dealt by turns; 0: shares are consecutive
 };
 
 struct DecodeProblem {
@@ -160,7 +160,7 @@ struct DecodeProblem {
   // How keys are shared out: in so many parts a sequence, or parts of so many keys, or evenly over CTAs if both are 0.
   int num_splits, split_size;
   int grain_blocks;  // of even shares: blocks of keys that are not parted
-  int ctas;
+  int ctas_of_head;  // CTAs for each kv head
   Divisor group;  // query heads of a kv head
   Divisor page_size;
   AlikeSequences alike;
@@ -169,6 +169,8 @@ struct DecodeProblem {
   float* part_out;  // [slots, block_m, head_dim_v of the tile]
   float* part_lse;  // [slots, block_m]
   unsigned* arrived;  // [slots]: parts of a unit that are done; null with even shares, which have lasting counters
+
+  constexpr int ctas() const { return ctas_of_head * fwd.heads_k; }
 
   // Whether rows join the cache, or queries are rotated, before anything is computed.
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }

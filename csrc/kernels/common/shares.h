@@ -1,12 +1,11 @@
 // How the keys of all sequences are shared out among CTAs, worked out on the device: lengths are known there alone.
 //
 // A unit is a tile of query rows of one kv head of one sequence: the rows of its query heads, all heads of a query side
-// by side. A unit's keys come in blocks, and blocks in grains. Grains are numbered through all units of all sequences,
-// and every CTA takes as many grains that follow each other. Where the caller asks for parts of his own, a grain is one
-// of them; else a grain is one block, or as few as keep numbers of grains below 2^31, and those that a CTA takes of a
-// unit make one part. Where shares are whole units of sequences that are alike, units are dealt to CTAs by turns
-// instead: rows of all heads, which lie side by side in memory, are then read at about the same time. Of many such units
-// each has a CTA of its own: SMs differ in the share of the memory's bandwidth that they get.
+// by side. A unit's keys come in blocks, and blocks in grains. Every kv head has as many CTAs, which do the same for all
+// heads: rows of all heads, which lie side by side in memory, are then read at about the same time. Grains are numbered
+// through all units of a head, and each of its CTAs takes as many grains that follow each other. Where the caller asks
+// for parts of his own, a grain is one of them; else a grain is one block, or as few as keep numbers of grains below
+// 2^31, and those that a CTA takes of a unit make one part.
 #pragma once
 
 #include "kernels/common/cached_seq.h"
@@ -21,7 +20,7 @@ struct Grains {
   int blocks;
   int size;  // blocks
   int of_unit;  // at least one, so that rows without keys are written too
-  int all;
+  int of_head;
 
   FC_HOST_DEVICE Grains(const DecodeProblem& p, const SeqInfo& seq, int block_m, int block_n) {
     const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
@@ -33,25 +32,26 @@ struct Grains {
     if (p.split_size > 0) size = (p.split_size + block_n - 1) / block_n;
     size = detail::at_least(size, 1);
     of_unit = detail::at_least(size == 1 ? blocks : (blocks + size - 1) / size, 1);
-    all = tiles * p.fwd.heads_k * of_unit;
+    of_head = tiles * of_unit;
   }
 };
 
-// Consecutive grains that each CTA takes.
+// Consecutive grains of a head that each of its CTAs takes.
 struct Shares {
   static constexpr int kLeast = 2;  // fewer grains are not worth a part of their own
   static constexpr int kPart = 3;  // about as many take as long as what a part costs beside its grains
   static constexpr int kIdle = 16;  // of so many SMs the memory can do without one
 
   bool even;  // grains of one unit make one part
-  int size;  // grains
+  int of_head;  // grains
+  int size;  // grains of a CTA
 
-  // Of `grains` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
+  // Of `of_head` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
   // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones.
-  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int grains, int of_unit, bool alike = false) {
+  FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
     const bool even = p.num_splits == 0 && p.split_size == 0;
-    const int size = detail::at_least((grains + p.ctas - 1) / p.ctas, even ? kLeast : 1);
-    if (!even) return {even, size};
+    const int size = detail::at_least((of_head + p.ctas_of_head - 1) / p.ctas_of_head, even ? kLeast : 1);
+    if (!even) return {even, of_head, size};
     int aligned = size;
     if (size < of_unit) {
       const int shares_a_unit = of_unit / size, share = of_unit / shares_a_unit;
@@ -59,7 +59,7 @@ struct Shares {
     } else {
       aligned = (size + of_unit - 1) / of_unit * of_unit;
     }
-    return {even, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size};
+    return {even, of_head, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size};
   }
 };
 
@@ -68,7 +68,7 @@ struct Shares {
 struct UnitParts {
   bool even;
   int count;
-  int first;  // grain of the unit, or with even shares the CTA that takes it
+  int first;  // grain of the unit, numbered through all heads, or with even shares the CTA that takes it
 
   FC_HOST_DEVICE int slot(int i) const { return !even ? first + i : i == 0 ? 2 * first + 1 : 2 * (first + i); }
 };
@@ -84,7 +84,7 @@ struct Part {
   int index = 0;  // among them
 };
 
-// A sequence, and its first grain.
+// A sequence, and its first grain of a head.
 struct Place {
   int b, first;
 };
@@ -93,64 +93,51 @@ struct Place {
 template <int kBlockM, int kBlockN>
 class Parts {
  public:
-  // `from` is the sequence of the CTA's first grain, or one before it.
+  // `from` is the sequence of the CTA's first grain, or one before it. CTAs of one number are followed by those of the
+  // next; each has a head of its own.
   FC_HOST_DEVICE Parts(const DecodeProblem& p, const Shares& shares, int cta, Place from)
-      : shares_(shares), cta_(cta), place_(from), grain_(cta * shares.size), end_(grain_ + shares.size) {
-    if (p.alike.dealt_to == 0) return;
-    end_ = grain_;
-    unit_ = cta - p.alike.dealt_to;
-    units_left_ = cta < p.alike.dealt_to ? p.alike.of_unit.quotient(shares.size) : 0;
-  }
+      : shares_(shares),
+        number_(cta / p.fwd.heads_k),
+        head_(cta - number_ * p.fwd.heads_k),
+        place_(from),
+        grain_(number_ * shares.size),
+        end_(grain_ + shares.size) {}
 
   // The next part, or one without grains.
   FC_HOST_DEVICE Part next(const DecodeProblem& p) {
-    if (grain_ == end_ && units_left_ > 0) deal(p.alike);
     while (grain_ < end_ && place_.b < p.fwd.batch) {
       const SeqInfo seq = cached_seq(p, place_.b);
       const Grains grains(p, seq, kBlockM, kBlockN);
-      if (grain_ < place_.first + grains.all) return next_of(seq, grains, p.alike);
-      place_ = {place_.b + 1, place_.first + grains.all};
+      if (grain_ < place_.first + grains.of_head) return next_of(p, seq, grains);
+      place_ = {place_.b + 1, place_.first + grains.of_head};
     }
     return {};
   }
 
  private:
-  // Goes to the next unit that is dealt to the CTA.
-  FC_HOST_DEVICE void deal(const AlikeSequences& alike) {
-    --units_left_;
-    unit_ += alike.dealt_to;
-    grain_ = unit_ * alike.of_unit.value;
-    end_ = grain_ + alike.of_unit.value;
-    const int b = alike.of_sequence.quotient(grain_);
-    place_ = {b, b * alike.of_sequence.value};
-  }
-
   // The part that begins with the next grain, one of the sequence's.
-  FC_HOST_DEVICE Part next_of(const SeqInfo& seq, const Grains& grains, const AlikeSequences& alike) {
-    const int unit = quotient(grain_ - place_.first, grains.of_unit, alike.of_unit);
+  FC_HOST_DEVICE Part next_of(const DecodeProblem& p, const SeqInfo& seq, const Grains& grains) {
+    const int unit = quotient(grain_ - place_.first, grains.of_unit, p.alike.of_unit);
     const int first_grain = place_.first + unit * grains.of_unit, at = grain_ - first_grain;
-    const int head_k = grains.tiles == 1 ? unit : unit / grains.tiles;
     const int count = shares_.even ? detail::at_most(grains.of_unit - at, end_ - grain_) : 1;
-    const UnitParts all = parts_of_unit(first_grain, grains.of_unit, alike);
     const int first = grains.first_block + at * grains.size, behind = grains.first_block + grains.blocks;
     grain_ += count;
-    return {.seq = seq,
-            .b = place_.b,
-            .head_k = head_k,
-            .row = (unit - head_k * grains.tiles) * kBlockM,
-            .first = first,
-            .last = detail::at_most(first + count * grains.size, behind),
-            .grains = count,
-            .all = all,
-            .index = shares_.even ? cta_ - all.first : at};
-  }
-
-  FC_HOST_DEVICE UnitParts parts_of_unit(int first_grain, int grains, const AlikeSequences& alike) const {
-    if (!shares_.even) return {false, grains, first_grain};
-    if (alike.dealt_to > 0) return {true, 1, cta_};
-    const int first_cta = quotient(first_grain, shares_.size, alike.share);
-    const int last_cta = quotient(first_grain + grains - 1, shares_.size, alike.share);
-    return {true, last_cta - first_cta + 1, first_cta};
+    Part part{.seq = seq,
+              .b = place_.b,
+              .head_k = head_,
+              .row = unit * kBlockM,
+              .first = first,
+              .last = detail::at_most(first + count * grains.size, behind),
+              .grains = count,
+              .all = {false, grains.of_unit, head_ * shares_.of_head + first_grain},
+              .index = at};
+    if (shares_.even) {
+      const int first_cta = quotient(first_grain, shares_.size, p.alike.share);
+      const int last_cta = quotient(first_grain + grains.of_unit - 1, shares_.size, p.alike.share);
+      part.all = {true, last_cta - first_cta + 1, head_ * p.ctas_of_head + first_cta};
+      part.index = number_ - first_cta;
+    }
+    return part;
   }
 
   // n / value, a multiplication where the host has foreseen the value.
@@ -159,10 +146,10 @@ class Parts {
   }
 
   Shares shares_;
-  int cta_;
+  int number_;  // of the CTA among those of its head
+  int head_;
   Place place_;
   int grain_, end_;
-  int unit_ = 0, units_left_ = 0;  // of those that are dealt
 };
 
 }  // namespace flash_cute

@@ -106,6 +106,8 @@ __device__ void count_keys(const DecodeProblem& p) {
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     append_and_rotate(const __grid_constant__ DecodeProblem p, int pairs, int appending) {
+  // After this what comes before has ended, and so it has for the next kernel when that starts.
+  wait_for_kernel_before();
   let_next_kernel_start();
   const int cta = static_cast<int>(blockIdx.x);
   if (cta == 0 && p.added.lengths != nullptr) count_keys(p);
@@ -123,8 +125,8 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const int64_t appending = Item::ctas(p.added.total, 2 * f.heads_k, pairs);
   const int64_t rotating = p.rotary.cos == nullptr ? 0 : Item::ctas(f.total_q, f.heads, f.head_dim / 2);
   if (appending > kMaxCtas) return cudaErrorInvalidConfiguration;
-  return launch_kernel<append_and_rotate<Element>>(appending + rotating, kThreads, 0, stream, p, pairs,
-                                                   static_cast<int>(appending));
+  return launch_overlapping<append_and_rotate<Element>>(appending + rotating, kThreads, 0, stream, p, pairs,
+                                                        static_cast<int>(appending));
 }
 
 }  // namespace

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
   constexpr int kDescriber = C.threads() - 32;  // a thread
   let_next_kernel_start();
-  // After this the lengths are known, which the append leaves alone: what was before it has ended.
+  // After this lengths can be read. The append leaves them alone, and lets this kernel start when all before has ended.
   if (!p.alike.known && !p.appends()) wait_for_kernel_before();
   if (threadIdx.x >= kDescriber) {
     const PartsOf<C> parts = parts_of_cta<C>(p);
@@ -165,25 +165,22 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     cp_async_fence();
   }
   cp_async_wait<C.stages - 2>();
-  int stage = 0, q = 0;
-  for (int i = 0;;) {
+  int stage = 0;
+  for (unsigned n = 0;; ++n) {
     // After this barrier Q of the part is visible to all, nobody still reads that of the one before, or its results, and
     // one more part is described.
     __syncthreads();
-    const Part& part = storage.parts[i].part;
+    const Part& part = storage.parts[n % T::kDescribed].part;
     if (part.grains == 0) return;
-    const int behind = i == 0 ? T::kDescribed - 1 : i - 1;
-    i = i == T::kDescribed - 1 ? 0 : i + 1;
-    load_queries<C>(p, storage.parts[i].part, storage.q[q ^ 1]);
-    describe(behind);
-    attend<C>(p, part, storage, feed, storage.q[q], team, thread, stage);
+    load_queries<C>(p, storage.parts[(n + 1) % T::kDescribed].part, storage.q[(n + 1) % 2]);
+    describe((n + T::kDescribed - 1) % T::kDescribed);
+    attend<C>(p, part, storage, feed, storage.q[n % 2], team, thread, stage);
     // Q of the next part came with the first tile that was asked for in this one. In a short part nobody has waited for
     // that tile yet.
     if (part.last - part.first < C.stages) cp_async_wait<0>();
     // After this barrier the results of all teams are there.
     __syncthreads();
     finish_part<C>(p, part, storage, stage == 0 ? C.stages - 1 : stage - 1);
-    q ^= 1;
   }
 }
 
@@ -198,13 +195,13 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (p.arrived != nullptr) {
     if (cudaError_t e = cudaMemsetAsync(p.arrived, 0, p.slots * sizeof(*p.arrived), stream)) return e;
   } else if (p.slots > 0) {
-    if (cudaError_t e = zeroed_counters(decode.arrived, p.ctas, stream)) return e;
+    if (cudaError_t e = zeroed_counters(decode.arrived, p.ctas(), stream)) return e;
   }
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0) return cudaSuccess;
-  return launch_overlapping<sm80::decode<C>>(p.ctas, C.threads(), C.smem_bytes(), stream, decode);
+  return launch_overlapping<sm80::decode<C>>(p.ctas(), C.threads(), C.smem_bytes(), stream, decode);
 }
 
 }  // namespace flash_cute

@@ -10,20 +10,19 @@ template <KernelConfig C>
 CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
-  auto parts_from = [&](int size, Place from) {
-    return PartsOf<C>(p, {p.num_splits == 0 && p.split_size == 0, size}, cta, from);
-  };
+  const bool even = p.num_splits == 0 && p.split_size == 0;
   if (p.alike.known) [[likely]] {
-    const int b = p.alike.of_sequence.quotient(cta * p.alike.share.value);
-    return parts_from(p.alike.share.value, {b, b * p.alike.of_sequence.value});
+    const Shares shares{even, batch * p.alike.of_sequence.value, p.alike.share.value};
+    const int b = p.alike.of_sequence.quotient(cta / p.fwd.heads_k * shares.size);
+    return PartsOf<C>(p, shares, cta, {b, b * p.alike.of_sequence.value});
   }
-  // Each lane counts the grains of as many sequences.
+  // Each lane counts a head's grains of as many sequences.
   const int each = ceil_div(batch, kLanes), first = lane * each;
   int own = 0, of_unit = 0;
   CUTE_NO_UNROLL
   for (int b = first; b < min(first + each, batch); ++b) {
     const Grains grains(p, cached_seq(p, b), C.block_m, C.block_n);
-    own += grains.all;
+    own += grains.of_head;
     if (b == 0) of_unit = grains.of_unit;
   }
   int up_to = own;
@@ -32,12 +31,12 @@ CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
     const int other = __shfl_up_sync(0xffffffff, up_to, apart);
     if (lane >= apart) up_to += other;
   }
-  const int all = __shfl_sync(0xffffffff, up_to, kLanes - 1), of_first_unit = __shfl_sync(0xffffffff, of_unit, 0);
-  const Shares shares = Shares::of(p, all, of_first_unit);
-  const unsigned behind = __ballot_sync(0xffffffff, up_to > cta * shares.size);
-  if (behind == 0) return parts_from(shares.size, {batch, all});
+  const int of_head = __shfl_sync(0xffffffff, up_to, kLanes - 1);
+  const Shares shares = Shares::of(p, of_head, __shfl_sync(0xffffffff, of_unit, 0));
+  const unsigned behind = __ballot_sync(0xffffffff, up_to > cta / p.fwd.heads_k * shares.size);
+  if (behind == 0) return PartsOf<C>(p, shares, cta, {batch, of_head});
   const int found = __ffs(behind) - 1;
-  return parts_from(shares.size, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
+  return PartsOf<C>(p, shares, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
 }
 
 // A part's blocks less those without any key that its queries see; if that leaves none, one that they do not see.
