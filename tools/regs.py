@@ -29,8 +29,7 @@ SPILLS = {
     ("backward", "Rich", 64): 32,
     ("backward", "Rich", 128): 56,
     ("backward", "Rich", 256): 44,
-    ("decode", "Rich", 128): 8,
-    ("decode", "Rich", 256): 16,
+    ("decode", "Rich", 256): 12,
 }
 _TIERS = ("Plain", "Rich")
 
