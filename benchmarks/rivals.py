@@ -77,9 +77,12 @@ def captured(work: Work, calls: int) -> Work:
 
 
 def _need_plain(case: Case, *known: str) -> None:
-    """NotImplementedError for a case with a feature that is not among the known ones."""
+    """NotImplementedError for a feature that is not among the known ones, or for a "chunk" of a
+    prompt: not all libraries take its queries for the last ones."""
     if case.feature and case.feature not in known:
         raise NotImplementedError(f"{case.feature} is not measured here")
+    if case.chunk and "chunk" not in known:
+        raise NotImplementedError("chunks are not measured here")
 
 
 def _first(value: Any) -> tuple[torch.Tensor, ...]:
@@ -117,8 +120,9 @@ class FlashCute:
             pass
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        if case.seqlen_q == 1 and case.feature in ("", *CACHE_FEATURES):
-            return Work(partial(self._decode, x.q, **_cache(case, x)), _first, self._scope)
+        if case.cached and case.feature in ("", *CACHE_FEATURES):
+            run = partial(self._decode, x.q, causal=case.causal, **_cache(case, x))
+            return Work(run, _first, self._scope)
         if case.feature:  # the function would draw other random numbers for dropout in each call
             return self.op(case, x)
         func = self._func
@@ -242,9 +246,15 @@ class FlashAttention3:
         self.version = f"fa3.so, sha256 {hashlib.sha256(library.read_bytes()).hexdigest()[:12]}"
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        _need_plain(case)
-        fwd, scale = self._ops.fwd, case.dim**-0.5
-        return Work(lambda: fwd(x.q, x.k, x.v, softmax_scale=scale, is_causal=case.causal), _first)
+        _need_plain(case, "chunk", "pages16")
+        k, v, pages = x.k, x.v, {}
+        if case.feature == "pages16":
+            cache = _cache(case, x)
+            k, v = cache["k_cache"], cache["v_cache"]
+            used = torch.full((case.batch,), case.seqlen_k, device=k.device, dtype=torch.int32)
+            pages = {"page_table": cache["block_table"], "seqused_k": used}
+        options = {"softmax_scale": case.dim**-0.5, "is_causal": case.causal, **pages}
+        return Work(partial(self._ops.fwd, x.q, k, v, **options), _first)
 
     def backward(self, case: Case, x: Inputs) -> Work:
         out, lse, *_ = self.forward(case, x).run()

@@ -45,9 +45,11 @@ _CHUNK = 2**25  # scores held at once by the reference, elements of fp64
 class Case:
     """One attention problem: q (batch, seqlen_q, heads, dim), v (batch, seqlen_k, heads_k, dim_v).
 
-    `feature` is "", one of FEATURES or, with one query, of CACHE_FEATURES. Raises ValueError if
-    heads is no multiple of heads_k, for a causal case of unequal lengths (the libraries disagree on
-    its alignment and on its FLOPs), and for a window that is not causal.
+    A causal case of fewer queries than keys is a chunk of a prompt: its queries are those of the
+    last keys, which lie in a cache. `feature` is "", one of FEATURES, or over a cache (with one
+    query, or a chunk) one of CACHE_FEATURES. Raises ValueError if heads is no multiple of heads_k,
+    for a causal case of more queries than keys, for a window that is not causal, for a token that
+    joins a chunk's cache, and for one of FEATURES over a chunk.
     """
 
     dtype: str
@@ -64,12 +66,16 @@ class Case:
     def __post_init__(self) -> None:
         if self.heads % self.heads_k:
             raise ValueError(f"heads {self.heads} is no multiple of heads_k {self.heads_k}")
-        if self.causal and self.seqlen_q != self.seqlen_k:
-            raise ValueError(f"a causal case needs equal lengths, got {self}")
+        if self.causal and self.seqlen_q > self.seqlen_k:
+            raise ValueError(f"a causal case needs a key for each query, got {self}")
         if self.window is not None and not self.causal:
             raise ValueError(f"a window needs a causal case, got {self}")
-        if self.feature in CACHE_FEATURES and self.seqlen_q != 1:
-            raise ValueError(f"{self.feature} needs one query, got {self}")
+        if self.feature == "pages16" and not self.cached:
+            raise ValueError(f"pages16 needs one query or a chunk, got {self}")
+        if self.feature == "append" and self.seqlen_q != 1:
+            raise ValueError(f"append needs one query, got {self}")
+        if self.feature in FEATURES and self.chunk:
+            raise ValueError(f"{self.feature} needs as many queries as keys, got {self}")
 
     @classmethod
     def parse(cls, name: str) -> Case:
@@ -92,16 +98,26 @@ class Case:
         )
 
     @property
+    def chunk(self) -> bool:
+        """Whether the queries are the last part of a prompt."""
+        return self.causal and self.seqlen_q < self.seqlen_k
+
+    @property
+    def cached(self) -> bool:
+        """Whether K and V are a cache."""
+        return self.seqlen_q == 1 or self.chunk
+
+    @property
     def window(self) -> int | None:
         """How many keys before its own a query sees; None: all."""
         return FEATURES.get(self.feature, {}).get("window_size_left")
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """What can be measured: decode and fp8 are forward only, determinism is backward's."""
+        """What can be measured: caches and fp8 are forward only, determinism is backward's."""
         if self.feature == "deterministic":
             return ("bwd",)
-        return ("fwd",) if self.seqlen_q == 1 or self.dtype == "e4m3" else ("fwd", "bwd")
+        return ("fwd",) if self.cached or self.dtype == "e4m3" else ("fwd", "bwd")
 
     @property
     def metric(self) -> str:
@@ -111,9 +127,9 @@ class Case:
     def flops(self, direction: str) -> float:
         """4·b·h·pairs·mean(dim, dim_v), 2.5 times for "bwd".
 
-        Pairs are sq·sk, half of it when causal, less the pairs that a window w hides: (sk - w)²/2.
+        Pairs are sq·sk, less sq²/2 when causal and the pairs that a window w hides: (sk - w)²/2.
         """
-        pairs = self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        pairs = self.seqlen_q * (self.seqlen_k - (0.5 * self.seqlen_q if self.causal else 0.0))
         if self.window is not None:
             pairs -= max(self.seqlen_k - self.window, 0) ** 2 / 2
         forward = 2.0 * self.batch * self.heads * pairs * (self.dim + self.dim_v)
@@ -127,7 +143,7 @@ class Case:
     @property
     def brief(self) -> bool:
         """Whether kernels may take less time than launching them: replays of a graph are timed."""
-        return self.metric == "GB/s" or self.flops("fwd") < 3e10
+        return self.cached or self.flops("fwd") < 3e10
 
     @property
     def calls_a_graph(self) -> int:
@@ -197,6 +213,34 @@ def _few() -> list[Case]:
     ]
 
 
+def _chunks() -> list[Case]:
+    """Chunks of prompts over caches, dense and in pages of 16 rows."""
+    shapes = [(8, seqlen_q, 8192, 32, 8, 128) for seqlen_q in (4, 8, 16, 32, 64, 128, 256, 512)]
+    shapes += [
+        (1, seqlen_q, 32768, 32, 8, 128) for seqlen_q in (4, 16, 32, 64, 128, 256, 512, 2048)
+    ]
+    shapes += [(1, 128, 2048, 32, 8, 128), (4, 512, 2048, 32, 8, 128), (8, 16, 8192, 64, 8, 128),
+               (32, 16, 2048, 32, 8, 128), (8, 16, 8192, 32, 32, 128), (64, 2, 8192, 32, 8, 128),
+               (8, 32, 8192, 32, 8, 64)]  # fmt: skip
+    return [
+        Case("bf16", batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim, True, feature)
+        for batch, seqlen_q, seqlen_k, heads, heads_k, dim in shapes
+        for feature in ("", "pages16")
+    ]
+
+
+def _deterministic() -> list[Case]:
+    """Sums of dQ in a fixed order, each beside the default."""
+    return [
+        Case("bf16", batch, heads, heads, seqlen, seqlen, dim, dim_v, causal, "deterministic")
+        for dim, dim_v, heads in (
+            (64, 64, 32), (128, 128, 16), (192, 192, 8), (192, 128, 8), (256, 256, 8)
+        )
+        for batch, seqlen in ((16, 1024), (4, 4096))
+        for causal in (False, True)
+    ]  # fmt: skip
+
+
 SUITES: dict[str, list[Case]] = {
     "smoke": [Case.parse("bf16 b1 h4/2 q64 k64 d64/64 causal")],
     "quick": [
@@ -215,6 +259,8 @@ SUITES: dict[str, list[Case]] = {
     "short": _square((64, 128, 256), ((32, 512), (8, 2048))),
     "few": _few(),
     "decode": _decode(),
+    "chunks": _chunks(),
+    "deterministic": _deterministic(),
     "features": _featured(((128, 4, 4096), (64, 4, 4096), (128, 1, 16384))),
     "fp8": _square((64, 128, 256), ((4, 4096), (1, 16384)), "e4m3"),
 }
@@ -323,7 +369,7 @@ def _pair_truth(
         part = slice(start, start + rows)
         scores = torch.einsum("igd,jd->igj", q[part], k) * scale
         if case.causal:
-            hidden = keys > keys[part, None]  # (rows, seqlen_k)
+            hidden = keys > keys[case.seqlen_k - case.seqlen_q :][part, None]  # (rows, seqlen_k)
             scores.masked_fill_(hidden[:, None], -math.inf)
         p = scores.softmax(-1)
         out[part] = torch.einsum("igj,jd->igd", p, v)

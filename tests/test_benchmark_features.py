@@ -10,6 +10,7 @@ from benchmarks.suites import FEATURES, SUITES, Case
 
 CPU = torch.device("cpu")
 SMALL = "bf16 b2 h4/2 q70 k70 d64/64 causal"
+CHUNK = "bf16 b2 h4/2 q20 k64 d64/64 causal"
 
 
 class Careless(rivals.FlashCute):
@@ -45,6 +46,41 @@ def test_suite_has_each_feature_at_both_head_dims():
 def test_what_is_no_feature_is_refused(name):
     with pytest.raises(ValueError, match=r"no case|a window needs a causal case"):
         Case.parse(name)
+
+
+@pytest.mark.parametrize("name", [f"{SMALL} +pages16", f"{CHUNK} +append", f"{CHUNK} +softcap30"])
+def test_a_feature_that_does_not_suit_the_lengths_is_refused(name):
+    with pytest.raises(ValueError, match=r"needs (one query|as many queries as keys)"):
+        Case.parse(name)
+
+
+@pytest.mark.parametrize("name", [CHUNK, f"{CHUNK} +pages16"])
+def test_chunks_of_prompts_are_right_and_others_refuse_them(name):
+    assert Case.parse(name).directions == ("fwd",)
+    assert Case.parse(name).flops("fwd") == 2 * 2 * 4 * (20 * 64 - 20**2 / 2) * (64 + 64)
+    (found,) = entries(rivals.FlashCute(CPU), name)
+    assert found["status"] == "ok" and found["error"]
+    (refused,) = entries(rivals.LOADERS["math"](CPU), name)
+    assert refused["status"] == "unsupported"
+
+
+def test_a_mask_at_the_wrong_end_of_a_chunk_is_wrong():
+    class First(rivals.FlashCute):
+        """Ours, as if the queries were those of the first keys."""
+
+        def forward(self, case, x):
+            k, v = (t[:, : case.seqlen_q].contiguous() for t in (x.k, x.v))
+            return super().forward(case, suites.Inputs(x.q, k, v, x.dout))
+
+    (found,) = entries(First(CPU), CHUNK)
+    assert found["status"] == "wrong"
+
+
+def test_suite_of_determinism_has_each_head_dim_with_and_without_a_mask():
+    found = {(case.dim, case.dim_v, case.causal) for case in SUITES["deterministic"]}
+    dims = [(64, 64), (128, 128), (192, 192), (192, 128), (256, 256)]
+    assert found == {(*dim, causal) for dim in dims for causal in (False, True)}
+    assert {case.directions for case in SUITES["deterministic"]} == {("bwd",)}
 
 
 def test_a_window_counts_the_pairs_that_it_leaves():
