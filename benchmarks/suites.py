@@ -38,7 +38,7 @@ _NAME = re.compile(
     rf"(?: \+({'|'.join(map(re.escape, (*FEATURES, *CACHE_FEATURES)))}))?"
 )
 _SAMPLED_ROWS = 2**15  # query rows compared, spread over whole (batch, kv head) pairs
-_CHUNK = 2**25  # scores held at once by the reference, elements of fp64
+_SCORES_AT_ONCE = 2**25  # of the reference, elements of fp64
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def _pair_truth(
     k, v = wide(x.k)[:, 0], wide(x.v)[:, 0]  # (seqlen_k, dim)
     scale = case.dim**-0.5
     out, dq, dk, dv = (torch.zeros_like(t) for t in (dout, q, k, v))
-    rows = max(1, _CHUNK // (q.shape[1] * case.seqlen_k))
+    rows = max(1, _SCORES_AT_ONCE // (q.shape[1] * case.seqlen_k))
     keys = torch.arange(case.seqlen_k, device=q.device)
     for start in range(0, case.seqlen_q, rows):
         part = slice(start, start + rows)

@@ -116,7 +116,7 @@ def test_the_reference_is_autograd_in_fp64_whatever_the_chunk(name, monkeypatch)
     out = _sdpa(*leaves, case.causal)
     grads = torch.autograd.grad(out, leaves, x.dout.double())
     exact = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-    monkeypatch.setattr(suites, "_CHUNK", 7 * case.seqlen_k)
+    monkeypatch.setattr(suites, "_SCORES_AT_ONCE", 7 * case.seqlen_k)
     truths = suites.reference(case, x, backward=True, seed=3)
     assert len(truths) == case.batch * case.heads_k  # few enough here to compare all
     for truth in truths:

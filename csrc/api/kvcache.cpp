@@ -16,7 +16,7 @@ namespace {
 // Results of parts, where there can be any that are not the whole.
 Tensor allocate_decoded_parts(DecodeProblem& p, const KernelConfig& config, const View& q) {
   if (p.slots == 0) return Tensor();
-  const bool even = p.num_splits == 0 && p.split_size == 0;
+  const bool even = p.even_shares();
   const int64_t rows = int64_t(p.slots) * config.block_m, out = rows * config.head_dim_v;
   const Tensor workspace = allocate(q, {out + rows + (even ? 0 : p.slots)}, ScalarType::Float);
   p.part_out = static_cast<float*>(workspace.data_ptr());

@@ -26,7 +26,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   const FwdProblem& f = p.fwd;
   p.group = Divisor(f.heads / f.heads_k);
   p.page_size = Divisor(std::max(1, f.pages.size));
-  const bool even = p.num_splits == 0 && p.split_size == 0;
+  const bool even = p.even_shares();
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
   const int64_t units = f.batch * f.heads_k * tiles;
   const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;

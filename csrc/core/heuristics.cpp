@@ -185,9 +185,9 @@ double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sm
   // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
   // What reading the keys weighs, in rows of products: tiles of 64 rows, for those of 16, from 17 rows on.
   constexpr double kRate = 345, kRowsOfReading = 40;
-  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
   // Where an SM gets many tiles, of two CTAs one reads while the other ends a tile: 1 % at least.
   constexpr double kTilesToOverlap = 16, kOverlapped = 0.99;
+  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
   const double overlap = config.ctas > 1 && tiles >= kTilesToOverlap * sms ? kOverlapped : 1;
   return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / sms;

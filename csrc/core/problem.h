@@ -172,6 +172,8 @@ struct DecodeProblem {
 
   constexpr int ctas() const { return ctas_of_head * fwd.heads_k; }
 
+  constexpr bool even_shares() const { return num_splits == 0 && split_size == 0; }
+
   // Whether rows join the cache, or queries are rotated, before anything is computed.
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
 };

@@ -49,7 +49,7 @@ struct Shares {
   // Of `of_head` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
   // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones.
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
-    const bool even = p.num_splits == 0 && p.split_size == 0;
+    const bool even = p.even_shares();
     const int size = detail::at_least((of_head + p.ctas_of_head - 1) / p.ctas_of_head, even ? kLeast : 1);
     if (!even) return {even, of_head, size};
     int aligned = size;

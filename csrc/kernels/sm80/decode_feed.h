@@ -10,9 +10,8 @@ template <KernelConfig C>
 CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
-  const bool even = p.num_splits == 0 && p.split_size == 0;
   if (p.alike.known) [[likely]] {
-    const Shares shares{even, batch * p.alike.of_sequence.value, p.alike.share.value};
+    const Shares shares{p.even_shares(), batch * p.alike.of_sequence.value, p.alike.share.value};
     const int b = p.alike.of_sequence.quotient(cta / p.fwd.heads_k * shares.size);
     return PartsOf<C>(p, shares, cta, {b, b * p.alike.of_sequence.value});
   }
