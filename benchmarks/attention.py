@@ -57,7 +57,7 @@ def prepare(
         errors, fault = check(case, named, truths if work.comparable else None)
         works = [work]
         if case.feature:
-            works.append(kept(make(replace(case, feature=""), replace(x, options={}))))
+            works.append(kept(make(case.without_feature, replace(x, options={}))))
     except NotImplementedError as error:
         return {"status": "unsupported", "message": describe(error)}, []
     except Exception as error:

@@ -147,14 +147,16 @@ class FlashCute:
 
 def _cache(case: Case, x: Inputs) -> dict[str, Any]:
     """Arguments of decoding: the keys and values of the case as a cache."""
-    if (
-        case.feature == "append"
-    ):  # the last token joins once more; turned by no angle it is the same
-        lengths = torch.full((case.batch,), case.seqlen_k - 1, device=x.q.device, dtype=torch.int32)
+    if case.feature == "lengths":
+        used = torch.full((case.batch,), case.seqlen_k, device=x.q.device, dtype=torch.int32)
+        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": used}
+    if case.feature == "append":
+        # The last token joins once more; turned by no angle it is the same.
+        used = torch.full((case.batch,), case.seqlen_k - 1, device=x.q.device, dtype=torch.int32)
         cos = torch.ones(case.seqlen_k, case.dim // 2, device=x.q.device, dtype=x.q.dtype)
         new = {name: getattr(x, name)[:, -1:].clone() for name in ("k", "v")}
         turns = {"rotary_cos": cos, "rotary_sin": torch.zeros_like(cos)}
-        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": lengths, **new, **turns}
+        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": used, **new, **turns}
     if case.feature != "pages16":
         return {"k_cache": x.k, "v_cache": x.v}
     page_size = 16

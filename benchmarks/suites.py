@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap30": {"softcap": 30.0},
     "deterministic": {"deterministic": True},
 }
-# What a case of decoding may ask for: pages of 16 rows in a random order; a token that joins the
-# cache, with rotary embedding.
-CACHE_FEATURES = ("pages16", "append")
+# What a case of decoding may ask for: pages of 16 rows in a random order; lengths of sequences in a
+# tensor; a token that joins the cache, with rotary embedding, and with such lengths.
+CACHE_FEATURES = ("pages16", "lengths", "append")
 
 _NAME = re.compile(
     rf"({'|'.join(DTYPES)}) b(\d+) h(\d+)/(\d+) q(\d+) k(\d+) d(\d+)/(\d+) (full|causal)"
@@ -48,8 +48,8 @@ class Case:
     A causal case of fewer queries than keys is a chunk of a prompt: its queries are those of the
     last keys, which lie in a cache. `feature` is "", one of FEATURES, or over a cache (with one
     query, or a chunk) one of CACHE_FEATURES. Raises ValueError if heads is no multiple of heads_k,
-    for a causal case of more queries than keys, for a window that is not causal, for a token that
-    joins a chunk's cache, and for one of FEATURES over a chunk.
+    for a causal case of more queries than keys, for a window that is not causal, for lengths of a
+    chunk's cache or a token that joins it, and for one of FEATURES over a chunk.
     """
 
     dtype: str
@@ -72,8 +72,8 @@ class Case:
             raise ValueError(f"a window needs a causal case, got {self}")
         if self.feature == "pages16" and not self.cached:
             raise ValueError(f"pages16 needs one query or a chunk, got {self}")
-        if self.feature == "append" and self.seqlen_q != 1:
-            raise ValueError(f"append needs one query, got {self}")
+        if self.feature in ("lengths", "append") and self.seqlen_q != 1:
+            raise ValueError(f"{self.feature} needs one query, got {self}")
         if self.feature in FEATURES and self.chunk:
             raise ValueError(f"{self.feature} needs as many queries as keys, got {self}")
 
@@ -106,6 +106,11 @@ class Case:
     def cached(self) -> bool:
         """Whether K and V are a cache."""
         return self.seqlen_q == 1 or self.chunk
+
+    @property
+    def without_feature(self) -> Case:
+        """What a case with a feature is measured beside: a token that joins, beside lengths."""
+        return replace(self, feature="lengths" if self.feature == "append" else "")
 
     @property
     def window(self) -> int | None:

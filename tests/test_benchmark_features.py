@@ -54,6 +54,15 @@ def test_a_feature_that_does_not_suit_the_lengths_is_refused(name):
         Case.parse(name)
 
 
+@pytest.mark.parametrize(("feature", "beside"),
+                         [("append", " +lengths"), ("lengths", ""), ("pages16", "")])  # fmt: skip
+def test_a_token_that_joins_is_measured_beside_lengths_and_all_are_right(feature, beside):
+    decode = "bf16 b2 h4/2 q1 k64 d64/64 full"
+    assert str(Case.parse(f"{decode} +{feature}").without_feature) == decode + beside
+    (found,) = entries(rivals.FlashCute(CPU), f"{decode} +{feature}")
+    assert found["status"] == "ok" and found["error"]
+
+
 @pytest.mark.parametrize("name", [CHUNK, f"{CHUNK} +pages16"])
 def test_chunks_of_prompts_are_right_and_others_refuse_them(name):
     assert Case.parse(name).directions == ("fwd",)
