@@ -2,8 +2,6 @@
 
 #include <cutlass/numeric_types.h>
 
-#include <algorithm>
-
 #include "kernels/common/cached_seq.h"
 #include "kernels/common/overlap.h"
 #include "kernels/common/tiles.h"
@@ -14,87 +12,98 @@ namespace {
 
 using detail::ceil_div;
 constexpr int kThreads = 256;
+constexpr int kHeads = 4;  // of a thread: what it reads of them is on its way together
 
-// Two numbers of a vector that rotary embedding turns together.
-struct Pair {
+// What rotary embedding makes of two numbers of a vector: where they are, and by which angle they are turned, if they are.
+struct Turn {
   int first, second;
+  bool turns = false;
+  float cos = 1.f, sin = 0.f;
 };
 
-__device__ Pair pair_of(const Rotary& rotary, int index) {
-  const bool halves = rotary.cos != nullptr && !rotary.interleaved && index < rotary.half;
-  return halves ? Pair{index, index + rotary.half} : Pair{2 * index, 2 * index + 1};
-}
-
-// Copies a pair, turned by the angle of a position.
 template <class Element>
-__device__ void copy_pair(const Rotary& rotary, int64_t position, int index, const Element* from, Element* to) {
-  const Pair pair = pair_of(rotary, index);
-  const float a = float(from[pair.first]), b = float(from[pair.second]);
-  if (rotary.cos == nullptr || index >= rotary.half) {
-    to[pair.first] = from[pair.first];
-    to[pair.second] = from[pair.second];
-    return;
-  }
-  const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + index;
+__device__ Turn turn_of(const Rotary& rotary, int64_t position, int pair) {
+  if (rotary.cos == nullptr || pair >= rotary.half) return {2 * pair, 2 * pair + 1};
+  const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + pair;
   const float cos = float(static_cast<const Element*>(rotary.cos)[at]);
   const float sin = float(static_cast<const Element*>(rotary.sin)[at]);
-  to[pair.first] = Element(a * cos - b * sin);
-  to[pair.second] = Element(a * sin + b * cos);
+  if (rotary.interleaved) return {2 * pair, 2 * pair + 1, true, cos, sin};
+  return {pair, pair + rotary.half, true, cos, sin};
 }
 
-template <class Element>
-__device__ Element* row_of(const Matrices& m, int64_t batch, int64_t row, int head) {
-  return static_cast<Element*>(m.ptr) + batch * m.batch + row * m.row + int64_t(head) * m.head;
-}
-
-// What a thread does of a row whose heads have `pairs` pairs each: CTAs are in a row, a whole number of them for one row.
+// What a thread does of a row: a pair of numbers of several heads, `step` heads apart. CTAs are in a row, a whole number
+// of them for one row.
 struct Item {
-  int row, head, pair;
+  int row, head, step, pair;
 
   static __device__ Item of_thread(int cta, int heads, int pairs) {
-    const int ctas_a_row = ceil_div(heads * pairs, kThreads);
+    const int step = ceil_div(heads, kHeads), ctas_a_row = ceil_div(step * pairs, kThreads);
     const int index = cta % ctas_a_row * kThreads + static_cast<int>(threadIdx.x);
-    return {cta / ctas_a_row, index / pairs, index % pairs};
+    return {cta / ctas_a_row, index / pairs, step, index % pairs};
   }
 
-  static int64_t ctas(int64_t rows, int heads, int pairs) { return rows * ceil_div(heads * pairs, kThreads); }
+  static int64_t ctas(int64_t rows, int heads, int pairs) {
+    return rows * ceil_div(ceil_div(heads, kHeads) * pairs, kThreads);
+  }
 };
 
-// A pair of one head of a new row; heads of keys come first, then those of values.
+// Copies them, turned, from one row to another.
 template <class Element>
+__device__ void copy_pairs(const Item& item, const Turn& turn, const Matrices& from, int64_t from_batch,
+                           int64_t from_row, const Matrices& to, int64_t to_batch, int64_t to_row, int heads) {
+  const auto* source = static_cast<const Element*>(from.ptr) + from_batch * from.batch + from_row * from.row;
+  auto* target = static_cast<Element*>(to.ptr) + to_batch * to.batch + to_row * to.row;
+  Element first[kHeads], second[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = item.head + i * item.step;
+    if (head >= heads) continue;
+    first[i] = source[int64_t(head) * from.head + turn.first];
+    second[i] = source[int64_t(head) * from.head + turn.second];
+  }
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = item.head + i * item.step;
+    if (head >= heads) continue;
+    const float a = float(first[i]), b = float(second[i]);
+    Element* const at = target + int64_t(head) * to.head;
+    at[turn.first] = turn.turns ? Element(a * turn.cos - b * turn.sin) : first[i];
+    at[turn.second] = turn.turns ? Element(a * turn.sin + b * turn.cos) : second[i];
+  }
+}
+
+// Pairs of a new row of keys, or of values.
+template <class Element, bool kValues>
 __device__ void append(const DecodeProblem& p, int cta, int pairs) {
   const FwdProblem& f = p.fwd;
-  const auto [row, slot, pair] = Item::of_thread(cta, 2 * f.heads_k, pairs);
-  const bool key = slot < f.heads_k;
-  const int head = slot % f.heads_k, b = sequence_of(row, p.added.cu, f.batch, p.added.seqlen);
+  const Item item = Item::of_thread(cta, f.heads_k, pairs);
+  const int b = sequence_of(item.row, p.added.cu, f.batch, p.added.seqlen);
   const SeqSpan added = new_rows(p.added, b);
-  const int64_t place = place_of(row, added, p.added.cu, p.added.seqlen);
+  const int64_t place = place_of(item.row, added, p.added.cu, p.added.seqlen);
   const int used = rows_in_use(p, b);
-  if (slot >= 2 * f.heads_k || 2 * pair >= (key ? f.head_dim : f.head_dim_v)) return;
-  if (place < 0 || place >= added.length || used + place >= f.seqlen_k) return;
+  if (item.head >= item.step || place < 0 || place >= added.length || used + place >= f.seqlen_k) return;
   const int to_row = used + static_cast<int>(place);
   const int page = page_id(f.pages, b, to_row / f.pages.size);
   if (page < 0 || page >= f.pages.count) return;
   const int64_t position = (p.rotary.from == nullptr ? used : p.rotary.from[b]) + place;
-  copy_pair(key ? p.rotary : Rotary{}, position, pair,
-            row_of<Element>(key ? p.added.k : p.added.v, b, added.offset + place, head),
-            row_of<Element>(key ? f.k : f.v, page, to_row % f.pages.size, head));
+  copy_pairs<Element>(item, turn_of<Element>(kValues ? Rotary{} : p.rotary, position, item.pair),
+                      kValues ? p.added.v : p.added.k, b, added.offset + place, kValues ? f.v : f.k, page,
+                      to_row % f.pages.size, f.heads_k);
 }
 
-// A pair of one head of a query.
+// Pairs of a query.
 template <class Element>
 __device__ void rotate_query(const DecodeProblem& p, int cta) {
   const FwdProblem& f = p.fwd;
-  const auto [row, head, pair] = Item::of_thread(cta, f.heads, f.head_dim / 2);
-  const int b = sequence_of(row, f.sequences.cu_q, f.batch, f.seqlen_q);
+  const Item item = Item::of_thread(cta, f.heads, f.head_dim / 2);
+  const int b = sequence_of(item.row, f.sequences.cu_q, f.batch, f.seqlen_q);
   const SeqSpan queries = cached_seq(p, b).q;
-  const int64_t place = place_of(row, queries, f.sequences.cu_q, f.seqlen_q);
-  if (head >= f.heads || place < 0 || place >= queries.length) return;
+  const int64_t place = place_of(item.row, queries, f.sequences.cu_q, f.seqlen_q);
+  if (item.head >= item.step || place < 0 || place >= queries.length) return;
   const bool banded = f.band.left < Band::kUnbounded || f.band.right < Band::kUnbounded;
   const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, b) : p.rotary.from[b];
-  copy_pair(p.rotary, start + (banded ? place : 0), pair,
-            row_of<Element>(p.unrotated_q, b, queries.offset + place, head),
-            row_of<Element>(f.q, b, queries.offset + place, head));
+  copy_pairs<Element>(item, turn_of<Element>(p.rotary, start + (banded ? place : 0), item.pair), p.unrotated_q, b,
+                      queries.offset + place, f.q, b, queries.offset + place, f.heads);
 }
 
 // Keys of each sequence after the append; for one CTA.
@@ -102,31 +111,33 @@ __device__ void count_keys(const DecodeProblem& p) {
   for (int b = threadIdx.x; b < p.fwd.batch; b += kThreads) p.added.lengths[b] = cached_seq(p, b).k.length;
 }
 
-// The first CTAs append, the others rotate queries.
+// The first CTAs append keys, those that follow values, and the others rotate queries.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    append_and_rotate(const __grid_constant__ DecodeProblem p, int pairs, int appending) {
+    append_and_rotate(const __grid_constant__ DecodeProblem p, int of_keys, int of_values) {
   // After this what comes before has ended, and so it has for the next kernel when that starts.
   wait_for_kernel_before();
   let_next_kernel_start();
   const int cta = static_cast<int>(blockIdx.x);
   if (cta == 0 && p.added.lengths != nullptr) count_keys(p);
-  if (cta < appending) {
-    append<Element>(p, cta, pairs);
+  if (cta < of_keys) {
+    append<Element, false>(p, cta, p.fwd.head_dim / 2);
+  } else if (cta < of_keys + of_values) {
+    append<Element, true>(p, cta - of_keys, p.fwd.head_dim_v / 2);
   } else {
-    rotate_query<Element>(p, cta - appending);
+    rotate_query<Element>(p, cta - of_keys - of_values);
   }
 }
 
 template <class Element>
 cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
-  const int pairs = std::max(f.head_dim, f.head_dim_v) / 2;
-  const int64_t appending = Item::ctas(p.added.total, 2 * f.heads_k, pairs);
+  const int64_t of_keys = Item::ctas(p.added.total, f.heads_k, f.head_dim / 2);
+  const int64_t of_values = Item::ctas(p.added.total, f.heads_k, f.head_dim_v / 2);
   const int64_t rotating = p.rotary.cos == nullptr ? 0 : Item::ctas(f.total_q, f.heads, f.head_dim / 2);
-  if (appending > kMaxCtas) return cudaErrorInvalidConfiguration;
-  return launch_overlapping<append_and_rotate<Element>>(appending + rotating, kThreads, 0, stream, p, pairs,
-                                                        static_cast<int>(appending));
+  if (of_keys + of_values > kMaxCtas) return cudaErrorInvalidConfiguration;
+  return launch_overlapping<append_and_rotate<Element>>(of_keys + of_values + rotating, kThreads, 0, stream, p,
+                                                        static_cast<int>(of_keys), static_cast<int>(of_values));
 }
 
 }  // namespace

@@ -125,6 +125,14 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
   }
 }
 
+// Whether the first tile of a part lies before the rows that the append writes: then it need not wait for the append,
+// which lets this kernel start when all before it has ended.
+template <KernelConfig C>
+CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const Part& part) {
+  if (!p.appends() || part.grains == 0) return false;
+  return static_cast<int>(part.seq.k.offset) + (part.first + 1) * C.block_n <= rows_in_use(p, part.b);
+}
+
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeProblem p) {
   using T = DecodeTraits<C>;
@@ -150,9 +158,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   describe(0);
   // After this barrier the first part is described.
   __syncthreads();
+  // After this the first tile's keys can be read.
+  if (!was_in_cache<C>(p, storage.parts[0].part)) wait_for_kernel_before();
+  feed.load(0);
   // After this new keys have joined the cache, and queries are rotated.
   wait_for_kernel_before();
-  feed.load(0);
   load_queries<C>(p, storage.parts[0].part, storage.q[0]);
   cp_async_fence();
   CUTE_NO_UNROLL
