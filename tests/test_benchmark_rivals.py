@@ -1,0 +1,109 @@
+"""Rivals of the benchmarks: how they are loaded and called, and what is said of missing ones."""
+
+import sys
+
+import torch
+from torch_sdpa import sdpa
+
+from benchmarks import attention, rivals, suites, timing
+from benchmarks.suites import SUITES
+
+CPU = torch.device("cpu")
+
+
+def _right(candidate: rivals.Candidate) -> bool:
+    """Whether both directions of a candidate pass the check of the smoke case."""
+    case = SUITES["smoke"][0]
+    x = suites.make_inputs(case, CPU, seed=11)
+    truths = suites.reference(case, x, backward=True, seed=11)
+    entries = [attention.prepare(candidate, case, x, d, truths)[0] for d in ("fwd", "bwd")]
+    return [entry["status"] for entry in entries] == ["ok", "ok"]
+
+
+def test_missing_rivals_are_reported_with_a_reason(monkeypatch, tmp_path):
+    found, missing = rivals.load(["cudnn", "fa2", "fa3", "fa3fp8", "fa4", "math"], CPU)
+    assert list(found) == ["math"]
+    assert set(missing.values()) == {"needs a CUDA device, the run is on cpu"}
+    monkeypatch.delenv("FLASH_CUTE_RIVALS", raising=False)
+    _, missing = rivals.load(["fa3", "fa4"], torch.device("cuda"))
+    assert set(missing.values()) == {"FLASH_CUTE_RIVALS names no folder"}
+    monkeypatch.setenv("FLASH_CUTE_RIVALS", str(tmp_path))
+    _, missing = rivals.load(["fa3", "fa3fp8", "fa4"], torch.device("cuda"))
+    assert missing["fa3"] == "fa3.so does not exist"
+    assert missing["fa4"] == "fa4 does not exist"
+    (tmp_path / "fa3fp8").mkdir()
+    _, missing = rivals.load(["fa3fp8"], torch.device("cuda"))
+    assert missing["fa3fp8"].startswith("ModuleNotFoundError: No module named 'fa3_fwd_interface'")
+
+
+def test_what_a_candidate_lacks_is_told_apart_from_what_breaks():
+    class Lacking:
+        version = "1"
+
+        def forward(self, case, x):
+            raise NotImplementedError("head dim 64 is not supported")
+
+        def backward(self, case, x):
+            raise RuntimeError("CUDA error: misaligned address\nmore lines")
+
+    class Shifted:
+        version = "1"
+
+        def forward(self, case, x):
+            return rivals.Work(lambda: (x.q + 1,), tuple)
+
+        backward = forward
+
+    case = SUITES["smoke"][0]
+    x = suites.make_inputs(case, CPU, seed=1)
+    truths = suites.reference(case, x, backward=True, seed=1)
+    session = attention.Session(
+        {"a": Lacking(), "b": Shifted()}, CPU, timing.Monitor(CPU), rounds=1, round_ms=1.0
+    )
+    forward, backward = (attention.measure(session, case, x, d, truths) for d in ("fwd", "bwd"))
+    lacking = {"status": "unsupported", "message": "head dim 64 is not supported"}
+    assert forward["candidates"]["a"] == lacking
+    assert forward["candidates"]["b"]["status"] == "wrong"
+    assert "rate" not in forward["candidates"]["b"] and forward["ratio"] is None
+    assert backward["candidates"]["a"]["status"] == "failed"
+    assert backward["candidates"]["a"]["message"] == "RuntimeError: CUDA error: misaligned address"
+
+
+def test_kernels_that_are_not_there_are_missing():
+    candidates, missing = rivals.load([rivals.OURS, "flash_cute:sm75"], CPU, kernels="fwd_sm70")
+    assert not candidates
+    assert "no kernel's id contains any of ('fwd_sm70',)" in missing[rivals.OURS]
+    assert "no kernel's id contains any of ('sm75',)" in missing["flash_cute:sm75"]
+
+
+def test_a_library_with_a_python_function_is_loaded_from_its_folder(monkeypatch, tmp_path):
+    folder = tmp_path / "fa3fp8"
+    folder.mkdir()
+    source = "from torch_sdpa import sdpa\n"
+    source += "def flash_attn_func(q, k, v, causal=False): return sdpa(q, k, v, causal), None\n"
+    (folder / "fa3_fwd_interface.py").write_text(source)
+    monkeypatch.setenv("FLASH_CUTE_RIVALS", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found, missing = rivals.load(["fa3fp8"], torch.device("cuda"))
+    monkeypatch.delitem(sys.modules, "fa3_fwd_interface")
+    assert not missing and _right(found["fa3fp8"])
+
+
+def test_flash_attention_3_is_called_with_gradients_to_fill():
+    class Ops:
+        @staticmethod
+        def fwd(q, k, v, *, softmax_scale, is_causal):
+            assert softmax_scale == q.shape[-1] ** -0.5
+            return sdpa(q, k, v, is_causal), "lse", None, None
+
+        @staticmethod
+        def bwd(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, is_causal):
+            assert lse == "lse" and softmax_scale == q.shape[-1] ** -0.5
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            grads = torch.autograd.grad(sdpa(*leaves, is_causal), leaves, dout)
+            for grad, filled in zip(grads, (dq, dk, dv), strict=True):
+                filled.copy_(grad)
+
+    candidate = object.__new__(rivals.FlashAttention3)
+    candidate._ops = Ops
+    assert _right(candidate)
