@@ -90,7 +90,8 @@ class Row(NamedTuple):
                 tiles += 2 * self.block_n * self.head_dim  # K of the next tile
             else:
                 tiles += 2 * self.block_n * (self.head_dim - 128)  # K of the other CTA
-            return kv + self.stages * (q_dout + 8 * self.block_m) + tiles + 1024
+            least = kv + self.stages * (q_dout + 8 * self.block_m) + tiles + 1024
+            return least if self.cluster == 1 else -(-least // 1024) * 1024
         whole_keys = self.block_n == 32 * self.warps
         score_tiles = (1 if whole_keys else 2) * 2 * self.block_m * self.block_n
         return kv + self.stages * (q_dout + 8 * self.block_m) + score_tiles

@@ -112,7 +112,8 @@ struct KernelConfig {
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
     if (pair()) {
       const int k_of_other = block_n * (head_dim - 128) * element, ds = 2 * block_m * block_n * element;
-      return kv + k_of_other + stages * (q_dout + row_statistics) + ds + kBookkeeping;
+      const int bytes = kv + k_of_other + stages * (q_dout + row_statistics) + ds + kBookkeeping;
+      return (bytes + kSwizzled - 1) / kSwizzled * kSwizzled;
     }
     if (arch == flash_cute::Arch::Sm90) {
       const int next_k = block_n * head_dim * element, ds = 2 * block_m * block_n * element;
@@ -133,6 +134,7 @@ struct KernelConfig {
   }
 
   static constexpr int kBookkeeping = 1024;  // bytes of barriers and of what they hand over, sm90
+  static constexpr int kSwizzled = 1024;  // bytes of which tiles on Hopper begin at a multiple
   static constexpr int kDecodeBookkeeping = 3072;  // bytes of descriptions of parts and of what teams hand over
   static constexpr int kMostSharedMemory = 227 * 1024;  // of a CTA on Hopper
 

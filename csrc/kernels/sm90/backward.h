@@ -51,12 +51,12 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
       produce_keys_and_queries<C>(params, storage);
     } else if (warp == 1) {
       Loader<C, true> load(params, storage);
-      for_each_work(storage, [&](const BackwardWork& work) { load(work); });
+      for_each_work(storage, [&](const BackwardWork& work, uint32_t) { load(work); });
     } else {
       // After this wait no turn has been taken but those of this kernel.
       wait_for_kernel_before();
       Sender<C> send(params, storage, warp - 2);
-      for_each_work(storage, [&](const BackwardWork& work) { send(work); });
+      for_each_work(storage, [&](const BackwardWork& work, uint32_t) { send(work); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
@@ -85,8 +85,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t tiles = key_tiles * p.parts.count();
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
-  // Pairs of CTAs have a tile each; other CTAs take them by turns.
-  const int64_t ctas = C.pair() ? tiles * C.cluster : std::min<int64_t>(tiles, device(device_index).sms);
+  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
   sm90::BackwardParams params;
@@ -106,9 +105,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   params.tiles = static_cast<int>(tiles);
-  if constexpr (!C.pair()) {
-    if (cudaError_t e = zeroed_counters(params.counter, 1, stream)) return e;
-  }
+  if (cudaError_t e = zeroed_counters(params.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
   if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
     return e;

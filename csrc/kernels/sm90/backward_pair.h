@@ -8,7 +8,6 @@
 
 #include "kernels/common/overlap.h"
 #include "kernels/sm90/backward_pair_consumers.h"
-#include "kernels/sm90/backward_pair_producers.h"
 
 namespace flash_cute::sm90 {
 
@@ -20,10 +19,15 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    new (&storage.work) BackwardWork(params.p, C.block_m, C.block_n * C.cluster, blockIdx.x / C.cluster);
-    storage.work.tile.row += rank * C.block_n;
-    storage.ring_k.init(4);  // warps of a warpgroup
-    storage.ring_v.init(4);
+    storage.ring_work.init(1 + C.warps + 2 * params.p.deterministic);
+    storage.ring_next.init(1);
+    storage.taken = {static_cast<int>(blockIdx.x) / C.cluster};
+    for (auto& of_tensor : storage.times_landed) {
+      for (auto& times : of_tensor) times = 0;
+    }
+    storage.times_landed_k = 0;
+    storage.ring_k.init(1);
+    storage.ring_v.init(1);
     storage.ring_q.init(8);
     storage.ring_dout.init(8);
     storage.ring_p.init(4, 4);
@@ -36,31 +40,38 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.landed_k.init(1);
     cutlass::arch::fence_barrier_init();
   }
-  // After this barrier the work is known and the rings are ready, in both CTAs.
+  // After this barrier the rings are ready, in both CTAs.
   cluster_sync();
   let_next_kernel_start();
-  if (storage.work.tile.row - rank * C.block_n >= storage.work.seq.k.length) {
-    wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
-    return;
-  }
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
       if (elect_one_sync()) {
-        load_keys<C>(params, storage, rank);
-        produce_queries<C, false>(params, storage, rank);
+        QueryLoader<C, false> load(params, storage);
+        for_each_work(storage, [&](const BackwardWork& work, uint32_t tile) {
+          load_keys<C>(params, storage, work, {tile});
+          // After this wait the LSE of all queries is there, and sums of dQ are 0.
+          wait_for_kernel_before();
+          load(work);
+        });
+        wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
       }
     } else if (warp == 1) {
-      if (elect_one_sync()) produce_queries<C, true>(params, storage, rank);
+      if (elect_one_sync()) {
+        QueryLoader<C, true> load(params, storage);
+        // After this wait the row sums of all queries are there.
+        wait_for_kernel_before();
+        // As late as may be: who comes first to the end of a tile should be the first to have another one.
+        while (const BackwardWork* work = take_work<C>(params, storage)) load(*work);
+      }
     } else if (params.p.deterministic && elect_one_sync()) {
       give_turns<C>(params, storage, rank, warp == 3);
     }
   } else if (group == 1) {
     cutlass::arch::warpgroup_reg_alloc<T::kScoreRegisters>();
-    if (!storage.work.range.empty()) score<C>(params, storage, rank);
-    cutlass::arch::NamedBarrier::arrive(32 * C.warps, T::kAllGroupsBarrier);
+    score<C>(params, storage, rank);
   } else if (group == 2) {
     cutlass::arch::warpgroup_reg_alloc<T::kValueRegisters>();
     sum_up<C, true>(params, storage, rank);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/sm90/backward_consumers.h"
-#include "kernels/sm90/backward_pair_traits.h"
+#include "kernels/sm90/backward_pair_producers.h"
 
 namespace flash_cute::sm90 {
 
@@ -36,12 +36,12 @@ class DqAtom {
 
   // Adds what they gave.
   template <class Accumulator>
-  CUTE_DEVICE void add(const Cursor<1>& at, const Accumulator& acc, int head, int first_query) const {
+  CUTE_DEVICE void add(const BackwardWork& work, const Cursor<1>& at, const Accumulator& acc, int head,
+                       int first_query) const {
     auto& ring = storage_.ring_turn[kInner];
     const Cursor<2> turn{at.count};
     // After this wait all are done whose turn comes before.
     if (p_.deterministic) ring.wait(turn);
-    const BackwardWork& work = storage_.work;
     const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
     float* const sums = T::dq_sums(p_, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
     CUTE_UNROLL
@@ -67,7 +67,6 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x % 128;
-  const BackwardWork& work = storage.work;
   typename T::MmaScores mma;
   typename T::MmaV0 mma_v0;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at + afresh(0)), layout); };
@@ -81,15 +80,9 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
     cute::copy(copy_out, thread_out.retile_S(values), thread_out.partition_D(shared(to, typename T::LayoutTile{})));
     cutlass::arch::fence_view_async_shared();
   };
-  storage.ring_k.wait({});
-  storage.ring_v.wait({});
   auto copy_v0 = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma_v0);
   Tensor v0 = shared(storage.v, typename T::LayoutTile{});  // (key,dim)
   Tensor tSrV0 = mma_v0.get_thread_slice(thread).partition_fragment_A(v0);  // (MMA,1,MMA_K)
-  cute::copy(copy_v0, copy_v0.get_thread_slice(thread).partition_S(v0),
-             copy_v0.get_thread_slice(thread).retile_D(tSrV0));
-  // After this barrier the first columns of V are in registers, and their place is free for P.
-  cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
 
   DqAtom<C, true> dq(p, storage, rank);
   int head, first_query, head_before, first_query_before;  // of dS, and of a step before
@@ -113,12 +106,11 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
     storage.ring_ds.release(at);
   };
   Cursor<C.stages> at;
-  auto add = [&](auto is_first) __attribute__((always_inline)) {
+  auto add = [&](const BackwardWork& work, auto is_first, bool has_dq) __attribute__((always_inline)) {
     const int stage = at.stage();
     const Cursor<1> now{at.count}, before{at.count - 1}, long_before{at.count - 2};
     Element* const dout = storage.dout[stage];
     storage.ring_dout.wait(at);
-    const bool has_dq = at.count > 1;
     if (has_dq) start_dq(long_before);
     warpgroup_fence_operand(tSrV0);
     mma_v0.accumulate_ = GMMA::ScaleOut::Zero;
@@ -132,7 +124,7 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
       warpgroup_wait<1>();
       if (has_dq) end_dq(long_before);
       hand_on(before);
-      if (has_dq) dq.add(long_before, tSrS, head_before, first_query_before);
+      if (has_dq) dq.add(work, long_before, tSrS, head_before, first_query_before);
       head_before = head;
       first_query_before = first_query;
     }
@@ -157,18 +149,37 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
     convert(tSrdP, tSrdS);
     at.advance();
   };
-  add(true_type{});
-  CUTE_NO_UNROLL
-  while (at.count < work.steps()) add(false_type{});
-  auto finish_dq = [&](const Cursor<1>& at, int head, int first_query) {
-    start_dq(at);
-    warpgroup_wait<0>();
-    end_dq(at);
-    dq.add(at, tSrS, head, first_query);
-  };
-  if (at.count > 1) finish_dq({at.count - 2}, head_before, first_query_before);
-  hand_on({at.count - 1});
-  finish_dq({at.count - 1}, head, first_query);
+  for (Cursor<2> tile;; tile.advance()) {
+    storage.ring_work.wait(tile);
+    const BackwardWork& work = storage.work[tile.stage()];
+    if (work.tile.row < 0) return;
+    if (!work.range.empty()) {
+      storage.ring_k.wait({tile.count});
+      storage.ring_v.wait({tile.count});
+      cute::copy(copy_v0, copy_v0.get_thread_slice(afresh(thread)).partition_S(v0),
+                 copy_v0.get_thread_slice(afresh(thread)).retile_D(tSrV0));
+      // After this barrier the first columns of V are in registers, and their place is free for P.
+      cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
+      add(work, true_type{}, false);
+      bool has_dq = false;
+      CUTE_NO_UNROLL
+      while (at.count < work.steps_until_end) {
+        add(work, false_type{}, has_dq);
+        has_dq = true;
+      }
+      auto finish_dq = [&](const Cursor<1>& at, int head, int first_query) {
+        start_dq(at);
+        warpgroup_wait<0>();
+        end_dq(at);
+        dq.add(work, at, tSrS, head, first_query);
+      };
+      if (has_dq) finish_dq({at.count - 2}, head_before, first_query_before);
+      hand_on({at.count - 1});
+      finish_dq({at.count - 1}, head, first_query);
+      cutlass::arch::NamedBarrier::arrive(32 * C.warps, T::kAllGroupsBarrier);
+    }
+    storage.ring_work.release(tile);
+  }
 }
 
 // dV of the CTA's 64 keys, and an atom of dQ; or their dK.
@@ -178,51 +189,71 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   using Element = typename T::Element;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kBarrier = T::kGroupBarrier + (kValues ? 1 : 2);
   const BwdProblem& p = params.p;
-  const BackwardWork& work = storage.work;
   typename T::template MmaKeys<kDims> mma;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at), layout); };
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
   auto& ring_scores = pick<kValues>(storage.ring_ds, storage.ring_p);
   Tensor gradient = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<kDims>>{});  // (MMA,1,MMA_N)
-  clear(gradient);
   DqAtom<C, false> dq(p, storage, rank);
-  if (!work.range.empty()) storage.ring_k.wait({});
+  Cursor<C.stages> at;
+  for (Cursor<2> tile;; tile.advance()) {
+    storage.ring_work.wait(tile);
+    const BackwardWork& work = storage.work[tile.stage()];
+    if (work.tile.row < 0) return;
+    clear(gradient);
+    storage.ring_k.wait({tile.count});
+    if constexpr (kValues) storage.ring_v.wait({tile.count});
 
-  for (Cursor<C.stages> at; at.count < work.steps(); at.advance()) {
-    const Cursor<1> of_scores{at.count};
-    ring.wait(at);
-    const BackwardStep step = storage.steps[kValues][at.stage()];
-    ring_scores.wait(of_scores);
-    Tensor scores = shared(pick<kValues>(storage.ds[0], storage.v), typename T::LayoutTile{});  // (key,query)
-    Tensor rows = shared(pick<kValues>(storage.q, storage.dout)[at.stage()],
-                         std::conditional_t<kValues, typename T::LayoutDoutT, typename T::LayoutQt>{});  // (dim,query)
-    start_product<GMMA::ScaleOut::One>(mma, mma.get_slice(0).partition_fragment_A(scores),
-                                       mma.get_slice(0).partition_fragment_B(rows), gradient);
-    wait_products<0>(gradient);
-    ring.release(at);
-    ring_scores.release(of_scores);
-    if constexpr (kValues) {
-      storage.ring_ds.wait(of_scores);
-      Tensor tQrdQ = partition_fragment_C(typename T::MmaDq{}, Shape<Int<C.block_m>, Int<T::kAtom>>{});  // (MMA,1,1)
-      dq.start(of_scores, tQrdQ);
-      wait_products<0>(tQrdQ);
-      storage.ring_ds.release(of_scores);
-      dq.add(of_scores, tQrdQ, step.head, step.first_query);
+    for (; at.count < storage.work[afresh(tile.stage())].steps_until_end; at.advance()) {
+      const Cursor<1> of_scores{at.count};
+      ring.wait(at);
+      const BackwardStep step = storage.steps[kValues][at.stage()];
+      ring_scores.wait(of_scores);
+      Tensor scores = shared(pick<kValues>(storage.ds[0], storage.v), typename T::LayoutTile{});  // (key,query)
+      Tensor rows =
+          shared(pick<kValues>(storage.q, storage.dout)[at.stage()],
+                 std::conditional_t<kValues, typename T::LayoutDoutT, typename T::LayoutQt>{});  // (dim,query)
+      start_product<GMMA::ScaleOut::One>(mma, mma.get_slice(0).partition_fragment_A(scores),
+                                         mma.get_slice(0).partition_fragment_B(rows), gradient);
+      wait_products<0>(gradient);
+      ring.release(at);
+      ring_scores.release(of_scores);
+      if constexpr (kValues) {
+        storage.ring_ds.wait(of_scores);
+        Tensor tQrdQ = partition_fragment_C(typename T::MmaDq{}, Shape<Int<C.block_m>, Int<T::kAtom>>{});  // (MMA,1,1)
+        dq.start(of_scores, tQrdQ);
+        wait_products<0>(tQrdQ);
+        storage.ring_ds.release(of_scores);
+        dq.add(work, of_scores, tQrdQ, step.head, step.first_query);
+      }
     }
-  }
 
-  if constexpr (!kValues) scale(gradient, p.fwd.softmax_scale);
-  if constexpr (C.drops()) scale(gradient, kValues ? p.fwd.rules.keep_scale : p.fwd.rules.gradient_scale());
-  // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
-  // barrier is for warps at the same instruction.
-  cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
-  if (p.parts.count() > 1) {
-    store_part<C, kValues>(p, gradient, work.tile, work.seq.k, afresh(threadIdx.x) % 128);
-    return;
+    // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
+    // barrier is for warps at the same instruction.
+    const BackwardWork& done = storage.work[afresh(tile.stage())];
+    if (!done.range.empty()) {
+      cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
+    }
+    auto factor = [&] {
+      const float of_values = C.drops() ? p.fwd.rules.keep_scale : 1.f;
+      const float of_keys = p.fwd.softmax_scale * (C.drops() ? p.fwd.rules.gradient_scale() : 1.f);
+      return kValues ? of_values : of_keys;
+    };
+    if (p.parts.count() > 1) {
+      scale(gradient, factor());
+      store_part<C, kValues>(p, gradient, done.tile, done.seq.k, afresh(threadIdx.x) % 128);
+    } else {
+      store_gradient<kDims>(kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), gradient, factor(),
+                            done.tile, done.seq.k, afresh(threadIdx.x) % 128, kBarrier);
+    }
+    storage.ring_work.release(tile);
+    if (threadIdx.x % 128 == 0) {
+      // After this wait the buffer has been read.
+      tma_store_wait<0>();
+      pick<kValues>(storage.ring_k, storage.ring_v).empty[0].arrive();
+    }
+    __syncwarp();
   }
-  store_gradient<kDims>(kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), gradient, work.tile,
-                        work.seq.k, afresh(threadIdx.x) % 128, kBarrier);
-  if (threadIdx.x % 128 == 0) tma_store_wait<0>();
 }
 
 }  // namespace flash_cute::sm90

@@ -23,11 +23,19 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
 // The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as dS, which
 // is 0 there, meets them.
 template <KernelConfig C>
-CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
+CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage,
+                           const BackwardWork& work, const Cursor<1>& tile) {
+  const int rank = block_rank_in_cluster();
   using T = PairTraits<C>;
   using Element = typename T::Element;
-  const BackwardWork& work = storage.work;
-  if (work.range.empty()) return;
+  // After these waits dK and dV of the tile before have left.
+  storage.ring_k.wait_empty(tile);
+  storage.ring_v.wait_empty(tile);
+  if (work.range.empty()) {
+    storage.ring_k.expect(tile, 0);
+    storage.ring_v.expect(tile, 0);
+    return;
+  }
   const RowSpan keys = visible_keys(work.seq, params.p.fwd.band, 0, work.seq.q.length);
   const SeqSpan span{work.seq.k.offset, keys.last};
   auto load = [&](auto atoms, const RaggedMap& map, Element* to, uint64_t* barrier, int row, int first_atom) {
@@ -38,91 +46,143 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
     }
   };
   const int row = work.tile.row, row_of_other = rank == 0 ? row + C.block_n : row - C.block_n;
-  storage.landed_k.arrive_and_expect_tx((T::kAtoms + T::kAtomsOfOther) * T::kTile * sizeof(Element));
-  uint64_t* const landed = reinterpret_cast<uint64_t*>(&storage.landed_k);
+  auto hidden = [&](int row) { return row < keys.last ? keys.first - row : C.block_n; };
+  constexpr uint32_t kBytes = (T::kAtoms + T::kAtomsOfOther) * T::kTile * sizeof(Element);
+  const bool clears = hidden(row) > 0 || hidden(row_of_other) > 0;
+  if (clears) storage.landed_k.arrive_and_expect_tx(kBytes);
+  uint64_t* const landed =
+      clears ? reinterpret_cast<uint64_t*>(&storage.landed_k) : storage.ring_k.expect(tile, kBytes);
   load(Int<T::kAtoms>{}, params.k, storage.k, landed, row, 0);
   load(Int<T::kAtomsOfOther>{}, params.k, storage.k_of_other, landed, row_of_other, rank * 2);
   load(Int<C.head_dim_v / T::kAtom>{}, params.v, storage.v,
-       storage.ring_v.expect(Cursor<1>{}, C.block_n * C.head_dim_v * sizeof(Element)), row, 0);
-  storage.landed_k.wait(0);
-  auto hidden = [&](int row) { return row < keys.last ? keys.first - row : C.block_n; };
+       storage.ring_v.expect(tile, C.block_n * C.head_dim_v * sizeof(Element)), row, 0);
+  if (!clears) return;
+  storage.landed_k.wait(storage.times_landed_k++ % 2);
   clear_rows<T::kAtoms>(storage.k, hidden(row));
   clear_rows<T::kAtomsOfOther>(storage.k_of_other, hidden(row_of_other));
-  storage.ring_k.expect(Cursor<1>{}, 0);
+  storage.ring_k.expect(tile, 0);
 }
 
 // One of two threads that load Q and the LSE of each step, or dO and its row sums: of every second atom of columns, for
 // both CTAs. Rows in front of those that see anything arrive as zeros: whatever they hold, it meets no product.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE void produce_queries(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
+class QueryLoader {
   using T = PairTraits<C>;
-  const BackwardWork& work = storage.work;
-  constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
-  constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
-  const BwdProblem& p = params.p;
-  auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
-  const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
-  // After this wait the LSE and row sums of all queries are there, and sums of dQ are 0.
-  wait_for_kernel_before();
-  uint32_t phases = 0;  // of landed, a bit each
-  Cursor<C.stages> at;
-  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-    const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at.stage();
-    auto* const to = pick<kValues>(storage.q, storage.dout)[stage];
-    auto& landed = storage.landed[kValues][stage];
-    const bool clears = row < first_query;
-    // After this wait both CTAs have read the buffer.
-    ring.wait_empty(at);
-    storage.steps[kValues][stage] = {row, head, work.range.full(step.m)};
-    if (clears) landed.arrive_and_expect_tx(kBytes);
-    uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : ring.expect(at, kBytes + kStatistic);
-    CUTE_NO_UNROLL
-    for (int atom = (rank + kValues) % 2; atom < kDims / T::kAtom; atom += 2) {
-      (kValues ? params.dout : params.q)
-          .template load_atom<C.cluster>(to + atom * T::kTile, barrier, TMA::CacheHintSm90::EVICT_LAST, work.seq.q, row,
-                                         atom * T::kAtom, head, work.tile.batch);
+  using Storage = typename T::Storage;
+
+ public:
+  CUTE_DEVICE QueryLoader(const BackwardParams& params, Storage& storage) : params_(params), storage_(storage) {}
+
+  CUTE_DEVICE void operator()(const BackwardWork& work) {
+    constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
+    constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
+    const BwdProblem& p = params_.p;
+    auto& ring = pick<kValues>(storage_.ring_q, storage_.ring_dout);
+    const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
+    for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at_.advance()) {
+      const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
+      auto* const to = pick<kValues>(storage_.q, storage_.dout)[stage];
+      auto& landed = storage_.landed[kValues][stage];
+      const bool clears = row < first_query;
+      // After this wait both CTAs have read the buffer.
+      ring.wait_empty(at_);
+      storage_.steps[kValues][stage] = {row, head, work.range.full(step.m)};
+      if (clears) landed.arrive_and_expect_tx(kBytes);
+      uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : ring.expect(at_, kBytes + kStatistic);
+      CUTE_NO_UNROLL
+      for (int atom = (block_rank_in_cluster() + kValues) % 2; atom < kDims / T::kAtom; atom += 2) {
+        (kValues ? params_.dout : params_.q)
+            .template load_atom<C.cluster>(to + atom * T::kTile, barrier, TMA::CacheHintSm90::EVICT_LAST, work.seq.q,
+                                           row, atom * T::kAtom, head, work.tile.batch);
+      }
+      if (clears) {
+        landed.wait(storage_.times_landed[kValues][stage]++ % 2);
+        clear_rows<kDims / T::kAtom>(to, first_query - row);
+        ring.expect(at_, kStatistic);
+      }
+      const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
+      SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row,
+                               reinterpret_cast<uint64_t*>(&ring.full[stage]),
+                               pick<kValues>(storage_.lse_log2, storage_.row_dot)[stage], kStatistic);
     }
-    if (clears) {
-      landed.wait(phases >> stage & 1);
-      phases ^= 1 << stage;
-      clear_rows<kDims / T::kAtom>(to, first_query - row);
-      ring.expect(at, kStatistic);
-    }
-    const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
-    SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row,
-                             reinterpret_cast<uint64_t*>(&ring.full[stage]),
-                             pick<kValues>(storage.lse_log2, storage.row_dot)[stage], kStatistic);
   }
-}
+
+ private:
+  const BackwardParams& params_;
+  Storage& storage_;
+  Cursor<C.stages> at_;
+};
 
 // One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, it says when they may be added.
 template <KernelConfig C>
 CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
                             bool inner) {
   using T = PairTraits<C>;
-  const BackwardWork& work = storage.work;
   auto& ring = storage.ring_turn[inner];
-  auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, T::dq_place(rank, inner)); };
   // After this wait no turn has been taken but those of this kernel.
   wait_for_kernel_before();
   Cursor<2> at, done;
-  auto give = [&](QueryStep step) {
-    if (!turn_of(step).has_come()) return false;
-    ring.expect(at, 0);
-    at.advance();
-    return true;
-  };
-  bool given = false;
-  for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step)) {
-    while (!given) given = give(step);
-    // If the next step's turn has come too, nobody waits for the end of this one.
-    const QueryStep ahead = work.after(step);
-    given = ahead.head < work.heads && give(ahead);
-    // After this wait the warpgroup has added.
-    done.advance();
-    ring.wait_empty({done.count + 1});
-    turn_of(step).end();
+  for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
+    auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, T::dq_place(rank, inner)); };
+    auto give = [&](QueryStep step) {
+      if (!turn_of(step).has_come()) return false;
+      ring.expect(at, 0);
+      at.advance();
+      return true;
+    };
+    bool given = false;
+    for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step)) {
+      while (!given) given = give(step);
+      // If the next step's turn has come too, nobody waits for the end of this one.
+      const QueryStep ahead = work.after(step);
+      given = ahead.head < work.heads && give(ahead);
+      // After this wait the warpgroup has added.
+      done.advance();
+      ring.wait_empty({done.count + 1});
+      turn_of(step).end();
+    }
+  });
+}
+
+// What the first CTA takes is for both. Exactly once for each tile: so there are as many increments as tiles, after
+// which the counter is 0 again.
+template <KernelConfig C>
+CUTE_DEVICE void take_number(const BackwardParams& params, typename PairTraits<C>::Storage& storage) {
+  auto& [number, steps, at, at_next] = storage.taken;
+  auto& [full, empty] = storage.ring_next;
+  if (block_rank_in_cluster() == 0) {
+    const int taken = afresh(gridDim.x) / C.cluster + atomicInc(params.counter, params.tiles - 1);
+    storage.ring_next.wait_empty(at_next);
+    for (int to = 0; to < C.cluster; ++to) {
+      store_shared_remote(taken, cast_smem_ptr_to_uint(&storage.next), cast_smem_ptr_to_uint(full), to);
+    }
   }
+  storage.ring_next.expect(at_next, sizeof(int));
+  storage.ring_next.wait(at_next);
+  number = storage.next;
+  empty[0].arrive(0u);
+  at_next.advance();
+}
+
+// The next tile of keys, for all threads of the CTA, or none.
+template <KernelConfig C>
+CUTE_DEVICE const BackwardWork* take_work(const BackwardParams& params, typename PairTraits<C>::Storage& storage) {
+  auto& [number, steps, at, at_next] = storage.taken;
+  // After this wait nobody still reads what the tile before the last one had to do.
+  storage.ring_work.wait_empty(at);
+  BackwardWork& work = storage.work[at.stage()];
+  auto exists = [&] {
+    new (&work) BackwardWork(params.p, C.block_m, C.block_n * C.cluster, number);
+    return work.tile.row < work.seq.k.length;
+  };
+  if (at.count > 0) take_number<C>(params, storage);
+  while (number < params.tiles && !exists()) take_number<C>(params, storage);
+  const bool ends = number >= params.tiles;
+  work.tile.row = ends ? -1 : work.tile.row + int(block_rank_in_cluster()) * C.block_n;
+  if (!ends) work.steps_until_end = steps += work.steps();
+  storage.ring_work.expect(at, 0);
+  at.advance();
+  return ends ? nullptr : &work;
 }
 
 }  // namespace flash_cute::sm90

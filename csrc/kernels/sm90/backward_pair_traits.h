@@ -5,6 +5,14 @@
 
 namespace flash_cute::sm90 {
 
+// What the thread remembers that takes tiles of keys for the pair, in each CTA.
+struct Taken {
+  int number;  // of the next tile
+  uint32_t steps;  // of tiles before
+  Cursor<2> at;  // of its work
+  Cursor<1> at_next;
+};
+
 template <KernelConfig C>
 struct PairTraits {
   using Element = ElementOf<C.dtype>;
@@ -64,8 +72,13 @@ struct PairTraits {
     alignas(1024) Element ds[2][kTile];  // of this CTA's keys, and of the other's
     alignas(128) float lse_log2[C.stages][kAtom];
     alignas(128) float row_dot[C.stages][kAtom];
-    BackwardWork work;
+    BackwardWork work[2];
     BackwardStep steps[2][C.stages];  // that use Q, and dO
+    Ring<2> ring_work;
+    Ring<1, C.cluster> ring_next;
+    int next;  // the number that the pair took last
+    Taken taken;
+    uint32_t times_landed[2][C.stages], times_landed_k;  // of tiles of which a producer clears rows
     Ring<C.stages, C.cluster> ring_q, ring_dout;
     Ring<1> ring_k, ring_v, ring_p;
     Ring<1, C.cluster> ring_ds;

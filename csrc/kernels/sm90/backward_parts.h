@@ -41,7 +41,7 @@ CUTE_DEVICE void add_parts(const BackwardParams& params, const KeyTile& tile, co
       for (int i = 0; i < size(sum); ++i) sum(i) += more[part][i];
     }
   }
-  store_gradient<kCols>(kValues ? params.dv : params.dk, shared, sum, tile, span, threadIdx.x, 1, atom * kCols);
+  store_gradient<kCols>(kValues ? params.dv : params.dk, shared, sum, 1.f, tile, span, threadIdx.x, 1, atom * kCols);
   if (threadIdx.x == 0) tma_store_wait<0>();
 }
 

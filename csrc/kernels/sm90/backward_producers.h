@@ -113,14 +113,14 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   let_next_kernel_start();
 }
 
-// What another thread does for each of them.
+// What another thread does for each of them; do_work() is also told how many came before.
 template <class Storage, class Do>
 CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   for (Cursor<2> at;; at.advance()) {
     storage.ring_work.wait(at);
     const BackwardWork& work = storage.work[at.stage()];
     if (work.tile.row < 0) return;
-    do_work(work);
+    do_work(work, at.count);
     storage.ring_work.empty[at.stage()].arrive();
   }
 }

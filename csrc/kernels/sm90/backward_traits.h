@@ -47,6 +47,7 @@ class BackwardWork {
   SeqInfo seq;
   TileRange range;  // of queries that see some of the keys, those of the part
   int heads, first_head;  // of queries: how many, from which on
+  uint32_t steps_until_end = 0;  // of the CTA, in all its tiles until this one's end; of pairs
   bool has_unfinished = false;  // the CTA's tile before had steps: its dV, dK and last dQ are still to be sent
 
   CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int number)
