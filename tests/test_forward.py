@@ -235,6 +235,17 @@ def test_huge_inputs(make, dtype, value, sign):
     bounds.compare("out", out, expected, expected * 2**-8)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("softmax_scale", [0.125, -0.125])
+def test_softcap_of_small_scores_beside_large_ones(make, softmax_scale, dim):
+    """CUDA goes another way where all scores of a warp are small under the cap."""
+    sizes = {"seqlen_q": 200, "seqlen_k": 700, "dim": dim}
+    inputs = make(Case(**sizes, softcap=40.0, softmax_scale=softmax_scale, dtype=BF16))
+    inputs.k[:, 250:400] *= 8.0
+    out, lse, _, _ = inputs.forward()
+    bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
+
+
 def test_huge_score_after_small_ones(make):
     """The last key's score is huge, in a tile that forward meets first on CUDA; and the first's."""
     for key in (0, -1):

@@ -90,9 +90,11 @@ def test_tiles_of_keys_that_end_behind_the_tensor(cuda, name):
 
 def test_ids_say_what_a_kernel_is():
     kernel = parse("bwd_sm80_tf32x3_rich_d192x128_m16_n64_s2_w4_c1")
-    assert kernel == ("bwd", 80, "tf32x3", "rich", 192, 128)
+    assert kernel == ("bwd", 80, "tf32x3", "rich", 192, 128, 4)
     assert kernel.has_dropout and kernel.vector == 1
     assert not parse("fwd_sm90_bf16_rich_d256x256_m128_n64_s2_w8_c1_x1").has_dropout
+    assert not parse("fwd_sm90_bf16_rich_d128x128_m192_n80_s2_w12_c1_x1").has_dropout
+    assert parse("fwd_sm90_bf16_rich_d128x128_m128_n128_s2_w8_c1_x1").has_dropout
     assert (kernel.dtype, kernel.other_op) == (torch.float32, "fwd")
     with pytest.raises(ValueError, match="no kernel's id"):
         parse("bwd_sm80_d64")

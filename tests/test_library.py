@@ -83,6 +83,7 @@ KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 128, 2, 8, 1, 1)
 KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 144, 2, 8, 1, 2)
 KERNEL(Fwd, Sm90, BF16, Plain, 256, 256, 128,  80, 2, 8, 1, 1)
 KERNEL(Fwd, Sm90, BF16, Rich,  128, 128, 128, 128, 2, 8, 1, 1)
+KERNEL(Fwd, Sm90, BF16, Rich,  128, 128, 192,  80, 2, 12, 1, 1)
 KERNEL(Fwd, Sm90, BF16, Rich,  256, 256, 128,  80, 2, 8, 1, 1)
 KERNEL(Bwd, Sm90, BF16, Plain, 192, 192,  64,  64, 3, 12, 1, 2)
 KERNEL(Bwd, Sm80, BF16, Rich,   64,  64,  64, 128, 2, 4, 1, 1)
@@ -123,6 +124,7 @@ def test_the_table_of_kernels_merges_dtypes_and_tiers(tmp_path, monkeypatch):
         "| forward | sm_90a | bf16 | plain | 128 | 128 x 144 | 2 | 8 | 1 | 2 | 209 KiB |",
         "| forward | sm_90a | bf16 | plain, rich | 256 | 128 x 80 | 2 | 8 | 1 | 1 | 225 KiB |",
         "| forward | sm_90a | bf16 | rich | 128 | 128 x 128 | 2 | 8 | 1 | 1 | 227 KiB |",
+        "| forward | sm_90a | bf16 | rich | 128 | 192 x 80 | 2 | 12 | 1 | 1 | 225 KiB |",
         "| backward | sm_90a | bf16 | plain | 192 | 64 x 64 | 3 | 12 | 1 | 2 | 219 KiB |",
         f"| backward | {sm80} | bf16 | rich | 64 | 64 x 128 | 2 | 4 | 1 | 1 | 81 KiB |",
         f"| forward | {sm80} | tf32 | rich | 64 | 128 x 64 | 1 | 4 | 2 | 1 | 64 KiB |",

@@ -73,7 +73,7 @@ class Row(NamedTuple):
         kv = element * self.block_n * (self.head_dim + self.head_dim_v)
         if self.op == "Fwd" and self.arch == "Sm90":
             q, out = 2 * self.block_m * self.head_dim, 2 * self.block_m * self.head_dim_v
-            draws = self.tier == "Rich" and self.head_dim_v < 256
+            draws = self.tier == "Rich" and self.warps == 8 and self.head_dim_v < 256
             least = self.stages * kv + q + (16 * self.block_m if draws else 0) + 1024
             return next((b for b in (least + q + out, least + out) if b <= 227 * 1024), least)
         if self.op == "Fwd":

@@ -59,10 +59,10 @@ struct KernelConfig {
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
-  // Sm90 forward: a warpgroup draws random numbers for dropout. With so many threads one starts with 128 registers, of
-  // which O must be fewer.
+  // Sm90 forward: a warpgroup draws random numbers for dropout, beside two that compute: a third leaves no registers for
+  // it. With so many threads one starts with 128 registers, of which O must be fewer.
   constexpr bool draws() const {
-    return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && rich() && head_dim_v < 256;
+    return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && rich() && warps == 8 && head_dim_v < 256;
   }
 
   // Whether the kernel has dropout.

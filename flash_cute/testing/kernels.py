@@ -9,7 +9,9 @@ import torch
 
 from flash_cute import library
 
-_ID = re.compile(r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*")
+_ID = re.compile(
+    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w(\d+)_.*"
+)
 
 
 class Kernel(NamedTuple):
@@ -21,6 +23,7 @@ class Kernel(NamedTuple):
     tier: str
     dim: int
     dim_v: int
+    warps: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -28,8 +31,9 @@ class Kernel(NamedTuple):
 
     @property
     def has_dropout(self) -> bool:
-        hopper_lacks = self.arch == 90 and self.op == "fwd" and self.dim_v == 256
-        return self.tier == "rich" and self.op != "decode" and not hopper_lacks
+        hopper = self.arch == 90 and self.op == "fwd"
+        draws = not hopper or (self.dim_v < 256 and self.warps == 8)
+        return self.tier == "rich" and self.op != "decode" and draws
 
     @property
     def vector(self) -> int:
@@ -57,5 +61,5 @@ def parse(kernel: str) -> Kernel:
     match = _ID.fullmatch(kernel)
     if match is None:
         raise ValueError(f"{kernel!r} is no kernel's id")
-    op, arch, precision, tier, dim, dim_v = match.groups()
-    return Kernel(op, int(arch), precision, tier, int(dim), int(dim_v))
+    op, arch, precision, tier, dim, dim_v, warps = match.groups()
+    return Kernel(op, int(arch), precision, tier, int(dim), int(dim_v), int(warps))

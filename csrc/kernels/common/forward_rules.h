@@ -6,11 +6,20 @@
 
 namespace flash_cute {
 
-// Softcap, up to a factor that the softmax has in its scale; without one, the sign of a negative scale.
+// Softcap, up to a factor that the softmax has in its scale; without one, the sign of a negative scale. The shortcut is
+// for scores that are small, as they mostly are under a softcap.
 template <bool kShortcuts, class Scores>
 CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
+  const float inner = scale / cap;
   if (cap > 0.f) {
-    tanh_of_all<kShortcuts>(scores, scale / cap);
+    if (kShortcuts && SmallTanh::suits(scores, inner)) {
+      const SmallTanh factor(inner);
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) *= factor(scores(i));
+      return;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(scores(i) * inner);
   } else if (scale < 0.f) {
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) scores(i) = -scores(i);
@@ -79,6 +88,14 @@ class ForwardRules {
     }
   }
 
+  // Whether softcap is all there is to do after the products, and the softmax can do it beside its scale: larger scores
+  // stay larger.
+  template <class Scores>
+  CUTE_DEVICE bool only_bends(const Scores& scores) const {
+    return scale_ > 0.f && cap_ > 0.f && cap_ < kMostBent && !biased_ && SmallTanh::suits(scores, scale_ / cap_);
+  }
+  CUTE_DEVICE SmallTanh bend() const { return SmallTanh(scale_ / cap_); }
+
   // What is left to do after the products. A factor stays out: scale_log2().
   template <class Scores, class Coordinates>
   CUTE_DEVICE void apply(Scores&& scores, const Coordinates& at, int row, int col) const {
@@ -92,6 +109,7 @@ class ForwardRules {
 
  private:
   static constexpr float kLeastScale = 1e-20f;
+  static constexpr float kMostBent = kHuge / 2;  // times 1 / ln 2 still less than what the softmax takes for huge
 
   // Of row r from this thread's first key.
   template <class Coordinates>

@@ -14,37 +14,41 @@ CUTE_DEVICE float tanh_of(float x) {
   return 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
 }
 
-// Whether all of a warp's scores, times `inner`, are as small as the polynomial of tanh_of_all() wants them.
-template <class Scores>
-CUTE_DEVICE bool all_small(const Scores& scores, float inner) {
-  constexpr float kSmall = 0.5f;
-  constexpr float kLeastInner = 1e-5f;  // whose seventh power is still a normal number
-  constexpr int kChains = 4;
-  float largest[kChains] = {};
-  CUTE_UNROLL
-  for (int i = 0; i < size(scores); ++i) largest[i % kChains] = fmaxf(largest[i % kChains], fabsf(scores(i)));
-  const float top = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-  return __all_sync(0xffffffff, top * fabsf(inner) <= kSmall && fabsf(inner) >= kLeastInner);
-}
+// tanh(x * inner) / x by a polynomial, by which tanh is off by 2^-24 for |x * inner| up to kSmall: without the unit that
+// exponentials need.
+struct SmallTanh {
+  static constexpr float kSmall = 0.25f;
 
-// Every score becomes tanh(score * inner). The shortcut: where all are small, as they mostly are under a softcap, a
-// polynomial does, to 2^-22 too, without the unit that exponentials need.
-template <bool kShortcut, class Scores>
-CUTE_DEVICE void tanh_of_all(Scores&& scores, float inner) {
-  if (kShortcut && all_small(scores, inner)) {
+  float c0, c1, c2;
+
+  CUTE_DEVICE explicit SmallTanh(float inner) {
     const float square = inner * inner;
-    const float c0 = 0.99999946f * inner, c1 = -0.33326376f * inner * square;
-    const float c2 = 0.13190912f * inner * square * square, c3 = -0.04441858f * inner * square * square * square;
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) {
-      const float x2 = scores(i) * scores(i);
-      scores(i) *= ((c3 * x2 + c2) * x2 + c1) * x2 + c0;
-    }
-  } else {
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(scores(i) * inner);
+    c0 = 0.99999823f * inner;
+    c1 = -0.33313174f * inner * square;
+    c2 = 0.12730211f * inner * square * square;
   }
-}
+
+  CUTE_DEVICE float operator()(float x) const {
+    const float x2 = x * x;
+    return (c2 * x2 + c1) * x2 + c0;
+  }
+  CUTE_DEVICE SmallTanh times(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
+
+  // Whether it does for all of a warp's scores.
+  template <class Scores>
+  CUTE_DEVICE static bool suits(const Scores& scores, float inner) {
+    constexpr float kLeastInner = 1e-7f;  // whose fifth power is still a normal number
+    constexpr int kChains = 4;
+    float largest[kChains] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) largest[i % kChains] = fmaxf(largest[i % kChains], fabsf(scores(i)));
+    const float top = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    return __all_sync(0xffffffff, top * fabsf(inner) <= kSmall && fabsf(inner) >= kLeastInner);
+  }
+
+ private:
+  CUTE_DEVICE SmallTanh(float c0, float c1, float c2) : c0(c0), c1(c1), c2(c2) {}
+};
 
 // ALiBi's slope of a head, 0 where there is none.
 CUTE_DEVICE float slope_of(const ScoreRules& rules, int batch, int head) {

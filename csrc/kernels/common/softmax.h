@@ -29,6 +29,14 @@ constexpr float kSlack = 8.f;
 // size would be a factor that overflows.
 constexpr float kHuge = 0x1p24f;
 
+// Factors of scores that depend on the score, so that the product grows with it: none.
+struct NoBend {
+  float factor = 1.f;
+
+  CUTE_DEVICE float operator()(float) const { return factor; }
+  CUTE_DEVICE NoBend times(float other) const { return {factor * other}; }
+};
+
 // The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
@@ -54,9 +62,9 @@ struct OnlineSoftmax {
 
   // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
   // (rows,dims) are rescaled to it, and the result is true for the whole warp. A maximum that rises little is let be:
-  // larger weights do no harm, rescaling is work.
-  template <class Scores, class Output>
-  CUTE_DEVICE bool raise(Scores&& scores, Output&& output) {
+  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them.
+  template <class Scores, class Output, class Bend = NoBend>
+  CUTE_DEVICE bool raise(Scores&& scores, Output&& output, const Bend& bend = {}) {
     float top[kRows];
     bool keep = true;
     CUTE_UNROLL
@@ -69,6 +77,7 @@ struct OnlineSoftmax {
       top[r] = part[0];
       CUTE_UNROLL
       for (int i = 1; i < kChains; ++i) top[r] = fmaxf(top[r], part[i]);
+      top[r] *= bend(top[r]);
       keep &= top[r] * scale_log2 <= limit[r];
     }
     if (__all_sync(0xffffffff, keep)) {
@@ -81,13 +90,14 @@ struct OnlineSoftmax {
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
-  template <class Scores>
-  CUTE_DEVICE void weigh(Scores&& scores, int first, int last) {
+  template <class Scores, class Bend = NoBend>
+  CUTE_DEVICE void weigh(Scores&& scores, int first, int last, const Bend& bend = {}) {
+    const auto factor = bend.times(scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int c = first; c < last; ++c) {
-        scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - offset[r]);
+        scores(r, c) = exp2_approx(scores(r, c) * factor(scores(r, c)) - offset[r]);
         row_sum[r][c % kChains] += scores(r, c);
       }
     }

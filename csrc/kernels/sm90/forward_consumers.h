@@ -160,6 +160,14 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     auto weigh = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
       Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
       const int key = first_key(n);
+      if constexpr (C.rich() && !decltype(masked)::value) {
+        if (rules.only_bends(scores)) {
+          fill(factors, 1.f);
+          const bool rescaled = softmax.raise(scores, factors, rules.bend());
+          softmax.weigh(scores, 0, size<1>(scores), rules.bend());
+          return rescaled;
+        }
+      }
       if constexpr (C.rich()) rules.apply(scores, at, stand, key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
       fill(factors, 1.f);
