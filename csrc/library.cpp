@@ -73,7 +73,11 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def("use_kernels(str ids) -> ()");
   m.def(
       "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
-      "int window_size_right=-1, bool varlen=False, int sms=132, int heads_k=0) -> (str id, int parts, int heads)");
+      "int window_size_right=-1, bool varlen=False, int sms=132, int heads_k=0, bool rules=False) -> (str id, int "
+      "parts, int heads)");
+  m.def(
+      "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int sms=132) -> "
+      "str");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int)");
@@ -86,6 +90,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&kernels));
   m.impl("use_kernels", TORCH_BOX(&use_kernels));
   m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
+  m.impl("preferred_kvcache", TORCH_BOX(&preferred_kvcache));
   m.impl("preferred_parts", TORCH_BOX(&preferred_parts));
   m.impl("decode_parts", TORCH_BOX(&decode_parts));
 }

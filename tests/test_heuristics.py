@@ -27,12 +27,18 @@ D128 = "fwd_sm90_bf16_plain_d128x128_"
         ((16, 16, 1024, 1024, 128), {"window_size_right": 0}, D128 + "m128_n128_s2_w8_c1_x1"),
         # Head dims that the row does not fill.
         ((16, 16, 1024, 1024, 104), {}, D128 + "m128_n128_s2_w8_c1_x2"),
-        # Many sequences of one query: a cluster would leave half of its CTAs idle.
+        # Few queries: a cluster would leave half of its CTAs idle.
         ((1024, 16, 1, 4096, 128), {}, D128 + "m128_n128_s2_w8_c1_x1"),
+        ((1, 32, 128, 2048, 128), {}, D128 + "m128_n128_s2_w8_c1_x1"),
         # A window: tiles are short.
         ((4, 16, 4096, 4096, 256), {"window_size_left": 64, "window_size_right": 0},
          "fwd_sm90_bf16_plain_d256x256_m128_n80_s2_w8_c1_x1"),
         ((4, 8, 4096, 4096, 256), {}, "fwd_sm90_bf16_plain_d256x256_m128_n80_s2_w8_c1_x2"),
+        # Softcap or ALiBi.
+        ((1, 16, 16384, 16384, 128), {"rules": True},
+         "fwd_sm90_bf16_rich_d128x128_m192_n80_s2_w12_c1_x1"),
+        ((4, 32, 4096, 4096, 64), {"rules": True},
+         "fwd_sm90_bf16_rich_d64x64_m192_n96_s2_w12_c1_x1"),
         # No alternative.
         ((4, 32, 4096, 4096, 64), {}, "fwd_sm90_bf16_plain_d64x64_m192_n128_s2_w12_c1_x1"),
         ((4, 32, 4096, 4096, 257), {}, ""),
@@ -40,6 +46,25 @@ D128 = "fwd_sm90_bf16_plain_d128x128_"
 )  # fmt: skip
 def test_picks(sizes, options, expected):
     assert preferred(*sizes, **options)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # A token: one CTA an SM, or two that take turns where an SM gets many tiles.
+        ((16, 32, 8, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
+        ((66, 32, 32, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n64_s3_w4_c2"),
+        ((65, 32, 32, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
+        ((128, 32, 32, 1, 2048, 64), "decode_sm80_bf16_rich_d64x64_m16_n128_s3_w4_c2"),
+        ((1, 32, 8, 1, 32768, 200), "decode_sm80_bf16_rich_d256x256_m16_n64_s3_w4_c1"),
+        # Chunks of prompts: forward's kernels, for more rows than decoding's small tiles have.
+        ((8, 32, 8, 4, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
+        ((8, 32, 8, 5, 8192, 128), D128 + "m128_n128_s2_w8_c1_x1"),
+        ((1, 32, 8, 1, 32768, 257), ""),
+    ],
+)  # fmt: skip
+def test_picks_over_a_cache(sizes, expected):
+    assert torch.ops.flash_cute.preferred_kvcache(*sizes) == expected
 
 
 @pytest.mark.parametrize(

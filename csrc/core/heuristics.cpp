@@ -92,11 +92,13 @@ const std::vector<Row>& rows_of_configs() {
   return rows;
 }
 
-// The plain kernel of bf16 on Hopper for a problem, or null.
+// The kernel of bf16 on Hopper for a problem, or null. Decoding has one family, of one tier, for all GPUs.
 const KernelConfig* hopper_kernel(Op op, const FwdProblem& p, int64_t sms) {
+  const Arch arch = op == Op::Decode ? Arch::Sm80 : Arch::Sm90;
+  const Tier tier = op == Op::Decode ? Tier::Rich : p.tier();
   auto fits = [&](const Row& row) {
     const KernelConfig& c = row.config;
-    return c.op == op && c.arch == Arch::Sm90 && c.dtype == DType::BF16 && !c.rich() && p.head_dim <= c.head_dim &&
+    return c.op == op && c.arch == arch && c.dtype == DType::BF16 && c.tier == tier && p.head_dim <= c.head_dim &&
            p.head_dim_v <= c.head_dim_v;
   };
   const Row* const row = preferred(rows_of_configs(), fits, p, static_cast<int>(sms));
@@ -160,7 +162,8 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
   const int heads = heads_in_tile(config, problem);
   const double all = double(tiles) * (problem.heads / heads) * problem.batch;
   const double at_once = std::max(1, sms / config.cluster);
-  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * one.seqlen_q * heads / rows : 1;
+  const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
+  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * filled_rows : 1;
   auto cost_with = [&](int parts) {
     const Spread costs = spread(tiles, [&](int tile) {
       const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
@@ -249,12 +252,22 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
 std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q,
                                                             int64_t seqlen_k, int64_t head_dim,
                                                             int64_t window_size_left, int64_t window_size_right,
-                                                            bool varlen, int64_t sms, int64_t heads_k) {
-  const FwdProblem p = problem_of(batch, heads, heads_k == 0 ? heads : heads_k, seqlen_q, seqlen_k, head_dim, head_dim,
-                                  window_size_left, window_size_right, varlen);
+                                                            bool varlen, int64_t sms, int64_t heads_k, bool rules) {
+  FwdProblem p = problem_of(batch, heads, heads_k == 0 ? heads : heads_k, seqlen_q, seqlen_k, head_dim, head_dim,
+                            window_size_left, window_size_right, varlen);
+  if (rules) p.rules.softcap = 1.f;
   const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
   if (config == nullptr) return {"", 0, 0};
   return {config->id(), plan_forward(*config, p, static_cast<int>(sms)).parts, heads_in_tile(*config, p)};
+}
+
+std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
+                              int64_t head_dim, int64_t sms) {
+  const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
+  const KernelConfig* const decode = hopper_kernel(Op::Decode, p, sms);
+  const KernelConfig* const forward = hopper_kernel(Op::Fwd, p, sms);
+  if (decode == nullptr || forward == nullptr) return "";
+  return (forward_is_cheaper(*forward, *decode, p, static_cast<int>(sms)) ? forward : decode)->id();
 }
 
 std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
