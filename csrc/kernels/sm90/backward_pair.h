@@ -61,10 +61,12 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     } else if (warp == 1) {
       if (elect_one_sync()) {
         QueryLoader<C, true> load(params, storage);
-        // After this wait the row sums of all queries are there.
-        wait_for_kernel_before();
         // As late as may be: who comes first to the end of a tile should be the first to have another one.
-        while (const BackwardWork* work = take_work<C>(params, storage)) load(*work);
+        while (const BackwardWork* work = take_work<C>(params, storage)) {
+          // After this wait the row sums of all queries are there.
+          wait_for_kernel_before();
+          load(*work);
+        }
       }
     } else if (params.p.deterministic && elect_one_sync()) {
       give_turns<C>(params, storage, rank, warp == 3);

@@ -153,9 +153,10 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
     storage.ring_work.wait(tile);
     const BackwardWork& work = storage.work[tile.stage()];
     if (work.tile.row < 0) return;
+    // Also of a tile without steps: who left out a phase would take the next one for it.
+    storage.ring_k.wait({tile.count});
+    storage.ring_v.wait({tile.count});
     if (!work.range.empty()) {
-      storage.ring_k.wait({tile.count});
-      storage.ring_v.wait({tile.count});
       cute::copy(copy_v0, copy_v0.get_thread_slice(afresh(thread)).partition_S(v0),
                  copy_v0.get_thread_slice(afresh(thread)).retile_D(tSrV0));
       // After this barrier the first columns of V are in registers, and their place is free for P.
