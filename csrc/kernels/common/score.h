@@ -37,13 +37,14 @@ struct SmallTanh {
   // Whether it does for all of a warp's scores.
   template <class Scores>
   CUTE_DEVICE static bool suits(const Scores& scores, float inner) {
-    constexpr float kLeastInner = 1e-7f;  // whose fifth power is still a normal number
+    constexpr float kLeastInner = 1e-7f, kMostInner = 1e7f;  // whose fifth powers are still normal numbers
     constexpr int kChains = 4;
     float largest[kChains] = {};
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) largest[i % kChains] = fmaxf(largest[i % kChains], fabsf(scores(i)));
     const float top = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    return __all_sync(0xffffffff, top * fabsf(inner) <= kSmall && fabsf(inner) >= kLeastInner);
+    const bool usual = kLeastInner <= fabsf(inner) && fabsf(inner) <= kMostInner;
+    return __all_sync(0xffffffff, usual && top * fabsf(inner) <= kSmall);
   }
 
  private:
