@@ -42,7 +42,7 @@ def prepare(
 ) -> tuple[dict[str, Any], list[Work]]:
     """A candidate's entry in the report after one checked call, and the work to time if right.
 
-    For a case with a feature, the same case without it is the second work.
+    For a case with a feature, the one that it is measured beside is the second work.
     """
     try:
         _poison(x)
@@ -57,7 +57,7 @@ def prepare(
         errors, fault = check(case, named, truths if work.comparable else None)
         works = [work]
         if case.feature:
-            works.append(kept(make(case.without_feature, replace(x, options={}))))
+            works.append(kept(make(case.beside, replace(x, options={}))))
     except NotImplementedError as error:
         return {"status": "unsupported", "message": describe(error)}, []
     except Exception as error:
@@ -79,7 +79,7 @@ def measure(
 ) -> dict[str, Any]:
     """One row of the report: every candidate on one case in one direction.
 
-    A case with a feature is measured beside the same case without it, in the same rounds.
+    A case with a feature is measured beside another, most often without it, in the same rounds.
     """
     entries: dict[str, dict[str, Any]] = {}
     works: dict[str, Work] = {}

@@ -108,8 +108,9 @@ class Case:
         return self.seqlen_q == 1 or self.chunk
 
     @property
-    def without_feature(self) -> Case:
-        """What a case with a feature is measured beside: a token that joins, beside lengths."""
+    def beside(self) -> Case:
+        """What a case with a feature is measured beside: one without, but a token that joins beside
+        lengths."""
         return replace(self, feature="lengths" if self.feature == "append" else "")
 
     @property

@@ -48,7 +48,8 @@ def test_what_is_no_feature_is_refused(name):
         Case.parse(name)
 
 
-@pytest.mark.parametrize("name", [f"{SMALL} +pages16", f"{CHUNK} +append", f"{CHUNK} +softcap30"])
+@pytest.mark.parametrize("name", [f"{SMALL} +pages16", f"{CHUNK} +append", f"{CHUNK} +lengths",
+                                  f"{CHUNK} +softcap30"])  # fmt: skip
 def test_a_feature_that_does_not_suit_the_lengths_is_refused(name):
     with pytest.raises(ValueError, match=r"needs (one query|as many queries as keys)"):
         Case.parse(name)
@@ -58,7 +59,7 @@ def test_a_feature_that_does_not_suit_the_lengths_is_refused(name):
                          [("append", " +lengths"), ("lengths", ""), ("pages16", "")])  # fmt: skip
 def test_a_token_that_joins_is_measured_beside_lengths_and_all_are_right(feature, beside):
     decode = "bf16 b2 h4/2 q1 k64 d64/64 full"
-    assert str(Case.parse(f"{decode} +{feature}").without_feature) == decode + beside
+    assert str(Case.parse(f"{decode} +{feature}").beside) == decode + beside
     (found,) = entries(rivals.FlashCute(CPU), f"{decode} +{feature}")
     assert found["status"] == "ok" and found["error"]
 

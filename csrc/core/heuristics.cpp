@@ -11,7 +11,7 @@ namespace flash_cute {
 namespace {
 
 // A kernel's speed where tiles are long, to compare with its alternatives, and what a tile costs beside its keys, as if
-// it had so many keys more. Fitted to measurements on an H200: docs/performance.md, "Choosing among rows".
+// it had so many keys more. Fitted to measurements of plain kernels on an H200: docs/performance.md, "Choosing among rows".
 struct Speed {
   double rate, tile_keys;
 };

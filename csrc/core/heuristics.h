@@ -10,8 +10,9 @@
 
 namespace flash_cute {
 
-// Whether two kernels differ in nothing but how they cut a problem into tiles, so that either may do it. (Backward's
-// rows of one head dim are for GPUs with more or with less shared memory: there the first that fits is best.)
+// Whether two kernels differ in nothing but how they cut a problem into tiles, and which rules they have, so that either
+// may do what both can. (Backward's rows of one head dim are for GPUs with more or with less shared memory: there the first
+// that fits is best.)
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
 // How many query heads of a group share a tile of queries in Hopper's forward, so that short sequences fill it.

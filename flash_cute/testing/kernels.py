@@ -31,9 +31,9 @@ class Kernel(NamedTuple):
 
     @property
     def has_dropout(self) -> bool:
-        hopper = self.arch == 90 and self.op == "fwd"
-        draws = not hopper or (self.dim_v < 256 and self.warps == 8)
-        return self.tier == "rich" and self.op != "decode" and draws
+        hoppers_forward = self.arch == 90 and self.op == "fwd"
+        can = not hoppers_forward or (self.dim_v < 256 and self.warps == 8)
+        return self.tier == "rich" and self.op != "decode" and can
 
     @property
     def vector(self) -> int:

@@ -15,14 +15,14 @@ constexpr int kThreads = 256;
 constexpr int kHeads = 4;  // of a thread: what it reads of them is on its way together
 
 // What rotary embedding makes of two numbers of a vector: where they are, and by which angle they are turned, if they are.
-struct Turn {
+struct Rotation {
   int first, second;
   bool turns = false;
   float cos = 1.f, sin = 0.f;
 };
 
 template <class Element>
-__device__ Turn turn_of(const Rotary& rotary, int64_t position, int pair) {
+__device__ Rotation rotation_of(const Rotary& rotary, int64_t position, int pair) {
   if (rotary.cos == nullptr || pair >= rotary.half) return {2 * pair, 2 * pair + 1};
   const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + pair;
   const float cos = float(static_cast<const Element*>(rotary.cos)[at]);
@@ -49,7 +49,7 @@ struct Item {
 
 // Copies them, turned, from one row to another.
 template <class Element>
-__device__ void copy_pairs(const Item& item, const Turn& turn, const Matrices& from, int64_t from_batch,
+__device__ void copy_pairs(const Item& item, const Rotation& rotation, const Matrices& from, int64_t from_batch,
                            int64_t from_row, const Matrices& to, int64_t to_batch, int64_t to_row, int heads) {
   const auto* source = static_cast<const Element*>(from.ptr) + from_batch * from.batch + from_row * from.row;
   auto* target = static_cast<Element*>(to.ptr) + to_batch * to.batch + to_row * to.row;
@@ -58,8 +58,8 @@ __device__ void copy_pairs(const Item& item, const Turn& turn, const Matrices& f
   for (int i = 0; i < kHeads; ++i) {
     const int head = item.head + i * item.step;
     if (head >= heads) continue;
-    first[i] = source[int64_t(head) * from.head + turn.first];
-    second[i] = source[int64_t(head) * from.head + turn.second];
+    first[i] = source[int64_t(head) * from.head + rotation.first];
+    second[i] = source[int64_t(head) * from.head + rotation.second];
   }
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -67,8 +67,8 @@ __device__ void copy_pairs(const Item& item, const Turn& turn, const Matrices& f
     if (head >= heads) continue;
     const float a = float(first[i]), b = float(second[i]);
     Element* const at = target + int64_t(head) * to.head;
-    at[turn.first] = turn.turns ? Element(a * turn.cos - b * turn.sin) : first[i];
-    at[turn.second] = turn.turns ? Element(a * turn.sin + b * turn.cos) : second[i];
+    at[rotation.first] = rotation.turns ? Element(a * rotation.cos - b * rotation.sin) : first[i];
+    at[rotation.second] = rotation.turns ? Element(a * rotation.sin + b * rotation.cos) : second[i];
   }
 }
 
@@ -86,7 +86,7 @@ __device__ void append(const DecodeProblem& p, int cta, int pairs) {
   const int page = page_id(f.pages, b, to_row / f.pages.size);
   if (page < 0 || page >= f.pages.count) return;
   const int64_t position = (p.rotary.from == nullptr ? used : p.rotary.from[b]) + place;
-  copy_pairs<Element>(item, turn_of<Element>(kValues ? Rotary{} : p.rotary, position, item.pair),
+  copy_pairs<Element>(item, rotation_of<Element>(kValues ? Rotary{} : p.rotary, position, item.pair),
                       kValues ? p.added.v : p.added.k, b, added.offset + place, kValues ? f.v : f.k, page,
                       to_row % f.pages.size, f.heads_k);
 }
@@ -102,7 +102,7 @@ __device__ void rotate_query(const DecodeProblem& p, int cta) {
   if (item.head >= item.step || place < 0 || place >= queries.length) return;
   const bool banded = f.band.left < Band::kUnbounded || f.band.right < Band::kUnbounded;
   const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, b) : p.rotary.from[b];
-  copy_pairs<Element>(item, turn_of<Element>(p.rotary, start + (banded ? place : 0), item.pair), p.unrotated_q, b,
+  copy_pairs<Element>(item, rotation_of<Element>(p.rotary, start + (banded ? place : 0), item.pair), p.unrotated_q, b,
                       queries.offset + place, f.q, b, queries.offset + place, f.heads);
 }
 
