@@ -145,14 +145,18 @@ class FlashCute:
         )
 
 
+def _lengths(case: Case, x: Inputs, keys: int) -> torch.Tensor:
+    """So many keys in the cache of every sequence."""
+    return torch.full((case.batch,), keys, device=x.q.device, dtype=torch.int32)
+
+
 def _cache(case: Case, x: Inputs) -> dict[str, Any]:
     """Arguments of decoding: the keys and values of the case as a cache."""
     if case.feature == "lengths":
-        used = torch.full((case.batch,), case.seqlen_k, device=x.q.device, dtype=torch.int32)
-        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": used}
+        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": _lengths(case, x, case.seqlen_k)}
     if case.feature == "append":
         # The last token joins once more; turned by no angle it is the same.
-        used = torch.full((case.batch,), case.seqlen_k - 1, device=x.q.device, dtype=torch.int32)
+        used = _lengths(case, x, case.seqlen_k - 1)
         cos = torch.ones(case.seqlen_k, case.dim // 2, device=x.q.device, dtype=x.q.dtype)
         new = {name: getattr(x, name)[:, -1:].clone() for name in ("k", "v")}
         turns = {"rotary_cos": cos, "rotary_sin": torch.zeros_like(cos)}
@@ -253,7 +257,7 @@ class FlashAttention3:
         if case.feature == "pages16":
             cache = _cache(case, x)
             k, v = cache["k_cache"], cache["v_cache"]
-            used = torch.full((case.batch,), case.seqlen_k, device=k.device, dtype=torch.int32)
+            used = _lengths(case, x, case.seqlen_k)
             pages = {"page_table": cache["block_table"], "seqused_k": used}
         options = {"softmax_scale": case.dim**-0.5, "is_causal": case.causal, **pages}
         return Work(partial(self._ops.fwd, x.q, k, v, **options), _first)

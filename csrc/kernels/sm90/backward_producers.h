@@ -125,8 +125,8 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   }
 }
 
-// A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order in
-// which CTAs took them, or were launched, so that one waits for earlier ones alone.
+// A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order of
+// their numbers. One waits for earlier ones alone; those have a CTA that runs, if all CTAs of the launch fit the GPU.
 template <KernelConfig C>
 class Turn {
  public:
