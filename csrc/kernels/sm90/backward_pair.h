@@ -26,8 +26,8 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
       for (auto& times : of_tensor) times = 0;
     }
     storage.times_landed_k = 0;
-    storage.ring_k.init(1);
-    storage.ring_v.init(1);
+    storage.ring_k.init(12);
+    storage.ring_v.init(8);
     storage.ring_q.init(8);
     storage.ring_dout.init(8);
     storage.ring_p.init(4, 4);

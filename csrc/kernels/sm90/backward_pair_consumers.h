@@ -179,6 +179,8 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
       finish_dq({at.count - 1}, head, first_query);
       cutlass::arch::NamedBarrier::arrive(32 * C.warps, T::kAllGroupsBarrier);
     }
+    storage.ring_k.release({tile.count});
+    storage.ring_v.release({tile.count});
     storage.ring_work.release(tile);
   }
 }
@@ -248,12 +250,10 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
                             done.tile, done.seq.k, afresh(threadIdx.x) % 128, kBarrier);
     }
     storage.ring_work.release(tile);
-    if (threadIdx.x % 128 == 0) {
-      // After this wait the buffer has been read.
-      tma_store_wait<0>();
-      pick<kValues>(storage.ring_k, storage.ring_v).empty[0].arrive();
-    }
-    __syncwarp();
+    // After this wait what the warpgroup has sent has left.
+    if (threadIdx.x % 128 == 0) tma_store_wait<0>();
+    storage.ring_k.release({tile.count});
+    if constexpr (kValues) storage.ring_v.release({tile.count});
   }
 }
 

@@ -28,7 +28,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
   const int rank = block_rank_in_cluster();
   using T = PairTraits<C>;
   using Element = typename T::Element;
-  // After these waits dK and dV of the tile before have left.
+  // After these waits dK and dV of the tile before have left, and all who waited for its K and V have seen them.
   storage.ring_k.wait_empty(tile);
   storage.ring_v.wait_empty(tile);
   if (work.range.empty()) {
@@ -144,14 +144,13 @@ CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>
   });
 }
 
-// What the first CTA takes is for both. Exactly once for each tile: so there are as many increments as tiles, after
-// which the counter is 0 again.
+// What the first CTA takes is for both.
 template <KernelConfig C>
 CUTE_DEVICE void take_number(const BackwardParams& params, typename PairTraits<C>::Storage& storage) {
   auto& [number, steps, at, at_next] = storage.taken;
   auto& [full, empty] = storage.ring_next;
   if (block_rank_in_cluster() == 0) {
-    const int taken = afresh(gridDim.x) / C.cluster + atomicInc(params.counter, params.tiles - 1);
+    const int taken = params.numbers.take();
     storage.ring_next.wait_empty(at_next);
     for (int to = 0; to < C.cluster; ++to) {
       store_shared_remote(taken, cast_smem_ptr_to_uint(&storage.next), cast_smem_ptr_to_uint(full), to);
@@ -175,9 +174,9 @@ CUTE_DEVICE const BackwardWork* take_work(const BackwardParams& params, typename
     new (&work) BackwardWork(params.p, C.block_m, C.block_n * C.cluster, number);
     return work.tile.row < work.seq.k.length;
   };
-  if (at.count > 0) take_number<C>(params, storage);
-  while (number < params.tiles && !exists()) take_number<C>(params, storage);
-  const bool ends = number >= params.tiles;
+  if (at.count > 0 || params.numbers.given == 0) take_number<C>(params, storage);
+  while (number < params.numbers.tiles && !exists()) take_number<C>(params, storage);
+  const bool ends = number >= params.numbers.tiles;
   work.tile.row = ends ? -1 : work.tile.row + int(block_rank_in_cluster()) * C.block_n;
   if (!ends) work.steps_until_end = steps += work.steps();
   storage.ring_work.expect(at, 0);

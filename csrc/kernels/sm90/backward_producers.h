@@ -88,9 +88,6 @@ template <KernelConfig C>
 CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   Loader<C, false> load(params, storage);
   Cursor<2> at;
-  // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late
-  // as its latency allows: who comes first to the end of a tile should be the first to have another one.
-  auto take = [&] { return static_cast<int>(gridDim.x + atomicInc(params.counter, params.tiles - 1)); };
   bool has_unfinished = false;
   auto publish = [&](BackwardWork& work) {
     work.has_unfinished = has_unfinished;
@@ -98,7 +95,9 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
     storage.ring_work.expect(at, 0);
     at.advance();
   };
-  for (int number = blockIdx.x; number < params.tiles; number = take()) {
+  // As late as the counter's latency allows: who comes first to the end of a tile should be the first to have another.
+  const TileNumbers& numbers = params.numbers;
+  for (int number = numbers.first(blockIdx.x); number < numbers.tiles; number = numbers.take()) {
     storage.ring_work.wait_empty(at);
     auto& work = *new (&storage.work[at.stage()]) BackwardWork(params.p, C.block_m, C.block_n, number);
     if (work.tile.row >= work.seq.k.length) continue;
@@ -126,7 +125,7 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
 }
 
 // A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order of
-// their numbers. One waits for earlier ones alone; those have a CTA that runs, if all CTAs of the launch fit the GPU.
+// their numbers, so that one waits for earlier ones alone, and those have a CTA that runs.
 template <KernelConfig C>
 class Turn {
  public:

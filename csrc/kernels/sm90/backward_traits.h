@@ -5,6 +5,7 @@
 #include "kernels/common/backward_passes.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/sm90/ring.h"
+#include "kernels/sm90/schedule.h"
 #include "kernels/sm90/tensor_map.h"
 #include "kernels/sm90/wgmma.h"
 
@@ -13,8 +14,7 @@ namespace flash_cute::sm90 {
 struct BackwardParams {
   BwdProblem p;
   RaggedMap q, k, v, dout, dq, dk, dv;
-  int tiles;  // of keys, or parts of the work on them
-  unsigned* counter;  // by which CTAs share them out; 0 before and after the kernel
+  TileNumbers numbers;  // of tiles of keys, or parts of the work on them
 };
 
 template <bool kSecond, class First, class Second>

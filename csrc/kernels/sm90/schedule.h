@@ -7,6 +7,25 @@
 
 namespace flash_cute::sm90 {
 
+// Numbers of tiles, of which each goes to one taker: a CTA, or a cluster. A taker's first number is its place in the grid.
+// But where tiles wait for those with lower numbers, it is taken too: then the lower ones are with takers that run.
+struct TileNumbers {
+  unsigned* counter;  // 0 before and after the kernel
+  int tiles;
+  int given;  // first numbers: one for each taker, or none
+  unsigned last;  // what the counter holds before its last increment, which makes it 0 again
+
+  static TileNumbers of(int64_t tiles, int64_t takers, bool in_order) {
+    const int64_t given = in_order ? 0 : takers;
+    // Each taker also takes one number that has no tile.
+    return {nullptr, static_cast<int>(tiles), static_cast<int>(given),
+            static_cast<unsigned>(tiles - given + takers - 1)};
+  }
+
+  CUTE_DEVICE int first(int taker) const { return given > 0 ? taker : take(); }
+  CUTE_DEVICE int take() const { return given + static_cast<int>(atomicInc(counter, last)); }
+};
+
 // Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under
 // a causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is the
 // first of them.
