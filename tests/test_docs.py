@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -46,6 +47,55 @@ def test_the_largest_head_dim_is_the_table_s():
     rows = (ROOT / "csrc" / "configs.def").read_text()
     head_dims = re.findall(r"^KERNEL\((?:\w+, *){4}(\d+), *(\d+),", rows, re.MULTILINE)
     assert max(min(map(int, dims)) for dims in head_dims) == validate.CUDA_MAX_HEAD_DIM
+
+
+def name_in_tables(case: str) -> str:
+    """A measured case as tables call it: "bf16 b4 h32/8 q4096 k4096 d128/128 causal" is "d128, b4
+    s4096 h32/8 causal", and one of one query "d128, b4 h32/8 k4096"."""
+    sizes = r"(bf16|fp16) (b\d+) (h\d+/\d+) q(\d+) k(\d+) (d\d+)/\d+ (full|causal)"
+    if (match := re.fullmatch(sizes, case)) is None:
+        return case
+    dtype, batch, heads, seqlen_q, seqlen_k, dim, mask = match.groups()
+    if seqlen_q == "1":
+        return f"{dim}, {batch} {heads} k{seqlen_k}"
+    return f"{'fp16 ' if dtype == 'fp16' else ''}{dim}, {batch} s{seqlen_q} {heads} {mask}"
+
+
+def rates_in(results: Path) -> dict[tuple[str, str], set[str]]:
+    """What a JSON of benchmarks.attention says of each (case, candidate), forward and backward; of
+    other JSONs nothing."""
+    rates: dict[tuple[str, str], set[str]] = {}
+    for row in json.loads(results.read_text()).get("results", []):
+        for candidate, entry in row["candidates"].items():
+            rate = f"{entry['rate']:.0f}" if entry["status"] == "ok" else "-"
+            rates.setdefault((name_in_tables(row["case"]), candidate), set()).add(rate)
+    return rates
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_measured_tables_are_those_of_their_json(page):
+    """Columns that bear a candidate's name, in tables below the link to a JSON."""
+    rates: dict[tuple[str, str], set[str]] = {}
+    header: list[str] = []
+    used, wrong = False, []
+    for line in (ROOT / page).read_text().splitlines():
+        for link in re.findall(r"\(((?:\.\./)?benchmarks/results/\w+\.json)\)", line):
+            if used:  # the links below a table are those of the next one
+                rates, used = {}, False
+            for key, values in rates_in((ROOT / page).parent / link).items():
+                rates.setdefault(key, set()).update(values)
+        if line.startswith("#"):
+            rates = {}
+        if not line.startswith("|"):
+            header = []
+            continue
+        _, case, *_ = cells = [cell.strip() for cell in line.split("|")]
+        header, used = header or cells, True
+        for candidate, cell in zip(header, cells, strict=True):
+            known = rates.get((case, candidate.removeprefix("bursts: ")), {cell})
+            if cell not in known:
+                wrong.append((case, candidate, cell, known))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("page", GUIDES)
