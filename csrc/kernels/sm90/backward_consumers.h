@@ -124,6 +124,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     for (int i = 0; i < size(tQrdQ); i += 4) {
       *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
     }
+    keep_order();
     cutlass::arch::fence_view_async_shared();
     ring_dq.publish(at);
   };

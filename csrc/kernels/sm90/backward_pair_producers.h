@@ -17,6 +17,7 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
       *reinterpret_cast<uint4*>(tile + atom * kAtom * kAtom + i) = uint4{};
     }
   }
+  keep_order();
   cutlass::arch::fence_view_async_shared();
 }
 
@@ -58,6 +59,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
        storage.ring_v.expect(tile, C.block_n * C.head_dim_v * sizeof(Element)), row, 0);
   if (!clears) return;
   storage.landed_k.wait(storage.times_landed_k++ % 2);
+  keep_order();
   clear_rows<T::kAtoms>(storage.k, hidden(row));
   clear_rows<T::kAtomsOfOther>(storage.k_of_other, hidden(row_of_other));
   storage.ring_k.expect(tile, 0);
@@ -97,6 +99,7 @@ class QueryLoader {
       }
       if (clears) {
         landed.wait(storage_.times_landed[kValues][stage]++ % 2);
+        keep_order();
         clear_rows<kDims / T::kAtom>(to, first_query - row);
         ring.expect(at_, kStatistic);
       }
@@ -150,6 +153,8 @@ CUTE_DEVICE void take_number(const BackwardParams& params, typename PairTraits<C
   auto& [number, steps, at, at_next] = storage.taken;
   auto& [full, empty] = storage.ring_next;
   if (block_rank_in_cluster() == 0) {
+    // After this the counter is this kernel's alone: one of another thread of the host may count by it, too.
+    wait_for_kernel_before();
     const int taken = params.numbers.take();
     storage.ring_next.wait_empty(at_next);
     for (int to = 0; to < C.cluster; ++to) {

@@ -65,6 +65,7 @@ class Loader {
     map.template load<kRows, kDims>(to, barrier, hint, span, row, head, batch);
     if (!clears) return;
     landed.wait(phase_);
+    keep_order();
     phase_ ^= 1;
     constexpr int kAtom = atom_columns(kDims), kVector = 16 / sizeof(Element);
     for (int col = 0; col < kDims; col += kAtom) {
@@ -72,6 +73,7 @@ class Loader {
         *reinterpret_cast<uint4*>(to + col * kRows + i) = uint4{};
       }
     }
+    keep_order();
     cutlass::arch::fence_view_async_shared();
     expect(0);
   }
@@ -95,9 +97,14 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
     storage.ring_work.expect(at, 0);
     at.advance();
   };
-  // As late as the counter's latency allows: who comes first to the end of a tile should be the first to have another.
   const TileNumbers& numbers = params.numbers;
-  for (int number = numbers.first(blockIdx.x); number < numbers.tiles; number = numbers.take()) {
+  // As late as the counter's latency allows: who comes first to the end of a tile should be the first to have another.
+  auto take = [&] {
+    // After this the counter is this kernel's alone: one of another thread of the host may count by it, too.
+    wait_for_kernel_before();
+    return numbers.take();
+  };
+  for (int number = numbers.given > 0 ? int(blockIdx.x) : take(); number < numbers.tiles; number = take()) {
     storage.ring_work.wait_empty(at);
     auto& work = *new (&storage.work[at.stage()]) BackwardWork(params.p, C.block_m, C.block_n, number);
     if (work.tile.row >= work.seq.k.length) continue;

@@ -8,6 +8,11 @@
 
 namespace flash_cute::sm90 {
 
+// The compiler may not move reads and writes of shared memory past CUTLASS's barriers and fences, which do not tell it so.
+CUTE_DEVICE void keep_order() {
+  asm volatile("" ::: "memory");
+}
+
 // Which buffer is next, and in which round of the ring: odd or even.
 template <int kStages>
 struct Cursor {
@@ -18,7 +23,8 @@ struct Cursor {
   CUTE_DEVICE void advance() { ++count; }
 };
 
-// With kCluster > 1 every CTA of a cluster fills a part of each buffer of all of them.
+// With kCluster > 1 every CTA of a cluster fills a part of each buffer of all of them. Who waits for a barrier has to be
+// counted at it or behind it: else it may go on by two phases, which have one parity, before he has looked.
 template <int kStages, int kCluster = 1>
 struct Ring {
   cutlass::arch::ClusterTransactionBarrier full[kStages];
@@ -73,10 +79,6 @@ struct Ring {
       if (lane < kCluster) empty[at.stage()].arrive(lane);
     }
   }
-
- private:
-  // The compiler may not move reads and writes of shared memory past CUTLASS's barriers, which do not tell it so.
-  CUTE_DEVICE static void keep_order() { asm volatile("" ::: "memory"); }
 };
 
 // Copies shared memory to another CTA of the cluster, where the bytes are counted at the barrier that is there what

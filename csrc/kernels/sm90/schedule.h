@@ -22,7 +22,6 @@ struct TileNumbers {
             static_cast<unsigned>(tiles - given + takers - 1)};
   }
 
-  CUTE_DEVICE int first(int taker) const { return given > 0 ? taker : take(); }
   CUTE_DEVICE int take() const { return given + static_cast<int>(atomicInc(counter, last)); }
 };
 
