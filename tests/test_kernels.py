@@ -75,6 +75,26 @@ def test_more_tiles_than_ctas(cuda, name):
         verify(make_inputs(case, cuda))
 
 
+UNEVEN = {
+    "rows without keys": Case(batch=40, heads=8, seqlen_q=128, seqlen_k=64, is_causal=True),
+    "few keys": Case(batch=40, heads=8, seqlen_q=150, seqlen_k=3),
+    "no keys between": VarlenCase(
+        heads=8, lengths_q=(128, 70) * 40, lengths_k=(0, 70, 0, 0, 150) * 16
+    ),
+}
+
+
+@pytest.mark.parametrize("uneven", UNEVEN)
+@pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
+def test_warpgroups_with_uneven_work(cuda, name, uneven):
+    """Many tiles of queries of which one warpgroup has nothing to do, or is done at once."""
+    kernel = parse(name)
+    dims = {"dim": kernel.dim, "dim_v": kernel.dim_v}
+    case = replace(UNEVEN[uneven], **dims, dtype=kernel.dtype, **rules_of(kernel, ALIBI))
+    with library.only(name, "bwd_"):
+        verify(make_inputs(case, cuda))
+
+
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
 def test_tiles_of_keys_that_end_behind_the_tensor(cuda, name):
     """Each tensor fills blocks of memory of its own, so that what lies behind is not mapped."""

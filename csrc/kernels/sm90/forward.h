@@ -1,4 +1,4 @@
-// Attention forward for Hopper: persistent CTAs, in which two threads load tiles by TMA and two or three warpgroups
+// Attention forward for Hopper: persistent CTAs, in which threads load and store tiles by TMA and two or three warpgroups
 // compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each other; keys that
 // lie in pages are loaded by warps. Kernels with dropout have one more warpgroup, which draws its random numbers.
 #pragma once
@@ -31,11 +31,12 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.ring_v.init(C.warps);
     const bool draws = C.draws() && params.p.rules.rng != nullptr;
     const int loading = in_pages<C>(params) ? 2 : 1;  // the thread that loads V, or the warps that load K and V
-    storage.ring_q.init(C.warps + loading + (draws ? kDrawingWarps : 0));
+    storage.ring_q.init(C.warps + loading + (draws ? kDrawingWarps : 0) + 1);  // and the thread that sends O off
     storage.ring_kept.init(C.warps, kDrawingWarps);
     storage.ring_next.init(1);
     storage.keys_sent_for.init(1);
-    storage.out_left.init(T::kGroups * C.cluster);
+    for (auto& ring : storage.ring_out) ring.init(1, 4);  // one thread, the warps of a warpgroup
+    for (auto& barrier : storage.out_left) barrier.init(C.cluster + 1);  // who send O off, and who waits for it
     cutlass::arch::fence_barrier_init();
   }
   // After this barrier the rings are ready, those of the whole cluster.
@@ -50,6 +51,8 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
       if (elect_one_sync()) produce_queries_and_keys<C>(params, storage);
+    } else if (warp == 3) {
+      if (elect_one_sync()) send_outputs<C>(params, storage);
     } else if (in_pages<C>(params)) {
       if constexpr (C.cluster == 1) {
         if (warp == 1) produce_from_pages<C, true>(params, storage);
@@ -88,9 +91,8 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   }
   const int heads = heads_in_tile(C, p), rows = C.block_m / heads;
   params.order = sm90::TileOrder::of(p, C.block_m * C.cluster, heads);
-  params.rows_of_head = rows;
+  params.rows_of_head = Divisor(rows);
   const int64_t tiles = params.order.tiles();
-  params.tiles = static_cast<int>(tiles);
   params.page_size = Divisor(std::max(1, p.pages.size));
   params.page_rows = p.pages.together(C.block_n);
   int device_index = 0;
@@ -115,7 +117,8 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  if (cudaError_t e = zeroed_counters(params.counter, 1, stream)) return e;
+  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, false);
+  if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<sm90::forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
   if (merges) {
     if (cudaError_t e = merge_parts(p, stream)) return e;

@@ -24,12 +24,6 @@ struct Baton {
   }
 };
 
-// To be called by a thread of each warpgroup once nothing of it is left in the memory that O shares with V.
-template <KernelConfig C>
-CUTE_DEVICE void give_back_values(typename ForwardTraits<C>::Storage& storage) {
-  for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left.arrive(rank);
-}
-
 // Writes the outputs of a warpgroup (MMA,1,1) over a part of the keys.
 template <KernelConfig C, class Mma, class Output>
 CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTraits<C>::kGroups>& work,
@@ -51,43 +45,35 @@ CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTrait
   }
 }
 
-// Rounds the outputs of a warpgroup (MMA,1,1) and sends them off through shared memory.
-template <KernelConfig C, class Mma, class Output>
-CUTE_DEVICE void store_output(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage,
-                              const Work<ForwardTraits<C>::kGroups>& work, const Mma& mma, const Output& tOrO,
-                              int thread) {
+// Waits until a warpgroup may leave its O in shared memory.
+template <KernelConfig C>
+CUTE_DEVICE void wait_for_room(typename ForwardTraits<C>::Storage& storage, int group, const Cursor<1>& at_out,
+                               const Cursor<C.stages>& at_v) {
   using T = ForwardTraits<C>;
-  using Element = typename T::Element;
-  const int group = thread / 128;
-  const bool stores = thread % 128 == 0;
   if constexpr (T::kOwnOutput) {
-    // After this barrier the warpgroup's O of the tile before has left shared memory.
-    if (stores) tma_store_wait<0>();
-    cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
+    // After this wait the warpgroup's O of the tile before has left.
+    storage.ring_out[group].wait_empty(at_out);
+  } else if (group == 0) {
+    // After these waits both warpgroups' have, and nobody still reads V of the tile of keys before the last one.
+    for (auto& ring : storage.ring_out) ring.wait_empty(at_out);
+    storage.ring_v.wait_empty({at_v.count});
+    cutlass::arch::NamedBarrier::arrive(256, T::kAllGroupsBarrier);
   } else {
-    // After this barrier nobody still reads V.
-    cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
+    // After this barrier the same is true, and nobody still reads V of the last one. This warpgroup cannot wait for the
+    // ring of the other's O, which may have gone on by two turns.
+    cutlass::arch::NamedBarrier::sync(256, T::kAllGroupsBarrier);
   }
-  Element* const to = T::kOwnOutput ? storage.out : storage.v[0];
-  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
-  auto thread_out = copy_out.get_thread_slice(thread);
+}
+
+// Rounds the outputs of a warpgroup (MMA,1,1), for a thread that sends them off out of shared memory.
+template <KernelConfig C, class Output>
+CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Output& tOrO, int thread) {
+  using T = ForwardTraits<C>;
+  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, typename T::Element>{}, typename T::MmaO{});
+  auto thread_out = copy_out.get_thread_slice(thread % 128);
   Tensor sO = make_tensor(make_smem_ptr(to), typename T::LayoutO{});  // (row,dim)
-  cute::copy(copy_out, thread_out.retile_S(converted<Element>(tOrO)), thread_out.partition_D(sO));
+  cute::copy(copy_out, thread_out.retile_S(converted<typename T::Element>(tOrO)), thread_out.partition_D(sO));
   tma_store_fence();
-  // After this barrier the warpgroup's rows of O are in shared memory, for the TMA to see.
-  cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier + group);
-  if (!stores) return;
-  const QueryTile& tile = tile_of_head<C>(params, work, group * 64);
-  const int row = tile.row + group * 64;
-  if (row < work.seq.q.length) {
-    params.out.template store<C.block_m, C.head_dim_v>(to + group * 64 * atom_columns(C.head_dim_v), work.seq.q, row,
-                                                       tile.head, tile.batch);
-    tma_store_arrive();
-  }
-  if constexpr (!T::kOwnOutput) {
-    tma_store_wait<0>();
-    give_back_values<C>(storage);
-  }
 }
 
 // A warpgroup that computes 64 rows of each tile of queries.
@@ -123,7 +109,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     storage.ring_q.wait(at_q);
     const Work<T::kGroups>& work = storage.work[at_q.count % T::kWorks];
     if (work.tile.row < 0) break;
-    const QueryTile& tile = tile_of_head<C>(params, work, thread / 32 * 16);  // of the warp
+    const QueryTile& tile = tile_of_head<C>(params, work.tile, thread / 32 * 16);  // of the warp
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
     const TileRange range = work.of_group[group];
     const ForwardRules<true> rules(p, tile.batch, tile.head);
@@ -225,6 +211,12 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     if (!range.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
       skip(range.end);
+      // Where Q has one buffer, the next one is on its way from the last product of scores on. Elsewhere it has time: a
+      // branch in each step costs more.
+      constexpr bool kReleasesEarly = T::kStagesQ == 1;
+      auto release_queries = [&]() __attribute__((always_inline)) {
+        if (kReleasesEarly && n == range.begin) storage.ring_q.release(at_q);
+      };
       auto begin = [&](auto keys, auto masked) __attribute__((always_inline)) {
         start_scores(n, keys, [&] {
           storage.ring_k.wait(at_k);
@@ -234,6 +226,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         wait_products<0>(tSrS);
         storage.ring_k.release(at_k);
         at_k.advance();
+        release_queries();
         weigh(n, keys, masked, factors);
         CUTE_UNROLL
         for (int i = size(scores_of(keys)); i < size(tSrS); ++i) tSrS(i) = 0.f;
@@ -258,6 +251,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         wait_products<1>(tSrS);
         storage.ring_k.release(at_k);
         at_k.advance();
+        release_queries();
         const bool rescaled = weigh(n, all_keys, masked, factors);
         wait_products<0>(tOrO);
         storage.ring_v.release(at_v);
@@ -276,7 +270,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
           step(true_type{});
         }
       }
-      storage.ring_q.release(at_q);
+      if (!kReleasesEarly) storage.ring_q.release(at_q);
       storage.ring_v.wait(at_v);
       start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
       close();
@@ -291,14 +285,16 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
 
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) softmax.divide(output, r, totals[r]);
+    const Cursor<1> at_out{at_q.count};
+    const int group = cutlass::canonical_warp_group_idx() - 1;  // again: through the loop it would take a register
+    wait_for_room<C>(storage, group, at_out, at_v);
     if (p.parts.count == 1) {
-      store_output<C>(params, storage, work, mma_pv, tOrO, thread);
+      store_output<C>(T::output(storage, group, at_v.count), tOrO, thread);
     } else {
       store_part<C>(params, work, tile, mma_pv, tOrO, thread);
-      if (!T::kOwnOutput && thread % 128 == 0) give_back_values<C>(storage);
     }
+    storage.ring_out[group].publish(at_out);
   }
-  if (thread % 128 == 0) tma_store_wait<0>();
 }
 
 }  // namespace flash_cute::sm90

@@ -35,6 +35,7 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Ring<C.stages>& ri
         *reinterpret_cast<uint4*>(to + col * C.block_n + i) = uint4{};
       }
     }
+    keep_order();
     cutlass::arch::fence_view_async_shared();
   }
   const int missing = __popc(__ballot_sync(0xffffffff, !exists)) * rows;
@@ -59,7 +60,13 @@ CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename Forwar
     storage.ring_q.release(at_q);
     const auto& work = storage.work[at_q.count % T::kWorks];
     if (work.tile.row < 0) return;
-    if constexpr (kValues && !T::kOwnOutput) storage.out_left.wait((at_q.count + 1) % 2);
+    if constexpr (kValues && !T::kOwnOutput) {
+      for (auto& barrier : storage.out_left) barrier.wait((at_q.count + 1) % 2);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        for (auto& barrier : storage.out_left) barrier.arrive();
+      }
+    }
     for (int n = work.key_tiles - 1; n >= 0; --n) {
       if constexpr (kValues) {
         load_from_pages<C, C.head_dim_v>(params, storage.ring_v, at, storage.v, params.v, work, n);

@@ -1,4 +1,4 @@
-// The two threads of Hopper's forward that load tiles by TMA, but for keys and values that lie in pages.
+// The threads of Hopper's forward that load and store tiles by TMA; keys and values that lie in pages have their own.
 #pragma once
 
 #include "kernels/sm90/forward_pages.h"
@@ -29,10 +29,9 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   Cursor<2> at_next;
 
   int index = blockIdx.x / C.cluster;
-  // Exactly once for each tile: so there are as many increments as tiles, after which the counter is 0 again. As late
-  // as its latency allows: who comes first to the end of a tile should be the first to have another one.
+  // As late as its latency allows: who comes first to the end of a tile should be the first to have another one.
   auto take = [&] {
-    if (rank == 0) index = gridDim.x / C.cluster + atomicInc(params.counter, params.tiles - 1);
+    if (rank == 0) index = params.numbers.take();
   };
   // What the first CTA of the cluster has taken is for all of them.
   auto share = [&] {
@@ -52,7 +51,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     at_next.advance();
   };
-  for (; index < params.tiles; share()) {
+  for (; index < params.numbers.tiles; share()) {
     const QueryTile of_cluster = params.order.at(index, T::kClusterRows);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
@@ -63,7 +62,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int part = params.order.part(index);
     const auto& work = *new (&storage.work[at_q.count % T::kWorks]) Work<T::kGroups>(
-        p, of_cluster, T::kClusterRows, row, params.rows_of_head, part, seq, C.block_n);
+        p, of_cluster, T::kClusterRows, row, params.rows_of_head.value, part, seq, C.block_n);
     int n = loads_keys ? work.key_tiles - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.ring_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();
@@ -93,9 +92,49 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
     storage.ring_q.empty[at_q.stage()].arrive();
     const auto& work = storage.work[at_q.count % T::kWorks];
     if (work.tile.row < 0) return;
-    if constexpr (!T::kOwnOutput) storage.out_left.wait((at_q.count + 1) % 2);
-    for (int n = work.key_tiles - 1; n >= 0; --n) {
-      load_keys<C, C.head_dim_v>(storage.ring_v, at_v, storage.v, params.v, work, n);
+    int n = work.key_tiles - 1;
+    auto load_v = [&] { load_keys<C, C.head_dim_v>(storage.ring_v, at_v, storage.v, params.v, work, n--); };
+    if constexpr (!T::kOwnOutput) {
+      // After each of these waits the next buffer is free of O of the tile before. The barrier counts who has waited, too:
+      // where there are no keys, it would else be a turn ahead.
+      for (auto& barrier : storage.out_left) {
+        barrier.wait((at_q.count + 1) % 2);
+        barrier.arrive();
+        if (n >= 0) load_v();
+      }
+    }
+    while (n >= 0) load_v();
+  }
+}
+
+// A third thread, that sends off O of each.
+template <KernelConfig C>
+CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+  using T = ForwardTraits<C>;
+  const bool whole = params.p.parts.count == 1;
+  uint32_t key_tiles = 0;  // of all tiles of queries
+  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.ring_q.wait(at_q);
+    storage.ring_q.empty[at_q.stage()].arrive();
+    const auto& work = storage.work[at_q.count % T::kWorks];
+    if (work.tile.row < 0) return;
+    key_tiles += work.key_tiles;
+    for (int group = 0; group < T::kGroups; ++group) {
+      auto& ring = storage.ring_out[group];
+      ring.wait({at_q.count});
+      const QueryTile of_head = tile_of_head<C>(params, work.tile, group * 64);
+      const int row = of_head.row + group * 64;
+      if (whole && row < work.seq.q.length) {
+        params.out.template store<64, C.head_dim_v>(T::output(storage, group, key_tiles), work.seq.q, row, of_head.head,
+                                                    of_head.batch);
+        tma_store_arrive();
+        // After this wait O has left shared memory.
+        tma_store_wait<0>();
+      }
+      ring.empty[0].arrive();
+      if constexpr (!T::kOwnOutput) {
+        for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left[group].arrive(rank);
+      }
     }
   }
 }

@@ -18,9 +18,8 @@ struct ForwardParams {
   Divisor page_size;
   int page_rows;  // of a tile of keys, so many lie together in a page
   TileOrder order;
-  int rows_of_head;  // of a tile of queries: all, or those of each of its heads
-  int tiles;
-  unsigned* counter;  // by which CTAs share out tiles; 0 before and after the kernel
+  Divisor rows_of_head;  // of a tile of queries: all, or those of each of its heads
+  TileNumbers numbers;  // of tiles of queries
 };
 
 // A tile of queries and what it has to do, from the producer to the consumers.
@@ -66,12 +65,12 @@ struct Work {
 
 // The tile of the head that has row `first` of the CTA's tile: row i of the one is row i of the other.
 template <KernelConfig C>
-CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const Work<C.warps / 4>& work, int first) {
+CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const QueryTile& tile, int first) {
   if constexpr (C.most_heads() == 1) {
-    return (work.tile);
+    return (tile);
   } else {
-    const int head = first / params.rows_of_head;
-    return QueryTile{work.tile.row - head * params.rows_of_head, work.tile.head + head, work.tile.batch};
+    const int head = params.rows_of_head.quotient(first);
+    return QueryTile{tile.row - head * params.rows_of_head.value, tile.head + head, tile.batch};
   }
 }
 
@@ -82,7 +81,7 @@ struct ForwardTraits {
   using LayoutQ = RowsLayout<Element, C.block_m, C.head_dim>;  // (row,dim)
   using LayoutK = RowsLayout<Element, C.block_n, C.head_dim>;  // (key,dim)
   using LayoutV = ColumnsLayout<Element, C.block_n, C.head_dim_v>;  // (dim,key)
-  using LayoutO = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (row,dim)
+  using LayoutO = RowsLayout<Element, 64, C.head_dim_v>;  // (row,dim) of a warpgroup
   using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
   template <int kKeys>
   using MmaQK = decltype(make_tiled_mma(
@@ -91,6 +90,9 @@ struct ForwardTraits {
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       Groups{}));
+  using MmaO = decltype(make_tiled_mma(  // a warpgroup's share of it
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<C.head_dim_v>, Int<C.block_n>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
   using Softmax = OnlineSoftmax<2, kGroups == 2 && C.head_dim_v <= 192 ? 4 : 2>;  // chains: as many as registers hold
   static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
   static constexpr int kClusterRows = C.block_m * C.cluster;  // of queries
@@ -101,15 +103,14 @@ struct ForwardTraits {
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.draws() ? 216 : 232;
-  // Named barriers: one of each warpgroup's turn, of all warpgroups, and of the threads of each.
+  // Named barriers: one of each warpgroup's turn, and of all warpgroups.
   static constexpr int kTurnBarrier = 1, kAllGroupsBarrier = kTurnBarrier + kGroups;
-  static constexpr int kGroupBarrier = kAllGroupsBarrier + 1;
 
   struct Storage {
     alignas(1024) Element q[kStagesQ][C.block_m * C.head_dim];
     alignas(1024) Element k[C.stages][C.block_n * C.head_dim];
     alignas(1024) Element v[C.stages][C.block_n * C.head_dim_v];  // O on the way out, unless it has
-    alignas(1024) Element out[kOwnOutput ? C.block_m * C.head_dim_v : 1];
+    alignas(1024) Element out[kOwnOutput ? kGroups : 1][kOwnOutput ? 64 * C.head_dim_v : 1];
     Ring<C.stages, C.cluster> ring_k, ring_v;
     Ring<kStagesQ> ring_q;
     uint32_t kept[C.draws() ? C.warps : 1][2]
@@ -118,13 +119,19 @@ struct ForwardTraits {
     Ring<2, C.cluster> ring_next;  // of next[]
     int next[2];  // tiles that the cluster is to do
     cutlass::arch::ClusterBarrier keys_sent_for;  // all of a tile's, that lie in pages
-    cutlass::arch::ClusterBarrier out_left;  // O of each warpgroup of the cluster has left V's memory
+    Ring<1> ring_out[kGroups];  // of each warpgroup's O
+    cutlass::arch::ClusterBarrier out_left[kGroups];  // the cluster's have left a buffer of V, as V's thread knows
     Work<kGroups> work[kWorks];  // one is read until its tile's end, as many wait as there are Q, one is written
   };
+  // Where a warpgroup leaves O, after as many tiles of keys: where V of the tile before the last one was, or of the last.
+  CUTE_DEVICE static Element* output(Storage& storage, int group, uint32_t key_tiles) {
+    return kOwnOutput ? storage.out[group] : storage.v[(key_tiles + group) % C.stages];
+  }
+
   static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
                 "registers and named barriers are for these");
   static_assert(!C.draws() || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128), "kept[] and registers");
-  static_assert(kOwnOutput || C.stages * C.block_n >= C.block_m, "O fits where V was");
+  static_assert(kOwnOutput || (kGroups == 2 && C.stages == 2 && C.block_n >= 64), "each has a buffer of V for its O");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
