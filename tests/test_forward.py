@@ -321,6 +321,21 @@ def test_row_max_and_softmax(make, dropout_p, dtype):
     assert bool((softmax < 0).any()) == (dropout_p > 0)
 
 
+@pytest.mark.parametrize("top", [-1.0, -8.0])
+def test_row_max_of_negative_scores_under_softcap(make, top):
+    """Maxima that rise from tile to tile of keys and stay below 0; of one row they are 0."""
+    case = Case(seqlen_q=200, seqlen_k=700, dim=64, softcap=100.0, dtype=BF16)
+    inputs = make(case)
+    scores = top - torch.linspace(0, 4, 700, device=inputs.k.device)  # of queries of ones
+    inputs.q.fill_(1).narrow(1, 7, 1).zero_()
+    inputs.k.copy_(scores[None, :, None, None] / math.sqrt(64))
+    out, softmax_lse, row_max, _ = inputs.forward(return_row_max=True)
+    oracle = bounds.forward_oracle(inputs)
+    assert oracle.row_max.max() == 0 and oracle.row_max.min() < top + 0.1
+    bounds.check_forward(out, softmax_lse, oracle)
+    bounds.check_lse("row_max", row_max, oracle.row_max)
+
+
 def test_outputs_not_asked_for_are_none(make):
     assert make(Case(dtype=BF16)).forward()[2:] == (None, None)
 

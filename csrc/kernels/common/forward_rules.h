@@ -88,11 +88,13 @@ class ForwardRules {
     }
   }
 
-  // Whether softcap is all there is to do after the products, and the softmax can do it beside its scale: larger scores
-  // stay larger.
-  template <class Scores>
-  CUTE_DEVICE bool only_bends(const Scores& scores) const {
-    return scale_ > 0.f && cap_ > 0.f && cap_ < kMostBent && !biased_ && SmallTanh::suits(scores, scale_ / cap_);
+  // Whether softcap is all there is to do after the products: larger scores stay larger, so that the softmax can do it
+  // beside its scale.
+  CUTE_DEVICE bool only_bends() const { return scale_ > 0.f && cap_ > 0.f && cap_ < kMostBent && !biased_; }
+  // Whether it can with these scores.
+  template <class Tops, class Scores>
+  CUTE_DEVICE bool can_bend(const Tops& tops, const Scores& scores) const {
+    return SmallTanh::suits(tops, scores, scale_ / cap_);
   }
   CUTE_DEVICE SmallTanh bend() const { return SmallTanh(scale_ / cap_); }
 

@@ -37,17 +37,36 @@ struct SmallTanh {
   // Whether it does for all of a warp's scores.
   template <class Scores>
   CUTE_DEVICE static bool suits(const Scores& scores, float inner) {
-    constexpr float kLeastInner = 1e-7f, kMostInner = 1e7f;  // whose fifth powers are still normal numbers
-    constexpr int kChains = 4;
     float largest[kChains] = {};
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) largest[i % kChains] = fmaxf(largest[i % kChains], fabsf(scores(i)));
     const float top = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    const bool usual = kLeastInner <= fabsf(inner) && fabsf(inner) <= kMostInner;
-    return __all_sync(0xffffffff, usual && top * fabsf(inner) <= kSmall);
+    return __all_sync(0xffffffff, usual(inner) && top * fabsf(inner) <= kSmall);
+  }
+
+  // The same, where OnlineSoftmax::positive_tops() are known. As unsigned integers, of which Hopper takes the largest of
+  // three at once, negative numbers are the largest, the lowest of them first.
+  template <class Tops, class Scores>
+  CUTE_DEVICE static bool suits(const Tops& tops, const Scores& scores, float inner) {
+    static_assert(decltype(size(scores))::value % 2 == 0);
+    unsigned most[kChains] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); i += 2) {
+      unsigned& of_chain = most[i / 2 % kChains];
+      of_chain = __vimax3_u32(of_chain, __float_as_uint(scores(i)), __float_as_uint(scores(i + 1)));
+    }
+    const float bottom = __uint_as_float(max(max(most[0], most[1]), max(most[2], most[3])));
+    bool small = usual(inner) && fabsf(bottom * inner) <= kSmall;
+    CUTE_UNROLL
+    for (int r = 0; r < Tops::kElements; ++r) small &= tops[r] * fabsf(inner) <= kSmall;
+    return __all_sync(0xffffffff, small);
   }
 
  private:
+  static constexpr int kChains = 4;
+
+  // Whether fifth powers are still normal numbers.
+  CUTE_DEVICE static bool usual(float inner) { return 1e-7f <= fabsf(inner) && fabsf(inner) <= 1e7f; }
   CUTE_DEVICE SmallTanh(float c0, float c1, float c2) : c0(c0), c1(c1), c2(c2) {}
 };
 

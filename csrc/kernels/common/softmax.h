@@ -40,8 +40,10 @@ struct NoBend {
 // The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
+  using Tops = cutlass::Array<float, kRows>;
+
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
-  float row_max[kRows];  // of scores; this thread's columns only, until rescale() or close()
+  float row_max[kRows];  // of scores, or 0 (see raise()); this thread's columns only, until rescale() or close()
   float row_sum[kRows][kChains];  // of weights; this thread's columns only, until close()
   // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number, its
   // rounding does not show. Before the first rescale() less than any score.
@@ -65,28 +67,43 @@ struct OnlineSoftmax {
   // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them.
   template <class Scores, class Output, class Bend = NoBend>
   CUTE_DEVICE bool raise(Scores&& scores, Output&& output, const Bend& bend = {}) {
-    float top[kRows];
-    bool keep = true;
+    Tops top;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      float part[kChains];
-      CUTE_UNROLL
-      for (int i = 0; i < kChains; ++i) part[i] = scores(r, i);
-      CUTE_UNROLL
-      for (int c = kChains; c < size<1>(scores); ++c) part[c % kChains] = fmaxf(part[c % kChains], scores(r, c));
-      top[r] = part[0];
-      CUTE_UNROLL
-      for (int i = 1; i < kChains; ++i) top[r] = fmaxf(top[r], part[i]);
-      top[r] *= bend(top[r]);
-      keep &= top[r] * scale_log2 <= limit[r];
-    }
-    if (__all_sync(0xffffffff, keep)) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) row_max[r] = fmaxf(row_max[r], top[r]);
-      return false;
-    }
+    for (int r = 0; r < kRows; ++r) top[r] = top_of(scores, r);
+    if (takes(top, bend)) return false;
     rescale(top, scores, output);
     return true;
+  }
+
+  // The same with positive_tops() of the scores, which mostly are all there is to know: but if maxima are to be `exact`
+  // where they are negative, too.
+  template <class Scores, class Output, class Bend>
+  CUTE_DEVICE bool raise(Tops top, Scores&& scores, Output&& output, const Bend& bend, bool exact) {
+    bool known = true;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) known &= !exact || row_max[r] >= 0.f || top[r] > 0.f;
+    return !takes(top, bend, known) && raise(scores, output, bend);
+  }
+
+  // The largest of each row's scores and 0, of this thread's columns only. What is not negative has the order of its bits
+  // as integers, of which Hopper takes the largest of three at once, and what is negative is less as such, too.
+  template <class Scores>
+  CUTE_DEVICE static Tops positive_tops(const Scores& scores) {
+    static_assert(decltype(size<1>(scores))::value % 2 == 0);
+    Tops top;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      int part[kChains] = {};
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); c += 2) {
+        int& most = part[c / 2 % kChains];
+        most = __vimax3_s32(most, __float_as_int(scores(r, c)), __float_as_int(scores(r, c + 1)));
+      }
+      CUTE_UNROLL
+      for (int i = 1; i < kChains; ++i) part[0] = max(part[0], part[i]);
+      top[r] = __int_as_float(part[0]);
+    }
+    return top;
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
@@ -154,11 +171,38 @@ struct OnlineSoftmax {
   }
 
  private:
+  // The largest of row r's scores, of this thread's columns only.
+  template <class Scores>
+  CUTE_DEVICE static float top_of(const Scores& scores, int r) {
+    float part[kChains];
+    CUTE_UNROLL
+    for (int i = 0; i < kChains; ++i) part[i] = scores(r, i);
+    CUTE_UNROLL
+    for (int c = kChains; c < size<1>(scores); ++c) part[c % kChains] = fmaxf(part[c % kChains], scores(r, c));
+    CUTE_UNROLL
+    for (int i = 1; i < kChains; ++i) part[0] = fmaxf(part[0], part[i]);
+    return part[0];
+  }
+
+  // Bends maxima of new scores. If all offsets of the warp may stay under them, and `may` says so, they join row_max.
+  template <class Bend>
+  CUTE_DEVICE bool takes(Tops& top, const Bend& bend, bool may = true) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      top[r] *= bend(top[r]);
+      may &= top[r] * scale_log2 <= limit[r];
+    }
+    if (!__all_sync(0xffffffff, may)) return false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) row_max[r] = fmaxf(row_max[r], top[r]);
+    return true;
+  }
+
   CUTE_DEVICE static float at_least_finite(float x) { return fmaxf(x, -FLT_MAX); }
 
   // `top`: maxima of the new scores, this thread's columns only.
   template <class Scores, class Output>
-  CUTE_DEVICE void rescale(const float (&top)[kRows], Scores&& scores, Output&& output) {
+  CUTE_DEVICE void rescale(const Tops& top, Scores&& scores, Output&& output) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const bool was_huge = limit[r] == -INFINITY;

@@ -147,11 +147,14 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
       const int key = first_key(n);
       if constexpr (C.rich() && !decltype(masked)::value) {
-        if (rules.only_bends(scores)) {
-          fill(factors, 1.f);
-          const bool rescaled = softmax.raise(scores, factors, rules.bend());
-          softmax.weigh(scores, 0, size<1>(scores), rules.bend());
-          return rescaled;
+        if (rules.only_bends()) {
+          const auto tops = T::Softmax::positive_tops(scores);
+          if (rules.can_bend(tops, scores)) {
+            fill(factors, 1.f);
+            const bool rescaled = softmax.raise(tops, scores, factors, rules.bend(), p.row_max.ptr != nullptr);
+            softmax.weigh(scores, 0, size<1>(scores), rules.bend());
+            return rescaled;
+          }
         }
       }
       if constexpr (C.rich()) rules.apply(scores, at, stand, key);
