@@ -26,6 +26,12 @@ def rules_of(kernel, rules):
     return rules if kernel.has_dropout else {**rules, "dropout_p": 0.0}
 
 
+def fitted(case, kernel):
+    """The case with the kernel's sizes, and all rules that it has but a softcap."""
+    sizes = {"dim": kernel.dim, "dim_v": kernel.dim_v, "dtype": kernel.dtype}
+    return replace(case, **sizes, **rules_of(kernel, ALIBI))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel(cuda, name):
     kernel = parse(name)
@@ -54,10 +60,7 @@ EDGES = {
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "bwd_sm90" in kernel])
 def test_hopper_backward_at_edges(cuda, name, edge):
-    kernel = parse(name)
-    dims = {"dim": kernel.dim, "dim_v": kernel.dim_v}
-    case = replace(EDGES[edge], **dims, dtype=kernel.dtype, **rules_of(kernel, ALIBI))
-    inputs = make_inputs(case, cuda)
+    inputs = make_inputs(fitted(EDGES[edge], parse(name)), cuda)
     with library.only(name, "fwd_"):
         for deterministic in (False, True):
             verify(inputs, deterministic=deterministic)
@@ -65,14 +68,9 @@ def test_hopper_backward_at_edges(cuda, name, edge):
 
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
 def test_more_tiles_than_ctas(cuda, name):
-    kernel = parse(name)
-    rules = rules_of(kernel, ALIBI)
-    case = Case(
-        heads=50, heads_k=10, seqlen_q=1000, seqlen_k=1234, is_causal=True, dim=kernel.dim,
-        dim_v=kernel.dim_v, dtype=kernel.dtype, **rules,
-    )  # fmt: skip
+    case = Case(heads=50, heads_k=10, seqlen_q=1000, seqlen_k=1234, is_causal=True)
     with library.only(name, "bwd_"):
-        verify(make_inputs(case, cuda))
+        verify(make_inputs(fitted(case, parse(name)), cuda))
 
 
 UNEVEN = {
@@ -88,11 +86,8 @@ UNEVEN = {
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
 def test_warpgroups_with_uneven_work(cuda, name, uneven):
     """Many tiles of queries of which one warpgroup has nothing to do, or is done at once."""
-    kernel = parse(name)
-    dims = {"dim": kernel.dim, "dim_v": kernel.dim_v}
-    case = replace(UNEVEN[uneven], **dims, dtype=kernel.dtype, **rules_of(kernel, ALIBI))
     with library.only(name, "bwd_"):
-        verify(make_inputs(case, cuda))
+        verify(make_inputs(fitted(UNEVEN[uneven], parse(name)), cuda))
 
 
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
