@@ -32,15 +32,15 @@ D128 = "fwd_sm90_bf16_plain_d128x128_"
         ((1, 32, 128, 2048, 128), {}, D128 + "m128_n128_s2_w8_c1_x1"),
         # A window: tiles are short.
         ((4, 16, 4096, 4096, 256), {"window_size_left": 64, "window_size_right": 0},
-         "fwd_sm90_bf16_plain_d256x256_m128_n80_s2_w8_c1_x1"),
-        ((4, 8, 4096, 4096, 256), {}, "fwd_sm90_bf16_plain_d256x256_m128_n80_s2_w8_c1_x2"),
+         "fwd_sm90_bf16_plain_d256x256_m128_n64_s2_w8_c1_x1"),
+        ((4, 8, 4096, 4096, 256), {}, "fwd_sm90_bf16_plain_d256x256_m128_n64_s2_w8_c1_x2"),
         # Softcap or ALiBi.
         ((1, 16, 16384, 16384, 128), {"rules": True},
          "fwd_sm90_bf16_rich_d128x128_m192_n80_s2_w12_c1_x1"),
         ((4, 32, 4096, 4096, 64), {"rules": True},
          "fwd_sm90_bf16_rich_d64x64_m192_n96_s2_w12_c1_x1"),
         # No alternative.
-        ((4, 32, 4096, 4096, 64), {}, "fwd_sm90_bf16_plain_d64x64_m192_n128_s2_w12_c1_x1"),
+        ((4, 32, 4096, 4096, 64), {}, "fwd_sm90_bf16_plain_d64x64_m192_n128_s4_w12_c1_x1"),
         ((4, 32, 4096, 4096, 257), {}, ""),
     ],
 )  # fmt: skip

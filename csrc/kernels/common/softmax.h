@@ -37,6 +37,10 @@ struct NoBend {
   CUTE_DEVICE NoBend times(float other) const { return {factor * other}; }
 };
 
+struct Nothing {
+  CUTE_DEVICE void operator()() const {}
+};
+
 // The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
@@ -64,25 +68,32 @@ struct OnlineSoftmax {
 
   // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
   // (rows,dims) are rescaled to it, and the result is true for the whole warp. A maximum that rises little is let be:
-  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them.
-  template <class Scores, class Output, class Bend = NoBend>
-  CUTE_DEVICE bool raise(Scores&& scores, Output&& output, const Bend& bend = {}) {
+  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them. `then` is done in
+  // both cases, before they meet again: ptxas moves what comes after that past waits, and leaves what is in a branch.
+  template <class Scores, class Output, class Bend = NoBend, class Then = Nothing>
+  CUTE_DEVICE bool raise(Scores&& scores, Output&& output, const Bend& bend = {}, const Then& then = {}) {
     Tops top;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) top[r] = top_of(scores, r);
-    if (takes(top, bend)) return false;
+    if (takes(top, bend)) {
+      then();
+      return false;
+    }
     rescale(top, scores, output);
+    then();
     return true;
   }
 
   // The same with positive_tops() of the scores, which mostly are all there is to know: but if maxima are to be `exact`
   // where they are negative, too.
-  template <class Scores, class Output, class Bend>
-  CUTE_DEVICE bool raise(Tops top, Scores&& scores, Output&& output, const Bend& bend, bool exact) {
+  template <class Scores, class Output, class Bend, class Then>
+  CUTE_DEVICE bool raise(Tops top, Scores&& scores, Output&& output, const Bend& bend, bool exact, const Then& then) {
     bool known = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) known &= !exact || row_max[r] >= 0.f || top[r] > 0.f;
-    return !takes(top, bend, known) && raise(scores, output, bend);
+    if (!takes(top, bend, known)) return raise(scores, output, bend, then);
+    then();
+    return false;
   }
 
   // The largest of each row's scores and 0, of this thread's columns only. What is not negative has the order of its bits
@@ -115,6 +126,31 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int c = first; c < last; ++c) {
         scores(r, c) = exp2_approx(scores(r, c) * factor(scores(r, c)) - offset[r]);
+        row_sum[r][c % kChains] += scores(r, c);
+      }
+    }
+  }
+
+  // The same of a whole tile in two steps. The first makes scores the exponentials' arguments, and those of the first
+  // columns weights.
+  template <class Scores, class Bend = NoBend>
+  CUTE_DEVICE void begin_weights(Scores&& scores, int columns, const Bend& bend = {}) {
+    const auto factor = bend.times(scale_log2);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = scores(r, c) * factor(scores(r, c)) - offset[r];
+      CUTE_UNROLL
+      for (int c = 0; c < columns; ++c) scores(r, c) = exp2_approx(scores(r, c));
+    }
+  }
+  template <class Scores>
+  CUTE_DEVICE void end_weights(Scores&& scores, int columns) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (c >= columns) scores(r, c) = exp2_approx(scores(r, c));
         row_sum[r][c % kChains] += scores(r, c);
       }
     }

@@ -141,6 +141,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       }
     };
 
+    // Columns whose exponentials run before the wait for the product of outputs; more of them hold up what follows it.
+    constexpr int kEarly = 4;
+
     // Scores of the first keys of tile n, which are still in products' units, become weights. The result: whether sums
     // of before were rescaled, and outputs are to be multiplied by `factors`.
     auto weigh = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
@@ -151,8 +154,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
           const auto tops = T::Softmax::positive_tops(scores);
           if (rules.can_bend(tops, scores)) {
             fill(factors, 1.f);
-            const bool rescaled = softmax.raise(tops, scores, factors, rules.bend(), p.row_max.ptr != nullptr);
-            softmax.weigh(scores, 0, size<1>(scores), rules.bend());
+            const bool rescaled = softmax.raise(tops, scores, factors, rules.bend(), p.row_max.ptr != nullptr,
+                                                [&] { softmax.begin_weights(scores, kEarly, rules.bend()); });
+            softmax.end_weights(scores, kEarly);
             return rescaled;
           }
         }
@@ -160,19 +164,21 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       if constexpr (C.rich()) rules.apply(scores, at, stand, key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
       fill(factors, 1.f);
-      const bool rescaled = softmax.raise(scores, factors);
-      softmax.weigh(scores, 0, size<1>(scores));
+      const bool rescaled = softmax.raise(scores, factors, NoBend{}, [&] { softmax.begin_weights(scores, kEarly); });
+      softmax.end_weights(scores, kEarly);
       return rescaled;
     };
 
     // Rounds weights to the operand of the products of outputs, less those that dropout does not keep.
     auto round = [&]() __attribute__((always_inline)) {
       convert(tSrS, tSrP);
-      if (!drops) return;
-      storage.ring_kept.wait(at_kept);
-      drop(tSrP, storage.kept[thread / 32], thread % 32);
-      storage.ring_kept.release(at_kept);
-      at_kept.advance();
+      if constexpr (C.draws()) {
+        if (!drops) return;
+        storage.ring_kept.wait(at_kept);
+        drop(tSrP, storage.kept[thread / 32], thread % 32);
+        storage.ring_kept.release(at_kept);
+        at_kept.advance();
+      }
     };
 
     // Key tiles down to `until` that other warpgroups see and this one does not.

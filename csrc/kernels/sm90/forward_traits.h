@@ -113,8 +113,8 @@ struct ForwardTraits {
     alignas(1024) Element out[kOwnOutput ? kGroups : 1][kOwnOutput ? 64 * C.head_dim_v : 1];
     Ring<C.stages, C.cluster> ring_k, ring_v;
     Ring<kStagesQ> ring_q;
-    uint32_t kept[C.draws() ? C.warps : 1][2]
-                 [32];  // of each thread's two rows, a bit a column: whether dropout keeps it
+    // Of each thread's two rows, a bit a column: whether dropout keeps it.
+    uint32_t kept[C.draws() ? C.warps : 1][2][C.draws() ? 32 : 1];
     Ring<1> ring_kept;
     Ring<2, C.cluster> ring_next;  // of next[]
     int next[2];  // tiles that the cluster is to do
