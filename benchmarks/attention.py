@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from . import report, timing
-from .rivals import LOADERS, OURS, Candidate, Work, captured, describe, load
+from .rivals import LOADERS, OURS, Candidate, Work, captured, describe, load, without_folders
 from .suites import SUITES, Case, Inputs, Truth, check, make_inputs, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
 _WITHOUT = " without the feature"
+_OTHERS, _IS_OTHER = f"{OURS}:PART, NAME=LIBRARY", rf"{OURS}:|(?!{OURS}=)\w+="
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,8 @@ def _without_folders(options: argparse.Namespace) -> str:
     words = []
     for word in options.argv:
         name, equals, value = word.rpartition("=")
-        words.append(name + equals + (Path(value).name if Path(value) in outputs else value))
+        value = Path(value).name if Path(value) in outputs else value
+        words.append(without_folders(name + equals + value))
     return shlex.join(words)
 
 
@@ -193,7 +195,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
     parser.add_argument(
         "--rivals",
-        help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}, {OURS}:PART",
+        help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}, {_OTHERS}",
     )
     parser.add_argument("--kernels", default="", help="flash_cute with kernels of this in their id")
     parser.add_argument("--direction", default="fwd,bwd", help="fwd, bwd or fwd,bwd (default)")
@@ -219,8 +221,8 @@ def _complete(options: argparse.Namespace) -> None:
     rivals = options.rivals or default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
     options.rivals = [n for n in rivals.split(",") if n]
     known = LOADERS.keys() - {OURS}
-    if unknown := [n for n in options.rivals if n not in known and not n.startswith(OURS + ":")]:
-        raise ValueError(f"unknown rivals {unknown}, known: {sorted(known)}, {OURS}:PART")
+    if unknown := [n for n in options.rivals if n not in known and not re.match(_IS_OTHER, n)]:
+        raise ValueError(f"unknown rivals {unknown}, known: {sorted(known)}, {_OTHERS}")
     least = timing.SUSTAINED_ROUNDS if options.sustained else 1
     if options.rounds is None:
         options.rounds = timing.SUSTAINED_ROUNDS if options.sustained else 5

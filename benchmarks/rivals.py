@@ -103,30 +103,18 @@ def _autograd(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.T
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-class FlashCute:
-    """Ours: the public function forward, the bare op backward (as for FlashAttention-3).
+class Build:
+    """The bare ops of a build of flash_cute: CMake's FLASH_CUTE_NAMESPACE is their name."""
 
-    `kernels` is a part of kernels' ids: only these are used. "" is for all.
-    """
-
-    def __init__(self, device: torch.device, kernels: str = "") -> None:
-        package = importlib.import_module("flash_cute")
-        self._func, self._decode = package.flash_attn_func, package.flash_attn_with_kvcache
-        ops = torch.ops.flash_cute
+    def __init__(self, ops: Any, version: str) -> None:
         self._fwd, self._bwd = ops.fwd.default, ops.bwd.default
-        self.version = getattr(package, "__version__", "unknown")
-        self._scope = partial(package.library.only, kernels) if kernels else nullcontext
-        with self._scope():  # raises where there is no such kernel
-            pass
+        self.version = version
+        self._scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        if case.cached and case.feature in ("", *CACHE_FEATURES):
-            run = partial(self._decode, x.q, causal=case.causal, **_cache(case, x))
-            return Work(run, _first, self._scope)
-        if case.feature:  # the function would draw other random numbers for dropout in each call
-            return self.op(case, x)
-        func = self._func
-        return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first, self._scope)
+        if case.cached:
+            raise NotImplementedError("caches need the public function, which only flash_cute has")
+        return self.op(case, x)
 
     def op(self, case: Case, x: Inputs) -> Work:
         """The forward without the Python function around it."""
@@ -143,6 +131,30 @@ class FlashCute:
             lambda grads: tuple(grads[:3]),
             self._scope,
         )
+
+
+class FlashCute(Build):
+    """Ours: the public function forward, the bare op backward (as for FlashAttention-3).
+
+    `kernels` is a part of kernels' ids: only these are used. "" is for all.
+    """
+
+    def __init__(self, device: torch.device, kernels: str = "") -> None:
+        package = importlib.import_module("flash_cute")
+        super().__init__(torch.ops.flash_cute, getattr(package, "__version__", "unknown"))
+        self._func, self._decode = package.flash_attn_func, package.flash_attn_with_kvcache
+        self._scope = partial(package.library.only, kernels) if kernels else nullcontext
+        with self._scope():  # raises where there is no such kernel
+            pass
+
+    def forward(self, case: Case, x: Inputs) -> Work:
+        if case.cached and case.feature in ("", *CACHE_FEATURES):
+            run = partial(self._decode, x.q, causal=case.causal, **_cache(case, x))
+            return Work(run, _first, self._scope)
+        if case.feature:  # the function would draw other random numbers for dropout in each call
+            return self.op(case, x)
+        func = self._func
+        return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first, self._scope)
 
 
 def _lengths(case: Case, x: Inputs, keys: int) -> torch.Tensor:
@@ -343,6 +355,14 @@ def _function(folders: list[Path], module: str, distribution: str) -> Candidate:
     return FlashAttentionFunction(func, version)
 
 
+def _build(namespace: str, library: str) -> Candidate:
+    torch.ops.load_library(str(_existing(Path(library))))
+    ops = getattr(torch.ops, namespace)
+    if not hasattr(ops, "fwd"):
+        raise Missing(f"{library} has no torch.ops.{namespace}")
+    return Build(ops, "another build")
+
+
 LOADERS: dict[str, Callable[[torch.device], Candidate]] = {
     OURS: FlashCute,
     "cudnn": _cudnn,
@@ -359,30 +379,37 @@ def load(
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """The candidates that can be loaded, and for each other name the reason why not.
 
-    A name is one of LOADERS, or "flash_cute:PART" for flash_cute with those kernels alone whose id
-    contains PART; `kernels` is the part for flash_cute under its own name.
+    A name is one of LOADERS, "flash_cute:PART" for flash_cute with those kernels alone whose id
+    contains PART, or "NAME=LIBRARY" for a build of flash_cute whose ops are torch.ops.NAME;
+    `kernels` is the part for flash_cute under its own name.
 
     A library that fails to load may raise anything; none of it ends the run.
     """
     candidates: dict[str, Candidate] = {}
     missing: dict[str, str] = {}
-    for name in names:
+    for name, _, library in (n.partition("=") for n in names):
         try:
             base, _, part = name.partition(":")
-            ours = base == OURS
-            candidates[name] = FlashCute(device, part or kernels) if ours else LOADERS[name](device)
+            if library:
+                candidates[name] = _build(name, library)
+            elif base == OURS:
+                candidates[name] = FlashCute(device, part or kernels)
+            else:
+                candidates[name] = LOADERS[name](device)
         except Exception as error:
             missing[name] = describe(error)
     return candidates, missing
 
 
-def describe(error: BaseException) -> str:
-    """One line for a report: the type (unless it says nothing) and the message's first line.
+def without_folders(text: str) -> str:
+    """Of absolute paths the last part: reports are read on other machines."""
+    return _FOLDERS.sub("", text)
 
-    Of absolute paths the last part stays: reports are read on other machines.
-    """
+
+def describe(error: BaseException) -> str:
+    """One line for a report: the type (unless it says nothing) and the message's first line."""
     line = next(iter(str(error).strip().splitlines()), "")[:300]
-    line = _FOLDERS.sub("", line)
+    line = without_folders(line)
     if isinstance(error, (Missing, NotImplementedError)) and line:
         return line
     return f"{type(error).__name__}: {line}"

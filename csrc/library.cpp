@@ -58,7 +58,7 @@ const std::string kBwdOut = ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, T
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(flash_cute, m) {
+STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("fwd(" + kFwd + ")" + kFwdResults).c_str());
   m.def(("fwd.out(" + kFwd + kFwdOut).c_str());
   m.def(("bwd(" + kBwd + ")" + kBwdResults).c_str());
@@ -86,7 +86,7 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
       "int sms=132) -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&kernels));
   m.impl("use_kernels", TORCH_BOX(&use_kernels));
   m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
@@ -96,7 +96,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
 }
 
 #ifdef FLASH_CUTE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("fwd", &fwd);
   m.impl("fwd.out", &fwd_out);
   m.impl("bwd", &bwd);

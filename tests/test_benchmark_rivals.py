@@ -7,6 +7,7 @@ from torch_sdpa import sdpa
 
 from benchmarks import attention, rivals, suites, timing
 from benchmarks.suites import SUITES
+from flash_cute import library
 
 CPU = torch.device("cpu")
 
@@ -74,6 +75,15 @@ def test_kernels_that_are_not_there_are_missing():
     assert not candidates
     assert "no kernel's id contains any of ('fwd_sm70',)" in missing[rivals.OURS]
     assert "no kernel's id contains any of ('sm75',)" in missing["flash_cute:sm75"]
+
+
+def test_another_build_is_measured_by_its_ops(tmp_path):
+    names = [f"before={tmp_path / 'libflash_cute.so'}", f"after={library.find()}"]
+    candidates, missing = rivals.load(names, CPU)
+    assert not candidates
+    assert missing["before"] == "libflash_cute.so does not exist"
+    assert missing["after"] == "libflash_cute.so has no torch.ops.after"
+    assert _right(rivals.Build(torch.ops.flash_cute, "the one that is loaded"))
 
 
 def test_a_library_with_a_python_function_is_loaded_from_its_folder(monkeypatch, tmp_path):
