@@ -154,8 +154,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
           const auto tops = T::Softmax::positive_tops(scores);
           if (rules.can_bend(tops, scores)) {
             fill(factors, 1.f);
-            const bool rescaled = softmax.raise(tops, scores, factors, rules.bend(), p.row_max.ptr != nullptr,
-                                                [&] { softmax.begin_weights(scores, kEarly, rules.bend()); });
+            const bool rescaled = softmax.raise(
+                tops, scores, factors, rules.bend(), p.row_max.ptr != nullptr,
+                [&]() __attribute__((always_inline)) { softmax.begin_weights(scores, kEarly, rules.bend()); });
             softmax.end_weights(scores, kEarly);
             return rescaled;
           }
@@ -164,7 +165,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       if constexpr (C.rich()) rules.apply(scores, at, stand, key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
       fill(factors, 1.f);
-      const bool rescaled = softmax.raise(scores, factors, NoBend{}, [&] { softmax.begin_weights(scores, kEarly); });
+      const bool rescaled = softmax.raise(
+          scores, factors, NoBend{}, [&]() __attribute__((always_inline)) { softmax.begin_weights(scores, kEarly); });
       softmax.end_weights(scores, kEarly);
       return rescaled;
     };
