@@ -50,12 +50,15 @@ class Request:
 class Engine:
     """A model with a paged cache and the requests that share it.
 
-    Raises ValueError for a request that could never fit.
+    Raises ValueError for a request that could never fit, has no prompt, or wants no token.
     """
 
     def __init__(self, model: GPT, pages: int, most_at_once: int) -> None:
+        if most_at_once < 1:
+            raise ValueError(f"most_at_once is {most_at_once}; expected at least 1")
         self.model = model
         self.most_at_once = most_at_once
+        self.pages = pages
         self.free = list(range(pages))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -69,8 +72,10 @@ class Engine:
         self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def add(self, prompt: bytes, wanted: int) -> Request:
+        if not prompt or wanted < 1:
+            raise ValueError(f"a prompt of {len(prompt)} bytes and {wanted} tokens to generate")
         length = len(prompt) + wanted
-        if length > self.context or -(-length // PAGE_SIZE) > len(self.free):
+        if length > self.context or -(-length // PAGE_SIZE) > self.pages:
             raise ValueError(f"{length} tokens do not fit into the context and the cache")
         self.waiting.append(Request(list(prompt), wanted))
         return self.waiting[-1]

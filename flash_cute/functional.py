@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
             1])`` of q.
         cu_seqlens_k: int32 (batch + 1), likewise for k and v.
         max_seqlen_q: the longest sequence of q; longer ones are cut to it.
-        max_seqlen_k: the longest sequence of k.
+        max_seqlen_k: the longest sequence of k; longer ones are cut to it.
         block_table: int32 (batch, max_blocks), the page ids of each sequence's keys and values.
             Forward only.
         seqused_q: int32 (batch): only that many rows of each sequence take part.

@@ -1,7 +1,8 @@
 """Attention over a key/value cache, for serving: one call appends, rotates and attends.
 
 Arguments are those of flash-attn 2.8's function of the same name, in its order, and by keyword
-those that FlashAttention-3's has on top.
+those that FlashAttention-3's has on top for chunks of prompts, other rotary positions and pages:
+not ``qv``, descales of fp8, ``attention_chunk``, nor how its kernels are scheduled.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def flash_attn_with_kvcache(
         v: as k, with head dim dim_v.
         rotary_cos: (positions, rotary_dim / 2) in q's dtype: rotary embedding of q and k, row i of
             k at position ``cache_seqlens + i``; row i of q too if there is a causal mask or a
-            window, else all of q at position ``cache_seqlens``.
+            window, else all of q at position ``cache_seqlens``. Positions behind the last one
+            take that, unless ``check_indices`` refuses them.
         rotary_sin: as rotary_cos.
         cache_seqlens: int, or int32 (batch,): rows of the cache in use before k joins; None: all.
         cache_batch_idx: int32 (batch,), which row of the caches is whose; None: in order.
@@ -85,10 +87,11 @@ def flash_attn_with_kvcache(
 
     Returns:
         out (batch, seqlen_q, heads, dim_v) or (total_q, heads, dim_v), and as asked softmax_lse,
-        fp32 (batch, heads, seqlen_q) or (heads, total_q).
+        fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q) or (heads, total_q).
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate_kvcache`.
+        RuntimeError: an argument requires gradients, in grad mode.
     """
     if page_table is not None:
         if block_table is not None:
@@ -97,20 +100,29 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is None; cu_seqlens_q needs the longest sequence's length")
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
-    if isinstance(cache_seqlens, int) and isinstance(q, Tensor):
-        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
-    places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
-    batch = validate_kvcache.call(*caches, *places, *sequences, num_splits, split_size)
+    batch = validate_kvcache.call(
+        *caches, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, *sequences,
+        num_splits, split_size,
+    )  # fmt: skip
+    used = cache_seqlens
+    if isinstance(used, int):
+        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+    places = (used, cache_batch_idx, cache_leftpad, block_table)
     validate.options(
         q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink, None
     )
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, sink)
     if check_indices:
-        validate_kvcache.contents(k_cache, _lengths_new(k, cu_seqlens_k_new, batch), *places)
+        queries = _lengths("cu_seqlens_q", q, cu_seqlens_q, batch, max_seqlen_q)
+        new = [0] * batch if k is None else _lengths("cu_seqlens_k_new", k, cu_seqlens_k_new, batch)
+        validate_kvcache.contents(k_cache, new, *places)
+        if rotary_cos is not None:
+            steps = causal or tuple(window_size) != (-1, -1)
+            rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
+            validate_kvcache.positions(len(rotary_cos), rows, used, rotary_seqlens)
     out, softmax_lse = ops.fwd_kvcache(
         *caches, *places, *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes,
         sink, rotary_interleaved, num_splits, split_size,
@@ -128,7 +140,7 @@ def flash_attn_combine(
     """The attention over all keys, from those over parts of them.
 
     Args:
-        out_partial: fp32 (parts, .., dim), e.g. (parts, batch, seqlen, heads, dim).
+        out_partial: fp32 (parts, .., dim), e.g. (parts, batch, seqlen, heads, dim); any strides.
         lse_partial: fp32 (parts, ..), natural log. A part whose lse is -inf weighs nothing,
             whatever its out holds.
         out: tensor for the result; None allocates it.
@@ -141,10 +153,11 @@ def flash_attn_combine(
     Raises:
         TypeError, ValueError: see :func:`flash_cute.validate_kvcache.partials`.
     """
-    if out is not None and out_dtype is None:
-        out_dtype = out.dtype
+    if out is not None:
+        validate.tensor("out", out)
+        out_dtype = out.dtype if out_dtype is None else out_dtype
     validate_kvcache.partials(out_partial, lse_partial, out_dtype)
-    result, lse = ops.combine(out_partial, lse_partial, out_dtype)
+    result, lse = ops.combine(out_partial.contiguous(), lse_partial.contiguous(), out_dtype)
     if out is not None:
         validate.output("out", out, result)
         result = out.copy_(result)
@@ -172,8 +185,10 @@ def kvcache_status(
     """
     num_blocks, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    length = cache_seqlens + seqlen_new
-    status = ((cache_seqlens < 0) | (length > capacity)).int()
+    used = cache_seqlens.long().clamp(0, capacity)  # as the kernels take it
+    length = (used + seqlen_new).clamp(max=capacity)
+    overflows = cache_seqlens.long() + seqlen_new > capacity
+    status = ((cache_seqlens < 0) | overflows).int()
     pages = None if cache_batch_idx is None else cache_batch_idx[:, None]
     if block_table is not None:
         first_rows = torch.arange(block_table.shape[1], device=length.device) * page_size
@@ -181,14 +196,14 @@ def kvcache_status(
     if pages is not None:
         status += 2 * ((pages < 0) | (pages >= num_blocks)).any(-1).int()
     if cache_leftpad is not None:
-        status += 4 * ((cache_leftpad < 0) | (cache_leftpad > cache_seqlens)).int()
+        status += 4 * ((cache_leftpad < 0) | (cache_leftpad > used)).int()
     return status
 
 
-def _lengths_new(k: Tensor | None, cu_seqlens_k_new: Tensor | None, batch: int) -> list[int]:
-    """Rows that join the cache of each sequence."""
-    if k is None:
-        return [0] * batch
-    if cu_seqlens_k_new is None:
-        return [k.shape[1]] * batch
-    return cu_seqlens_k_new.diff().tolist()
+def _lengths(
+    name: str, x: Tensor, cu_seqlens: Tensor | None, batch: int, longest: int | None = None
+) -> list[int]:
+    """Rows of x that each sequence has, by offsets that are looked into; ``name`` is theirs."""
+    if cu_seqlens is None:
+        return [x.shape[1]] * batch
+    return validate_kvcache.offsets(name, cu_seqlens, len(x), longest)

@@ -112,7 +112,7 @@ def options(
     _flag("deterministic", deterministic)
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
-        if not math.isfinite(softmax_scale):
+        if not -math.inf < softmax_scale < math.inf:
             raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number or None")
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size is {type(window_size).__name__}; expected (left, right)")
@@ -214,12 +214,19 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
             f"{name} is None; this call needs {result.dtype} {tuple(result.shape)} for it"
         )
     _like(name, given, tuple(result.shape), result.dtype)
+    if given.device != result.device:
+        raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
+
+
+def tensor(name: str, x: Any) -> None:
+    """Refuses what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
 
 
 def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
     """A packed tensor (..., parts, heads, dim) of the given rank."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
+    tensor(name, x)
     if x.dim() != rank or x.shape[-3] != parts:
         lead = "batch, seqlen" if rank == 5 else "total"
         raise ValueError(

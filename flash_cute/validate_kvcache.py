@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def call(
     v: Tensor | None,
     rotary_cos: Tensor | None,
     rotary_sin: Tensor | None,
-    cache_seqlens: Tensor | None,
+    cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
@@ -49,8 +50,12 @@ def call(
         validate.length("max_seqlen_q", max_seqlen_q)
         if batch < 0:
             raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
+    lengths = cache_seqlens
+    if isinstance(lengths, (int, torch.SymInt)):
+        _length_of_all(lengths)
+        lengths = None
     for name, x in (
-        ("cache_seqlens", cache_seqlens),
+        ("cache_seqlens", lengths),
         ("cache_batch_idx", cache_batch_idx),
         ("cache_leftpad", cache_leftpad),
         ("rotary_seqlens", rotary_seqlens),
@@ -158,6 +163,43 @@ def contents(
                 )
 
 
+def offsets(name: str, cu_seqlens: Tensor, rows: int, longest: int | None) -> list[int]:
+    """The lengths between offsets into so many rows; ValueError for the first that is no offset."""
+    at = cu_seqlens.tolist()
+    for b, (begin, end) in enumerate(pairwise(at)):
+        if not 0 <= begin <= end <= rows:
+            raise ValueError(
+                f"{name}[{b}:{b + 2}] is {[begin, end]}; offsets ascend within [0, {rows}]"
+            )
+        if longest is not None and end - begin > longest:
+            raise ValueError(
+                f"{name}[{b}:{b + 2}] is {[begin, end]}; max_seqlen_q says {longest} at the most"
+            )
+    return [end - begin for begin, end in pairwise(at)]
+
+
+def positions(
+    known: int, rows: list[int], cache_seqlens: Tensor | None, rotary_seqlens: Tensor | None
+) -> None:
+    """ValueError for the first of ``rows`` rows a sequence beyond so many rotary positions."""
+    name = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
+    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+    assert starts is not None  # rotary embedding is for new keys, which need cache_seqlens
+    for b, (start, count) in enumerate(zip(starts.tolist(), rows, strict=True)):
+        if not 0 <= start <= known - count:
+            raise ValueError(
+                f"{name}[{b}] is {start}, and {count} rows from there on are rotated; rotary_cos "
+                f"has {known} positions"
+            )
+
+
+def _length_of_all(cache_seqlens: int) -> None:
+    if isinstance(cache_seqlens, bool):
+        raise TypeError("cache_seqlens is bool; expected an int, or an int32 torch.Tensor")
+    if not 0 <= cache_seqlens < 2**31:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; expected a length that fits int32")
+
+
 def _caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     layout = "(num_blocks, page_size, heads_k, dim)" if paged else "(batch, seqlen, heads_k, dim)"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -189,7 +231,7 @@ def _new_keys(
     k: Tensor | None,
     v: Tensor | None,
     batch: int,
-    cache_seqlens: Tensor | None,
+    cache_seqlens: int | Tensor | None,
     cu_seqlens_k_new: Tensor | None,
 ) -> None:
     if k is None or v is None:

@@ -62,3 +62,9 @@ def test_a_request_that_never_fits_is_refused(generate):
     engine.add(b"a" * 20, 12)
     with pytest.raises(ValueError, match="do not fit"):
         engine.add(b"a" * 20, 13)
+    with pytest.raises(ValueError, match="a prompt of 0 bytes"):
+        engine.add(b"", 4)
+    with pytest.raises(ValueError, match="0 tokens to generate"):
+        engine.add(b"a", 0)
+    engine.free.clear()  # others have them now, and give them back
+    engine.add(b"a" * 20, 12)

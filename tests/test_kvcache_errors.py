@@ -57,6 +57,11 @@ CASES: list[tuple[Callable[[Arguments], Arguments], type[Exception], str]] = [
     (to(cache_seqlens=None), ValueError, "cache_seqlens is None; with k and v"),
     (on("cache_seqlens", torch.Tensor.long), TypeError, "cache_seqlens has dtype torch.int64"),
     (on("cache_seqlens", lambda x: x[:1]), ValueError, "cache_seqlens has 1 entries; expected 2"),
+    (to(cache_seqlens=True), TypeError, "cache_seqlens is bool"),
+    (to(cache_seqlens=-1), ValueError, "cache_seqlens is -1"),
+    (to(cache_seqlens=2**31), ValueError, "cache_seqlens is 2147483648"),
+    (to(cache_seqlens=[1, 2]), TypeError, "cache_seqlens is list"),
+    (lambda a: {"q": a["q"][0, 0, 0, 0], "cache_seqlens": 3}, ValueError, "q has shape ()"),
     (on("block_table", torch.Tensor.long), TypeError, "block_table is torch.int64"),
     (on("block_table", lambda x: x[0]), ValueError, "block_table has shape"),
     (lambda a: {"cache_batch_idx": a["cache_seqlens"]}, ValueError, "batch_idx and block"),
@@ -123,6 +128,12 @@ def test_bad_call_of_the_op(device, case):
             "dtype is torch.in",
         ),
         ((torch.ones(2, 3, 8), torch.ones(2, 3), torch.ones(3, 7)), ValueError, "out has shape"),
+        ((torch.ones(2, 3, 8), torch.ones(2, 3), [1.0]), TypeError, "out is list"),
+        (
+            (torch.ones(2, 3, 8), torch.ones(2, 3), torch.ones(3, 8, device="meta")),
+            ValueError,
+            "out is on meta, the result on cpu",
+        ),
     ],
 )
 def test_bad_combination(arguments, error, message):

@@ -99,6 +99,10 @@ def test_status_names_what_is_clamped(make_cache):
     assert status() == [0, 2, 0]
     assert status(cache_seqlens=[63, -1, 15]) == [1, 1, 2]
     assert status(cache_leftpad=[63, 5, -1]) == [4, 2, 4]
+    most = 2**31 - 1
+    assert status(cache_seqlens=[most, most, -most]) == [1, 3, 1]
+    inputs["block_table"][2, 0] = 9999
+    assert status(cache_seqlens=[62, 0, -most]) == [0, 0, 3]
     dense = make_cache(CacheCase(lengths=(62, 40), batch_idx=True, dim=64, dtype=BF16))
     dense["cache_batch_idx"][0] = 2**30
     names = ("k_cache", "cache_seqlens", "cache_batch_idx")
@@ -120,6 +124,29 @@ def test_checked_indices_raise_by_name(make_cache, message):
     call(inputs, check_indices=True)
     with pytest.raises(ValueError) as caught:
         call(inputs.changed(**CHECKED[message]), check_indices=True)
+    assert message in str(caught.value)
+
+
+CHECKED_OFFSETS = {
+    "cu_seqlens_q[1:3] is [3, 9]": {"cu_seqlens_q": [0, 3, 9]},
+    "max_seqlen_q says 4": {"cu_seqlens_q": [0, 6, 7]},
+    "cu_seqlens_k_new[0:2] is [5, 0]": {"cu_seqlens_k_new": [5, 0, 1]},
+    "cu_seqlens_k_new[1:3] is [2, 99]": {"cu_seqlens_k_new": [0, 2, 99]},
+    "rotary_seqlens[1] is 4096": {"rotary_seqlens": [3, 4096]},
+    "rotary_seqlens[0] is -1": {"rotary_seqlens": [-1, 3]},
+}
+
+
+@pytest.mark.parametrize("message", CHECKED_OFFSETS)
+def test_checked_offsets_and_positions_raise_by_name(make_cache, message):
+    case = CacheCase(
+        lengths=(50, 40), seqlens_q=(3, 4), seqlens_new=(2, 3), is_causal=True, rotary="halves",
+        rotary_seqlens=True, dim=64, dtype=BF16,
+    )  # fmt: skip
+    inputs = make_cache(case)
+    call(inputs, check_indices=True)
+    with pytest.raises(ValueError) as caught:
+        call(inputs.changed(**CHECKED_OFFSETS[message]), check_indices=True)
     assert message in str(caught.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,6 +275,17 @@ def test_compile_with_automatic_dynamic_lengths(device):
         args = dense_step(seqlen, device)
         bounds.check_same_bits("out", compiled(*args), attend(*args))
     assert counter.frame_count <= 2
+
+
+def test_compile_with_scales_that_change(device):
+    """A float that differs from call to call is a symbol of the graph."""
+    torch._dynamo.reset()
+    q, k, v = dense_step(33, device)
+    call = partial(flash_cute.flash_attn_func, q, k, v)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for scale in (0.1, 0.2, 0.3):
+        options = {"softmax_scale": scale, "softcap": 10 * scale}
+        bounds.check_same_bits("out", compiled(**options), call(**options))
 
 
 def test_compile_with_dropout(device):
