@@ -61,7 +61,7 @@ CASES: list[tuple[Callable[[Arguments], Arguments], type[Exception], str]] = [
     (to(cache_seqlens=-1), ValueError, "cache_seqlens is -1"),
     (to(cache_seqlens=2**31), ValueError, "cache_seqlens is 2147483648"),
     (to(cache_seqlens=[1, 2]), TypeError, "cache_seqlens is list"),
-    (lambda a: {"q": a["q"][0, 0, 0, 0], "cache_seqlens": 3}, ValueError, "q has shape ()"),
+    (lambda a: {"q": a["q"][0, 0, 0, 0], "cache_seqlens": 3}, ValueError, r"q has shape \(\)"),
     (on("block_table", torch.Tensor.long), TypeError, "block_table is torch.int64"),
     (on("block_table", lambda x: x[0]), ValueError, "block_table has shape"),
     (lambda a: {"cache_batch_idx": a["cache_seqlens"]}, ValueError, "batch_idx and block"),
