@@ -29,7 +29,6 @@ SPILLS = {
     ("backward", "Rich", 64): 32,
     ("backward", "Rich", 128): 56,
     ("backward", "Rich", 256): 44,
-    ("decode", "Rich", 256): 12,
 }
 _TIERS = ("Plain", "Rich")
 

@@ -1,4 +1,4 @@
-// One answer from several over parts of the keys. A warp merges one row.
+// One answer from several over parts of the keys.
 #pragma once
 
 #include "kernels/common/fragment.h"
@@ -12,9 +12,48 @@ CUTE_DEVICE float warp_max(float x) {
   return x;
 }
 
-// Merges parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim` columns from there on,
-// with a sink, which is a part without output; kBatch parts are read at once. store(column, values) gets the result; its
-// log-sum-exp is returned. Parts that saw no key, with -inf, may hold anything.
+// A thread merges a row of kCount results, whose log-sum-exps are given, with a sink, which is a result without output.
+// Those that saw no key, with -inf, may hold anything.
+template <int kCount>
+class MergedRow {
+ public:
+  float lse;
+
+  CUTE_DEVICE MergedRow(const float (&lses)[kCount], float sink) {
+    float top = sink;
+    CUTE_UNROLL
+    for (int n = 0; n < kCount; ++n) top = fmaxf(top, weight_[n] = lses[n]);
+    const float base = top == -INFINITY ? 0.f : top;
+    float total = exp2_approx((sink - base) * kLog2e);
+    CUTE_UNROLL
+    for (int n = 0; n < kCount; ++n) total += weight_[n] = exp2_approx((weight_[n] - base) * kLog2e);
+    lse = total == 0.f ? -INFINITY : base + __log2f(total) * kLn2;
+    inverse_ = total == 0.f ? 0.f : __fdividef(1.f, total);
+  }
+
+  // Of kWidth numbers that lie at from(n) in each result.
+  template <int kWidth, class From>
+  CUTE_DEVICE auto sum(From from) const {
+    cutlass::Array<float, kWidth> sum;
+    sum.fill(0.f);
+    CUTE_UNROLL
+    for (int n = 0; n < kCount; ++n) {
+      const auto values = *reinterpret_cast<const cutlass::AlignedArray<float, kWidth>*>(from(n));
+      CUTE_UNROLL
+      for (int e = 0; e < kWidth; ++e) sum[e] += weight_[n] == 0.f ? 0.f : weight_[n] * values[e];
+    }
+    CUTE_UNROLL
+    for (int e = 0; e < kWidth; ++e) sum[e] *= inverse_;
+    return sum;
+  }
+
+ private:
+  float weight_[kCount], inverse_;
+};
+
+// A warp merges a row of parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim` columns from there on,
+// with a sink; kBatch parts are read at once. store(column, values) gets the result; its
+// log-sum-exp is returned. Again parts that saw no key may hold anything.
 template <int kWidth, int kBatch, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;

@@ -188,9 +188,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     // Q of the next part came with the first tile that was asked for in this one. In a short part nobody has waited for
     // that tile yet.
     if (part.last - part.first < C.stages) cp_async_wait<0>();
+    const TeamMerge<C> merge(p, part);
     // After this barrier the results of all teams are there.
     __syncthreads();
-    finish_part<C>(p, part, storage, stage == 0 ? C.stages - 1 : stage - 1);
+    finish_part<C>(p, part, storage, stage == 0 ? C.stages - 1 : stage - 1, merge);
   }
 }
 

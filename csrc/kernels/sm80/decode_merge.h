@@ -82,49 +82,59 @@ CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
   return x;
 }
 
-// Merges the rows of a unit, a warp a row, from several results: lse(n, row) and out(n, row, column), kBatch at once.
-template <KernelConfig C, int kBatch, class Lse, class Out>
-CUTE_DEVICE void merge_rows(const DecodeProblem& p, const Part& part, int count, Lse lse, Out out, bool to_result) {
-  for (int i = threadIdx.x / 32; i < C.block_m; i += C.warps) {
-    const RowPlace<C> row(p, part, i, to_result);
-    if (!row.exists) return;
-    const float total = merge_row<4, kBatch>(
-        count, [&](int n) { return lse(n, i); },
-        [&](int n, int column) { return out(n, i, result_column<C>(i, column)); }, p.fwd.head_dim_v, row.sink,
-        [&](int column, const auto& x) {
-          row.visit([&](auto* to) {
-            constexpr bool kOfPart = std::is_same_v<decltype(to), float*>;
-            store(to + (kOfPart ? result_column<C>(i, column) : column), x);
-          });
-        });
-    if (threadIdx.x % 32 == 0) *row.lse = total;
-  }
-}
-
-// The results of a unit's parts, which other CTAs may have written.
+// The results of a unit's parts, which other CTAs may have written, a warp a row.
 template <KernelConfig C>
 CUTE_DEVICE void merge_parts(const DecodeProblem& p, const Part& part) {
   constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads lack registers for more
-  auto row_of = [&](int n, int i) { return int64_t(part.all.slot(n)) * C.block_m + i; };
-  merge_rows<C, kAtOnce>(
-      p, part, part.all.count, [&](int n, int i) { return load_written(p.part_lse + row_of(n, i)); },
-      [&](int n, int i, int column) { return load_four_written(p.part_out + row_of(n, i) * C.head_dim_v + column); },
-      true);
+  const int rows = rows_of(p, part, C.block_m);
+  for (int i = threadIdx.x / 32; i < rows; i += C.warps) {
+    const RowPlace<C> row(p, part, i, true);
+    auto row_of = [&](int n) { return int64_t(part.all.slot(n)) * C.block_m + i; };
+    const float lse = merge_row<4, kAtOnce>(
+        part.all.count, [&](int n) { return load_written(p.part_lse + row_of(n)); },
+        [&](int n, int column) { return load_four_written(p.part_out + row_of(n) * C.head_dim_v + column); },
+        p.fwd.head_dim_v, row.sink,
+        [&](int column, const auto& x) { row.visit([&](auto* to) { store(to + column, x); }); });
+    if (threadIdx.x % 32 == 0) *row.lse = lse;
+  }
 }
 
-// What the teams have left where their tiles of `stage` were.
+// Merges what the teams of a CTA have left of a part. Columns of all rows are shared out among all threads, as nobody goes on
+// before it is done; and places are found when it is made, before the barrier at which most wait for the last team.
 template <KernelConfig C>
-CUTE_DEVICE void merge_teams(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
-                             int stage) {
-  constexpr int kTeams = DecodeTraits<C>::kTeams;
-  merge_rows<C, kTeams>(
-      p, part, kTeams, [&](int n, int i) { return storage.lse[n][i]; },
-      [&](int n, int i, int column) {
-        const float* const from = storage.ring[stage][n].results() + i * C.head_dim_v + column;
-        return *reinterpret_cast<const cutlass::AlignedArray<float, 4>*>(from);
-      },
-      part.all.count == 1);
-}
+class TeamMerge {
+  using Storage = typename DecodeTraits<C>::Storage;
+  static constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
+
+ public:
+  CUTE_DEVICE TeamMerge(const DecodeProblem& p, const Part& part)
+      : p_(p), part_(part), count_(rows_of(p, part, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
+
+  // The results are where the teams' tiles of `stage` were.
+  CUTE_DEVICE void operator()(Storage& storage, int stage) const {
+    if (threadIdx.x < count_) merge(storage, stage, threadIdx.x, first_);
+    CUTE_NO_UNROLL
+    for (int i = threadIdx.x + C.threads(); i < count_; i += C.threads()) merge(storage, stage, i, place_of(i));
+  }
+
+ private:
+  CUTE_DEVICE RowPlace<C> place_of(int i) const { return {p_, part_, i / kAcross, part_.all.count == 1}; }
+
+  CUTE_DEVICE void merge(Storage& storage, int stage, int i, const RowPlace<C>& place) const {
+    const int row = i / kAcross, column = i % kAcross * kTogether;
+    const MergedRow<DecodeTraits<C>::kTeams> merged(storage.lse[row], place.sink);
+    const auto sum = merged.template sum<kTogether>([&](int team) {
+      return storage.ring[stage][team].results() + row * C.head_dim_v + result_column<C>(row, column);
+    });
+    if (column == 0) *place.lse = merged.lse;
+    if (column < p_.fwd.head_dim_v) place.visit([&](auto* to) { store(to + column, sum); });
+  }
+
+  const DecodeProblem& p_;
+  const Part& part_;
+  const int count_;  // of merge()'s
+  const RowPlace<C> first_;
+};
 
 // Whether the part, whose results the whole CTA has written, is the last of its unit to be done.
 CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const UnitParts& parts, bool& shared) {
@@ -178,7 +188,7 @@ CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stag
   for (int r = 0; r < size<0>(output); ++r) {
     const int row = get<0>(at(r, 0));
     if (row >= rows) break;
-    if (first_column == 0) storage.lse[team][row] = lse[r];
+    if (first_column == 0) storage.lse[row][team] = lse[r];
     constexpr int kBases = 4;  // columns that lie a multiple of 32 apart do so in shared memory, too
     CUTE_UNROLL
     for (int base = 0; base < kBases; ++base) {
@@ -195,8 +205,8 @@ CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stag
 // tiles of `stage` were; a team that is alone has written them already.
 template <KernelConfig C>
 CUTE_DEVICE void finish_part(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
-                             int stage) {
-  if constexpr (DecodeTraits<C>::kTeams > 1) merge_teams<C>(p, part, storage, stage);
+                             int stage, const TeamMerge<C>& merge) {
+  if constexpr (DecodeTraits<C>::kTeams > 1) merge(storage, stage);
   if (part.all.count > 1 && arrives_last(p, part.all, storage.last)) merge_parts<C>(p, part);
 }
 
