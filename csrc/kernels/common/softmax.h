@@ -125,21 +125,20 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int c = first; c < last; ++c) {
-        scores(r, c) = exp2_approx(scores(r, c) * factor(scores(r, c)) - offset[r]);
+        scores(r, c) = exp2_approx(exponent(scores(r, c), factor, r));
         row_sum[r][c % kChains] += scores(r, c);
       }
     }
   }
 
-  // The same of a whole tile in two steps. The first makes scores the exponentials' arguments, and those of the first
-  // columns weights.
+  // The same of a whole tile in two steps. The first makes scores exponents, and those of the first columns weights.
   template <class Scores, class Bend = NoBend>
   CUTE_DEVICE void begin_weights(Scores&& scores, int columns, const Bend& bend = {}) {
     const auto factor = bend.times(scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = scores(r, c) * factor(scores(r, c)) - offset[r];
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = exponent(scores(r, c), factor, r);
       CUTE_UNROLL
       for (int c = 0; c < columns; ++c) scores(r, c) = exp2_approx(scores(r, c));
     }
@@ -207,6 +206,12 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Of the weight of a score of row r.
+  template <class Factor>
+  CUTE_DEVICE float exponent(float score, const Factor& factor, int r) const {
+    return score * factor(score) - offset[r];
+  }
+
   // The largest of row r's scores, of this thread's columns only.
   template <class Scores>
   CUTE_DEVICE static float top_of(const Scores& scores, int r) {

@@ -99,8 +99,9 @@ CUTE_DEVICE void merge_parts(const DecodeProblem& p, const Part& part) {
   }
 }
 
-// Merges what the teams of a CTA have left of a part. Columns of all rows are shared out among all threads, as nobody goes on
-// before it is done; and places are found when it is made, before the barrier at which most wait for the last team.
+// Merges what the teams of a CTA have left of a part. Columns of all rows are shared out among all threads, as nobody
+// goes on before it is done; and the first place of each thread is found when it is made, before the barrier at which
+// most wait for the last team.
 template <KernelConfig C>
 class TeamMerge {
   using Storage = typename DecodeTraits<C>::Storage;
@@ -124,7 +125,7 @@ class TeamMerge {
     const int row = i / kAcross, column = i % kAcross * kTogether;
     const MergedRow<DecodeTraits<C>::kTeams> merged(storage.lse[row], place.sink);
     const auto sum = merged.template sum<kTogether>([&](int team) {
-      return storage.ring[stage][team].results() + row * C.head_dim_v + result_column<C>(row, column);
+      return storage.ring[stage][team].results() + row * C.head_dim_v + result_column(row, column);
     });
     if (column == 0) *place.lse = merged.lse;
     if (column < p_.fwd.head_dim_v) place.visit([&](auto* to) { store(to + column, sum); });
@@ -192,7 +193,7 @@ CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stag
     constexpr int kBases = 4;  // columns that lie a multiple of 32 apart do so in shared memory, too
     CUTE_UNROLL
     for (int base = 0; base < kBases; ++base) {
-      float* const to = results + row * C.head_dim_v + result_column<C>(row, first_column + 8 * base);
+      float* const to = results + row * C.head_dim_v + result_column(row, first_column + 8 * base);
       CUTE_UNROLL
       for (int c = 2 * base; c < size<1>(output); c += 2 * kBases) {
         *reinterpret_cast<float2*>(to + column_offset(c - 2 * base)) = make_float2(output(r, c), output(r, c + 1));

@@ -70,9 +70,8 @@ struct DecodeTraits {
 
 // Where column `column` of a row of results is: teams write eight rows at once into shared memory, without a bank
 // conflict.
-template <KernelConfig C>
 CUTE_DEVICE int result_column(int row, int column) {
-  return C.teams() == 1 ? column : column ^ row % 4 * 8;
+  return column ^ row % 4 * 8;
 }
 
 }  // namespace flash_cute::sm80
