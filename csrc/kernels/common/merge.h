@@ -22,11 +22,17 @@ class MergedRow {
   CUTE_DEVICE MergedRow(const float (&lses)[kCount], float sink) {
     float top = sink;
     CUTE_UNROLL
-    for (int n = 0; n < kCount; ++n) top = fmaxf(top, weight_[n] = lses[n]);
+    for (int n = 0; n < kCount; ++n) {
+      weight_[n] = lses[n];
+      top = fmaxf(top, weight_[n]);
+    }
     const float base = top == -INFINITY ? 0.f : top;
     float total = exp2_approx((sink - base) * kLog2e);
     CUTE_UNROLL
-    for (int n = 0; n < kCount; ++n) total += weight_[n] = exp2_approx((weight_[n] - base) * kLog2e);
+    for (int n = 0; n < kCount; ++n) {
+      weight_[n] = exp2_approx((weight_[n] - base) * kLog2e);
+      total += weight_[n];
+    }
     lse = total == 0.f ? -INFINITY : base + __log2f(total) * kLn2;
     inverse_ = total == 0.f ? 0.f : __fdividef(1.f, total);
   }
