@@ -108,12 +108,14 @@ class Build:
 
     def __init__(self, ops: Any, version: str) -> None:
         self._fwd, self._bwd = ops.fwd.default, ops.bwd.default
+        self._kvcache = ops.fwd_kvcache.default
         self.version = version
         self._scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        if case.cached:
-            raise NotImplementedError("caches need the public function, which only flash_cute has")
+        if _over_cache(case):
+            run = partial(self._kvcache, x.q, is_causal=case.causal, **_cache(case, x))
+            return Work(run, _first, self._scope)
         return self.op(case, x)
 
     def op(self, case: Case, x: Inputs) -> Work:
@@ -148,13 +150,17 @@ class FlashCute(Build):
             pass
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        if case.cached and case.feature in ("", *CACHE_FEATURES):
+        if _over_cache(case):
             run = partial(self._decode, x.q, causal=case.causal, **_cache(case, x))
             return Work(run, _first, self._scope)
         if case.feature:  # the function would draw other random numbers for dropout in each call
             return self.op(case, x)
         func = self._func
         return Work(lambda: func(x.q, x.k, x.v, causal=case.causal), _first, self._scope)
+
+
+def _over_cache(case: Case) -> bool:
+    return case.cached and case.feature in ("", *CACHE_FEATURES)
 
 
 def _lengths(case: Case, x: Inputs, keys: int) -> torch.Tensor:

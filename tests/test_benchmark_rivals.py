@@ -83,7 +83,14 @@ def test_another_build_is_measured_by_its_ops(tmp_path):
     assert not candidates
     assert missing["before"] == "libflash_cute.so does not exist"
     assert missing["after"] == "libflash_cute.so has no torch.ops.after"
-    assert _right(rivals.Build(torch.ops.flash_cute, "the one that is loaded"))
+    build = rivals.Build(torch.ops.flash_cute, "the one that is loaded")
+    assert _right(build)
+    for feature in ("", *suites.CACHE_FEATURES):
+        case = suites.Case("bf16", 2, 4, 2, 1, 48, 64, 64, causal=False, feature=feature)
+        assert case.cached
+        x = suites.make_inputs(case, CPU, seed=11)
+        truths = suites.reference(case, x, backward=False, seed=11)
+        assert attention.prepare(build, case, x, "fwd", truths)[0]["status"] == "ok"
 
 
 def test_a_library_with_a_python_function_is_loaded_from_its_folder(monkeypatch, tmp_path):
