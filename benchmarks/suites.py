@@ -205,6 +205,16 @@ def _decode() -> list[Case]:
     ]
 
 
+def _decode_short() -> list[Case]:
+    """Decode of one token over caches that an H200's L2 holds: latency counts, not bandwidth."""
+    sizes = ((1, 2048), (1, 8192), (4, 2048), (8, 1024), (16, 512))
+    return [
+        Case("bf16", batch, 32, 8, 1, seqlen_k, dim, dim, causal=False)
+        for dim in (128, 64)
+        for batch, seqlen_k in sizes
+    ]
+
+
 def _few() -> list[Case]:
     """One sequence of so few heads, queries or keys that a GPU has SMs without a tile."""
     square = [(16, 16, 512, 128), (16, 16, 1024, 128), (32, 32, 512, 64), (8, 8, 1024, 256),
@@ -265,6 +275,7 @@ SUITES: dict[str, list[Case]] = {
     "short": _square((64, 128, 256), ((32, 512), (8, 2048))),
     "few": _few(),
     "decode": _decode(),
+    "decode_short": _decode_short(),
     "chunks": _chunks(),
     "deterministic": _deterministic(),
     "features": _featured(((128, 4, 4096), (64, 4, 4096), (128, 1, 16384))),

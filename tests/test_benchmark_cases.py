@@ -17,8 +17,8 @@ def test_every_case_is_parsed_from_its_name_and_no_suite_repeats_one():
         assert [Case.parse(str(case)) for case in cases] == cases
         assert len(set(cases)) == len(cases)
     assert {name: len(cases) for name, cases in SUITES.items()} == {
-        "smoke": 1, "quick": 9, "train": 30, "short": 12, "few": 18, "decode": 35, "chunks": 46,
-        "deterministic": 20, "features": 18, "fp8": 12,
+        "smoke": 1, "quick": 9, "train": 30, "short": 12, "few": 18, "decode": 35,
+        "decode_short": 10, "chunks": 46, "deterministic": 20, "features": 18, "fp8": 12,
     }  # fmt: skip
 
 
@@ -29,9 +29,11 @@ def test_suites_hold_the_shapes_that_give_them_their_name():
     assert "fp16 b4 h16/16 q4096 k4096 d128/128 causal" in train
     assert {case.dtype for case in SUITES["fp8"]} == {"e4m3"}
     assert not any(case.brief for case in SUITES["train"] + SUITES["short"])
-    assert all(case.brief for case in SUITES["decode"])
-    assert {case.seqlen_q for case in SUITES["decode"]} == {1}
-    assert all(case.directions == ("fwd",) for case in SUITES["fp8"] + SUITES["decode"])
+    decode = SUITES["decode"] + SUITES["decode_short"]
+    assert all(case.brief and case.seqlen_q == 1 for case in decode)
+    h200_l2 = 50e6
+    assert all((case.kv_bytes() > h200_l2) == (case in SUITES["decode"]) for case in decode)
+    assert all(case.directions == ("fwd",) for case in SUITES["fp8"] + decode)
 
 
 @pytest.mark.parametrize(
