@@ -12,7 +12,7 @@ namespace {
 
 using detail::ceil_div;
 constexpr int kThreads = 256;
-constexpr int kHeads = 4;  // of a thread: what it reads of them is on its way together
+constexpr int kHeads = 8;  // of a thread: what it reads of them is on its way together
 
 // What rotary embedding makes of two numbers of a vector: where they are, and by which angle they are turned, if they are.
 struct Rotation {
