@@ -56,7 +56,9 @@ def test_picks(sizes, options, expected):
         ((16, 32, 8, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
         ((66, 32, 32, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n64_s3_w4_c2"),
         ((65, 32, 32, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
-        ((128, 32, 32, 1, 2048, 64), "decode_sm80_bf16_rich_d64x64_m16_n128_s3_w4_c2"),
+        ((15, 32, 32, 1, 8192, 64), "decode_sm80_bf16_rich_d64x64_m16_n128_s3_w4_c2"),
+        ((14, 32, 32, 1, 8192, 64), "decode_sm80_bf16_rich_d64x64_m16_n256_s3_w8_c1"),
+        ((64, 32, 8, 1, 4096, 64), "decode_sm80_bf16_rich_d64x64_m16_n256_s3_w8_c1"),
         ((1, 32, 8, 1, 32768, 200), "decode_sm80_bf16_rich_d256x256_m16_n64_s3_w4_c1"),
         # Chunks of prompts: forward's kernels, for more rows than decoding's small tiles have.
         ((8, 32, 8, 4, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),

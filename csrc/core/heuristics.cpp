@@ -188,11 +188,15 @@ double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sm
   // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
   // What reading the keys weighs, in rows of products: tiles of 64 rows, for those of 16, from 17 rows on.
   constexpr double kRate = 345, kRowsOfReading = 40;
-  // Where an SM gets many tiles, of two CTAs one reads while the other ends a tile: 1 % at least.
-  constexpr double kTilesToOverlap = 16, kOverlapped = 0.99;
+  // Where an SM gets many tiles, of two CTAs one reads while the other ends a tile: 1 % at least. With many kv heads of 64
+  // dims, each of which has few CTAs, that is so of fewer tiles.
+  constexpr double kTilesToOverlap = 16, kTilesOfManyHeads = 3.5, kOverlapped = 0.99;
+  constexpr int kManyHeads = 32;
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
-  const double overlap = config.ctas > 1 && tiles >= kTilesToOverlap * sms ? kOverlapped : 1;
+  const bool many_heads = problem.heads_k >= kManyHeads && config.head_dim <= 64;
+  const double to_overlap = many_heads ? kTilesOfManyHeads : kTilesToOverlap;
+  const double overlap = config.ctas > 1 && tiles >= to_overlap * sms ? kOverlapped : 1;
   return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / sms;
 }
 
