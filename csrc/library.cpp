@@ -83,7 +83,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int)");
   m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
-      "int sms=132) -> str");
+      "int sms=132, int ctas=1) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-BLOCK_M, BLOCK_N, CTAS, LEAST, PART, IDLE, TURNS = 16, 128, 132, 2, 3, 16, 8
+BLOCK_M, BLOCK_N, CTAS, ONE_PART, PART, IDLE = 16, 128, 132, 2, 3, 16
+LARGE, TAKEN_OFF, SMALL, LONG, TURNS = 128, 16, 8, 8, 8
 
 
 class Part(NamedTuple):
@@ -37,18 +38,19 @@ def parts(
     split_size: int,
     *,
     unused: int = 77,
+    of_sm: int = 1,
 ) -> tuple[int, list[Part]]:
-    """How many slots there are, and all parts. Sequences that fill caches without `unused` rows
-    are known to be alike."""
+    """How many slots there are, and all parts, with `of_sm` CTAs an SM at a time. Sequences that
+    fill caches without `unused` rows are known to be alike."""
     text = ",".join(map(str, lengths))
     capacity = max(lengths, default=0) + unused
-    sizes = (seqlen_q, heads, heads_k, num_splits, split_size, capacity)
+    sizes = (seqlen_q, heads, heads_k, num_splits, split_size, capacity, 132, of_sm)
     slots, *lines = torch.ops.flash_cute.decode_parts(text, *sizes).split("\n")
     return int(slots), [Part(*map(int, line.split())) for line in lines]
 
 
-def check(lengths: list[int], *sizes: int, unused: int = 77) -> list[Part]:
-    slots, taken = parts(lengths, *sizes, unused=unused)
+def check(lengths: list[int], *sizes: int, unused: int = 77, of_sm: int = 1) -> list[Part]:
+    slots, taken = parts(lengths, *sizes, unused=unused, of_sm=of_sm)
     seqlen_q, heads, heads_k = sizes[:3]
     by_unit = defaultdict(list)
     for part in taken:
@@ -67,8 +69,14 @@ def check(lengths: list[int], *sizes: int, unused: int = 77) -> list[Part]:
     places = Counter(part.slot for part in taken if part.count > 1)
     assert all(0 <= slot < slots for slot in places)
     assert all(count == 1 for count in places.values())
-    own = unused == 0 and not any(sizes[3:]) and len(units) >= TURNS * CTAS
-    assert max((part.cta for part in taken), default=0) < (len(units) if own else CTAS)
+    ctas = CTAS * of_sm
+    if unused == 0 and not any(sizes[3:]):
+        blocks = -(-lengths[0] // BLOCK_N)
+        if of_sm > 1 and blocks >= LONG and len(units) >= TURNS * ctas:
+            ctas = len(units)
+        elif -(-blocks * len(units) // (ctas // heads_k * heads_k)) >= LARGE:
+            ctas += ctas * SMALL // TAKEN_OFF + heads_k
+    assert max((part.cta for part in taken), default=0) < ctas
     return taken
 
 
@@ -87,7 +95,7 @@ def test_even_shares():
         work = [0] * CTAS
         for part in taken:
             work[part.cta] += max(1, part.last - part.first)
-        share = max(LEAST, -(-sum(work) // (CTAS // heads_k * heads_k)))
+        share = max(ONE_PART, -(-sum(work) // (CTAS // heads_k * heads_k)))
         for head in range(heads_k):
             of_head = [blocks for blocks in work[head::heads_k] if blocks > 0]
             largest = max(of_head, default=0)
@@ -116,13 +124,47 @@ def test_sequences_that_are_alike():
         work: Counter[int] = Counter()
         for part in taken:
             work[part.cta] += part.last - part.first
-        share = max(LEAST, -(-sum(work.values()) // (CTAS // heads_k * heads_k)))
+        share = max(ONE_PART, -(-sum(work.values()) // (CTAS // heads_k * heads_k)))
         assert any(given) or max(work.values()) <= share + PART + share // IDLE
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads_k"), [(128, 8192, 8), (16, 8192, 32), (1, 2**20, 4), (77, 5000, 8)]
+)
+def test_ctas_that_come_late_have_small_shares(batch, length, heads_k):
+    taken = check([length] * batch, 1, 4 * heads_k, heads_k, 0, 0, unused=0)
+    work: Counter[int] = Counter()
+    for part in taken:
+        work[part.cta] += part.last - part.first
+    first_ctas = CTAS // heads_k * heads_k
+    share = -(-sum(work.values()) // first_ctas)
+    assert {work[cta] for cta in range(first_ctas)} == {share - share // TAKEN_OFF}
+    late = [work[cta] for cta in range(first_ctas, max(work) + 1)]
+    assert first_ctas * SMALL // TAKEN_OFF <= len(late) + heads_k
+    assert min(late) > 0 and max(late) <= share // SMALL
+    of_heads = defaultdict(set)
+    for part in taken:
+        of_heads[part.cta // heads_k, part.head_k].add((part.b, part.row, part.first, part.last))
+    for cta, _ in of_heads:
+        assert all(of_heads[cta, head] == of_heads[cta, 0] for head in range(heads_k))
+
+
+@pytest.mark.parametrize("of_sm", [1, 2])
+def test_shares_are_large_from_some_length_on(of_sm):
+    first_ctas = CTAS * of_sm // 8  # of each of 8 heads
+    for share, late in ((LARGE - 1, 0), (LARGE, -(-first_ctas * SMALL // TAKEN_OFF))):
+        taken = check([share * BLOCK_N] * first_ctas, 1, 32, 8, 0, 0, unused=0, of_sm=of_sm)
+        assert {part.cta for part in taken} == set(range((first_ctas + late) * 8))
+
+
+def test_small_shares_of_parts_of_units_have_room():
+    taken = check([128 * BLOCK_N] * 17, 1, 32, 8, 0, 0, unused=0)
+    assert max(part.count for part in taken) > 1
 
 
 @pytest.mark.parametrize("unused", [0, 77])
 def test_heads_of_sequences_are_taken_side_by_side(unused):
-    taken = check([2048] * 128, 1, 32, 8, 0, 0, unused=unused)
+    taken = check([2048] * 64, 1, 32, 8, 0, 0, unused=unused)
     by_cta = defaultdict(list)
     for part in taken:
         by_cta[part.cta].append(part.unit)
@@ -131,10 +173,16 @@ def test_heads_of_sequences_are_taken_side_by_side(unused):
         assert len(sequences) == 16 and set(sequences.values()) == {8}
 
 
-@pytest.mark.parametrize("heads_k", [8, 32])
-def test_many_units_of_sequences_that_are_alike_have_a_cta_each(heads_k):
-    taken = check([300] * CTAS, 1, 32, heads_k, 0, 0, unused=0)
+@pytest.mark.parametrize("heads_k", [16, 32])
+def test_many_long_units_of_sequences_that_are_alike_have_a_cta_each(heads_k):
+    taken = check([LONG * BLOCK_N] * CTAS, 1, 32, heads_k, 0, 0, unused=0, of_sm=2)
     assert sorted(part.cta for part in taken) == list(range(CTAS * heads_k))
+    few = TURNS * 2 * CTAS // heads_k - 1
+    for length, batch, of_sm in (
+        (LONG * BLOCK_N, CTAS, 1), ((LONG - 1) * BLOCK_N, CTAS, 2), (LONG * BLOCK_N, few, 2)
+    ):  # fmt: skip
+        taken = check([length] * batch, 1, 32, heads_k, 0, 0, unused=0, of_sm=of_sm)
+        assert max(Counter(part.cta for part in taken).values()) > 1
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 133])
@@ -159,8 +207,8 @@ def test_sizes_of_parts_depend_on_their_sequence_alone(size):
 
 
 def test_short_keys_are_one_part():
-    assert {part.count for part in check([LEAST * BLOCK_N], 1, 8, 2, 0, 0)} == {1}
-    assert {part.count for part in check([2 * LEAST * BLOCK_N], 1, 8, 2, 0, 0)} == {2}
+    assert {part.count for part in check([ONE_PART * BLOCK_N], 1, 8, 2, 0, 0)} == {1}
+    assert {part.count for part in check([(ONE_PART + 1) * BLOCK_N], 1, 8, 2, 0, 0)} == {3}
 
 
 def test_caches_of_one_block_need_no_room_for_parts():

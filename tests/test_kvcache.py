@@ -197,6 +197,32 @@ def test_kernel(cuda, name, seqlens_q):
         check(make_cache_inputs(case, cuda))
 
 
+@pytest.mark.parametrize(
+    ("heads_k", "keys", "dim", "bytes_of_cta"),
+    [(2, 33_008, 64, 9e6), (8, 17_008, 128, 16e6), (3, 12_000, 128, 9e6), (4, 1024, 64, 4.3e6)],
+)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_many_keys(cuda, heads_k, keys, dim, bytes_of_cta, page_size):
+    """So many, in sequences known to be alike, that CTAs which come late take some of them, or that
+    each sequence's head has one."""
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GB")
+    sms = torch.cuda.get_device_properties(cuda).multi_processor_count
+    batch = -(-int(bytes_of_cta * sms) // (keys * heads_k * dim * 4))
+    case = CacheCase(
+        lengths=(16,), heads=4 * heads_k, heads_k=heads_k, dim=dim, dtype=BF16, page_size=page_size
+    )
+    torch.manual_seed(5)
+    k, v = torch.randn(2, batch, keys, heads_k, dim, dtype=BF16, device=cuda)
+    changes = {"q": torch.randn(batch, 1, 4 * heads_k, dim, dtype=BF16, device=cuda)}
+    if page_size is not None:
+        k, v = (x.view(-1, page_size, heads_k, dim) for x in (k, v))
+        table = torch.randperm(len(k), device=cuda).int().view(batch, -1)
+        changes["block_table"] = table
+    inputs = make_cache_inputs(case, cuda)
+    check(inputs.changed(cache_seqlens=None, k_cache=k, v_cache=v, **changes))
+
+
 def test_more_elements_than_int32_counts(cuda):
     """Pages that start behind 2^31 elements."""
     pages, page_size = 2**31 // (16 * 8 * 128) + 50, 16
@@ -246,11 +272,15 @@ def test_graph_replays_follow_the_lengths(cuda, splits):
 
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 4}, {"split_size": 512}], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["lengths", "whole"])
-def test_calls_wait_for_what_comes_right_before(cuda, given, splits):
-    """Kernels start while the one before ends: that which wrote their queries, keys or lengths."""
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_calls_wait_for_what_comes_right_before(cuda, page_size, given, splits):
+    """Kernels start while the one before ends: that which wrote their queries, keys, lengths or
+    pages."""
+    batch = 48 if page_size else 4  # pages are looked at early where CTAs have many keys
     case = CacheCase(
-        lengths=(4000,) * 4, capacity=4000, heads=8, heads_k=2, dim=128, dtype=BF16, **splits
-    )
+        lengths=(4000,) * batch, capacity=4000, page_size=page_size, heads=8, heads_k=2, dim=128,
+        dtype=BF16, **splits,
+    )  # fmt: skip
     inputs = make_cache_inputs(case, cuda).changed(softmax_scale=3.0)
     if not given:
         inputs = inputs.changed(cache_seqlens=None)
@@ -259,8 +289,13 @@ def test_calls_wait_for_what_comes_right_before(cuda, given, splits):
         cache, outs = inputs.fresh(), []
         if given:
             cache = cache.changed(cache_seqlens=cache["cache_seqlens"].clone())
+        if page_size:
+            cache = cache.changed(block_table=cache["block_table"].clone())
         for _ in range(20):
             cache["v_cache"].neg_()
+            pause()
+            if page_size:
+                cache["block_table"].copy_(cache["block_table"].roll(1, 0))
             pause()
             if given:
                 cache["cache_seqlens"].sub_(150)

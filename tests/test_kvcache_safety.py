@@ -59,6 +59,15 @@ def test_bad_pages_under_long_queries(cuda, pages, bad):
     check(inputs)
 
 
+@pytest.mark.parametrize("bad", [-1, 2**31 - 1, "pages"])
+def test_bad_pages_of_many_keys(cuda, bad):
+    """So many that a CTA asks for pages before it may know the table."""
+    sizes = {"lengths": (16_000,) * 8, "heads": 8, "heads_k": 2, "dim": 64}
+    inputs = make_cache_inputs(CacheCase(**sizes, page_size=16, dtype=BF16), cuda)
+    inputs["block_table"][:, ::5] = len(inputs["k_cache"]) if bad == "pages" else bad
+    check(inputs)
+
+
 @pytest.mark.parametrize("row", [-1, 2**31 - 1, "rows"])
 def test_bad_rows_of_the_cache_read_as_zeros_and_are_not_written(make_cache, row):
     case = CacheCase(

@@ -14,15 +14,39 @@ static bool known_to_be_alike(const DecodeProblem& p) {
          p.fwd.batch > 0;
 }
 
-static AlikeSequences alike_sequences(const DecodeProblem& p, const KernelConfig& config) {
+// Takes a part off large shares, which each SM works through at its own pace, for CTAs that come later, with small shares.
+static void relieve_shares(DecodeProblem& p, int of_head) {
+  constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // grains; parts of a share
+  const int share = detail::ceil_div(of_head, p.ctas_of_head);
+  if (share < kLarge) return;
+  const int rest = share - share / kTakenOff, left = of_head - p.ctas_of_head * rest;
+  const int others = detail::ceil_div(left, share / kSmall);
+  p.alike.share = Divisor(rest);
+  p.alike.small_share = Divisor(detail::ceil_div(left, others));
+  p.ctas_of_head += others;
+}
+
+// Shares out the grains of sequences that are alike.
+static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
+  constexpr int kLong = 8, kTurns = 8;  // grains of a unit; times as many units as CTAs at once
   const Grains grains(p, cached_seq(p, 0), config.block_m, config.block_n);
-  const Shares shares = Shares::of(p, p.fwd.batch * grains.of_head, grains.of_unit, true);
-  return {true, Divisor(grains.of_unit), Divisor(std::max(1, grains.of_head)), Divisor(shares.size)};
+  const int of_head = p.fwd.batch * grains.of_head, units = p.fwd.batch * grains.tiles;
+  // Of several CTAs of an SM one reads while another starts: units may have a CTA each.
+  const bool own_ctas = p.even_shares() && config.ctas > 1 && grains.of_unit >= kLong &&
+                        int64_t(units) * p.fwd.heads_k >= int64_t(kTurns) * p.at_once;
+  if (own_ctas) {
+    p.ctas_of_head = units;
+    if (p.fwd.heads_k % 4 == 0) p.neighbours = 4;
+  }
+  const Shares shares = Shares::of(p, of_head, grains.of_unit, true);
+  p.alike = {true,      Divisor(grains.of_unit), Divisor(std::max(1, grains.of_head)), Divisor(shares.size),
+             Divisor(), p.ctas_of_head};
+  const bool paged = p.fwd.pages.ids != nullptr;  // slower by small shares
+  if (p.even_shares() && !own_ctas && !paged) relieve_shares(p, of_head);
 }
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
-  constexpr int kTurns = 8;  // of all CTAs at a time, from which on units have a CTA each
   const FwdProblem& f = p.fwd;
   p.group = Divisor(f.heads / f.heads_k);
   p.page_size = Divisor(std::max(1, f.pages.size));
@@ -36,16 +60,18 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
     const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
     parts = (blocks + size - 1) / size;
   }
-  p.ctas_of_head = std::max(1, sms * config.ctas / std::max(1, f.heads_k));
+  p.at_once = sms * config.ctas;
+  p.ctas_of_head = std::max(1, p.at_once / std::max(1, f.heads_k));
+  p.neighbours = f.heads_k % 2 == 0 ? 2 : 1;
   p.grain_blocks = 1;
   p.slots = 0;
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
-  if (known_to_be_alike(p)) {
-    if (even && units >= kTurns * sms * config.ctas) p.ctas_of_head = static_cast<int>(f.batch * tiles);
-    p.alike = alike_sequences(p, config);
-  }
-  const bool whole = even && p.alike.known && p.alike.share.value % p.alike.of_unit.value == 0;
+  if (known_to_be_alike(p)) share_out_alike(p, config);
+  auto whole_units = [&](const Divisor& share) { return share.value % p.alike.of_unit.value == 0; };
+  const bool others = p.alike.first_ctas < p.ctas_of_head;
+  const bool whole =
+      even && p.alike.known && whole_units(p.alike.share) && (!others || whole_units(p.alike.small_share));
   if (parts <= 1 || whole) return;
   const int64_t slots = even ? 2 * int64_t(p.ctas()) : units * parts;
   if (slots >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
@@ -53,11 +79,13 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
 }
 
 std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, int64_t heads_k, int64_t num_splits,
-                         int64_t split_size, int64_t capacity, int64_t sms) {
+                         int64_t split_size, int64_t capacity, int64_t sms, int64_t ctas) {
   std::vector<int> rows;
   std::stringstream in(lengths);
   for (std::string length; std::getline(in, length, ',');) rows.push_back(std::stoi(length));
-  constexpr KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, 16, 128, 3, 8, 1, 1};
+  constexpr int kRows = 16, kKeys = 128;
+  KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, kRows, kKeys, 3, 8, 1, 1};
+  config.ctas = static_cast<int>(ctas);
   DecodeProblem p{};
   p.fwd.batch = static_cast<int>(rows.size());
   p.fwd.heads = static_cast<int>(heads);
@@ -76,11 +104,11 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
     of_head += grains.of_head;
     of_first_unit = grains.of_unit;
   }
-  const Shares shares = Shares::of(p, of_head, of_first_unit, p.alike.known);
+  const Shares shares = p.alike.known ? Shares::foreseen(p) : Shares::of(p, of_head, of_first_unit);
   std::ostringstream out;
   out << p.slots;
   for (int cta = 0; cta < p.ctas(); ++cta) {
-    Parts<config.block_m, config.block_n> parts(p, shares, cta, {0, 0});
+    Parts<kRows, kKeys> parts(p, shares, cta, {0, 0});
     for (Part part = parts.next(p); part.grains > 0; part = parts.next(p)) {
       out << '\n'
           << cta << ' ' << part.b << ' ' << part.head_k << ' ' << part.row << ' ' << part.first << ' ' << part.last

@@ -147,7 +147,8 @@ struct Rotary {
 struct AlikeSequences {
   bool known = false;
   Divisor of_unit, of_sequence;
-  Divisor share;  // of a CTA
+  Divisor share, small_share;  // of a CTA, and of those that come after the first ones
+  int first_ctas = 0;  // of a head
 };
 
 struct DecodeProblem {
@@ -161,6 +162,8 @@ struct DecodeProblem {
   int num_splits, split_size;
   int grain_blocks;  // of even shares: blocks of keys that are not parted
   int ctas_of_head;  // CTAs for each kv head
+  int at_once;  // CTAs that the GPU has room for
+  int neighbours;  // CTAs that follow each other and run on SMs side by side
   Divisor group;  // query heads of a kv head
   Divisor page_size;
   AlikeSequences alike;

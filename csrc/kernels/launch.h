@@ -59,26 +59,35 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
   return cudaGetLastError();
 }
 
+struct Grid {
+  int64_t ctas;
+  int threads, smem_bytes;
+  // CTAs that follow each other and run on SMs side by side, as a cluster, of a kernel that fixes no size of its own.
+  int neighbours = 1;
+};
+
 // The same for a kernel that calls wait_for_kernel_before(): it overlaps with the one right before, where they can, from
 // the time on when that calls let_next_kernel_start(), or when its last CTAs end (kernels/common/overlap.h).
 template <auto kKernel, class... Params>
-cudaError_t launch_overlapping(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream,
-                               const Params&... params) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = allow_shared_memory<kKernel>(smem_bytes)) return e;
+cudaError_t launch_overlapping(const Grid& grid, cudaStream_t stream, const Params&... params) {
+  if (grid.ctas == 0) return cudaSuccess;
+  if (grid.ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = allow_shared_memory<kKernel>(grid.smem_bytes)) return e;
   bool can = false;
   if (cudaError_t e = can_overlap<kKernel>(can)) return e;
-  cudaLaunchAttribute overlap{};
+  cudaLaunchAttribute overlap{}, cluster{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(grid.neighbours), 1, 1};
+  cudaLaunchAttribute attributes[] = {overlap, cluster};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.gridDim = dim3(static_cast<unsigned>(grid.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.smem_bytes);
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = can ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = !can ? 0 : grid.neighbours == 1 ? 1 : 2;
   return cudaLaunchKernelEx(&config, kKernel, params...);
 }
 

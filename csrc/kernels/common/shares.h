@@ -36,22 +36,38 @@ struct Grains {
   }
 };
 
-// Consecutive grains of a head that each of its CTAs takes.
+// Consecutive grains of a head that each of its CTAs takes. Some SMs get more of the memory's bandwidth than others: where
+// lengths are known and there is much to read, CTAs beyond those that run at once have small shares, for SMs that are done
+// early.
 struct Shares {
-  static constexpr int kLeast = 2;  // fewer grains are not worth a part of their own
+  static constexpr int kOnePart = 2;  // so few grains of a unit are not worth parts
   static constexpr int kPart = 3;  // about as many take as long as what a part costs beside its grains
   static constexpr int kIdle = 16;  // of so many SMs the memory can do without one
 
   bool even;  // grains of one unit make one part
   int of_head;  // grains
   int size;  // grains of a CTA
+  int first_ctas;  // so many have `size` grains each
+  int small = 0;  // grains of the others
+
+  FC_HOST_DEVICE int first_grain(int cta) const {
+    return detail::at_most(cta, first_ctas) * size + detail::at_least(cta - first_ctas, 0) * small;
+  }
+
+  // Those that the host has foreseen.
+  FC_HOST_DEVICE static Shares foreseen(const DecodeProblem& p) {
+    const AlikeSequences& alike = p.alike;
+    return {p.even_shares(), p.fwd.batch * alike.of_sequence.value, alike.share.value, alike.first_ctas,
+            alike.small_share.value};
+  }
 
   // Of `of_head` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
   // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones.
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
     const bool even = p.even_shares();
-    const int size = detail::at_least((of_head + p.ctas_of_head - 1) / p.ctas_of_head, even ? kLeast : 1);
-    if (!even) return {even, of_head, size};
+    const int least = even && of_unit <= kOnePart ? kOnePart : 1;
+    const int size = detail::at_least(detail::ceil_div(of_head, p.ctas_of_head), least);
+    if (!even) return {even, of_head, size, p.ctas_of_head};
     int aligned = size;
     if (size < of_unit) {
       const int shares_a_unit = of_unit / size, share = of_unit / shares_a_unit;
@@ -59,7 +75,7 @@ struct Shares {
     } else {
       aligned = (size + of_unit - 1) / of_unit * of_unit;
     }
-    return {even, of_head, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size};
+    return {even, of_head, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size, p.ctas_of_head};
   }
 };
 
@@ -100,8 +116,8 @@ class Parts {
         number_(cta / p.fwd.heads_k),
         head_(cta - number_ * p.fwd.heads_k),
         place_(from),
-        grain_(number_ * shares.size),
-        end_(grain_ + shares.size) {}
+        grain_(shares.first_grain(number_)),
+        end_(shares.first_grain(number_ + 1)) {}
 
   // The next part, or one without grains.
   FC_HOST_DEVICE Part next(const DecodeProblem& p) {
@@ -132,12 +148,18 @@ class Parts {
               .all = {false, grains.of_unit, head_ * shares_.of_head + first_grain},
               .index = at};
     if (shares_.even) {
-      const int first_cta = quotient(first_grain, shares_.size, p.alike.share);
-      const int last_cta = quotient(first_grain + grains.of_unit - 1, shares_.size, p.alike.share);
+      const int first_cta = cta_of(p, first_grain), last_cta = cta_of(p, first_grain + grains.of_unit - 1);
       part.all = {true, last_cta - first_cta + 1, head_ * p.ctas_of_head + first_cta};
       part.index = number_ - first_cta;
     }
     return part;
+  }
+
+  // The CTA of the head that takes a grain.
+  FC_HOST_DEVICE int cta_of(const DecodeProblem& p, int grain) const {
+    const int of_small = grain - shares_.first_ctas * shares_.size;
+    if (of_small < 0) return quotient(grain, shares_.size, p.alike.share);
+    return shares_.first_ctas + quotient(of_small, shares_.small, p.alike.small_share);
   }
 
   // n / value, a multiplication where the host has foreseen the value.

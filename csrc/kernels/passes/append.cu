@@ -136,7 +136,7 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const int64_t of_values = Item::ctas(p.added.total, f.heads_k, f.head_dim_v / 2);
   const int64_t rotating = p.rotary.cos == nullptr ? 0 : Item::ctas(f.total_q, f.heads, f.head_dim / 2);
   if (of_keys + of_values > kMaxCtas) return cudaErrorInvalidConfiguration;
-  return launch_overlapping<append_and_rotate<Element>>(of_keys + of_values + rotating, kThreads, 0, stream, p,
+  return launch_overlapping<append_and_rotate<Element>>({of_keys + of_values + rotating, kThreads, 0}, stream, p,
                                                         static_cast<int>(of_keys), static_cast<int>(of_values));
 }
 

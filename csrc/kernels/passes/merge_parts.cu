@@ -53,7 +53,7 @@ template <class Element>
 cudaError_t launch(FwdProblem p, cudaStream_t stream) {
   if (!p.dense()) p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));  // it may be any bound
   const int64_t ctas = int64_t(cute::ceil_div(p.seqlen_q, kRows)) * p.heads * p.batch;
-  return launch_overlapping<merge_rows<Element>>(ctas, 32 * kWarps, 0, stream, p);
+  return launch_overlapping<merge_rows<Element>>({ctas, 32 * kWarps, 0}, stream, p);
 }
 
 }  // namespace

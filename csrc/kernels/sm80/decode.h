@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   describe(0);
   // After this barrier the first part is described.
   __syncthreads();
-  // After this the first tile's keys can be read.
+  if (blockIdx.x < p.at_once) expect_keys<C>(p, storage.parts[0]);
+  // After this the first tile's keys can be read, and the table of pages.
   if (!was_in_cache<C>(p, storage.parts[0].part)) wait_for_kernel_before();
   feed.load(0);
   // After this new keys have joined the cache, and queries are rotated.
@@ -188,10 +189,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     // Q of the next part came with the first tile that was asked for in this one. In a short part nobody has waited for
     // that tile yet.
     if (part.last - part.first < C.stages) cp_async_wait<0>();
-    const TeamMerge<C> merge(p, part);
-    // After this barrier the results of all teams are there.
-    __syncthreads();
-    finish_part<C>(p, part, storage, stage == 0 ? C.stages - 1 : stage - 1, merge);
+    if constexpr (T::kTeams > 1) {
+      const TeamMerge<C> merge(p, part);
+      // After this barrier the results of all teams are there.
+      __syncthreads();
+      merge(storage, stage == 0 ? C.stages - 1 : stage - 1);
+    }
+    if (part.all.count > 1 && arrives_last(p, part.all, storage.last)) merge_parts<C>(p, part);
   }
 }
 
@@ -212,7 +216,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0) return cudaSuccess;
-  return launch_overlapping<sm80::decode<C>>(p.ctas(), C.threads(), C.smem_bytes(), stream, decode);
+  return launch_overlapping<sm80::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.neighbours}, stream, decode);
 }
 
 }  // namespace flash_cute

@@ -11,8 +11,8 @@ CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
   if (p.alike.known) [[likely]] {
-    const Shares shares{p.even_shares(), batch * p.alike.of_sequence.value, p.alike.share.value};
-    const int b = p.alike.of_sequence.quotient(cta / p.fwd.heads_k * shares.size);
+    const Shares shares = Shares::foreseen(p);
+    const int b = p.alike.of_sequence.quotient(shares.first_grain(cta / p.fwd.heads_k));
     return PartsOf<C>(p, shares, cta, {b, b * p.alike.of_sequence.value});
   }
   // Each lane counts a head's grains of as many sequences.
@@ -32,7 +32,7 @@ CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
   }
   const int of_head = __shfl_sync(0xffffffff, up_to, kLanes - 1);
   const Shares shares = Shares::of(p, of_head, __shfl_sync(0xffffffff, of_unit, 0));
-  const unsigned behind = __ballot_sync(0xffffffff, up_to > cta / p.fwd.heads_k * shares.size);
+  const unsigned behind = __ballot_sync(0xffffffff, up_to > shares.first_grain(cta / p.fwd.heads_k));
   if (behind == 0) return PartsOf<C>(p, shares, cta, {batch, of_head});
   const int found = __ffs(behind) - 1;
   return PartsOf<C>(p, shares, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
@@ -47,6 +47,46 @@ CUTE_DEVICE FedPart seen_of(const DecodeProblem& p, Part part) {
   part.last = first < last ? last : part.first + 1;
   part.first = first < last ? first : part.first;
   return {part, keys};
+}
+
+// Asks for the keys and values of a CTA's first blocks to be in the L2 cache when they are copied. Neither they nor the
+// table of pages need be written yet: what the kernel before still writes passes through there, and a page that the table
+// does not name in the end is asked for in vain. Of a few blocks the copies themselves are as early.
+template <KernelConfig C>
+CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed) {
+  constexpr int kFew = 6, kMany = 32, kMost = 3;  // blocks
+  constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
+  constexpr int kTurns = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
+  static_assert(C.head_dim == C.head_dim_v);
+  const Part& part = fed.part;
+  const int blocks = part.last - part.first;
+  if (blocks < kFew) return;
+  const int first = max(fed.keys.first, part.first * C.block_n);
+  const int last = min(fed.keys.last, (part.first + (blocks < kMany ? kMost : kMost - 1)) * C.block_n);
+  const Pages& pages = p.fwd.pages;
+  auto key_of = [&](int turn) { return first + static_cast<int>(threadIdx.x + turn * C.threads()) / kAcross; };
+  auto row_of = [&](int turn) { return static_cast<int>(part.seq.k.offset) + key_of(turn); };
+  auto page_of = [&](int turn) {
+    if (key_of(turn) >= last) return -1;
+    if (pages.ids == nullptr) return part.b;
+    // As it stands in the L2 cache now: no cache of the SM keeps it.
+    return __ldcg(pages.ids + part.b * pages.batch + p.page_size.quotient(row_of(turn)));
+  };
+  int page[kTurns];
+  CUTE_UNROLL
+  for (int i = 0; i < kTurns; ++i) page[i] = page_of(i);
+  const int col = static_cast<int>(threadIdx.x) % kAcross * kLine;
+  CUTE_UNROLL
+  for (int i = 0; i < kTurns; ++i) {
+    if (page[i] < 0 || page[i] >= pages.count) continue;
+    const int row = row_of(i), row_of_page = row - p.page_size.quotient(row) * p.page_size.value;
+    auto expect = [&](const Matrices& m) {
+      const auto* head = static_cast<const typename DecodeTraits<C>::Element*>(m.ptr) + part.head_k * m.head;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(head + page[i] * m.batch + row_of_page * m.row + col));
+    };
+    if (col < p.fwd.head_dim) expect(p.fwd.k);
+    if (col < p.fwd.head_dim_v) expect(p.fwd.v);
+  }
 }
 
 // Loads a team's tiles of all parts, one after the other, as they are described in `parts`, a ring.

@@ -202,13 +202,4 @@ CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stag
   }
 }
 
-// Writes the results of a part, and of the whole unit if its other parts are done. Teams have left theirs where their
-// tiles of `stage` were; a team that is alone has written them already.
-template <KernelConfig C>
-CUTE_DEVICE void finish_part(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
-                             int stage, const TeamMerge<C>& merge) {
-  if constexpr (DecodeTraits<C>::kTeams > 1) merge(storage, stage);
-  if (part.all.count > 1 && arrives_last(p, part.all, storage.last)) merge_parts<C>(p, part);
-}
-
 }  // namespace flash_cute::sm80

@@ -107,15 +107,15 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, p.deterministic);
   if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
-  if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>(ctas, C.threads(), C.smem_bytes(), stream, params))
+  if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
     return e;
   if (p.parts.count() > 1) {
     const int64_t slabs = int64_t(cute::ceil_div(f.seqlen_k, kPartRows)) * f.heads_k * f.batch;
     const int64_t atoms = slabs * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
-    if (cudaError_t e = launch_overlapping<sm90::backward_merge<C>>(atoms, 128, 0, stream, params)) return e;
+    if (cudaError_t e = launch_overlapping<sm90::backward_merge<C>>({atoms, 128, 0}, stream, params)) return e;
   }
   if (cudaError_t e =
-          launch_overlapping<sm90::backward_finish<C>>(query_tiles, sm90::kFinishThreads<C>, 0, stream, params))
+          launch_overlapping<sm90::backward_finish<C>>({query_tiles, sm90::kFinishThreads<C>, 0}, stream, params))
     return e;
   return p.dsink == nullptr ? cudaSuccess : sum_sink_gradient(p, stream);
 }
