@@ -145,6 +145,19 @@ def test_batch_invariance(make_cache, splits, page_size):
         bounds.check_same_bits("softmax_lse", part_lse, lse[order])
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_batch_invariance_among_many(cuda, dim):
+    """So many sequences that, if the caller did not say how keys are parted, others would have
+    another kernel than one alone."""
+    sizes = {"heads": 32, "heads_k": 32, "dim": dim, "dtype": BF16}
+    inputs = make_cache_inputs(CacheCase(lengths=(600,) * 70, **sizes, split_size=256), cuda)
+    out, lse = inputs.fresh().run()
+    alone = {"q": inputs["q"][5:6], "cache_seqlens": [600], "cache_batch_idx": [5]}
+    part_out, part_lse = inputs.changed(**alone).fresh().run()
+    bounds.check_same_bits("out", part_out, out[5:6])
+    bounds.check_same_bits("softmax_lse", part_lse, lse[5:6])
+
+
 def test_every_share_of_a_long_row(make_cache):
     """One sequence cut into as many parts as there are multiprocessors, and a little more."""
     for length in (128 * 264, 128 * 264 + 1, 4000):

@@ -112,6 +112,19 @@ static const FwdProblem& forward_of(const BwdProblem& p) {
   return p.fwd;
 }
 
+// What alternatives are weighed for. Where the caller says how keys are parted, a sequence's result must not depend on the
+// batch around it: nor may the kernel.
+template <class P>
+static const FwdProblem& weighed(const P& p) {
+  return forward_of(p);
+}
+
+static FwdProblem weighed(const DecodeProblem& p) {
+  FwdProblem one = p.fwd;
+  if (!p.even_shares()) one.batch = 1;
+  return one;
+}
+
 // Whether TMA, which moves atom_columns() of a tile at once, would find some of these all behind the head dim. It may
 // fault on what lies outside of a tensor altogether.
 static bool has_empty_columns(int head_dim, int tile_columns) {
@@ -168,7 +181,7 @@ std::string explain(const Refusal& refusal) {
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) { return !refusal(kernel, problem, device).any(); };
-  return preferred(kernels, fits, forward_of(problem), device.sms);
+  return preferred(kernels, fits, weighed(problem), device.sms);
 }
 
 template <Op op>
