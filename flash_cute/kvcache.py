@@ -77,7 +77,8 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (batch,), positions that rotary embedding starts from, in place of
             ``cache_seqlens``.
         split_size: cut each sequence's keys into parts of about so many: then its result has the
-            same bits whatever other sequences are in the batch. 0: off.
+            same bits whatever other sequences are in the batch, as long as the longest query is as
+            long. Results of parts take memory for as many as the caches have room for. 0: off.
         check_indices: look for indices outside of their tensors, and raise ValueError with the
             first one. Waits for the GPU. Without it they are clamped on the device: what lies
             outside is neither read nor written.
@@ -99,6 +100,7 @@ def flash_attn_with_kvcache(
         block_table = page_table
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is None; cu_seqlens_q needs the longest sequence's length")
+    validate._flag("rotary_interleaved", rotary_interleaved)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
@@ -106,8 +108,13 @@ def flash_attn_with_kvcache(
         *caches, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, *sequences,
         num_splits, split_size,
     )  # fmt: skip
+    if cu_seqlens_q is None and max_seqlen_q not in (None, 0, q.shape[1]):
+        raise ValueError(
+            f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes with "
+            "cu_seqlens_q"
+        )
     used = cache_seqlens
-    if isinstance(used, int):
+    if isinstance(used, (int, torch.SymInt)):
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     places = (used, cache_batch_idx, cache_leftpad, block_table)
     validate.options(
@@ -157,7 +164,10 @@ def flash_attn_combine(
         validate.tensor("out", out)
         out_dtype = out.dtype if out_dtype is None else out_dtype
     validate_kvcache.partials(out_partial, lse_partial, out_dtype)
-    result, lse = ops.combine(out_partial.contiguous(), lse_partial.contiguous(), out_dtype)
+    parts, *lead, dim = out_partial.shape
+    partial_rows = (out_partial.reshape(parts, -1, dim), lse_partial.reshape(parts, -1))
+    result, lse = ops.combine(*(x.contiguous() for x in partial_rows), out_dtype)
+    result, lse = result.view(*lead, dim), lse.view(lead)
     if out is not None:
         validate.output("out", out, result)
         result = out.copy_(result)
@@ -166,7 +176,7 @@ def flash_attn_combine(
 
 def kvcache_status(
     k_cache: Tensor,
-    cache_seqlens: Tensor,
+    cache_seqlens: int | Tensor | None,
     seqlen_new: int | Tensor = 0,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
@@ -185,10 +195,15 @@ def kvcache_status(
     """
     num_blocks, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    used = cache_seqlens.long().clamp(0, capacity)  # as the kernels take it
+    asked = capacity if cache_seqlens is None else cache_seqlens
+    if not isinstance(asked, Tensor):
+        others = (seqlen_new, cache_batch_idx, cache_leftpad, block_table)
+        batch = next((len(x) for x in others if isinstance(x, Tensor)), num_blocks)
+        asked = torch.full((batch,), asked, device=k_cache.device)
+    asked = asked.long()
+    used = asked.clamp(0, capacity)  # as the kernels take it
     length = (used + seqlen_new).clamp(max=capacity)
-    overflows = cache_seqlens.long() + seqlen_new > capacity
-    status = ((cache_seqlens < 0) | overflows).int()
+    status = ((asked < 0) | (asked + seqlen_new > capacity)).int()
     pages = None if cache_batch_idx is None else cache_batch_idx[:, None]
     if block_table is not None:
         first_rows = torch.arange(block_table.shape[1], device=length.device) * page_size

@@ -233,16 +233,29 @@ def _no_double_backward(*_: Any) -> None:
 
 
 def _reject_gradients(op: Any, why: str) -> Callable[..., Any]:
-    """Autograd kernel of an op that has no gradient."""
+    """Autograd kernel of an op that has no gradient. What it writes gets another version, by which
+    autograd knows that a tensor saved for backward has changed."""
 
     def kernel(*args: Any, **named: Any) -> Any:
         tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise RuntimeError(f"{op}: an argument requires grad, and {why}")
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **named)
+            results = op(*args, **named)
+        for x in _written(op, bind(op, args) | named):
+            if not x.is_inference():
+                torch.autograd.graph.increment_version(x)
+        return results
 
     return kernel
+
+
+def _written(op: Any, bound: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes. Caches are, where rows join."""
+    if op is fwd_kvcache and bound["k"] is None:
+        return []
+    arguments = (a for a in op._schema.arguments if a.alias_info and a.alias_info.is_write)
+    return [x for a in arguments if (x := bound[a.name]) is not None]
 
 
 _OUT_OVERLOADS = (

@@ -72,6 +72,10 @@ def call(
             "larger caches"
         )
     _new_keys(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
+    if lengths is not cache_seqlens:
+        blocks = 1 if block_table is None else block_table.shape[1]
+        new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
+        _fits(cache_seqlens, new, k_cache.shape[1] * blocks)
     _rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens)
     _splits(num_splits, split_size)
     return batch
@@ -126,6 +130,8 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
         )
     if len(out_partial) == 0:
         raise ValueError("out_partial holds no part; there must be at least one")
+    if out_partial.shape[-1] == 0:
+        raise ValueError("out_partial has a head dim of 0; there must be columns")
     supported = (torch.float16, torch.bfloat16, torch.float32)
     if dtype is not None and dtype not in supported:
         raise TypeError(f"dtype is {dtype}; supported: {validate._listed(supported)}")
@@ -186,7 +192,7 @@ def positions(
     starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
     assert starts is not None  # rotary embedding is for new keys, which need cache_seqlens
     for b, (start, count) in enumerate(zip(starts.tolist(), rows, strict=True)):
-        if not 0 <= start <= known - count:
+        if count > 0 and not 0 <= start <= known - count:
             raise ValueError(
                 f"{name}[{b}] is {start}, and {count} rows from there on are rotated; rotary_cos "
                 f"has {known} positions"
@@ -198,6 +204,14 @@ def _length_of_all(cache_seqlens: int) -> None:
         raise TypeError("cache_seqlens is bool; expected an int, or an int32 torch.Tensor")
     if not 0 <= cache_seqlens < 2**31:
         raise ValueError(f"cache_seqlens is {cache_seqlens}; expected a length that fits int32")
+
+
+def _fits(cache_seqlens: Any, new: int, capacity: int) -> None:
+    if cache_seqlens + new > capacity:
+        raise ValueError(
+            f"cache_seqlens is {cache_seqlens}; with {new} new rows a cache of {capacity} rows a "
+            "sequence is too small"
+        )
 
 
 def _caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:

@@ -101,6 +101,19 @@ def test_bad_call(device, case):
     assert torch.equal(arguments["k_cache"], before)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, but q has 3 rows a sequence"),
+        ({"rotary_interleaved": "no"}, TypeError, "rotary_interleaved is str; expected a bool"),
+        ({"cache_seqlens": 30}, ValueError, "is 30; with 3 new rows a cache of 32 rows"),
+    ],
+)
+def test_bad_argument_of_the_function(device, change, error, message):
+    with pytest.raises(error, match=message):
+        flash_cute.flash_attn_with_kvcache(**(good(device) | change))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[2][:40])
 def test_bad_call_of_the_op(device, case):
     """The op refuses it too, in its own words."""
@@ -120,6 +133,7 @@ def test_bad_call_of_the_op(device, case):
     [
         ((torch.ones(2, 3, 8), torch.ones(2, 4)), ValueError, "expected .parts, .., dim."),
         ((torch.ones(0, 3, 8), torch.ones(0, 3)), ValueError, "holds no part"),
+        ((torch.ones(2, 3, 0), torch.ones(2, 3)), ValueError, "a head dim of 0"),
         ((torch.ones(2, 3, 8).half(), torch.ones(2, 3)), TypeError, "out_partial is torch.float16"),
         ((torch.ones(2, 3, 8), None), TypeError, "lse_partial is NoneType"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvcache_calls import call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_cute
 from flash_cute import reference
@@ -64,6 +65,18 @@ def test_one_length_for_all(make_cache):
     bounds.check_same_bits("out", call(inputs, cache_seqlens=40), call(inputs))
 
 
+def test_a_length_may_be_symbolic():
+    def half_full(q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        return flash_cute.flash_attn_with_kvcache(
+            q, cache, cache.clone(), cache_seqlens=cache.shape[1] // 2
+        )
+
+    shapes = ((2, 1, 4, 64), (2, 32, 2, 64)), ((2, 2, 4, 64), (2, 50, 2, 64))
+    first, second = ([torch.randn(shape) for shape in pair] for pair in shapes)
+    traced = make_fx(half_full, tracing_mode="symbolic")(*first)
+    bounds.check_same_bits("out", traced(*second), half_full(*second))
+
+
 def test_gradients_are_refused(make_cache):
     inputs = make_cache(SAMPLES["contiguous"])
     leaf = inputs.changed(q=inputs["q"].clone().requires_grad_())
@@ -71,6 +84,46 @@ def test_gradients_are_refused(make_cache):
         leaf.run()
     with torch.no_grad():
         leaf.run()
+
+
+def test_what_a_call_writes_has_another_version(make_cache):
+    """So that autograd notices when it has saved the caches."""
+    inputs = make_cache(CacheCase(lengths=(40, 3), seqlens_new=2, dim=64, dtype=BF16))
+    weight = torch.ones((), dtype=BF16, device=inputs["q"].device, requires_grad=True)
+    for new_rows, changes in ((True, {}), (False, {"k": None, "v": None})):
+        cached = inputs.changed(**changes).fresh()
+        product = (weight * cached["k_cache"]).sum()
+        versions = [cached[name]._version for name in ("q", "k_cache", "v_cache")]
+        cached.run()
+        moved = [cached[name]._version > v for name, v in zip(
+            ("q", "k_cache", "v_cache"), versions, strict=True)]  # fmt: skip
+        assert moved == [False, new_rows, new_rows]
+        if new_rows:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        else:
+            product.backward()
+    with torch.inference_mode():
+        inputs.fresh().run()
+
+
+def test_no_query_heads(make_cache):
+    """Rows join the cache, and there is nothing else to do."""
+    inputs = make_cache(CacheCase(lengths=(40, 3), seqlens_new=2, dim=64, dtype=BF16))
+    expected, got = inputs.fresh(), inputs.changed(q=inputs["q"][:, :, :0]).fresh()
+    expected.run()
+    out, lse = got.run()
+    assert out.numel() == lse.numel() == 0
+    bounds.check_same_bits("k_cache", got["k_cache"], expected["k_cache"])
+
+
+def test_combine_takes_any_dimensions(device):
+    out, lse = torch.randn(3, 2, 1, 2, 1, 2, 1, 4, device=device), torch.randn(3, 2, 1, 2, 1, 2, 1)
+    got, got_lse = flash_cute.flash_attn_combine(out, lse.to(device))
+    flat, flat_lse = flash_cute.flash_attn_combine(out.flatten(1, 6), lse.flatten(1).to(device))
+    assert got.shape == out.shape[1:] and got_lse.shape == lse.shape[1:]
+    bounds.check_same_bits("out", got.view(-1, 4), flat)
+    bounds.check_same_bits("lse", got_lse.flatten(), flat_lse)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 17, 133])

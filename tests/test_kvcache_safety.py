@@ -116,6 +116,9 @@ def test_status_names_what_is_clamped(make_cache):
     dense["cache_batch_idx"][0] = 2**30
     names = ("k_cache", "cache_seqlens", "cache_batch_idx")
     assert flash_cute.kvcache_status(**{name: dense[name] for name in names}).tolist() == [2, 0]
+    whole = {"k_cache": dense["k_cache"], "cache_batch_idx": dense["cache_batch_idx"]}
+    for length, expected in ((None, [2, 0]), (5, [2, 0]), (-1, [3, 1])):
+        assert flash_cute.kvcache_status(**whole, cache_seqlens=length).tolist() == expected
 
 
 CHECKED = {
@@ -154,6 +157,8 @@ def test_checked_offsets_and_positions_raise_by_name(make_cache, message):
     )  # fmt: skip
     inputs = make_cache(case)
     call(inputs, check_indices=True)
+    no_rows = {"cu_seqlens_q": [0, 0, 4], "cu_seqlens_k_new": [0, 0, 3]}
+    call(inputs.changed(**no_rows, rotary_seqlens=[4096, 3]), check_indices=True)
     with pytest.raises(ValueError) as caught:
         call(inputs.changed(**CHECKED_OFFSETS[message]), check_indices=True)
     assert message in str(caught.value)

@@ -14,6 +14,7 @@ void combine(StableIValue* stack, uint64_t, uint64_t) {
   const ScalarType dtype = in.take<std::optional<ScalarType>>().value_or(ScalarType::Float);
   FC_CHECK(out_partial.dims >= 2 && out_partial.dims == lse_partial.dims + 1, "lse_partial has no head dim");
   FC_CHECK(out_partial.size(0) > 0, "out_partial holds no part");
+  FC_CHECK(out_partial.size(out_partial.dims - 1) > 0, "out_partial has a head dim of 0");
   for (int i = 0; i < lse_partial.dims; ++i) {
     FC_CHECK(out_partial.size(i) == lse_partial.size(i), "out_partial and lse_partial differ in dimension ", i);
   }

@@ -48,7 +48,7 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
-  p.group = Divisor(f.heads / f.heads_k);
+  p.group = Divisor(std::max(1, f.heads / f.heads_k));
   p.page_size = Divisor(std::max(1, f.pages.size));
   const bool even = p.even_shares();
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
