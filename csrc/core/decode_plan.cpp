@@ -20,10 +20,10 @@ static void relieve_shares(DecodeProblem& p, int of_head) {
   const int share = detail::ceil_div(of_head, p.ctas_of_head);
   if (share < kLarge) return;
   const int rest = share - share / kTakenOff, left = of_head - p.ctas_of_head * rest;
-  const int others = detail::ceil_div(left, share / kSmall);
+  const int late_ctas = detail::ceil_div(left, share / kSmall);
   p.alike.share = Divisor(rest);
-  p.alike.small_share = Divisor(detail::ceil_div(left, others));
-  p.ctas_of_head += others;
+  p.alike.small_share = Divisor(detail::ceil_div(left, late_ctas));
+  p.ctas_of_head += late_ctas;
 }
 
 // Shares out the grains of sequences that are alike.
@@ -52,7 +52,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   p.page_size = Divisor(std::max(1, f.pages.size));
   const bool even = p.even_shares();
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
-  const int64_t units = f.batch * f.heads_k * tiles;
+  const int64_t units = int64_t(f.batch) * f.heads_k * tiles;
   const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;
   int64_t parts = blocks;
   if (p.num_splits > 0) parts = std::min<int64_t>(blocks, p.num_splits);
@@ -66,16 +66,14 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   p.grain_blocks = 1;
   p.slots = 0;
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
+  if (!even && units * parts >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
   if (known_to_be_alike(p)) share_out_alike(p, config);
   auto whole_units = [&](const Divisor& share) { return share.value % p.alike.of_unit.value == 0; };
-  const bool others = p.alike.first_ctas < p.ctas_of_head;
-  const bool whole =
-      even && p.alike.known && whole_units(p.alike.share) && (!others || whole_units(p.alike.small_share));
+  const bool late = p.alike.first_ctas < p.ctas_of_head;
+  const bool whole = even && p.alike.known && whole_units(p.alike.share) && (!late || whole_units(p.alike.small_share));
   if (parts <= 1 || whole) return;
-  const int64_t slots = even ? 2 * int64_t(p.ctas()) : units * parts;
-  if (slots >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
-  p.slots = static_cast<int>(slots);
+  p.slots = static_cast<int>(even ? 2 * int64_t(p.ctas()) : units * parts);
 }
 
 std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, int64_t heads_k, int64_t num_splits,

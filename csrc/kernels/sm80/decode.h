@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   describe(0);
   // After this barrier the first part is described.
   __syncthreads();
+  // CTAs that come late start when the kernel before has long ended.
   if (blockIdx.x < p.at_once) expect_keys<C>(p, storage.parts[0]);
   // After this the first tile's keys can be read, and the table of pages.
   if (!was_in_cache<C>(p, storage.parts[0].part)) wait_for_kernel_before();
@@ -215,7 +216,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
-  if (p.fwd.total_q == 0 || p.fwd.batch == 0) return cudaSuccess;
+  if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
   return launch_overlapping<sm80::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.neighbours}, stream, decode);
 }
 
