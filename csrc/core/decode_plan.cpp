@@ -39,8 +39,12 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
     if (p.fwd.heads_k % 4 == 0) p.neighbours = 4;
   }
   const Shares shares = Shares::of(p, of_head, grains.of_unit, true);
-  p.alike = {true,      Divisor(grains.of_unit), Divisor(std::max(1, grains.of_head)), Divisor(shares.size),
-             Divisor(), p.ctas_of_head};
+  p.alike = {.known = true,
+             .of_unit = Divisor(grains.of_unit),
+             .of_sequence = Divisor(std::max(1, grains.of_head)),
+             .share = Divisor(shares.size),
+             .small_share = {},
+             .first_ctas = p.ctas_of_head};
   const bool paged = p.fwd.pages.ids != nullptr;  // slower by small shares
   if (p.even_shares() && !own_ctas && !paged) relieve_shares(p, of_head);
 }
