@@ -69,8 +69,8 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels() {
 static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
   constexpr int64_t kStrideLimit = int64_t{1} << 39;  // elements of 2 bytes
   auto fits = [](int64_t stride, int64_t steps) { return steps <= 1 || (0 < stride && stride < kStrideLimit); };
-  return m.vectors && batch > 0 && 0 < rows && rows < INT32_MAX && fits(m.row, rows) && fits(m.head, heads) &&
-         fits(m.batch, batch);
+  return m.vectors && batch > 0 && heads > 0 && 0 < rows && rows < INT32_MAX && fits(m.row, rows) &&
+         fits(m.head, heads) && fits(m.batch, batch);
 }
 
 // Whether it can address all of the tensors with rows of queries and of keys that a kernel gives it.
