@@ -9,7 +9,6 @@ call, so they are plain comparisons in a row.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_MAX_HEAD_DIM = 256
+
+_FP32_LEAST, _FP32_END = 2.0**-126, 2.0**128  # of positive normal numbers
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -112,8 +113,10 @@ def options(
     _flag("deterministic", deterministic)
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
-        if not -math.inf < softmax_scale < math.inf:
-            raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number or None")
+        if not -_FP32_END < softmax_scale < _FP32_END:
+            raise ValueError(
+                f"softmax_scale is {softmax_scale}; expected None or a number that fp32 holds"
+            )
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size is {type(window_size).__name__}; expected (left, right)")
     if len(window_size) != 2:
@@ -126,8 +129,10 @@ def options(
             f"window_size is {window_size}; -1 means unbounded, others are counts >= 0"
         )
     _number("softcap", softcap)
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; expected a finite number >= 0 (0 switches it off)")
+    if softcap != 0.0 and not _FP32_LEAST <= softcap < _FP32_END:
+        raise ValueError(
+            f"softcap is {softcap}; expected 0, which switches it off, or a number that fp32 holds"
+        )
     _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; expected a probability in [0, 1]")
@@ -325,7 +330,7 @@ def _flag(name: str, x: Any) -> None:
 
 
 def _number(name: str, x: Any) -> None:
-    if not isinstance(x, (float, int)):
+    if not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} is {type(x).__name__}; expected a number")
 
 

@@ -39,8 +39,9 @@ Band band_of(const Score& score) {
 
 ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
   ScoreRules rules;
-  FC_CHECK(score.softcap >= 0 && std::isfinite(score.softcap), "softcap is ", score.softcap);
   rules.softcap = static_cast<float>(score.softcap);
+  FC_CHECK(score.softcap == 0 || (rules.softcap > 0 && std::isfinite(rules.softcap)), "softcap is ", score.softcap,
+           "; expected 0, or a number that fp32 holds");
   if (score.alibi_slopes) {
     const View& slopes = *score.alibi_slopes;
     check_device(slopes, q, "alibi_slopes");
