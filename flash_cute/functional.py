@@ -206,7 +206,8 @@ def flash_attn_varlen_func(
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table), len(cu_seqlens_q) - 1,
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table),
+        cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, generator, return_lse,
     )  # fmt: skip
@@ -241,7 +242,7 @@ def flash_attn_varlen_kvpacked_func(
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences)
     return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), len(cu_seqlens_q) - 1,
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, generator, return_lse, kv,
     )  # fmt: skip
@@ -272,7 +273,7 @@ def flash_attn_varlen_qkvpacked_func(
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
     validate.varlen(q, k, v, *sequences)
     return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), len(cu_seqlens) - 1,
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, generator, return_lse, qkv,
     )  # fmt: skip
@@ -286,6 +287,7 @@ def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
         (q.is_cuda and k.is_cuda and v.is_cuda)
         and not (grad and torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
+        and not ops.transformed()
     )
 
 
@@ -312,6 +314,7 @@ def _attend(
     ``sequences`` is what varlen ops take after q, k and v; ``packed`` the tensor they are views of.
     """
     q, k, v = qkv
+    validate._flag("return_attn_probs", return_attn_probs)
     validate.options(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, sink, generator,
@@ -331,11 +334,12 @@ def _attend(
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
         rng, deterministic, return_attn_probs, False, ops.allow_tf32(q),
     )  # fmt: skip
-    if not grad and not torch.compiler.is_compiling():
+    is_eager = not torch.compiler.is_compiling() and not ops.transformed()
+    if not grad and is_eager:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
         with torch._C._AutoDispatchBelowAutograd():
             out, softmax_lse, _, probs = op(q, k, v, *args)
-    elif packed is not None and packed.requires_grad and not torch.compiler.is_compiling():
+    elif packed is not None and packed.requires_grad and is_eager:
         separate_q = q if packed.shape[-3] == 2 else None
         out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, sink, op, args)
     else:

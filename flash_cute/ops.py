@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_cute import cpu, validate, validate_kvcache
 from flash_cute.library import has_cuda_kernels, kernels
@@ -182,11 +183,27 @@ def _differentiable(op: Any, bwd_op: Any) -> Callable[..., Results]:
             return tuple(gradients.get(name) for name in names)
 
     def kernel(*args: Any) -> Results:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return Attention.apply(*bind(op, args).values())
         return below_autograd(*args)
 
     return kernel
+
+
+def transformed() -> bool:
+    """Whether derivatives may be asked for in a way that ``requires_grad`` does not show: in
+    forward mode, or inside a transform of torch.func."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def _refuse_tangents(args: Sequence[Any]) -> None:
+    tensors = (x for x in args if isinstance(x, Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "flash_cute: attention has no derivative in forward mode; use backward"
+        )
 
 
 def backward_arguments(
@@ -228,7 +245,7 @@ def _contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _no_double_backward(*_: Any) -> None:
+def no_double_backward(*_: Any) -> None:
     raise NotImplementedError("flash_cute: the backward of attention is not differentiable again")
 
 
@@ -327,7 +344,7 @@ def _register() -> torch.library.Library:
     for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):
         library.impl(name, _differentiable(forward, backward), "Autograd")
     for name, op in (("bwd", bwd), ("varlen_bwd", varlen_bwd)):
-        torch.library.register_autograd(f"flash_cute::{name}", _no_double_backward)
+        torch.library.register_autograd(f"flash_cute::{name}", no_double_backward)
         torch.library.register_fake(f"flash_cute::{name}", _fake_of(op))
     library.impl("fwd_kvcache", _cpu_kvcache, "CPU")
     library.impl("combine", _cpu_combine, "CPU")

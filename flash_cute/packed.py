@@ -28,19 +28,34 @@ class PackedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *unpacked_q, k, v = packed.unbind(-3)
         out, softmax_lse, _, probs = op(*(unpacked_q or (q,)), k, v, *args)
-        ctx.op, ctx.args = op, args
-        ctx.save_for_backward(packed, q, sink, out, softmax_lse)
+        ctx.op = op
+        ctx.options = [None if isinstance(x, Tensor) else x for x in args]
+        ctx.places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+        ctx.save_for_backward(packed, q, sink, out, softmax_lse, *(args[i] for i in ctx.places))
         if probs is not None:
             ctx.mark_non_differentiable(probs)
         ctx.set_materialize_grads(False)
         return out, softmax_lse, probs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-        packed, q, sink, out, softmax_lse = ctx.saved_tensors
+        with torch.no_grad():
+            grads = PackedAttention._gradients(ctx, dout, dlse)
+        if torch.is_grad_enabled():
+            packed, q, sink, *_ = ctx.saved_tensors
+            known = [x for x in grads if x is not None]
+            known = list(_NotAgain.apply(packed, q, sink, dout, dlse, *known))
+            grads = tuple(None if x is None else known.pop(0) for x in grads)
+        return (*grads, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        packed, q, sink, out, softmax_lse, *saved = ctx.saved_tensors
+        args = list(ctx.options)
+        for i, x in zip(ctx.places, saved, strict=True):
+            args[i] = x
         *unpacked_q, k, v = packed.unbind(-3)
-        bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *ctx.args))
+        bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *args))
         bwd_out = _OUT_OVERLOAD_OF_BACKWARD[ctx.op]
         dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
         dq = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -53,4 +68,24 @@ class PackedAttention(torch.autograd.Function):
             dv=dv,
             dsink=dsink,
         )
-        return dpacked, dq, None if dsink is None else dsink.to(sink.dtype), None, None
+        return dpacked, dq, None if dsink is None else dsink.to(sink.dtype)
+
+
+class _NotAgain(torch.autograd.Function):
+    """Gradients, whose own derivatives by what they were computed from do not exist."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: Tensor,
+        q: Tensor | None,
+        sink: Tensor | None,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        *grads: Tensor,
+    ) -> tuple[Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        ops.no_double_backward()

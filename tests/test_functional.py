@@ -127,12 +127,51 @@ def test_a_new_thread(device):
 
 
 def test_packed_double_backward_raises(device):
+    """Also where the result depends on qkv in another way, and where dout does not."""
     inputs = make_inputs(Case(dtype=BF16), device)
     qkv = leaf(torch.stack((inputs.q, inputs.k, inputs.v), 2))
     out = flash_cute.flash_attn_qkvpacked_func(qkv)
-    with pytest.raises(RuntimeError):
-        (grad,) = torch.autograd.grad(out.sum(), qkv, create_graph=True)
-        torch.autograd.grad(grad.sum(), qkv)
+    for loss in (out.sum(), out.square().sum()):
+        (grad,) = torch.autograd.grad(loss, qkv, create_graph=True)
+        (once,) = torch.autograd.grad(loss, qkv, retain_graph=True)
+        bounds.check_same_bits("dqkv", grad.detach(), once)
+        with pytest.raises(NotImplementedError, match="not differentiable again"):
+            torch.autograd.grad(grad.square().sum() + (2 * qkv).sum(), qkv, retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "alibi_slopes"])
+def test_packed_inputs_that_change_before_backward_are_noticed(device, name):
+    qkv = leaf(torch.randn(60, 3, 4, 32, device=device, dtype=BF16))
+    changing = {
+        "cu_seqlens": torch.tensor([0, 20, 60], dtype=torch.int32, device=device),
+        "alibi_slopes": torch.rand(4, device=device),
+    }
+    out = flash_cute.flash_attn_varlen_qkvpacked_func(
+        qkv, changing["cu_seqlens"], 40, alibi_slopes=changing["alibi_slopes"]
+    )
+    changing[name].mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_derivatives_in_forward_mode_are_refused(device):
+    q, k, v = (torch.randn(1, 8, 2, 16, device=device, dtype=BF16) for _ in range(3))
+    for attend in (flash_cute.flash_attn_func, torch.ops.flash_cute.fwd):
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            torch.func.jvp(lambda q, f=attend: f(q, k, v), (q,), (q,))
+    packed = torch.stack((q, k, v), 2)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(flash_cute.flash_attn_qkvpacked_func, (packed,), (packed,))
+
+
+def test_mapped_inputs_keep_their_gradients(device):
+    """Inside torch.func.vmap tensors do not say whether they need one."""
+    x = leaf(torch.randn(3, 1, 8, 2, 16, device=device, dtype=BF16))
+    mapped = torch.func.vmap(flash_cute.flash_attn_func)(x, x, x)
+    one_by_one = torch.stack([flash_cute.flash_attn_func(y, y, y) for y in x])
+    bounds.check_same_bits("out", mapped.detach(), one_by_one.detach())
+    grads = [torch.autograd.grad(out.float().square().sum(), x)[0] for out in (mapped, one_by_one)]
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
 
 
 def test_results_asked_for(device):

@@ -327,3 +327,23 @@ def test_meta_tensors(device):
     q, k, v = (x.to("meta") for x in dense_step(64, device))
     out = flash_cute.flash_attn_func(q, k, v)
     assert out.is_meta and out.shape == q.shape
+
+
+def test_export_with_a_dynamic_number_of_sequences(device):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, cu_seqlens):
+            return flash_cute.flash_attn_varlen_func(
+                q, k, v, cu_seqlens, cu_seqlens, 40, 40, softmax_scale=q.shape[-1] ** -0.5
+            )
+
+    def step(*offsets: int) -> tuple[torch.Tensor, ...]:
+        qkv = torch.randn(3, offsets[-1], 2, 16, device=device, dtype=torch.bfloat16)
+        return (*qkv, torch.tensor(offsets, device=device, dtype=torch.int32))
+
+    rows, sequences = torch.export.Dim("rows", min=2), torch.export.Dim("sequences", min=2)
+    shapes = ({0: rows},) * 3 + ({0: sequences},)
+    exported = torch.export.export(
+        Attention(), step(0, 20, 60), dynamic_shapes=shapes, strict=False
+    )
+    for args in (step(0, 20, 60), step(0, 20, 30, 70)):
+        bounds.check_same_bits("out", exported.module()(*args), Attention()(*args))
