@@ -43,9 +43,7 @@ class PackedAttention(torch.autograd.Function):
             grads = PackedAttention._gradients(ctx, dout, dlse)
         if torch.is_grad_enabled():
             packed, q, sink, *_ = ctx.saved_tensors
-            known = [x for x in grads if x is not None]
-            known = list(_NotAgain.apply(packed, q, sink, dout, dlse, *known))
-            grads = tuple(None if x is None else known.pop(0) for x in grads)
+            grads = _NotAgain.apply(packed, q, sink, dout, dlse, *grads)
         return (*grads, None, None)
 
     @staticmethod
@@ -82,8 +80,8 @@ class _NotAgain(torch.autograd.Function):
         sink: Tensor | None,
         dout: Tensor | None,
         dlse: Tensor | None,
-        *grads: Tensor,
-    ) -> tuple[Tensor, ...]:
+        *grads: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         return grads
 
     @staticmethod
