@@ -249,9 +249,13 @@ def no_double_backward(*_: Any) -> None:
     raise NotImplementedError("flash_cute: the backward of attention is not differentiable again")
 
 
-def _reject_gradients(op: Any, why: str) -> Callable[..., Any]:
-    """Autograd kernel of an op that has no gradient. What it writes gets another version, by which
-    autograd knows that a tensor saved for backward has changed."""
+def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[..., Any]:
+    """Autograd kernel of an op that has no gradient. What it writes, with the argument
+    ``writes_with`` alone if one is named, gets another version, by which autograd knows that a
+    tensor saved for backward has changed."""
+    arguments = op._schema.arguments
+    names = [a.name for a in arguments]
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
     def kernel(*args: Any, **named: Any) -> Any:
         tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
@@ -259,20 +263,14 @@ def _reject_gradients(op: Any, why: str) -> Callable[..., Any]:
             raise RuntimeError(f"{op}: an argument requires grad, and {why}")
         with torch._C._AutoDispatchBelowAutograd():
             results = op(*args, **named)
-        for x in _written(op, bind(op, args) | named):
-            if not x.is_inference():
-                torch.autograd.graph.increment_version(x)
+        given = dict(zip(names, args, strict=False)) | named if written else {}
+        if not writes_with or given.get(writes_with) is not None:
+            for x in map(given.get, written):
+                if x is not None and not x.is_inference():
+                    torch.autograd.graph.increment_version(x)
         return results
 
     return kernel
-
-
-def _written(op: Any, bound: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes. Caches are, where rows join."""
-    if op is fwd_kvcache and bound["k"] is None:
-        return []
-    arguments = (a for a in op._schema.arguments if a.alias_info and a.alias_info.is_write)
-    return [x for a in arguments if (x := bound[a.name]) is not None]
 
 
 _OUT_OVERLOADS = (
@@ -348,8 +346,8 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"flash_cute::{name}", _fake_of(op))
     library.impl("fwd_kvcache", _cpu_kvcache, "CPU")
     library.impl("combine", _cpu_combine, "CPU")
-    for name, op in (("fwd_kvcache", fwd_kvcache), ("combine", combine)):
-        library.impl(name, _reject_gradients(op, _INFERENCE), "Autograd")
+    library.impl("fwd_kvcache", _reject_gradients(fwd_kvcache, _INFERENCE, "k"), "Autograd")
+    library.impl("combine", _reject_gradients(combine, _INFERENCE), "Autograd")
     torch.library.register_fake("flash_cute::fwd_kvcache", _fwd_kvcache_fake)
     torch.library.register_fake("flash_cute::combine", _combine_fake)
     torch.library.register_fake("flash_cute::fwd", _fwd_fake)
