@@ -76,8 +76,8 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
       "int window_size_right=-1, bool varlen=False, int sms=132, int heads_k=0, bool rules=False) -> (str id, int "
       "parts, int heads)");
   m.def(
-      "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int sms=132) -> "
-      "str");
+      "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, bool "
+      "lengths=False, bool pages=False, int sms=132) -> str");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int)");

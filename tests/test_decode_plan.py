@@ -73,7 +73,7 @@ def check(lengths: list[int], *sizes: int, unused: int = 77, of_sm: int = 1) -> 
     if unused == 0 and not any(sizes[3:]):
         blocks = -(-lengths[0] // BLOCK_N)
         if of_sm > 1 and blocks >= LONG and len(units) >= TURNS * ctas:
-            ctas = len(units)
+            ctas = len(units) + (-(-ctas // heads_k) * heads_k if blocks % 2 == 0 else 0)
         elif -(-blocks * len(units) // (ctas // heads_k * heads_k)) >= LARGE:
             ctas += ctas * SMALL // TAKEN_OFF + heads_k
     assert max((part.cta for part in taken), default=0) < ctas
@@ -175,7 +175,13 @@ def test_heads_of_sequences_are_taken_side_by_side(unused):
 
 @pytest.mark.parametrize("heads_k", [16, 32])
 def test_many_long_units_of_sequences_that_are_alike_have_a_cta_each(heads_k):
+    """Those of the last turn have two, for half of the keys each."""
     taken = check([LONG * BLOCK_N] * CTAS, 1, 32, heads_k, 0, 0, unused=0, of_sm=2)
+    last = -(-2 * CTAS // heads_k)  # units of each head
+    assert sorted(part.cta for part in taken) == list(range((CTAS + last) * heads_k))
+    assert all(part.count == (2 if part.b >= CTAS - last else 1) for part in taken)
+    assert all(part.last - part.first == LONG // part.count for part in taken)
+    taken = check([(LONG + 1) * BLOCK_N] * CTAS, 1, 32, heads_k, 0, 0, unused=0, of_sm=2)
     assert sorted(part.cta for part in taken) == list(range(CTAS * heads_k))
     few = TURNS * 2 * CTAS // heads_k - 1
     for length, batch, of_sm in (

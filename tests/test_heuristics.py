@@ -49,25 +49,49 @@ def test_picks(sizes, options, expected):
     assert preferred(*sizes, **options)[0] == expected
 
 
+DECODE128 = "decode_sm80_bf16_rich_d128x128_"
+DECODE64 = "decode_sm80_bf16_rich_d64x64_"
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
         # A token: one CTA an SM, or two that take turns where an SM gets many tiles.
-        ((16, 32, 8, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
-        ((66, 32, 32, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n64_s3_w4_c2"),
-        ((65, 32, 32, 1, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
-        ((15, 32, 32, 1, 8192, 64), "decode_sm80_bf16_rich_d64x64_m16_n128_s3_w4_c2"),
-        ((14, 32, 32, 1, 8192, 64), "decode_sm80_bf16_rich_d64x64_m16_n256_s3_w8_c1"),
-        ((64, 32, 8, 1, 4096, 64), "decode_sm80_bf16_rich_d64x64_m16_n256_s3_w8_c1"),
+        ((16, 32, 8, 1, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
+        ((66, 32, 32, 1, 8192, 128), DECODE128 + "m16_n64_s3_w4_c2"),
+        ((65, 32, 32, 1, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
+        ((15, 32, 32, 1, 8192, 64), DECODE64 + "m16_n128_s3_w4_c2"),
+        ((14, 32, 32, 1, 8192, 64), DECODE64 + "m16_n256_s3_w8_c1"),
+        ((64, 32, 8, 1, 4096, 64), DECODE64 + "m16_n256_s3_w8_c1"),
         ((1, 32, 8, 1, 32768, 200), "decode_sm80_bf16_rich_d256x256_m16_n64_s3_w4_c1"),
         # Chunks of prompts: forward's kernels, for more rows than decoding's small tiles have.
-        ((8, 32, 8, 4, 8192, 128), "decode_sm80_bf16_rich_d128x128_m16_n128_s3_w8_c1"),
+        ((8, 32, 8, 4, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
         ((8, 32, 8, 5, 8192, 128), D128 + "m128_n128_s2_w8_c1_x1"),
         ((1, 32, 8, 1, 32768, 257), ""),
     ],
 )  # fmt: skip
 def test_picks_over_a_cache(sizes, expected):
     assert torch.ops.flash_cute.preferred_kvcache(*sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"lengths": True}, (116, 32, 8, 1, 8192, 128)),
+        ({"lengths": True}, (116, 32, 8, 1, 8192, 64)),
+        ({"pages": True}, (116, 32, 8, 1, 8192, 64)),
+        ({"pages": True}, (58, 32, 8, 1, 4096, 128)),
+        ({"pages": True, "lengths": True}, (58, 32, 8, 1, 4096, 128)),
+    ],
+)
+def test_two_ctas_an_sm_over_a_cache_with_lengths_or_pages(options, sizes):
+    """From 7 tiles an SM on, of 128 dims in pages from 3.5."""
+    batch, *others = sizes
+    picks = [
+        torch.ops.flash_cute.preferred_kvcache(b, *others, **options) for b in (batch - 1, batch)
+    ]
+    assert [pick.endswith("c2") for pick in picks] == [False, True]
+    assert torch.ops.flash_cute.preferred_kvcache(*sizes).endswith("c1")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,6 @@
 
 namespace flash_cute {
 
-static bool known_to_be_alike(const DecodeProblem& p) {
-  return p.cache.lengths == nullptr && p.cache.leftpad == nullptr && p.fwd.dense() && p.added.cu == nullptr &&
-         p.fwd.batch > 0;
-}
-
 // Takes a part off large shares, which each SM works through at its own pace, for CTAs that come later, with small shares.
 static void relieve_shares(DecodeProblem& p, int of_head) {
   constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // grains; parts of a share
@@ -26,6 +21,17 @@ static void relieve_shares(DecodeProblem& p, int of_head) {
   p.ctas_of_head += late_ctas;
 }
 
+// Gives each unit a CTA, and those of the GPU's last turn two each, so that SMs end at about the same time.
+static void give_units_ctas(DecodeProblem& p, int units, int of_unit) {
+  constexpr int kCuts = 2;
+  const int last = of_unit % kCuts == 0 ? detail::ceil_div(p.at_once, p.fwd.heads_k) : 0;
+  p.alike.share = Divisor(of_unit);
+  p.alike.small_share = Divisor(of_unit / kCuts);
+  p.alike.first_ctas = units - last;
+  p.ctas_of_head = units + (kCuts - 1) * last;
+  if (p.fwd.heads_k % 4 == 0) p.neighbours = 4;
+}
+
 // Shares out the grains of sequences that are alike.
 static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
   constexpr int kLong = 8, kTurns = 8;  // grains of a unit; times as many units as CTAs at once
@@ -34,10 +40,6 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
   // Of several CTAs of an SM one reads while another starts: units may have a CTA each.
   const bool own_ctas = p.even_shares() && config.ctas > 1 && grains.of_unit >= kLong &&
                         int64_t(units) * p.fwd.heads_k >= int64_t(kTurns) * p.at_once;
-  if (own_ctas) {
-    p.ctas_of_head = units;
-    if (p.fwd.heads_k % 4 == 0) p.neighbours = 4;
-  }
   const Shares shares = Shares::of(p, of_head, grains.of_unit, true);
   p.alike = {.known = true,
              .of_unit = Divisor(grains.of_unit),
@@ -46,7 +48,11 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
              .small_share = {},
              .first_ctas = p.ctas_of_head};
   const bool paged = p.fwd.pages.ids != nullptr;  // slower by small shares
-  if (p.even_shares() && !own_ctas && !paged) relieve_shares(p, of_head);
+  if (own_ctas) {
+    give_units_ctas(p, units, grains.of_unit);
+  } else if (p.even_shares() && !paged) {
+    relieve_shares(p, of_head);
+  }
 }
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
@@ -72,7 +78,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
   if (!even && units * parts >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
-  if (known_to_be_alike(p)) share_out_alike(p, config);
+  if (p.known_to_be_alike()) share_out_alike(p, config);
   auto whole_units = [&](const Divisor& share) { return share.value % p.alike.of_unit.value == 0; };
   const bool late = p.alike.first_ctas < p.ctas_of_head;
   const bool whole = even && p.alike.known && whole_units(p.alike.share) && (!late || whole_units(p.alike.small_share));

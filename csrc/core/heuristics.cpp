@@ -93,7 +93,9 @@ const std::vector<Row>& rows_of_configs() {
 }
 
 // The kernel of bf16 on Hopper for a problem, or null. Decoding has one family, of one tier, for all GPUs.
-const KernelConfig* hopper_kernel(Op op, const FwdProblem& p, int64_t sms) {
+template <class P>
+const KernelConfig* hopper_kernel(Op op, const P& problem, int64_t sms) {
+  const FwdProblem& p = forward_of(problem);
   const Arch arch = op == Op::Decode ? Arch::Sm80 : Arch::Sm90;
   const Tier tier = op == Op::Decode ? Tier::Rich : p.tier();
   auto fits = [&](const Row& row) {
@@ -101,14 +103,15 @@ const KernelConfig* hopper_kernel(Op op, const FwdProblem& p, int64_t sms) {
     return c.op == op && c.arch == arch && c.dtype == DType::BF16 && c.tier == tier && p.head_dim <= c.head_dim &&
            p.head_dim_v <= c.head_dim_v;
   };
-  const Row* const row = preferred(rows_of_configs(), fits, p, static_cast<int>(sms));
+  const Row* const row = preferred(rows_of_configs(), fits, problem, static_cast<int>(sms));
   return row == nullptr ? nullptr : &row->config;
 }
+
+constexpr int kSomewhere = 0;
 
 FwdProblem problem_of(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
                       int64_t head_dim, int64_t head_dim_v, int64_t window_size_left, int64_t window_size_right,
                       bool varlen) {
-  static constexpr int kSomewhere = 0;
   static constexpr int64_t kUnbounded = Band::kUnbounded;
   auto bound = [](int64_t window) { return static_cast<int>(window < 0 ? kUnbounded : std::min(window, kUnbounded)); };
   FwdProblem p{};
@@ -184,34 +187,38 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
   return plan;
 }
 
-double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
+// How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
+// other reads. One does well where CTAs that come late even shares out, as they do if the host knows how long sequences
+// are and keys are not in pages. Many kv heads of 64 dims have few CTAs each.
+static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config) {
+  constexpr int kManyHeads = 32;
+  const bool paged = p.fwd.pages.ids != nullptr, narrow = config.head_dim <= 64;
+  if (narrow ? p.fwd.heads_k >= kManyHeads : paged) return 3.5;
+  return paged || !p.known_to_be_alike() ? 7 : 16;
+}
+
+double cost(const KernelConfig& config, const DecodeProblem& p, int sms) {
   // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
   // What reading the keys weighs, in rows of products: tiles of 64 rows, for those of 16, from 17 rows on.
   constexpr double kRate = 345, kRowsOfReading = 40;
-  // Where an SM gets many tiles, of two CTAs one reads while the other ends a tile: 1 % at least. With many kv heads of 64
-  // dims, each of which has few CTAs, that is so of fewer tiles.
-  constexpr double kTilesToOverlap = 16, kTilesOfManyHeads = 3.5, kOverlapped = 0.99;
-  constexpr int kManyHeads = 32;
+  constexpr double kOverlapped = 0.99;
+  const FwdProblem& problem = p.fwd;
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
-  const bool many_heads = problem.heads_k >= kManyHeads && config.head_dim <= 64;
-  const double to_overlap = many_heads ? kTilesOfManyHeads : kTilesToOverlap;
-  const double overlap = config.ctas > 1 && tiles >= to_overlap * sms ? kOverlapped : 1;
+  const double overlap = config.ctas > 1 && tiles >= tiles_to_overlap(p, config) * sms ? kOverlapped : 1;
   return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / sms;
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  return config.op == Op::Decode ? decode_cost(config, problem, sms) : plan_forward(config, problem, sms).cost;
+  return plan_forward(config, problem, sms).cost;
 }
 
-bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms) {
+bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p, int sms) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
   constexpr int kFewRows = 16;  // of decoding's smallest tiles
-  if (int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k) <= kFewRows) return false;
-  auto microseconds = [&](const KernelConfig& config) {
-    return cost(config, problem, sms) / a_microsecond(config, sms);
-  };
-  return microseconds(forward) < microseconds(decode) + kAround;
+  if (int64_t(p.fwd.seqlen_q) * (p.fwd.heads / p.fwd.heads_k) <= kFewRows) return false;
+  const double of_forward = cost(forward, p.fwd, sms) / a_microsecond(forward, sms);
+  return of_forward < cost(decode, p, sms) / a_microsecond(decode, sms) + kAround;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
@@ -266,10 +273,13 @@ std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64
 }
 
 std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, int64_t sms) {
-  const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
+                              int64_t head_dim, bool lengths, bool pages, int64_t sms) {
+  DecodeProblem p{};
+  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
+  if (lengths) p.cache.lengths = &kSomewhere;
+  if (pages) p.fwd.pages.ids = &kSomewhere;
   const KernelConfig* const decode = hopper_kernel(Op::Decode, p, sms);
-  const KernelConfig* const forward = hopper_kernel(Op::Fwd, p, sms);
+  const KernelConfig* const forward = hopper_kernel(Op::Fwd, p.fwd, sms);
   if (decode == nullptr || forward == nullptr) return "";
   return (forward_is_cheaper(*forward, *decode, p, static_cast<int>(sms)) ? forward : decode)->id();
 }

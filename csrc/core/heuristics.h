@@ -27,19 +27,19 @@ struct ForwardPlan {
 };
 ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms);
 
-// The same over a key/value cache, whose keys CTAs share out evenly: a tile of query rows costs its products with all
-// keys, and reading them.
-double decode_cost(const KernelConfig& config, const FwdProblem& problem, int sms);
-
 double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
+
+// Over a key/value cache, whose keys CTAs share out evenly, a tile of query rows costs its products with all keys, and
+// reading them.
+double cost(const KernelConfig& config, const DecodeProblem& p, int sms);
 
 // Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small tile
 // of decoding's has all rows of a kv head: reading the keys, which the cost of forward leaves out, is what bounds both.
-bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const FwdProblem& problem, int sms);
+bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p, int sms);
 
 // Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
-template <class Kernels, class Fits>
-auto preferred(const Kernels& kernels, const Fits& fits, const FwdProblem& problem, int sms) {
+template <class Kernels, class Fits, class P>
+auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, int sms) {
   decltype(kernels.data()) best = nullptr;
   double least = -1;  // the cost of the best, once there is another one
   for (const auto& kernel : kernels) {
@@ -70,9 +70,10 @@ std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64
                                                             int64_t window_size_left, int64_t window_size_right,
                                                             bool varlen, int64_t sms, int64_t heads_k, bool rules);
 
-// For tests: id of the kernel, of decoding or of forward, that a call of bf16 over a key/value cache would use.
+// For tests: id of the kernel, of decoding or of forward, that a call of bf16 over a key/value cache would use, with lengths
+// of sequences in a tensor, or keys in pages.
 std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, int64_t sms);
+                              int64_t head_dim, bool lengths, bool pages, int64_t sms);
 
 // For tests: parts of heads and of queries that a plain backward of bf16 would have on a Hopper GPU, sizes as above.
 std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

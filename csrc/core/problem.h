@@ -175,6 +175,11 @@ struct DecodeProblem {
 
   constexpr int ctas() const { return ctas_of_head * fwd.heads_k; }
 
+  // Whether the host knows that every sequence has as many keys as the others.
+  constexpr bool known_to_be_alike() const {
+    return cache.lengths == nullptr && cache.leftpad == nullptr && fwd.dense() && added.cu == nullptr && fwd.batch > 0;
+  }
+
   constexpr bool even_shares() const { return num_splits == 0 && split_size == 0; }
 
   // Whether rows join the cache, or queries are rotated, before anything is computed.
@@ -207,6 +212,18 @@ struct BwdProblem {
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in an order that does not depend on timing
 };
+
+constexpr const FwdProblem& forward_of(const FwdProblem& p) {
+  return p;
+}
+
+constexpr const FwdProblem& forward_of(const DecodeProblem& p) {
+  return p.fwd;
+}
+
+constexpr const FwdProblem& forward_of(const BwdProblem& p) {
+  return p.fwd;
+}
 
 // The padded row space of backward's workspaces: sequence b starts at the multiple of `block` that first_row gives, and
 // no two sequences share a block.

@@ -100,18 +100,6 @@ static bool addressable(const DecodeProblem& p) {
   return addressable(p.fwd);
 }
 
-static const FwdProblem& forward_of(const FwdProblem& p) {
-  return p;
-}
-
-static const FwdProblem& forward_of(const DecodeProblem& p) {
-  return p.fwd;
-}
-
-static const FwdProblem& forward_of(const BwdProblem& p) {
-  return p.fwd;
-}
-
 // What alternatives are weighed for. Where the caller says how keys are parted, a sequence's result must not depend on the
 // batch around it: nor may the kernel.
 template <class P>
@@ -119,9 +107,9 @@ static const FwdProblem& weighed(const P& p) {
   return forward_of(p);
 }
 
-static FwdProblem weighed(const DecodeProblem& p) {
-  FwdProblem one = p.fwd;
-  if (!p.even_shares()) one.batch = 1;
+static DecodeProblem weighed(const DecodeProblem& p) {
+  DecodeProblem one = p;
+  if (!p.even_shares()) one.fwd.batch = 1;
   return one;
 }
 
