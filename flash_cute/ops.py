@@ -3,8 +3,9 @@
 Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
 and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
 caller gives. ``fwd_kvcache`` writes into the caches it is given, ``combine`` into nothing; neither
-has a gradient. Everything is registered here, before the first call, so that ``torch.compile``,
-``torch.export`` and ``opcheck`` see complete ops.
+has a gradient. ``deterministic`` of ``bwd`` and ``varlen_bwd`` is that argument alone: torch's
+global switch is autograd's to take in, when backward runs. Everything is registered here, before
+the first call, so that ``torch.compile``, ``torch.export`` and ``opcheck`` see complete ops.
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
-from flash_cute import library
+import flash_cute
+from flash_cute import library, ops
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
@@ -163,6 +166,28 @@ def test_torch_switch_asks_for_determinism(device, name):
         torch.use_deterministic_algorithms(False)
     expected = inputs.backward(out.detach(), lse.detach(), deterministic=True)
     check_same(dict(zip("qkv", grads, strict=True)), {x: expected[x] for x in "qkv"})
+
+
+def test_compiled_backward_follows_torchs_switch(device):
+    """A graph holds what the switch was when it was traced, and another switch asks for another."""
+    asked = []
+
+    def record(graph, _):
+        calls = [node for node in graph.graph.nodes if node.target is ops.bwd]
+        asked.extend(ops.bind(ops.bwd, x.args, x.kwargs)["deterministic"] for x in calls)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    compiled = torch.compile(flash_cute.flash_attn_func, fullgraph=True, backend=backend)
+    x = torch.randn(1, 8, 2, 16, device=device, dtype=BF16, requires_grad=True)
+    try:
+        for switch in (False, True, False):
+            torch.use_deterministic_algorithms(switch)
+            compiled(x, x, x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True]
 
 
 def test_deterministic_backward_takes_linear_memory(cuda):
