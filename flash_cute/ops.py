@@ -116,6 +116,7 @@ def _varlen_fwd_fake(q: Tensor, *options: Any, **named: Any) -> Results:
 
 def _bwd_fake(op: Any, *args: Any, **named: Any) -> Results:
     bound = bind(op, args, named)
+    validate.of_forward(bound)
     q, sink, lse = bound["q"], bound["sink"], bound["softmax_lse"]
     return (
         *(x.new_empty(x.shape) for x in (q, bound["k"], bound["v"])),

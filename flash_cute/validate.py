@@ -185,10 +185,9 @@ def op_arguments(bound: dict[str, Any]) -> None:
             bound["max_seqlen_k"], bound["seqused_q"], bound["seqused_k"], bound.get("block_table"),
         )  # fmt: skip
         batch = len(bound["cu_seqlens_q"]) - 1
-        statistic: tuple[int, ...] = (q.shape[1], q.shape[0])
     else:
         dense(q, k, v)
-        batch, statistic = q.shape[0], (q.shape[0], q.shape[2], q.shape[1])
+        batch = q.shape[0]
     window = (bound["window_size_left"], bound["window_size_right"])
     options(
         q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
@@ -199,13 +198,20 @@ def op_arguments(bound: dict[str, Any]) -> None:
         raise ValueError("rng is None; dropout needs an int64 tensor (seed, offset)")
     if rng is not None and (rng.dtype != torch.int64 or tuple(rng.shape) != (2,)):
         raise ValueError(f"rng has shape {tuple(rng.shape)}, {rng.dtype}; expected int64 (2,)")
+    if "softmax_lse" in bound:
+        of_forward(bound)
+
+
+def of_forward(bound: dict[str, Any]) -> None:
+    """What backward is given of forward's results and their gradients; also asked by its fake."""
+    q = bound["q"]
+    *lead, rows, heads, _ = q.shape
     for name in ("dout", "out"):
-        if name in bound:
-            _like(name, bound[name], (*q.shape[:-1], v.shape[-1]), q.dtype)
+        _like(name, bound[name], (*lead, rows, heads, bound["v"].shape[-1]), q.dtype)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name in ("softmax_lse", "dlse"):
-        if bound.get(name) is not None:
-            _like(name, bound[name], statistic, accumulator)
+        if bound[name] is not None:
+            _like(name, bound[name], (*lead, heads, rows), accumulator)
 
 
 def output(name: str, given: Tensor | None, result: Tensor | None) -> None:

@@ -13,6 +13,13 @@ from flash_cute.testing import memory
 from flash_cute.testing.kernels import forward_families
 
 NAN = math.nan
+ROWS_FIRST = r"softmax_lse has shape \(2, 8, 4\).*expected \(2, 4, 8\)"
+
+
+def rows_first(lse: torch.Tensor) -> torch.Tensor:
+    """A statistic (batch, heads, rows) as (batch, rows, heads), of as many elements."""
+    return lse.transpose(-1, -2).contiguous()
+
 
 OPS: dict[str, tuple[Change, str]] = {
     "k_of_another_batch": (on("k", lambda x: x[:1]), r"batch|\bk\b"),
@@ -25,6 +32,7 @@ OPS: dict[str, tuple[Change, str]] = {
     "out_dtype": (on("out", lambda x: torch.full_like(x, NAN, dtype=torch.float32)), "out"),
     "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
     "lse_dtype": (on("softmax_lse", lambda x: x.double()), "softmax_lse"),
+    "lse_of_rows_first": (on("softmax_lse", rows_first), ROWS_FIRST),
     "dropout_without_rng": (to(dropout_p=0.3), "rng|dropout"),
     "rng_dtype": (vector("rng", 2, dtype=INT32), "rng"),
     "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng"),
@@ -68,8 +76,11 @@ OPS_OF_BACKWARD: dict[str, tuple[Change, str]] = {
     "out_shape": (on("out", lambda x: x[:, :5]), "out"),
     "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
     "lse_dtype": (on("softmax_lse", torch.Tensor.double), "softmax_lse"),
+    "lse_of_rows_first": (on("softmax_lse", rows_first), ROWS_FIRST),
     "dlse_shape": (vector("dlse", 2, 4, 5), "dlse"),
     "dlse_dtype": (vector("dlse", 2, 4, 8, dtype=BF16), "dlse"),
+    "dlse_of_rows_first": (vector("dlse", 2, 8, 4), ROWS_FIRST.replace("softmax_lse", "dlse")),
+    "dlse_of_1_dim": (vector("dlse", 64), r"dlse has shape \(64,?\).*expected \(2, 4, 8\)"),
     "dropout_without_rng": (to(dropout_p=0.3), "rng"),
     "alibi_shape": (vector("alibi_slopes", 3), "alibi"),
     "sink_shape": (vector("sink", 3), "sink"),
@@ -99,6 +110,21 @@ def test_backward_ops_write_nothing_when_they_raise(device, name):
         guard.check(x)
     torch.ops.flash_cute.bwd.out(**arguments)
     assert all(guard.tensor.isfinite().all() for guard in guarded.values())
+
+
+@pytest.mark.parametrize("name", ["softmax_lse", "dlse", "dout"])
+@pytest.mark.parametrize("function", ["func", "varlen_func"])
+def test_backward_and_its_fake_refuse_what_does_not_fit_forward(device, function, name):
+    varlen = "varlen_" if "varlen" in function else ""
+    fwd, bwd = (getattr(torch.ops.flash_cute, varlen + x) for x in ("fwd", "bwd"))
+    arguments = good_arguments(function, device)
+    out, lse, _, _ = fwd(**arguments)
+    arguments |= {"dout": torch.ones_like(out), "out": out, "softmax_lse": lse, "dlse": lse}
+    arguments[name] = rows_first(arguments[name])
+    fake = {x: y.to("meta") if isinstance(y, torch.Tensor) else y for x, y in arguments.items()}
+    for given in (arguments, fake):
+        with pytest.raises((RuntimeError, ValueError), match=rf"{name} has shape .*expected \("):
+            bwd(**given)
 
 
 def test_out_overload_refuses_gradients(device):

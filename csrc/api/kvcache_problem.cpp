@@ -72,7 +72,7 @@ Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
   FC_CHECK(a.k, "rotary_cos is given, but no k and v");
   for (const View* t : {&*a.rotary_cos, &*a.rotary_sin}) {
     check_same_kind(*t, a.q, "rotary_cos or rotary_sin");
-    check_same_shape(*t, *a.rotary_cos, "rotary_sin");
+    check_shape(*t, a.rotary_cos->sizes, a.rotary_cos->dims, "rotary_sin");
     FC_CHECK(t->dims == 2 && t->stride(1) == 1 && t->stride(0) == t->size(1) && t->size(0) > 0 && t->size(1) > 0 &&
                  2 * t->size(1) <= head_dim,
              "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2)");

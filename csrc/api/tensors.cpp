@@ -2,7 +2,9 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <array>
+#include <string>
 #include <utility>
 
 // Declared by torch only for code that links CUDA; weak, so that the library also loads where torch has no CUDA.
@@ -16,6 +18,12 @@ constexpr int kMaxDims = 5;
 // A dimension of size 1 is never stepped along, whatever its stride says.
 int64_t step(const View& t, int dim) {
   return t.size(dim) > 1 ? t.stride(dim) : 0;
+}
+
+std::string shape(const int64_t* sizes, int dims) {
+  std::string text;
+  for (int i = 0; i < dims; ++i) text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
+  return "(" + text + ")";
 }
 
 }  // namespace
@@ -86,8 +94,8 @@ Statistics statistics(const View& t, const char* name, const View& q) {
            " must be a contiguous fp32 tensor on q's device");
   const bool dense = q.dims == 4;
   const int64_t rows = dense ? q.size(1) : q.size(0), heads = dense ? q.size(2) : q.size(1);
-  FC_CHECK(t.numel() == rows * heads * (dense ? q.size(0) : 1), name, " has ", t.numel(),
-           " elements; q asks for one a row and head");
+  const int64_t expected[] = {q.size(0), heads, rows};
+  check_shape(t, dense ? expected : expected + 1, dense ? 3 : 2, name);
   return {static_cast<float*>(t.ptr), dense ? rows * heads : 0, rows};
 }
 
@@ -100,17 +108,16 @@ void check_same_kind(const View& t, const View& q, const char* name) {
   check_device(t, q, name);
 }
 
-void check_same_shape(const View& t, const View& expected, const char* name) {
-  bool same = t.dims == expected.dims;
-  for (int i = 0; same && i < t.dims; ++i) same = t.size(i) == expected.size(i);
-  FC_CHECK(same, name, "'s shape is not the expected one");
+void check_shape(const View& t, const int64_t* expected, int dims, const char* name) {
+  FC_CHECK(t.dims == dims && std::equal(expected, expected + dims, t.sizes), name, " has shape ",
+           shape(t.sizes, t.dims), "; expected ", shape(expected, dims));
 }
 
 void check_like_out(const View& t, const View& q, const View& v, const char* name) {
   check_same_kind(t, q, name);
-  bool same = t.dims == q.dims && t.size(t.dims - 1) == v.size(v.dims - 1);
-  for (int i = 0; same && i < t.dims - 1; ++i) same = t.size(i) == q.size(i);
-  FC_CHECK(same, name, "'s shape is not the expected one");
+  std::array<int64_t, kMaxDims> expected{};
+  *std::copy_n(q.sizes, q.dims - 1, expected.begin()) = v.size(v.dims - 1);
+  check_shape(t, expected.data(), q.dims, name);
 }
 
 const int* indices(const View& t, int64_t length, const char* name, const View& q) {

@@ -52,7 +52,7 @@ Statistics statistics(const View& t, const char* name, const View& q);
 
 // The shape of q with the head dim of v, and q's dtype and device.
 void check_like_out(const View& t, const View& q, const View& v, const char* name);
-void check_same_shape(const View& t, const View& expected, const char* name);
+void check_shape(const View& t, const int64_t* expected, int dims, const char* name);
 void check_same_kind(const View& t, const View& q, const char* name);
 void check_device(const View& t, const View& q, const char* name);
 
