@@ -89,10 +89,22 @@ def varlen(
 
 def length(name: str, x: int) -> None:
     """The longest length of several sequences."""
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+    if type(x) is not int and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt))):
         raise TypeError(f"{name} is {type(x).__name__}; expected an int (use .item() once)")
-    if x < 0:
+    if not allowed(x >= 0):
         raise ValueError(f"{name} is {x}; expected the longest sequence's length")
+
+
+def allowed(right: bool | torch.SymBool) -> bool:
+    """``right``, or True for numbers that only data will tell: the graph asks when it runs."""
+    if not torch.compiler.is_compiling():
+        return bool(right)
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if not guard_or_true(right):
+        return False
+    torch._check(right)
+    return True
 
 
 def options(

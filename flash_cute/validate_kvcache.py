@@ -202,12 +202,12 @@ def positions(
 def _length_of_all(cache_seqlens: int) -> None:
     if isinstance(cache_seqlens, bool):
         raise TypeError("cache_seqlens is bool; expected an int, or an int32 torch.Tensor")
-    if not 0 <= cache_seqlens < 2**31:
+    if not (validate.allowed(cache_seqlens >= 0) and validate.allowed(cache_seqlens < 2**31)):
         raise ValueError(f"cache_seqlens is {cache_seqlens}; expected a length that fits int32")
 
 
 def _fits(cache_seqlens: Any, new: int, capacity: int) -> None:
-    if cache_seqlens + new > capacity:
+    if not validate.allowed(cache_seqlens + new <= capacity):
         raise ValueError(
             f"cache_seqlens is {cache_seqlens}; with {new} new rows a cache of {capacity} rows a "
             "sequence is too small"

@@ -77,6 +77,29 @@ def test_a_length_may_be_symbolic():
     bounds.check_same_bits("out", traced(*second), half_full(*second))
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compile_with_lengths_of_data(device):
+    """Lengths that are known only as the graph runs, and are checked then."""
+    torch._dynamo.reset()
+
+    def attend(q, cache, offsets, lengths):
+        return flash_cute.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths.min().item(), causal=True,
+            cu_seqlens_q=offsets, max_seqlen_q=(offsets[1:] - offsets[:-1]).max().item(),
+        )  # fmt: skip
+
+    q, cache = (torch.randn(n, 2, 64, device=device, dtype=BF16) for n in (6, 64))
+    offsets, lengths = (
+        torch.tensor(x, device=device, dtype=torch.int32) for x in ([0, 2, 6], [20, 32])
+    )
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    args = (q, cache.view(2, 32, 2, 64), offsets)
+    bounds.check_same_bits("out", compiled(*args, lengths), attend(*args, lengths))
+    for wrong in (lengths - 21, lengths + 13):
+        with pytest.raises(RuntimeError, match="assert"):
+            compiled(*args, wrong)
+
+
 def test_gradients_are_refused(make_cache):
     inputs = make_cache(SAMPLES["contiguous"])
     leaf = inputs.changed(q=inputs["q"].clone().requires_grad_())

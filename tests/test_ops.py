@@ -308,6 +308,48 @@ def test_inductor(device):
     torch.testing.assert_close(compiled(q, k, v), expected, rtol=2e-2, atol=2e-3)
 
 
+def longest_of_data(*args, packed: bool = False):
+    """Attention whose longest lengths are read off the offsets, and known only as it runs."""
+    q, k, v, cu_q, cu_k, *_ = args
+    max_q, max_k = (int((cu[1:] - cu[:-1]).max().item()) for cu in (cu_q, cu_k))
+    if packed:
+        qkv = torch.stack((q, k, v), 1)
+        return flash_cute.flash_attn_varlen_qkvpacked_func(qkv, cu_q, max_q)
+    return flash_cute.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compile_with_longest_lengths_of_data(device, packed, with_grad):
+    torch._dynamo.reset()
+    function = partial(longest_of_data, packed=packed)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for seqlen in (33, 64, 129):
+        args = varlen_step(seqlen, device)
+        leaves = [x.requires_grad_(with_grad) for x in args[:3]]
+        results = []
+        for call in (compiled, function):
+            out = call(*args)
+            grads = torch.autograd.grad(out.sum(), leaves) if with_grad else ()
+            results.append((out, *grads))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
+    assert counter.frame_count <= 2
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compile_refuses_negative_lengths_of_data(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(longest_of_data, fullgraph=True, backend="aot_eager")
+    q, k, v, offsets, *_ = varlen_step(33, device)
+    compiled(q, k, v, offsets, offsets)
+    descending = torch.tensor([9, 6, 3, 0], dtype=torch.int32, device=device)
+    with pytest.raises(RuntimeError, match=">= 0"):
+        compiled(q, k, v, descending, offsets)
+
+
 class Attention(torch.nn.Module):
     def forward(self, q, k, v):
         return flash_cute.flash_attn_func(q, k, v, causal=True)
