@@ -239,6 +239,21 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
     _like(name, given, tuple(result.shape), result.dtype)
     if given.device != result.device:
         raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
+    if any(n > 1 and step == 0 for n, step in zip(given.shape, given.stride(), strict=True)):
+        raise ValueError(
+            f"{name} has elements that share memory: shape {tuple(given.shape)}, strides "
+            f"{given.stride()}; give a tensor with a place for each"
+        )
+
+
+def apart(outputs: dict[str, Tensor | None]) -> None:
+    """No two of the tensors given to an out overload begin in the same place."""
+    names: dict[int, str] = {}
+    for name, x in outputs.items():
+        if x is not None and x.numel() > 0:
+            other = names.setdefault(x.data_ptr(), name)
+            if other != name:
+                raise ValueError(f"{name} shares memory with {other}; give each its own")
 
 
 def tensor(name: str, x: Any) -> None:

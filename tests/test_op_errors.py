@@ -21,6 +21,13 @@ def rows_first(lse: torch.Tensor) -> torch.Tensor:
     return lse.transpose(-1, -2).contiguous()
 
 
+def same_place(out: torch.Tensor) -> torch.Tensor:
+    """fp32 (batch, heads, rows) in the memory of bf16 (batch, rows, heads, dim)."""
+    batch, rows, heads, _ = out.shape
+    elements = out.flatten().view(torch.float32)
+    return elements[: batch * heads * rows].view(batch, heads, rows)
+
+
 OPS: dict[str, tuple[Change, str]] = {
     "k_of_another_batch": (on("k", lambda x: x[:1]), r"batch|\bk\b"),
     "k_of_another_dim": (on("k", lambda x: x[..., :8].contiguous()), r"dim|\bk\b"),
@@ -33,6 +40,8 @@ OPS: dict[str, tuple[Change, str]] = {
     "lse_shape": (on("softmax_lse", lambda x: x[..., :5]), "softmax_lse"),
     "lse_dtype": (on("softmax_lse", lambda x: x.double()), "softmax_lse"),
     "lse_of_rows_first": (on("softmax_lse", rows_first), ROWS_FIRST),
+    "out_expanded": (on("out", lambda x: x[:, :1].expand_as(x)), "out has elements that share"),
+    "lse_is_out": (lambda a: {"softmax_lse": same_place(a["out"])}, "softmax_lse shares memory"),
     "dropout_without_rng": (to(dropout_p=0.3), "rng|dropout"),
     "rng_dtype": (vector("rng", 2, dtype=INT32), "rng"),
     "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng"),
@@ -89,6 +98,9 @@ OPS_OF_BACKWARD: dict[str, tuple[Change, str]] = {
     "dv_shape": (on("dv", lambda x: x[..., :8]), "dv"),
     "dsink_shape": (on("dsink", lambda x: x[:3]), "dsink"),
     "dsink_dtype": (on("dsink", lambda x: torch.full_like(x, NAN, dtype=BF16)), "dsink"),
+    "dk_expanded": (on("dk", lambda x: x[:, :, :1].expand_as(x)), "dk has elements that share"),
+    "dv_is_dk": (lambda a: {"dv": a["dk"]}, "dv shares memory"),
+    "dsink_is_dq": (lambda a: {"dsink": same_place(a["dq"])[0, 0, :4]}, "dsink shares memory"),
     "dsink_without_sink": (to(sink=None), "dsink"),
     "sink_without_dsink": (to(dsink=None), "dsink"),
 }

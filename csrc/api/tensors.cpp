@@ -120,6 +120,21 @@ void check_like_out(const View& t, const View& q, const View& v, const char* nam
   check_shape(t, expected.data(), q.dims, name);
 }
 
+void check_outputs(std::initializer_list<std::pair<const View*, const char*>> outputs) {
+  auto written = [](const View* t) { return t != nullptr && t->numel() > 0; };
+  for (const auto* output = outputs.begin(); output != outputs.end(); ++output) {
+    const auto& [t, name] = *output;
+    if (!written(t)) continue;
+    for (int dim = 0; dim < t->dims; ++dim) {
+      FC_CHECK(t->size(dim) <= 1 || t->stride(dim) != 0, name, " has elements that share memory: dimension ", dim,
+               " has stride 0");
+    }
+    for (const auto* other = outputs.begin(); other != output; ++other) {
+      FC_CHECK(!written(other->first) || other->first->ptr != t->ptr, name, " shares memory with ", other->second);
+    }
+  }
+}
+
 const int* indices(const View& t, int64_t length, const char* name, const View& q) {
   FC_CHECK(t.dtype == ScalarType::Int && t.dims == 1 && is_contiguous(t), name, " must be a contiguous int32 vector");
   FC_CHECK(t.size(0) == length, name, " has ", t.size(0), " entries; expected ", length);

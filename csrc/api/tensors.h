@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <initializer_list>
+#include <utility>
 
 #include "core/problem.h"
 
@@ -54,6 +55,8 @@ Statistics statistics(const View& t, const char* name, const View& q);
 void check_like_out(const View& t, const View& q, const View& v, const char* name);
 void check_shape(const View& t, const int64_t* expected, int dims, const char* name);
 void check_same_kind(const View& t, const View& q, const char* name);
+// Of tensors that are given for results (or null): each element has its own place, no two tensors begin in the same one.
+void check_outputs(std::initializer_list<std::pair<const View*, const char*>> outputs);
 void check_device(const View& t, const View& q, const char* name);
 
 // An int32 vector of `length` entries on the device of q.
