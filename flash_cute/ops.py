@@ -263,7 +263,7 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
         tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise RuntimeError(f"{op}: an argument requires grad, and {why}")
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             results = op(*args, **named)
         given = dict(zip(names, args, strict=False)) | named if written else {}
         if not writes_with or given.get(writes_with) is not None:
@@ -340,7 +340,8 @@ def _register() -> torch.library.Library:
         library.impl(name, kernel, "CPU")
         out_overload = getattr(_ops, name).out
         library.impl(f"{name}.out", _into(op, out_overload, kernel), "CPU")
-        library.impl(f"{name}.out", _reject_gradients(out_overload, _OUT_OVERLOADS), "Autograd")
+        for key in ("Autograd", "ADInplaceOrView"):  # the second alone in inference mode
+            library.impl(f"{name}.out", _reject_gradients(out_overload, _OUT_OVERLOADS), key)
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)
     for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):
         library.impl(name, _differentiable(forward, backward), "Autograd")

@@ -148,6 +148,35 @@ def test_out_overload_refuses_gradients(device):
         torch.ops.flash_cute.fwd.out(**arguments)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_an_out_overload_writes_has_another_version(device, mode):
+    """So that autograd notices when it has saved it. Inference tensors have no version."""
+    arguments = good_arguments("func", device)
+    outputs = {x: arguments["q"].clone() for x in ("out", "dq")}
+    outputs |= {x: arguments[x].clone() for x in "kv"}
+    lse = torch.empty(2, 4, 8, device=device)
+    grads = {"dq": outputs["dq"], "dk": outputs["k"], "dv": outputs["v"]}
+    before = [x._version for x in (lse, *outputs.values())]
+    with mode():
+        torch.ops.flash_cute.fwd.out(**arguments, out=outputs["out"], softmax_lse=lse)
+        torch.ops.flash_cute.bwd.out(
+            outputs["out"], *arguments.values(), outputs["out"], lse, **grads
+        )
+    assert [x._version for x in (lse, *outputs.values())] == [x + 1 for x in before]
+
+
+def test_out_overloads_write_into_inference_tensors_anywhere(device):
+    arguments = good_arguments("func", device)
+    expected, expected_lse, _, _ = torch.ops.flash_cute.fwd(**arguments)
+    with torch.inference_mode():
+        inference = {name: x.clone() for name, x in arguments.items()}
+    for given in (arguments, inference):
+        with torch.inference_mode():
+            out, lse = (torch.full_like(x, NAN) for x in (expected, expected_lse))
+        torch.ops.flash_cute.fwd.out(**given, out=out, softmax_lse=lse)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
 def test_more_tiles_than_a_grid_holds(cuda):
     """The rows outside of the one sequence that has any stay as they were too."""
     q, out = (torch.full((4, 2048, 32), x, device=cuda, dtype=BF16) for x in (1.0, NAN))
