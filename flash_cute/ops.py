@@ -11,10 +11,12 @@ the first call, so that ``torch.compile``, ``torch.export`` and ``opcheck`` see 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flash_cute import cpu, validate, validate_kvcache
@@ -145,16 +147,43 @@ def _combine_fake(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-def _differentiable(op: Any, bwd_op: Any) -> Callable[..., Results]:
-    """Autograd kernel of a forward op, whose gradient is one call of its backward op.
+def _differentiable(op: Any, formula: type[torch.autograd.Function]) -> Callable[..., Results]:
+    """Autograd kernel of an op.
 
-    torch.library.register_autograd would do the same, and take 100 us a call to read the schema.
+    torch.library.register_autograd would do the same, but not inside of torch.func's transforms,
+    and take 100 us a call to read the schema.
     """
-    names = list(_DEFAULTS[op])
 
-    def below_autograd(*args: Any) -> Results:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+    def kernel(*args: Any) -> Results:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(args)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            bound = bind(op, args).values()
+            if torch._C._functorch.maybe_current_level() is None:
+                return formula.apply(*bound)
+            with enable_single_level_autograd_function():  # each level has a call of its own
+                return super(torch.autograd.Function, formula).apply(*bound)  # type: ignore[misc]
+        return _below_autograd(op, args)
+
+    return kernel
+
+
+def _below_autograd(op: Any, args: Sequence[Any]) -> Results:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _forward(op: Any, args: Sequence[Any]) -> Results:
+    """What a formula's forward returns; levels of torch.func below have gradients of their own."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return _below_autograd(op, args)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _below_autograd(op, args)
+
+
+def _formula(op: Any, bwd_op: Any) -> type[torch.autograd.Function]:
+    """Of a forward op, whose gradient is one call of its backward op."""
+    names = list(_DEFAULTS[op])
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -164,7 +193,7 @@ def _differentiable(op: Any, bwd_op: Any) -> Callable[..., Results]:
                 raise NotImplementedError(
                     "block_table: a paged key/value cache has no gradient; detach k and v"
                 )
-            results = out, softmax_lse, row_max, softmax = below_autograd(*args)
+            results = out, softmax_lse, row_max, softmax = _forward(op, args)
             ctx.mark_non_differentiable(*(x for x in (row_max, softmax) if x is not None))
             ctx.set_materialize_grads(False)
             ctx.tensors = [name for name, x in bound.items() if isinstance(x, Tensor)]
@@ -184,14 +213,22 @@ def _differentiable(op: Any, bwd_op: Any) -> Callable[..., Results]:
                 gradients["sink"] = dsink.to(bound["sink"].dtype)
             return tuple(gradients.get(name) for name in names)
 
-    def kernel(*args: Any) -> Results:
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(args)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            return Attention.apply(*bind(op, args).values())
-        return below_autograd(*args)
+    return Attention
 
-    return kernel
+
+def _no_formula(op: Any) -> type[torch.autograd.Function]:
+    """Of a backward op, which has no gradient."""
+
+    class Gradients(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Results:
+            return _forward(op, args)
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> None:
+            no_double_backward()
+
+    return Gradients
 
 
 def transformed() -> bool:
@@ -247,7 +284,7 @@ def _contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def no_double_backward(*_: Any) -> None:
+def no_double_backward() -> None:
     raise NotImplementedError("flash_cute: the backward of attention is not differentiable again")
 
 
@@ -344,10 +381,10 @@ def _register() -> torch.library.Library:
             library.impl(f"{name}.out", _reject_gradients(out_overload, _OUT_OVERLOADS), key)
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)
     for name, forward, backward in (("fwd", fwd, bwd), ("varlen_fwd", varlen_fwd, varlen_bwd)):
-        library.impl(name, _differentiable(forward, backward), "Autograd")
+        library.impl(name, _differentiable(forward, _formula(forward, backward)), "Autograd")
     for name, op in (("bwd", bwd), ("varlen_bwd", varlen_bwd)):
-        torch.library.register_autograd(f"flash_cute::{name}", no_double_backward)
-        torch.library.register_fake(f"flash_cute::{name}", _fake_of(op))
+        library.impl(name, _differentiable(op, _no_formula(op)), "Autograd")
+        torch.library.register_fake(f"flash_cute::{name}", partial(_bwd_fake, op))
     library.impl("fwd_kvcache", _cpu_kvcache, "CPU")
     library.impl("combine", _cpu_combine, "CPU")
     library.impl("fwd_kvcache", _reject_gradients(fwd_kvcache, _INFERENCE, "k"), "Autograd")
@@ -357,10 +394,6 @@ def _register() -> torch.library.Library:
     torch.library.register_fake("flash_cute::fwd", _fwd_fake)
     torch.library.register_fake("flash_cute::varlen_fwd", _varlen_fwd_fake)
     return library
-
-
-def _fake_of(op: Any) -> Callable[..., Results]:
-    return lambda *args, **named: _bwd_fake(op, *args, **named)
 
 
 _library = _register()

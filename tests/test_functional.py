@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,6 +173,70 @@ def test_mapped_inputs_keep_their_gradients(device):
     bounds.check_same_bits("out", mapped.detach(), one_by_one.detach())
     grads = [torch.autograd.grad(out.float().square().sum(), x)[0] for out in (mapped, one_by_one)]
     torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
+
+
+def attention_of_squares(q, k, v, sink):
+    out, lse = flash_cute.flash_attn_func(q, k, v, causal=True, sink=sink, return_lse=True)
+    return out.float().square().sum() + lse.sum()
+
+
+def test_gradients_of_torch_func(device):
+    """Of one call, of a mapped one, and mapped: as autograd's own, one by one."""
+    torch.manual_seed(5)
+    batches = [torch.randn(3, 1, 8, 2, 16, device=device) for _ in "qkv"]
+    batches.append(torch.randn(3, 2, device=device))
+    everything = {"argnums": (0, 1, 2, 3)}
+    grad, vmap = partial(torch.func.grad, **everything), torch.func.vmap
+    expected = []
+    for args in zip(*batches, strict=True):
+        leaves = [leaf(x) for x in args]
+        expected.append(torch.autograd.grad(attention_of_squares(*leaves), leaves))
+    one_by_one = [grad(attention_of_squares)(*args) for args in zip(*batches, strict=True)]
+    mapped = vmap(grad(attention_of_squares))(*batches)
+    of_mapped = grad(lambda *args: vmap(attention_of_squares)(*args).sum())(*batches)
+    _, pullback = torch.func.vjp(vmap(attention_of_squares), *batches)
+    for got in (
+        [torch.stack(x) for x in zip(*one_by_one, strict=True)],
+        mapped, of_mapped, pullback(torch.ones(3, device=device)),
+    ):  # fmt: skip
+        for x, *ys in zip(got, *expected, strict=True):
+            torch.testing.assert_close(x, torch.stack(ys))
+
+
+def test_gradients_of_torch_func_of_packed_and_varlen(device):
+    qkv = torch.randn(8, 3, 2, 16, device=device, dtype=BF16)
+    offsets = torch.tensor([0, 3, 8], device=device, dtype=torch.int32)
+
+    def packed(qkv):
+        return flash_cute.flash_attn_varlen_qkvpacked_func(qkv, offsets, 5, deterministic=True)
+
+    x = leaf(qkv)
+    (expected,) = torch.autograd.grad(packed(x).sum(), x)
+    bounds.check_same_bits("dqkv", torch.func.grad(lambda x: packed(x).sum())(qkv), expected)
+    x = leaf(qkv)
+    out, _ = torch.func.vjp(packed, x)
+    (through,) = torch.autograd.grad(out.sum(), x)
+    bounds.check_same_bits("dqkv", through, expected)
+
+
+def test_second_derivatives_of_torch_func_are_refused(device):
+    """However they are asked for: none is zero by mistake."""
+    q, k, v = (torch.randn(1, 8, 2, 16, device=device, dtype=BF16) for _ in range(3))
+
+    def loss(q):
+        return flash_cute.flash_attn_func(q, k, v).square().sum()
+
+    grad, x = torch.func.grad(loss), leaf(q)
+    for ask in (
+        lambda: torch.func.grad(lambda q: grad(q).sum())(q),
+        lambda: torch.func.vjp(grad, q)[1](q),
+        lambda: torch.autograd.grad(grad(x).sum(), x),
+    ):
+        with pytest.raises(NotImplementedError, match="not differentiable again"):
+            ask()
+    for ask in (lambda: torch.func.jvp(grad, (q,), (q,)), lambda: torch.func.hessian(loss)(q)):
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            ask()
 
 
 def test_results_asked_for(device):
