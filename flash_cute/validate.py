@@ -97,14 +97,13 @@ def length(name: str, x: int) -> None:
 
 def allowed(right: bool | torch.SymBool) -> bool:
     """``right``, or True for numbers that only data will tell: the graph asks when it runs."""
-    if not torch.compiler.is_compiling():
-        return bool(right)
-    from torch.fx.experimental.symbolic_shapes import guard_or_true
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    if not guard_or_true(right):
-        return False
-    torch._check(right)
-    return True
+        if guard_or_true(right):
+            torch._check(right)
+            return True
+    return bool(right)
 
 
 def options(
@@ -233,27 +232,21 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
     if result is None:
         raise ValueError(f"{name} is given, but this call has no such result")
     if given is None:
-        raise ValueError(
-            f"{name} is None; this call needs {result.dtype} {tuple(result.shape)} for it"
-        )
+        raise ValueError(f"{name} is None; this call needs {result.dtype} {tuple(result.shape)}")
     _like(name, given, tuple(result.shape), result.dtype)
     if given.device != result.device:
         raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
     if any(n > 1 and step == 0 for n, step in zip(given.shape, given.stride(), strict=True)):
-        raise ValueError(
-            f"{name} has elements that share memory: shape {tuple(given.shape)}, strides "
-            f"{given.stride()}; give a tensor with a place for each"
-        )
+        raise ValueError(f"{name} has elements that share memory, by its strides {given.stride()}")
 
 
 def apart(outputs: dict[str, Tensor | None]) -> None:
     """No two of the tensors given to an out overload begin in the same place."""
     names: dict[int, str] = {}
     for name, x in outputs.items():
-        if x is not None and x.numel() > 0:
-            other = names.setdefault(x.data_ptr(), name)
-            if other != name:
-                raise ValueError(f"{name} shares memory with {other}; give each its own")
+        other = name if x is None or x.numel() == 0 else names.setdefault(x.data_ptr(), name)
+        if other != name:
+            raise ValueError(f"{name} shares memory with {other}; give each its own")
 
 
 def tensor(name: str, x: Any) -> None:
