@@ -64,14 +64,30 @@ DECODE64 = "decode_sm80_bf16_rich_d64x64_"
         ((14, 32, 32, 1, 8192, 64), DECODE64 + "m16_n256_s3_w8_c1"),
         ((64, 32, 8, 1, 4096, 64), DECODE64 + "m16_n256_s3_w8_c1"),
         ((1, 32, 8, 1, 32768, 200), "decode_sm80_bf16_rich_d256x256_m16_n64_s3_w4_c1"),
-        # Chunks of prompts: forward's kernels, for more rows than decoding's small tiles have.
+        # Chunks of prompts: forward's kernels, for more rows than decoding's smaller tiles have, or
+        # of 32 rows and 128 dims where products count.
         ((8, 32, 8, 4, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
-        ((8, 32, 8, 5, 8192, 128), D128 + "m128_n128_s2_w8_c1_x1"),
+        ((8, 32, 8, 5, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
+        ((8, 32, 8, 8, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
+        ((8, 32, 8, 9, 8192, 128), D128 + "m128_n128_s2_w8_c1_x1"),
+        ((64, 32, 8, 8, 4096, 128), D128 + "m128_n128_s2_w8_c1_x1"),
+        ((16, 32, 1, 1, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
+        ((256, 32, 1, 1, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
+        ((64, 32, 8, 8, 4096, 64), DECODE64 + "m32_n256_s3_w8_c1"),
+        ((8, 32, 8, 9, 8192, 64), "fwd_sm90_bf16_plain_d64x64_m128_n128_s4_w8_c1_x1"),
         ((1, 32, 8, 1, 32768, 257), ""),
     ],
 )  # fmt: skip
 def test_picks_over_a_cache(sizes, expected):
     assert torch.ops.flash_cute.preferred_kvcache(*sizes) == expected
+
+
+def test_chunks_of_32_rows_in_pages_are_for_forward():
+    picks = [
+        torch.ops.flash_cute.preferred_kvcache(8, 32, 8, 8, 8192, dim, pages=True)
+        for dim in (128, 64)
+    ]
+    assert picks == [D128 + "m128_n128_s2_w8_c1_x1", DECODE64 + "m32_n256_s3_w8_c1"]
 
 
 @pytest.mark.parametrize(

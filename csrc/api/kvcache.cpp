@@ -30,8 +30,8 @@ Tensor allocate_decoded_parts(DecodeProblem& p, const KernelConfig& config, cons
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
   if (p.cache.leftpad != nullptr || p.num_splits > 0 || p.split_size > 0) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
-  const bool cheaper = kernel != nullptr && kernel->config.arch == Arch::Sm90 &&
-                       forward_is_cheaper(kernel->config, decode, p, gpu.sms);
+  const bool cheaper =
+      kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu.sms);
   return cheaper ? kernel : nullptr;
 }
 

@@ -215,10 +215,18 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p, int sms) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
-  constexpr int kFewRows = 16;  // of decoding's smallest tiles
-  if (int64_t(p.fwd.seqlen_q) * (p.fwd.heads / p.fwd.heads_k) <= kFewRows) return false;
-  const double of_forward = cost(forward, p.fwd, sms) / a_microsecond(forward, sms);
-  return of_forward < cost(decode, p, sms) / a_microsecond(decode, sms) + kAround;
+  // Products of tiles of 32 rows and 128 dims take longer than reading, by a tenth: in so many microseconds that is what
+  // forward takes more to begin and to end. From pages they take longer anyway.
+  constexpr double kLong = 75;
+  constexpr int kFewRows = 16, kMoreRows = 32;  // of decoding's smaller tiles
+  const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / p.fwd.heads_k);
+  if (rows <= kFewRows) return false;
+  const double of_decode = cost(decode, p, sms) / a_microsecond(decode, sms);
+  if (rows <= decode.block_m && decode.block_m == kMoreRows) {
+    const bool reads_once = heads_in_tile(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
+    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
+  }
+  return cost(forward, p.fwd, sms) / a_microsecond(forward, sms) < of_decode + kAround;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {

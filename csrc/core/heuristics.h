@@ -34,7 +34,8 @@ double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
 double cost(const KernelConfig& config, const DecodeProblem& p, int sms);
 
 // Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small tile
-// of decoding's has all rows of a kv head: reading the keys, which the cost of forward leaves out, is what bounds both.
+// of decoding's has all rows of a kv head, of 16 or, with some exceptions, 32 rows: reading the keys, which the cost of
+// forward leaves out, is what bounds both.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p, int sms);
 
 // Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
