@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/decode_plan.h"
-#include "core/heuristics.h"
+#include "core/picks.h"
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
 #include "core/registry.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <vector>
 
 #include "kernels/common/tiles.h"
 
@@ -77,58 +76,6 @@ double a_microsecond(const KernelConfig& config, int sms) {
 
 // Parts are made where they take no more than this of the time without.
 constexpr double kWorthwhile = 0.95;
-
-// Rows of configs.def, whether this build has their kernels or not.
-struct Row {
-  KernelConfig config;
-};
-
-const std::vector<Row>& rows_of_configs() {
-  static const std::vector<Row> rows = {
-#define KERNEL(op, arch, dtype, tier, ...) {{Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__}},
-#include "configs.def"
-#undef KERNEL
-  };
-  return rows;
-}
-
-// The kernel of bf16 on Hopper for a problem, or null. Decoding has one family, of one tier, for all GPUs.
-template <class P>
-const KernelConfig* hopper_kernel(Op op, const P& problem, int64_t sms) {
-  const FwdProblem& p = forward_of(problem);
-  const Arch arch = op == Op::Decode ? Arch::Sm80 : Arch::Sm90;
-  const Tier tier = op == Op::Decode ? Tier::Rich : p.tier();
-  auto fits = [&](const Row& row) {
-    const KernelConfig& c = row.config;
-    return c.op == op && c.arch == arch && c.dtype == DType::BF16 && c.tier == tier && p.head_dim <= c.head_dim &&
-           p.head_dim_v <= c.head_dim_v;
-  };
-  const Row* const row = preferred(rows_of_configs(), fits, problem, static_cast<int>(sms));
-  return row == nullptr ? nullptr : &row->config;
-}
-
-constexpr int kSomewhere = 0;
-
-FwdProblem problem_of(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                      int64_t head_dim, int64_t head_dim_v, int64_t window_size_left, int64_t window_size_right,
-                      bool varlen) {
-  static constexpr int64_t kUnbounded = Band::kUnbounded;
-  auto bound = [](int64_t window) { return static_cast<int>(window < 0 ? kUnbounded : std::min(window, kUnbounded)); };
-  FwdProblem p{};
-  p.dtype = DType::BF16;
-  p.batch = static_cast<int>(batch);
-  p.heads = static_cast<int>(heads);
-  p.heads_k = static_cast<int>(heads_k);
-  p.head_dim = static_cast<int>(head_dim);
-  p.head_dim_v = static_cast<int>(head_dim_v);
-  p.seqlen_q = static_cast<int>(seqlen_q);
-  p.seqlen_k = static_cast<int>(seqlen_k);
-  p.total_q = batch * seqlen_q;
-  p.total_k = batch * seqlen_k;
-  if (varlen) p.sequences.cu_q = p.sequences.cu_k = &kSomewhere;
-  p.band = {bound(window_size_left), bound(window_size_right)};
-  return p;
-}
 
 }  // namespace
 
@@ -266,41 +213,6 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
     least = time;
   }
   return best;
-}
-
-std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q,
-                                                            int64_t seqlen_k, int64_t head_dim,
-                                                            int64_t window_size_left, int64_t window_size_right,
-                                                            bool varlen, int64_t sms, int64_t heads_k, bool rules) {
-  FwdProblem p = problem_of(batch, heads, heads_k == 0 ? heads : heads_k, seqlen_q, seqlen_k, head_dim, head_dim,
-                            window_size_left, window_size_right, varlen);
-  if (rules) p.rules.softcap = 1.f;
-  const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
-  if (config == nullptr) return {"", 0, 0};
-  return {config->id(), plan_forward(*config, p, static_cast<int>(sms)).parts, heads_in_tile(*config, p)};
-}
-
-std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, bool lengths, bool pages, int64_t sms) {
-  DecodeProblem p{};
-  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
-  if (lengths) p.cache.lengths = &kSomewhere;
-  if (pages) p.fwd.pages.ids = &kSomewhere;
-  const KernelConfig* const decode = hopper_kernel(Op::Decode, p, sms);
-  const KernelConfig* const forward = hopper_kernel(Op::Fwd, p.fwd, sms);
-  if (decode == nullptr || forward == nullptr) return "";
-  return (forward_is_cheaper(*forward, *decode, p, static_cast<int>(sms)) ? forward : decode)->id();
-}
-
-std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
-                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
-                                             int64_t sms) {
-  const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
-                                  window_size_right, varlen);
-  const KernelConfig* const config = hopper_kernel(Op::Bwd, p, sms);
-  const QueryParts parts = config == nullptr ? QueryParts{} : backward_parts(*config, p, static_cast<int>(sms));
-  return {parts.heads, parts.queries};
 }
 
 }  // namespace flash_cute

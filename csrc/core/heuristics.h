@@ -1,10 +1,6 @@
 // Which of several kernels for the same problem is likely the fastest: arithmetic on sizes alone.
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <tuple>
-
 #include "core/config.h"
 #include "core/problem.h"
 
@@ -62,24 +58,5 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, int s
 // cost a pass that adds them up, and room for their sums. Shares of heads come before shares of queries. Lengths of
 // sequences that lie end to end count as their mean. Other kernels have one part always.
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
-
-// For tests: id of the kernel that a forward of bf16 would use on a Hopper GPU, whether this build has it or not, into how
-// many parts it would cut keys, and how many heads would share a tile. Windows of -1 have no end; with `varlen` lengths
-// are those of sequences end to end; heads_k of 0 are as many as heads; `rules` are softcap or ALiBi.
-std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q,
-                                                            int64_t seqlen_k, int64_t head_dim,
-                                                            int64_t window_size_left, int64_t window_size_right,
-                                                            bool varlen, int64_t sms, int64_t heads_k, bool rules);
-
-// For tests: id of the kernel, of decoding or of forward, that a call of bf16 over a key/value cache would use, with lengths
-// of sequences in a tensor, or keys in pages.
-std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, bool lengths, bool pages, int64_t sms);
-
-// For tests: parts of heads and of queries that a plain backward of bf16 would have on a Hopper GPU, sizes as above.
-std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
-                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
-                                             int64_t sms);
 
 }  // namespace flash_cute
