@@ -194,6 +194,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.attention", description=__doc__)
     parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
     parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        help="measure this case, and others so named, instead",
+    )
+    parser.add_argument(
         "--rivals",
         help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}, {_OTHERS}",
     )
@@ -235,12 +241,12 @@ def _complete(options: argparse.Namespace) -> None:
         raise ValueError(f"--direction {options.direction}: expected fwd, bwd or fwd,bwd")
     options.cases = [
         (case, directions)
-        for case in SUITES[options.suite]
+        for case in [Case.parse(name) for name in options.case] or SUITES[options.suite]
         if re.search(options.match, str(case))
         and (directions := [d for d in case.directions if d in wanted])
     ]
     if not options.cases:
-        raise ValueError("nothing to measure: no case of the suite has that match and direction")
+        raise ValueError("nothing to measure: no case has that match and direction")
     if options.plot and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     options.device = timing.use_device(options.device)

@@ -121,6 +121,17 @@ def test_defaults_depend_on_the_suite_and_the_mode():
     assert (long.rivals, long.rounds, long.round_ms >= 300) == (["fa3fp8"], 7, True)
 
 
+def test_cases_of_no_suite_are_measured_by_their_names():
+    names = ["bf16 b3 h2/1 q1 k96 d64/64 full +lengths", "fp16 b1 h2/2 q40 k40 d64/64 causal"]
+    asked = [word for name in names for word in ("--case", name)]
+    options = attention.parse(["--device", "cpu", *asked])
+    assert [(str(case), directions) for case, directions in options.cases] == [
+        (names[0], ["fwd"]), (names[1], ["fwd", "bwd"]),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        attention.parse(["--device", "cpu", "--case", "bf16 b3"])
+
+
 def test_kernels_asked_for_are_the_ones_measured(monkeypatch):
     asked = []
 

@@ -28,7 +28,7 @@ static void give_units_ctas(DecodeProblem& p, int units, int of_unit) {
   p.alike.share = Divisor(of_unit);
   p.alike.small_share = Divisor(of_unit / kCuts);
   p.alike.first_ctas = units - last;
-  p.ctas_of_head = units + (kCuts - 1) * last;
+  p.ctas_of_head = units - last + kCuts * last;
   if (p.fwd.heads_k % 4 == 0) p.neighbours = 4;
 }
 
@@ -40,19 +40,14 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
   // Of several CTAs of an SM one reads while another starts: units may have a CTA each.
   const bool own_ctas = p.even_shares() && config.ctas > 1 && grains.of_unit >= kLong &&
                         int64_t(units) * p.fwd.heads_k >= int64_t(kTurns) * p.at_once;
-  const Shares shares = Shares::of(p, of_head, grains.of_unit, true);
-  p.alike = {.known = true,
-             .of_unit = Divisor(grains.of_unit),
-             .of_sequence = Divisor(std::max(1, grains.of_head)),
-             .share = Divisor(shares.size),
-             .small_share = {},
-             .first_ctas = p.ctas_of_head};
+  p.alike.known = true;
+  p.alike.of_unit = Divisor(grains.of_unit);
+  p.alike.of_sequence = Divisor(std::max(1, grains.of_head));
+  if (own_ctas) return give_units_ctas(p, units, grains.of_unit);
+  p.alike.share = Divisor(Shares::of(p, of_head, grains.of_unit, true).size);
+  p.alike.first_ctas = p.ctas_of_head;
   const bool paged = p.fwd.pages.ids != nullptr;  // slower by small shares
-  if (own_ctas) {
-    give_units_ctas(p, units, grains.of_unit);
-  } else if (p.even_shares() && !paged) {
-    relieve_shares(p, of_head);
-  }
+  if (p.even_shares() && !paged) relieve_shares(p, of_head);
 }
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {

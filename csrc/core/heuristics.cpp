@@ -146,7 +146,7 @@ static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& confi
 
 double cost(const KernelConfig& config, const DecodeProblem& p, int sms) {
   // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
-  // What reading the keys weighs, in rows of products: tiles of 64 rows, for those of 16, from 17 rows on.
+  // What reading the keys weighs, in rows of products: a tile that has all rows of a kv head, up to 64, is the cheapest.
   constexpr double kRate = 345, kRowsOfReading = 40;
   constexpr double kOverlapped = 0.99;
   const FwdProblem& problem = p.fwd;
