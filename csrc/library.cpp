@@ -80,7 +80,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
       "lengths=False, bool pages=False, int sms=132) -> str");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
-      "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int)");
+      "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int, int)");
   m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
       "int sms=132, int ctas=1) -> str");

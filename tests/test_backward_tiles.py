@@ -27,6 +27,14 @@ PARTED = {
     "rows without keys": Case(heads=2, batch=1, seqlen_q=2000, seqlen_k=700, is_causal=True),
     "sink": Case(heads=8, heads_k=2, batch=1, seqlen_q=500, seqlen_k=300, sink=True),
     "rules": Case(heads=4, batch=1, seqlen_q=900, seqlen_k=300, alibi="heads", dropout_p=0.2),
+    # More tiles than SMs, of which the last ones are cut: of other heads, or the late keys of some.
+    "last heads": Case(
+        heads=68, heads_k=34, batch=4, seqlen_q=1500, seqlen_k=100, window=(900, -1)
+    ),
+    "last keys": Case(heads=47, batch=1, seqlen_q=1200, seqlen_k=300),
+    "last keys of groups": Case(
+        heads=94, heads_k=47, batch=1, seqlen_q=1200, seqlen_k=300, sink=True
+    ),
     "varlen": VarlenCase(
         heads=8, heads_k=2, lengths_q=(700, 0, 65, 300), lengths_k=(600, 70, 0, 130)
     ),
@@ -59,7 +67,8 @@ def test_cases_are_parted(name, dims):
     heads = (case.heads, case.heads_k or case.heads)
     window = (left, 0 if case.is_causal else right)
     parts = torch.ops.flash_cute.preferred_parts(count, *heads, *seqlens, *dims, *window, varlen)
-    assert math.prod(parts) > 1
+    assert math.prod(parts[:2]) > 1
+    assert (parts[2] > 0) == name.startswith("last")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -187,29 +187,29 @@ CAUSAL = {"window_size_right": 0}
     ("sizes", "options", "expected"),
     [
         # Enough key tiles, or so many that the last turn of SMs matters little.
-        ((2, 16, 16, 4096, 4096, 128, 128), {}, (1, 1)),
-        ((2, 16, 16, 4096, 4096, 128, 128), CAUSAL, (1, 1)),
-        ((1, 16, 16, 1024, 1024, 128, 128), {}, (1, 1)),
-        ((1, 32, 8, 8192, 8192, 128, 128), {}, (1, 1)),
+        ((2, 16, 16, 4096, 4096, 128, 128), {}, (1, 1, 0)),
+        ((2, 16, 16, 4096, 4096, 128, 128), CAUSAL, (1, 1, 0)),
+        ((1, 16, 16, 1024, 1024, 128, 128), {}, (1, 1, 0)),
+        ((1, 32, 8, 8192, 8192, 128, 128), {}, (1, 1, 0)),
         # Heads first: as many parts as there is room for.
-        ((1, 32, 1, 4096, 4096, 128, 128), {}, (4, 1)),
-        ((1, 32, 1, 4096, 4096, 128, 128), CAUSAL, (8, 1)),
-        ((1, 8, 1, 1024, 1024, 128, 128), {}, (8, 2)),
-        ((1, 48, 2, 4096, 4096, 128, 128), {}, (2, 1)),
-        ((1, 16, 1, 1024, 1024, 256, 256), {}, (8, 1)),
+        ((1, 32, 1, 4096, 4096, 128, 128), {}, (4, 1, 0)),
+        ((1, 32, 1, 4096, 4096, 128, 128), CAUSAL, (8, 1, 0)),
+        ((1, 8, 1, 1024, 1024, 128, 128), {}, (8, 2, 0)),
+        ((1, 48, 2, 4096, 4096, 128, 128), {}, (2, 1, 0)),
+        ((1, 16, 1, 1024, 1024, 256, 256), {}, (8, 1, 0)),
         # Queries, where heads have nothing to share.
-        ((1, 8, 8, 1024, 1024, 128, 128), {}, (1, 2)),
-        ((1, 8, 8, 1024, 1024, 128, 128), CAUSAL, (1, 2)),
-        ((1, 1, 1, 4096, 128, 128, 128), {}, (1, 16)),
+        ((1, 8, 8, 1024, 1024, 128, 128), {}, (1, 2, 0)),
+        ((1, 8, 8, 1024, 1024, 128, 128), CAUSAL, (1, 2, 0)),
+        ((1, 1, 1, 4096, 128, 128, 128), {}, (1, 16, 0)),
         # Too little to share: a few queries, a narrow window.
-        ((1, 1, 1, 128, 4096, 128, 128), {}, (1, 1)),
-        ((1, 2, 2, 4096, 4096, 128, 128), {"window_size_left": 128, **CAUSAL}, (1, 1)),
+        ((1, 1, 1, 128, 4096, 128, 128), {}, (1, 1, 0)),
+        ((1, 2, 2, 4096, 4096, 128, 128), {"window_size_left": 128, **CAUSAL}, (1, 1, 0)),
         # Sequences end to end count as so many of their mean length.
-        ((4, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (4, 1)),
-        ((64, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (1, 1)),
+        ((4, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (4, 1, 0)),
+        ((64, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (1, 1, 0)),
         # A smaller GPU is busy sooner. No kernel, no parts.
-        ((1, 32, 1, 4096, 4096, 128, 128), {"sms": 32}, (1, 1)),
-        ((1, 32, 1, 4096, 4096, 257, 257), {}, (1, 1)),
+        ((1, 32, 1, 4096, 4096, 128, 128), {"sms": 32}, (1, 1, 0)),
+        ((1, 32, 1, 4096, 4096, 257, 257), {}, (1, 1, 0)),
     ],
 )  # fmt: skip
 def test_parts_of_backward(sizes, options, expected):
@@ -225,8 +225,10 @@ def test_parts_of_backward_divide_the_heads_and_are_few():
         window = {"window_size_left": draw.choice([-1, 0, 300]), "window_size_right": 0}
         for sms in (1, 2, 132):
             options = {**window, "varlen": draw.random() < 0.5, "sms": sms}
-            heads, queries = preferred_parts(*sizes, **options)
+            heads, queries, whole = preferred_parts(*sizes, **options)
             assert group % heads == 0 and queries >= 1 and heads * queries <= 16
+            turns = [max(1, sms // pair) for pair in (1, 2)]
+            assert whole == 0 or (heads * queries > 1 and 0 in [whole % turn for turn in turns])
 
 
 @pytest.mark.skipif(

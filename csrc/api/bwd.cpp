@@ -52,18 +52,20 @@ Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View&
   const int64_t rows = padded_rows(config.block_m, p.fwd.seqlen_q, p.fwd.total_q);
   const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
   const int64_t turns = all_rows / config.block_m * config.warps;
-  const int64_t rows_k = p.parts.count() > 1 ? padded_rows(kPartRows, p.fwd.seqlen_k, p.fwd.total_k) : 0;
-  // Of a sequence, or of all that lie end to end.
-  const int64_t rows_of_parts = rows_k * p.fwd.heads_k * p.parts.count();
-  const int64_t part_sums = rows_of_parts * (dense ? p.fwd.batch : 1) * (config.head_dim + config.head_dim_v);
+  const int rows_of_tile = config.block_n * config.cluster;
+  const int64_t tiles_k = int64_t((p.fwd.seqlen_k + rows_of_tile - 1) / rows_of_tile) * p.fwd.heads_k * p.fwd.batch;
+  p.slabs_of_head = dense ? 0 : padded_rows(kPartRows, p.fwd.seqlen_k, p.fwd.total_k) / kPartRows;
+  const int64_t rows_k =
+      dense ? (tiles_k - p.parts.whole_tiles) * rows_of_tile : p.slabs_of_head * kPartRows * p.fwd.heads_k;
+  const int64_t part_sums = p.parts.count() > 1 ? rows_k * p.parts.count() * (config.head_dim + config.head_dim_v) : 0;
   const Tensor workspace = allocate(q, {all_rows * (config.dq_columns() + 2) + part_sums + turns}, ScalarType::Float);
   float* base = static_cast<float*>(workspace.data_ptr());
   const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
   p.lse_log2 = {base, batch_stride, rows};
   p.row_dot = {base + all_rows, batch_stride, rows};
   p.dq_accum = base + 2 * all_rows;
-  p.part_sums = {p.dq_accum + all_rows * config.dq_columns(), dense ? rows_of_parts : 0, rows_k};
-  p.turns = reinterpret_cast<int*>(p.part_sums.ptr + part_sums);
+  p.part_sums = p.dq_accum + all_rows * config.dq_columns();
+  p.turns = reinterpret_cast<int*>(p.part_sums + part_sums);
   return workspace;
 }
 

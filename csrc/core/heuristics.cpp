@@ -180,6 +180,7 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
   // Microseconds on an H200: of a CTA before its first step and after its last, of one more kernel, and of an fp32
   // number that a part writes and that is read again. A step takes as long as its five products.
   constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
+  constexpr double kWorthCutting = 0.99;  // as kWorthwhile, for the last tiles alone
   constexpr int kMostParts = 16;
   if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
   const FwdProblem one = one_sequence(problem);
@@ -208,6 +209,22 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
     const int of_heads = std::gcd(count, group);
     const QueryParts parts{of_heads, count / of_heads};
     const double time = time_of(parts);
+    if (time >= least) continue;
+    best = parts;
+    least = time;
+  }
+  // Tiles that are alike leave SMs idle in the last turn of the GPU: those of it may be cut alone.
+  const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch, at_once = std::max(1, sms / config.cluster);
+  const int64_t last = all % at_once;
+  if (all < at_once || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
+  if (best.count() == 1) least = kWorthCutting * time_of(best);
+  const double before = double(all / at_once) * (kAroundSteps + step * group * queries.longest);
+  for (int count = 2; count <= kMostParts; ++count) {
+    const int of_heads = std::gcd(count, group);
+    const QueryParts parts{of_heads, count / of_heads, static_cast<int>(all - last)};
+    const double each = kAroundSteps + step * (group / parts.heads) * ceil_to(queries.longest / parts.queries, 1);
+    const double merged = double(last) * count * rows * (config.head_dim + config.head_dim_v);
+    const double time = before + ceil_to(double(last) * count / at_once, 1) * each + kKernel + kNumber * merged;
     if (time >= least) continue;
     best = parts;
     least = time;

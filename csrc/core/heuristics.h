@@ -54,9 +54,10 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, int s
   return best;
 }
 
-// Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy. More
-// cost a pass that adds them up, and room for their sums. Shares of heads come before shares of queries. Lengths of
-// sequences that lie end to end count as their mean. Other kernels have one part always.
+// Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy; or the
+// work on those tiles alone that the GPU's last turn is left with. More cost a pass that adds them up, and room for their
+// sums. Shares of heads come before shares of queries. Lengths of sequences that lie end to end count as their mean. Other
+// kernels have one part always.
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 }  // namespace flash_cute

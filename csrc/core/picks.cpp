@@ -86,15 +86,15 @@ std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int
   return (forward_is_cheaper(*forward, *decode, p, static_cast<int>(sms)) ? forward : decode)->id();
 }
 
-std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
-                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
-                                             int64_t sms) {
+std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                                      int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                                                      int64_t window_size_left, int64_t window_size_right, bool varlen,
+                                                      int64_t sms) {
   const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
                                   window_size_right, varlen);
   const KernelConfig* const config = hopper_kernel(Op::Bwd, p, sms);
   const QueryParts parts = config == nullptr ? QueryParts{} : backward_parts(*config, p, static_cast<int>(sms));
-  return {parts.heads, parts.queries};
+  return {parts.heads, parts.queries, parts.whole_tiles};
 }
 
 }  // namespace flash_cute

@@ -20,10 +20,10 @@ std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64
 std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
                               int64_t head_dim, bool lengths, bool pages, int64_t sms);
 
-// Parts of heads and of queries that a plain backward of bf16 would have, sizes as above.
-std::tuple<int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
-                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
-                                             int64_t sms);
+// Parts of heads and of queries that a plain backward of bf16 would have, and how many tiles before those; sizes as above.
+std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                                      int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                                                      int64_t window_size_left, int64_t window_size_right, bool varlen,
+                                                      int64_t sms);
 
 }  // namespace flash_cute

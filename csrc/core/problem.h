@@ -186,10 +186,12 @@ struct DecodeProblem {
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
 };
 
-// Into how many parts the work on a tile of keys is cut, each with its own sums of dK and dV.
+// Into how many parts the work on a tile of keys is cut, each with its own sums of dK and dV: on all tiles, or on those
+// that are taken last.
 struct QueryParts {
   int heads = 1;  // of the query heads of a kv head
   int queries = 1;  // of the tiles of queries that see the keys
+  int whole_tiles = 0;  // which are taken first and are not cut
 
   constexpr int count() const { return heads * queries; }
 };
@@ -206,9 +208,10 @@ struct BwdProblem {
   int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
   // Turn), counted at the turn's first tile of dQ
   QueryParts parts;
-  // Of several parts: [b, h_k, parts, rows], head_dim + head_dim_v of the kernel numbers each. Of every kPartRows rows come
-  // dK's sums, then dV's, in the order of their accumulators.
-  Statistics part_sums;
+  // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then dV's, in
+  // the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k, rows / kPartRows].
+  float* part_sums;
+  int64_t slabs_of_head;  // of packed sequences
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in an order that does not depend on timing
 };

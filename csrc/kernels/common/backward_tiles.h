@@ -9,25 +9,23 @@ using namespace cute;
 
 // The tile's place in the problem.
 struct KeyTile {
-  int index, row, head, part, batch;
+  int index, row, head, batch;
   bool late_first;
 
   // Early keys first: under a causal mask they have the most queries; or late ones. Tiles of several heads alternate,
-  // so that tiles of one head do not all start together, as many heads as the L2 cache holds the queries of. Where the
-  // work on a tile is cut into parts, those of a head count as so many heads.
+  // so that tiles of one head do not all start together, as many heads as the L2 cache holds the queries of.
   CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late_first = false,
-                      int cta = blockIdx.x, int parts = 1)
+                      int number = blockIdx.x)
       : late_first(late_first) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
-    const int first_head = cta / (tiles * heads_together) * heads_together;
-    const int together = min(heads_together, p.heads_k * parts * p.batch - first_head);
-    const int place = cta - first_head * tiles;
+    const int first_head = number / (tiles * heads_together) * heads_together;
+    const int together = min(heads_together, p.heads_k * p.batch - first_head);
+    const int place = number - first_head * tiles;
     index = late_first ? tiles - 1 - place / together : place / together;
     row = index * block_n;
     const int any_head = first_head + place % together;
-    part = any_head % parts;
-    head = any_head / parts % p.heads_k;
-    batch = any_head / parts / p.heads_k;
+    head = any_head % p.heads_k;
+    batch = any_head / p.heads_k;
   }
 };
 
@@ -41,10 +39,9 @@ struct QueryStep {
   }
 };
 
-// How many heads have `tiles` tiles of keys: a multiple of `parts`, which stay together. How many tiles are worth it was
-// found by trying.
-CUTE_DEVICE int heads_of(const FwdProblem& p, int block_n, int tiles, int parts = 1) {
-  return max(1, tiles / (ceil_div(p.seqlen_k, block_n) * parts)) * parts;
+// How many heads have `tiles` tiles of keys. How many tiles are worth it was found by trying.
+CUTE_HOST_DEVICE int heads_of(const FwdProblem& p, int block_n, int tiles) {
+  return max(1, tiles / ceil_div(p.seqlen_k, block_n));
 }
 
 }  // namespace flash_cute

@@ -4,8 +4,8 @@
 // atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk reductions out of shared memory.
 // Scores are computed transposed, keys by queries: P and dS are then in the registers that the products for dV and dK
 // take them from, and dS alone passes through shared memory, for dQ.
-// Where key tiles are fewer than SMs, several CTAs share the walk over a tile's queries (BackwardWork), and one more
-// pass adds up their dK and dV.
+// Where key tiles are fewer than SMs, or the last ones fewer, several CTAs share the walk over a tile's queries
+// (BackwardWork), and one more pass adds up their dK and dV.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -82,7 +82,8 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
-  const int64_t tiles = key_tiles * p.parts.count();
+  const int64_t cut_tiles = p.parts.count() > 1 ? key_tiles - p.parts.whole_tiles : 0;
+  const int64_t tiles = key_tiles + cut_tiles * (p.parts.count() - 1);
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
@@ -104,14 +105,15 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
+  params.order = sm90::KeyOrder::of(p, C.block_n * C.cluster);
+  params.parts = Divisor(p.parts.count());
   params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, p.deterministic);
   if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
   if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
     return e;
-  if (p.parts.count() > 1) {
-    const int64_t slabs = int64_t(cute::ceil_div(f.seqlen_k, kPartRows)) * f.heads_k * f.batch;
-    const int64_t atoms = slabs * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
+  if (cut_tiles > 0) {
+    const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kPartRows) * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
     if (cudaError_t e = launch_overlapping<sm90::backward_merge<C>>({atoms, 128, 0}, stream, params)) return e;
   }
   if (cudaError_t e =

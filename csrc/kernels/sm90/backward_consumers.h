@@ -59,11 +59,10 @@ CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, Gradient&
 
 // Leaves a gradient of a warpgroup, over a part of the queries, to the pass that adds parts up.
 template <KernelConfig C, bool kValues, class Gradient>
-CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const KeyTile& tile, const SeqSpan& span,
-                            int thread) {
-  const int row = tile.row + thread / 128 * kPartRows;
-  if (row >= span.length) return;
-  float* const sums = part_sums<C, kValues>(p, span, row, tile.head, tile.part, tile.batch) + thread % 128;
+CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const BackwardWork& work, int thread) {
+  const int row = work.tile.row + thread / 128 * kPartRows;
+  if (row >= work.seq.k.length) return;
+  float* const sums = part_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.part) + thread % 128;
   // Not as vectors, which would need registers in fours: of 256 dims some spill.
   CUTE_UNROLL
   for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
@@ -160,10 +159,9 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   // Both, and waits until they have left.
   auto send_gradients = [&](uint32_t tile) {
     scale_gradients();
-    if (p.parts.count() > 1) {
-      const BackwardWork& work = storage.work[tile % 2];
-      store_part<C, false>(p, tKrdK, work.tile, work.seq.k, thread);
-      store_part<C, true>(p, tVrdV, work.tile, work.seq.k, thread);
+    if (const BackwardWork& work = storage.work[tile % 2]; work.cut >= 0) {
+      store_part<C, false>(p, tKrdK, work, thread);
+      store_part<C, true>(p, tVrdV, work, thread);
       storage.ring_work.release({tile});
       return;
     }
@@ -261,12 +259,12 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     send_gradients(tile - 1);
     send_dq({at.count - 1}, false, tQrdQ);
   };
-  const bool in_parts = p.parts.count() > 1;
   for (;; ++tile) {
     storage.ring_work.wait({tile});
     const BackwardWork& work = storage.work[tile % 2];
     const bool ends = work.tile.row < 0, is_empty = ends || work.range.empty();
-    const bool finishes_beside = kFinishesBeside && work.has_unfinished && !is_empty && !in_parts;
+    const bool finishes_beside =
+        kFinishesBeside && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].cut < 0;
     if (work.has_unfinished && !finishes_beside) finish();
     if (ends) return;
     if (is_empty) {  // nobody sees these keys

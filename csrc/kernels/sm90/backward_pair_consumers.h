@@ -242,9 +242,9 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
       const float of_keys = p.fwd.softmax_scale * (C.drops() ? p.fwd.rules.gradient_scale() : 1.f);
       return kValues ? of_values : of_keys;
     };
-    if (p.parts.count() > 1) {
+    if (done.cut >= 0) {
       scale(gradient, factor());
-      store_part<C, kValues>(p, gradient, done.tile, done.seq.k, afresh(threadIdx.x) % 128);
+      store_part<C, kValues>(p, gradient, done, afresh(threadIdx.x) % 128);
     } else {
       store_gradient<kDims>(kValues ? params.dv : params.dk, pick<kValues>(storage.k, storage.v), gradient, factor(),
                             done.tile, done.seq.k, afresh(threadIdx.x) % 128, kBarrier);

@@ -176,7 +176,7 @@ CUTE_DEVICE const BackwardWork* take_work(const BackwardParams& params, typename
   storage.ring_work.wait_empty(at);
   BackwardWork& work = storage.work[at.stage()];
   auto exists = [&] {
-    new (&work) BackwardWork(params.p, C.block_m, C.block_n * C.cluster, number);
+    new (&work) BackwardWork(params, C.block_m, C.block_n * C.cluster, number);
     return work.tile.row < work.seq.k.length;
   };
   if (at.count > 0 || params.numbers.given == 0) take_number<C>(params, storage);

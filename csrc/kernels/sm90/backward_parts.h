@@ -1,4 +1,4 @@
-// The pass after Hopper's backward that adds up dK and dV where the work on key tiles is cut into parts.
+// The pass after Hopper's backward that adds up dK and dV of key tiles whose work is cut into parts.
 #pragma once
 
 #include "kernels/sm90/backward_consumers.h"
@@ -13,7 +13,7 @@ constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v);
 
 // An atom of columns of dK or dV, of 64 keys: the parts' sums of it lie together. They are added in order.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE void add_parts(const BackwardParams& params, const KeyTile& tile, const SeqSpan& span, int atom) {
+CUTE_DEVICE void add_parts(const BackwardParams& params, int cut, const KeyTile& tile, const SeqSpan& span, int atom) {
   using Element = ElementOf<C.dtype>;
   constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim);
   // Its accumulators lie as those of any warpgroup whose products have keys as rows.
@@ -31,7 +31,7 @@ CUTE_DEVICE void add_parts(const BackwardParams& params, const KeyTile& tile, co
     for (int part = 0; part < kAtOnce; ++part) {
       const bool exists = first + part < p.parts.count();
       const float* const sums =
-          part_sums<C, kValues>(p, span, tile.row, tile.head, first + part, tile.batch) + atom * kPartRows * kCols;
+          part_sums<C, kValues>(p, cut, tile, span, tile.row, first + part) + atom * kPartRows * kCols;
       CUTE_UNROLL
       for (int i = 0; i < size(sum); ++i) more[part][i] = exists ? sums[i * 128 + threadIdx.x] : 0.f;
     }
@@ -47,9 +47,11 @@ CUTE_DEVICE void add_parts(const BackwardParams& params, const KeyTile& tile, co
 
 template <KernelConfig C>
 __global__ void __launch_bounds__(128) backward_merge(const __grid_constant__ BackwardParams params) {
-  constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>;
+  constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>, kRows = C.block_n * C.cluster, kSlabs = kRows / kPartRows;
   const FwdProblem& f = params.p.fwd;
-  const KeyTile tile(f, kPartRows, 1, false, blockIdx.x / kAtoms);
+  const int cut = blockIdx.x / (kSlabs * kAtoms);
+  KeyTile tile(f, kRows, params.order.heads_together, params.order.late_first, params.p.parts.whole_tiles + cut);
+  tile.row += blockIdx.x / kAtoms % kSlabs * kPartRows;
   const SeqSpan span = SeqInfo(f, tile.batch).k;
   // After this wait all parts have stored their sums.
   wait_for_kernel_before();
@@ -57,9 +59,9 @@ __global__ void __launch_bounds__(128) backward_merge(const __grid_constant__ Ba
   if (tile.row >= span.length) return;
   const int atom = blockIdx.x % kAtoms;
   if (atom < kAtomsOfDk<C>) {
-    add_parts<C, false>(params, tile, span, atom);
+    add_parts<C, false>(params, cut, tile, span, atom);
   } else {
-    add_parts<C, true>(params, tile, span, atom - kAtomsOfDk<C>);
+    add_parts<C, true>(params, cut, tile, span, atom - kAtomsOfDk<C>);
   }
 }
 

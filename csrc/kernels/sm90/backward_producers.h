@@ -106,7 +106,7 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   };
   for (int number = numbers.given > 0 ? int(blockIdx.x) : take(); number < numbers.tiles; number = take()) {
     storage.ring_work.wait_empty(at);
-    auto& work = *new (&storage.work[at.stage()]) BackwardWork(params.p, C.block_m, C.block_n, number);
+    auto& work = *new (&storage.work[at.stage()]) BackwardWork(params, C.block_m, C.block_n, number);
     if (work.tile.row >= work.seq.k.length) continue;
     publish(work);
     load(work);
@@ -178,7 +178,7 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
-    const bool in_turns = params_.p.deterministic, whole = params_.p.parts.count() == 1;
+    const bool in_turns = params_.p.deterministic, whole = work.cut < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
       if (!in_turns || at_.stage() == number_) add_sums(work, step);

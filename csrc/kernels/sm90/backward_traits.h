@@ -11,10 +11,28 @@
 
 namespace flash_cute::sm90 {
 
+// In which order tiles of keys are taken.
+struct KeyOrder {
+  static constexpr int kTilesTogether = 128;
+
+  int heads_together;  // whose tiles alternate
+  bool late_first;  // late keys
+
+  static KeyOrder of(const BwdProblem& p, int block_n) {
+    const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
+    const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
+    const int tiles = ceil_div(p.fwd.seqlen_k, block_n) * parts.queries;
+    return {heads_of(p.fwd, block_n, kTilesTogether / parts.count()),
+            p.deterministic && one_head && tiles <= kTilesTogether};
+  }
+};
+
 struct BackwardParams {
   BwdProblem p;
   RaggedMap q, k, v, dout, dq, dk, dv;
-  TileNumbers numbers;  // of tiles of keys, or parts of the work on them
+  TileNumbers numbers;  // of tiles of keys, those that are cut by their parts
+  KeyOrder order;
+  Divisor parts;  // of a tile that is cut: how many
 };
 
 template <bool kSecond, class First, class Second>
@@ -37,12 +55,15 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // turn. With more, and with more tiles than start together, the wait is short for what comes after it, and tiles that are
 // at the same queries read them from the L2 cache.
 //
-// Where key tiles are fewer than SMs, the work on each is cut into parts: shares of the query heads, and of the tiles
-// of queries that see the keys, which may be none. A query tile of a head belongs to one part of each key tile that it
-// sees, so that turns are counted as without parts. To which one differs from key tile to key tile: so parts of queries
-// are among the heads whose tiles alternate, and who comes before in turns was taken before, whatever part it is.
+// Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
+// leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
+// A query tile of a head belongs to one part of each key tile that it sees, so that turns are counted as without parts.
+// Parts of a tile have numbers that follow each other, so that who comes before in turns was taken before, whatever part
+// it is.
 class BackwardWork {
  public:
+  int cut;  // number of the tile among those that are cut, or less than 0
+  int part;
   KeyTile tile;
   SeqInfo seq;
   TileRange range;  // of queries that see some of the keys, those of the part
@@ -50,16 +71,8 @@ class BackwardWork {
   uint32_t steps_until_end = 0;  // of the CTA, in all its tiles until this one's end; of pairs
   bool has_unfinished = false;  // the CTA's tile before had steps: its dV, dK and last dQ are still to be sent
 
-  CUTE_DEVICE BackwardWork(const BwdProblem& p, int block_m, int block_n, int number)
-      : tile(p.fwd, block_n, heads_of(p.fwd, block_n, kTilesTogether, p.parts.queries), late_keys_first(p, block_n),
-             number, p.parts.count()),
-        seq(p.fwd, tile.batch),
-        range(share_of(query_tiles(seq, p.fwd.band, tile.row, block_n, block_m), tile.part % p.parts.queries,
-                       p.parts.queries)),
-        heads(p.fwd.heads / (p.fwd.heads_k * p.parts.heads)),
-        first_head((tile.head * p.parts.heads + tile.part / p.parts.queries) * heads),
-        heads_inside_(p.deterministic || drift_apart(p, block_n)),
-        early_first_(p.deterministic ? tile.late_first : heads == 1) {}
+  CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number)
+      : BackwardWork(params, block_m, block_n, number, number - params.p.parts.whole_tiles) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
@@ -72,16 +85,31 @@ class BackwardWork {
   }
 
  private:
-  static constexpr int kTilesTogether = 128;
-  CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
-  CUTE_DEVICE static bool late_keys_first(const BwdProblem& p, int block_n) {
-    return p.deterministic && p.fwd.heads == p.fwd.heads_k * p.parts.heads &&
-           ceil_div(p.fwd.seqlen_k, block_n) * p.parts.queries <= kTilesTogether;
+  // `behind`: so many numbers behind the tiles that are not cut.
+  CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number, int behind)
+      : cut(behind < 0 || params.parts.value == 1 ? -1 : params.parts.quotient(behind)),
+        part(cut < 0 ? 0 : behind - cut * params.parts.value),
+        tile(params.p.fwd, block_n, params.order.heads_together, params.order.late_first,
+             cut < 0 ? number : params.p.parts.whole_tiles + cut),
+        seq(params.p.fwd, tile.batch) {
+    const BwdProblem& p = params.p;
+    range = query_tiles(seq, p.fwd.band, tile.row, block_n, block_m);
+    heads = p.fwd.heads / p.fwd.heads_k;
+    first_head = tile.head * heads;
+    if (cut >= 0) {
+      range = share_of(range, part % p.parts.queries, p.parts.queries);
+      heads /= p.parts.heads;
+      first_head += part / p.parts.queries * heads;
+    }
+    heads_inside_ = p.deterministic || drift_apart(p, block_n);
+    early_first_ = p.deterministic ? tile.late_first : heads == 1;
   }
+
+  CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
   // Whether tiles that start together, all of one head of keys, would soon be at different heads of queries, as late ones
   // have fewer queries each: too many for the L2 cache.
   CUTE_DEVICE static bool drift_apart(const BwdProblem& p, int block_n) {
-    return p.fwd.band.right < Band::kUnbounded && ceil_div(p.fwd.seqlen_k, block_n) > kTilesTogether;
+    return p.fwd.band.right < Band::kUnbounded && ceil_div(p.fwd.seqlen_k, block_n) > KeyOrder::kTilesTogether;
   }
   // One of `parts` even shares of the tiles.
   CUTE_DEVICE static TileRange share_of(TileRange range, int part, int parts) {
@@ -94,14 +122,17 @@ class BackwardWork {
   bool heads_inside_, early_first_;
 };
 
-// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup from `row` on: an accumulator of all threads,
-// then the next one.
+// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are among
+// those of a tile that is cut: an accumulator of all threads, then the next one.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE float* part_sums(const BwdProblem& p, const SeqSpan& keys, int row, int head, int part, int batch) {
-  const int64_t first = PaddedRows{kPartRows}.first_row(keys.offset, p.fwd.dense_keys() ? 0 : batch);
-  const int64_t padded_row =
-      batch * p.part_sums.batch + (head * p.parts.count() + part) * p.part_sums.head + first + row;
-  return p.part_sums.ptr + padded_row * (C.head_dim + C.head_dim_v) + (kValues ? kPartRows * C.head_dim : 0);
+CUTE_DEVICE float* part_sums(const BwdProblem& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
+                             int part) {
+  constexpr int kRows = C.block_n * C.cluster;
+  const int64_t first = PaddedRows{kPartRows}.first_row(keys.offset, tile.batch);
+  const int64_t slab = p.fwd.dense_keys() ? (int64_t(cut) * kRows + row - tile.index * kRows) / kPartRows
+                                          : tile.head * p.slabs_of_head + (first + row) / kPartRows;
+  return p.part_sums + (slab * p.parts.count() + part) * kPartRows * (C.head_dim + C.head_dim_v) +
+         (kValues ? kPartRows * C.head_dim : 0);
 }
 
 // A tile of queries, from the producer to the consumers.
