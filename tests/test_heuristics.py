@@ -207,6 +207,13 @@ CAUSAL = {"window_size_right": 0}
         # Sequences end to end count as so many of their mean length.
         ((4, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (4, 1, 0)),
         ((64, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (1, 1, 0)),
+        # Of many tiles those that the last turn is left with, where all are alike and dense.
+        ((1, 32, 32, 16384, 16384, 64, 64), {}, (1, 16, 4092)),
+        ((1, 16, 16, 16384, 16384, 128, 128), {}, (1, 7, 1980)),
+        ((1, 8, 8, 16384, 16384, 256, 256), {}, (1, 7, 990)),
+        ((4, 32, 8, 4096, 4096, 128, 128), {}, (1, 5, 924)),
+        ((1, 32, 32, 16384, 16384, 64, 64), CAUSAL, (1, 1, 0)),
+        ((1, 32, 32, 16384, 16384, 64, 64), {"varlen": True}, (1, 1, 0)),
         # A smaller GPU is busy sooner. No kernel, no parts.
         ((1, 32, 1, 4096, 4096, 128, 128), {"sms": 32}, (1, 1, 0)),
         ((1, 32, 1, 4096, 4096, 257, 257), {}, (1, 1, 0)),

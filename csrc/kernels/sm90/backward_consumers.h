@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/backward_scores.h"
+#include "kernels/sm90/baton.h"
 #include "kernels/sm90/backward_traits.h"
 
 namespace flash_cute::sm90 {
@@ -107,6 +108,12 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Cursor<C.stages> at;  // a step, of all tiles of this CTA
   uint32_t tile = 0;  // of keys, of this CTA
 
+  // A warpgroup's turn begins with dK's product and ends with the next step's dP: meanwhile the other one is at gradients
+  // of scores, and at products that need them. So they stay half a step apart.
+  const Baton<T::kGroups, T::kTurnBarrier> baton{group};
+  if (group == 1) baton.give_to(0);
+  bool has_turn = false;  // between two tiles
+
   // dQ of a step, from dS of all warpgroups.
   auto start_dq = [&](const Cursor<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
     storage.ring_ds.wait(at, ds_is_full);
@@ -189,6 +196,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
     if constexpr (kFirst) storage.ring_k.wait({tile});
     storage.ring_q.wait(at, q_is_full);
+    if (kFirst && !has_turn) baton.take();
     const bool dout_is_full = kAsksAhead && storage.ring_dout.is_full(at);
     start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k[tile % 2], typename T::LayoutK{})),
                                         operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
@@ -196,8 +204,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_dout.wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
                                         operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
-    // After this barrier all warpgroups may begin: one after the other.
-    if (kFirst && group == 0) cutlass::arch::NamedBarrier::arrive(128 * T::kGroups, T::kAllGroupsBarrier);
+    baton.pass();
     if constexpr (kFinishes) send_dv(tile - 1, tVrV);
     const bool ds_is_empty = kAsksAhead && storage.ring_ds.is_empty(at_ds);
     const bool ds_is_full = kAsksAhead && kHasBefore && storage.ring_ds.is_full(before);
@@ -229,6 +236,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
+    baton.take();
     if constexpr (kFinishes) send_dk(tile - 1, tKrK);
     const bool room = kAsksAhead && kHasBefore && ring_dq.is_empty(at_ds);
     start_product<kSum>(mma_dk, as_register_operand(tSrdS), operand_b(mma_dk, shared(q, typename T::LayoutQt{})),
@@ -252,6 +260,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   };
   // The tile before, by itself.
   auto finish = [&] {
+    if (has_turn) baton.pass();
+    has_turn = false;
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     start_dq({at.count - 1}, tile - 1, false, tQrdQ);
     wait_products<0>(tQrdQ);
@@ -279,7 +289,6 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       send_gradients(tile);
       continue;
     }
-    if (group > 0) cutlass::arch::NamedBarrier::sync(128 * T::kGroups, T::kAllGroupsBarrier);
     bool is_last = false;
     if (finishes_beside) {
       if constexpr (kFinishesBeside) is_last = add(cute::C<StepPlace::Next>{});
@@ -288,6 +297,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     }
     CUTE_NO_UNROLL
     while (!is_last) is_last = add(cute::C<StepPlace::Inside>{});
+    // The next tile's keys come after both warpgroups' first step of this one: who has had no other passes the turn on, or
+    // the other one could not make its own.
+    has_turn = work.steps() > 1;
+    if (!has_turn) baton.pass();
   }
 }
 

@@ -187,7 +187,7 @@ struct BackwardTraits {
   }
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr int kAllGroupsBarrier = 1;  // named
+  static constexpr int kTurnBarrier = 1;  // named: the first warpgroup's, then the second's
 
   struct Storage {
     alignas(1024) Element k[2][C.block_n * C.head_dim];
