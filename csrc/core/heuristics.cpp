@@ -205,30 +205,29 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
   };
   QueryParts best;
   double least = kWorthwhile * time_of(best);
-  for (int count = 2; count <= kMostParts; ++count) {
-    const int of_heads = std::gcd(count, group);
-    const QueryParts parts{of_heads, count / of_heads};
-    const double time = time_of(parts);
-    if (time >= least) continue;
-    best = parts;
-    least = time;
-  }
+  auto cut = [&](int whole_tiles, const auto& time_of_parts) {
+    for (int count = 2; count <= kMostParts; ++count) {
+      const int of_heads = std::gcd(count, group);
+      const QueryParts parts{of_heads, count / of_heads, whole_tiles};
+      const double time = time_of_parts(parts);
+      if (time >= least) continue;
+      best = parts;
+      least = time;
+    }
+  };
+  cut(0, time_of);
   // Tiles that are alike leave SMs idle in the last turn of the GPU: those of it may be cut alone.
   const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch, at_once = std::max(1, sms / config.cluster);
   const int64_t last = all % at_once;
   if (all < at_once || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
   if (best.count() == 1) least = kWorthCutting * time_of(best);
-  const double before = double(all / at_once) * (kAroundSteps + step * group * queries.longest);
-  for (int count = 2; count <= kMostParts; ++count) {
-    const int of_heads = std::gcd(count, group);
-    const QueryParts parts{of_heads, count / of_heads, static_cast<int>(all - last)};
-    const double each = kAroundSteps + step * (group / parts.heads) * ceil_to(queries.longest / parts.queries, 1);
-    const double merged = double(last) * count * rows * (config.head_dim + config.head_dim_v);
-    const double time = before + ceil_to(double(last) * count / at_once, 1) * each + kKernel + kNumber * merged;
-    if (time >= least) continue;
-    best = parts;
-    least = time;
-  }
+  cut(static_cast<int>(all - last), [&](const QueryParts& parts) {
+    const double whole = kAroundSteps + step * group * queries.longest;
+    const double part = kAroundSteps + step * (group / parts.heads) * ceil_to(queries.longest / parts.queries, 1);
+    const double numbers = double(last) * parts.count() * rows * (config.head_dim + config.head_dim_v);
+    return double(all / at_once) * whole + ceil_to(double(last) * parts.count() / at_once, 1) * part + kKernel +
+           kNumber * numbers;
+  });
   return best;
 }
 
