@@ -277,8 +277,12 @@ def test_small_max_seqlen_cuts_sequences(make):
 
 def test_max_seqlen_k_of_zero_leaves_no_key(make):
     inputs = make(VarlenCase(lengths_q=(64, 200), lengths_k=(200, 64), dtype=BF16))
-    out, lse = with_lengths(inputs, max_seqlen_k=0).forward()[:2]
+    inputs = with_lengths(inputs, max_seqlen_k=0)
+    out, lse = inputs.forward()[:2]
     assert not out.any() and bool((lse == -torch.inf).all())
+    for deterministic in (False, True):
+        grads = inputs.backward(out, lse, deterministic=deterministic)
+        assert not any(grad.any() for grad in grads.values())
 
 
 @pytest.mark.parametrize("zero_tensors", [False, True])

@@ -19,6 +19,7 @@ struct KeyOrder {
   bool late_first;  // late keys
 
   static KeyOrder of(const BwdProblem& p, int block_n) {
+    if (p.fwd.seqlen_k == 0) return {1, false};  // of no tiles
     const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
     const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
     const int tiles = ceil_div(p.fwd.seqlen_k, block_n) * parts.queries;
