@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/common/backward_scores.h"
-#include "kernels/sm90/baton.h"
 #include "kernels/sm90/backward_traits.h"
 
 namespace flash_cute::sm90 {
@@ -110,9 +109,13 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
 
   // A warpgroup's turn begins with dK's product and ends with the next step's dP: meanwhile the other one is at gradients
   // of scores, and at products that need them. So they stay half a step apart.
-  const Baton<T::kGroups, T::kTurnBarrier> baton{group};
-  if (group == 1) baton.give_to(0);
+  static_assert(T::kGroups == 2);
+  constexpr int kBoth = 2 * 128;
   bool has_turn = false;  // between two tiles
+  // After this barrier the other warpgroup's turn has ended.
+  auto take_turn = [&] { cutlass::arch::NamedBarrier::sync(kBoth, T::kTurnBarrier + group); };
+  auto give_turn = [&] { cutlass::arch::NamedBarrier::arrive(kBoth, T::kTurnBarrier + 1 - group); };
+  if (group == 1) give_turn();  // the first one begins
 
   // dQ of a step, from dS of all warpgroups.
   auto start_dq = [&](const Cursor<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
@@ -196,7 +199,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
     if constexpr (kFirst) storage.ring_k.wait({tile});
     storage.ring_q.wait(at, q_is_full);
-    if (kFirst && !has_turn) baton.take();
+    if (kFirst && !has_turn) take_turn();
     const bool dout_is_full = kAsksAhead && storage.ring_dout.is_full(at);
     start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k[tile % 2], typename T::LayoutK{})),
                                         operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
@@ -204,7 +207,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_dout.wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
                                         operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
-    baton.pass();
+    give_turn();
     if constexpr (kFinishes) send_dv(tile - 1, tVrV);
     const bool ds_is_empty = kAsksAhead && storage.ring_ds.is_empty(at_ds);
     const bool ds_is_full = kAsksAhead && kHasBefore && storage.ring_ds.is_full(before);
@@ -236,7 +239,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_ds.publish(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
-    baton.take();
+    take_turn();
     if constexpr (kFinishes) send_dk(tile - 1, tKrK);
     const bool room = kAsksAhead && kHasBefore && ring_dq.is_empty(at_ds);
     start_product<kSum>(mma_dk, as_register_operand(tSrdS), operand_b(mma_dk, shared(q, typename T::LayoutQt{})),
@@ -260,7 +263,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   };
   // The tile before, by itself.
   auto finish = [&] {
-    if (has_turn) baton.pass();
+    if (has_turn) give_turn();
     has_turn = false;
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     start_dq({at.count - 1}, tile - 1, false, tQrdQ);
@@ -297,10 +300,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     }
     CUTE_NO_UNROLL
     while (!is_last) is_last = add(cute::C<StepPlace::Inside>{});
-    // The next tile's keys come after both warpgroups' first step of this one: who has had no other passes the turn on, or
-    // the other one could not make its own.
+    // The next tile's keys come after both warpgroups' first step of this one: who has had no other ends its turn, or the
+    // other one could not take its own.
     has_turn = work.steps() > 1;
-    if (!has_turn) baton.pass();
+    if (!has_turn) give_turn();
   }
 }
 

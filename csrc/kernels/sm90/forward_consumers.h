@@ -4,11 +4,25 @@
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/fragment.h"
 #include "kernels/common/mask.h"
-#include "kernels/sm90/baton.h"
 #include "kernels/sm90/forward_dropout.h"
 #include "kernels/sm90/forward_traits.h"
 
 namespace flash_cute::sm90 {
+
+// The right to issue products, which goes round among the warpgroups: while one issues, the others are at their
+// exponentials.
+template <class T>
+struct Baton {
+  int group;
+
+  CUTE_DEVICE explicit Baton(int group) : group(group) {
+    if (T::kPingPong && group == 0) cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier);  // its own first turn
+  }
+  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(256, T::kTurnBarrier + group); }
+  CUTE_DEVICE void pass() const {
+    cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier + (group + 1) % T::kGroups);
+  }
+};
 
 // Writes the outputs of a warpgroup (MMA,1,1) over a part of the keys.
 template <KernelConfig C, class Mma, class Output>
@@ -85,8 +99,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
-  const Baton<T::kGroups, T::kTurnBarrier> baton{group};
-  if (T::kPingPong && group == 0) baton.give_to(0);
+  const Baton<T> baton(group);
   Cursor<C.stages> at_k, at_v;
   Cursor<T::kStagesQ> at_q;
   Cursor<1> at_kept;
