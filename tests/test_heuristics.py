@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flash_cute import library
 
 preferred = torch.ops.flash_cute.preferred_forward
 preferred_parts = torch.ops.flash_cute.preferred_parts
+preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -79,35 +81,22 @@ DECODE64 = "decode_sm80_bf16_rich_d64x64_"
     ],
 )  # fmt: skip
 def test_picks_over_a_cache(sizes, expected):
-    assert torch.ops.flash_cute.preferred_kvcache(*sizes) == expected
+    assert preferred_kvcache(*sizes) == expected
 
 
 def test_chunks_of_32_rows_in_pages_are_for_forward():
-    picks = [
-        torch.ops.flash_cute.preferred_kvcache(8, 32, 8, 8, 8192, dim, pages=True)
-        for dim in (128, 64)
-    ]
+    picks = [preferred_kvcache(8, 32, 8, 8, 8192, dim, pages=True) for dim in (128, 64)]
     assert picks == [D128 + "m128_n128_s2_w8_c1_x1", DECODE64 + "m32_n256_s3_w8_c1"]
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({"lengths": True}, (116, 32, 8, 1, 8192, 128)),
-        ({"lengths": True}, (116, 32, 8, 1, 8192, 64)),
-        ({"pages": True}, (116, 32, 8, 1, 8192, 64)),
-        ({"pages": True}, (58, 32, 8, 1, 4096, 128)),
-        ({"pages": True, "lengths": True}, (58, 32, 8, 1, 4096, 128)),
-    ],
-)
-def test_two_ctas_an_sm_over_a_cache_with_lengths_or_pages(options, sizes):
-    """From 7 tiles an SM on, of 128 dims in pages from 3.5."""
-    batch, *others = sizes
-    picks = [
-        torch.ops.flash_cute.preferred_kvcache(b, *others, **options) for b in (batch - 1, batch)
-    ]
-    assert [pick.endswith("c2") for pick in picks] == [False, True]
-    assert torch.ops.flash_cute.preferred_kvcache(*sizes).endswith("c1")
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_ctas_an_sm_over_a_cache_with_lengths(pages, head_dim):
+    """From 7 tiles an SM on, in pages or not; they need more where nothing says lengths."""
+    pick = partial(preferred_kvcache, pages=pages)
+    for batch, ctas in ((115, "c1"), (116, "c2")):
+        assert pick(batch, 32, 8, 1, 8192, head_dim, lengths=True).endswith(ctas)
+    assert pick(116, 32, 8, 1, 8192, head_dim).endswith("c1")
 
 
 @pytest.mark.parametrize(

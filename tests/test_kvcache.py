@@ -174,6 +174,38 @@ def test_queries_are_rotated_without_new_rows(make_cache, seqlens_q):
     check(inputs.changed(k=no_rows, v=no_rows))
 
 
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "rotary_dim"),
+    [(128, 128, 128), (128, 64, 48), (96, 96, 96), (96, 96, 12), (40, 56, 32), (64, 64, 2)],
+)
+@pytest.mark.parametrize("rotary", ["interleaved", "halves"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_rows_that_join(make_cache, dim, dim_v, rotary_dim, rotary, aligned):
+    """Vectors of new rows, and of angles, in all sizes; they may start on any boundary."""
+    sizes = {"heads": 6, "heads_k": 3, "dim": dim, "dim_v": dim_v, "dtype": BF16}
+    rows = {"lengths": (33, 0, 130), "seqlens_q": 2, "seqlens_new": 5, "page_size": 16}
+    case = CacheCase(**sizes, **rows, rotary=rotary, rotary_dim=rotary_dim, is_causal=True)
+    inputs = make_cache(case)
+    if not aligned:
+        names = ("q", "k", "v", "rotary_cos", "rotary_sin")
+        inputs = inputs.changed(**{name: off_boundary(inputs[name]) for name in names})
+    check(inputs)
+
+
+def off_boundary(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, contiguous, one element behind a boundary of 16 bytes."""
+    moved = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    assert moved.data_ptr() % 16 != 0
+    return moved
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 100, 256])
+def test_pages_of_a_long_part(make_cache, dim, page_size):
+    sizes = {"lengths": (9001, 4500), "heads": 4, "heads_k": 2, "dim": dim, "dtype": BF16}
+    check(make_cache(CacheCase(**sizes, page_size=page_size, num_splits=1)))
+
+
 def test_many_short_sequences(make_cache):
     lengths = tuple(i % 5 for i in range(1500))
     check(make_cache(CacheCase(lengths=lengths, heads=2, dim=64, page_size=2, dtype=BF16)))

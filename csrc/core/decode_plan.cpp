@@ -46,8 +46,7 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
   if (own_ctas) return give_units_ctas(p, units, grains.of_unit);
   p.alike.share = Divisor(Shares::of(p, of_head, grains.of_unit, true).size);
   p.alike.first_ctas = p.ctas_of_head;
-  const bool paged = p.fwd.pages.ids != nullptr;  // slower by small shares
-  if (p.even_shares() && !paged) relieve_shares(p, of_head);
+  if (p.even_shares()) relieve_shares(p, of_head);
 }
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {

@@ -136,12 +136,11 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
 
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
 // other reads. One does well where CTAs that come late even shares out, as they do if the host knows how long sequences
-// are and keys are not in pages. Many kv heads of 64 dims have few CTAs each.
+// are. Many kv heads of 64 dims have few CTAs each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config) {
   constexpr int kManyHeads = 32;
-  const bool paged = p.fwd.pages.ids != nullptr, narrow = config.head_dim <= 64;
-  if (narrow ? p.fwd.heads_k >= kManyHeads : paged) return 3.5;
-  return paged || !p.known_to_be_alike() ? 7 : 16;
+  if (config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads) return 3.5;
+  return p.known_to_be_alike() ? 16 : 7;
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, int sms) {

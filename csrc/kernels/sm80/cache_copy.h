@@ -26,6 +26,7 @@ class CacheCopy {
     b_ = b;
     visible_ = visible;
     next_ = row;
+    next_chunk_ = 0;
     k_.begin(p_.fwd.k, head, thread_);
     v_.begin(p_.fwd.v, head, thread_);
     find_pages();
@@ -33,9 +34,12 @@ class CacheCopy {
 
   // Starts the copy of a tile, `bytes` past the first place, and goes on to the next.
   CUTE_DEVICE void load(int bytes) {
-    if (in_chunks_) {
+    if (in_chunks()) {
       CUTE_UNROLL
-      for (int chunk = 0; chunk < kChunks; ++chunk) load_rows<kRows>(chunk * kRows, bytes, {page_[chunk], row_[chunk]});
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const int page = page_of_chunk(next_chunk_ + chunk);
+        load_rows<kRows>(chunk * kRows, bytes, {page, row_of_page(next_ + chunk * kChunk)});
+      }
     } else {
       CUTE_NO_UNROLL
       for (int same = 0; same < kChunks * kRows; ++same) {
@@ -47,6 +51,7 @@ class CacheCopy {
       }
     }
     next_ += step_;
+    next_chunk_ = (next_chunk_ + kChunks) % kLanes;
     find_pages();
   }
 
@@ -62,10 +67,12 @@ class CacheCopy {
   };
   using T = Threads<kCols>;
   using TV = Threads<kColsV>;
+  static constexpr int kLanes = 32;
   static constexpr int kChunk = 16;  // keys that are in one page as a rule
   static constexpr int kChunks = kKeys / kChunk, kRows = kChunk / T::kDown;  // of a thread in a chunk
   static_assert(T::kDown == TV::kDown, "a thread has the same rows of K and V");
-  static_assert(kKeys % kChunk == 0 && (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
+  static_assert(kKeys % kChunk == 0 && kLanes % kChunks == 0 &&
+                (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
 
   struct PageRow {
     int page;  // -1: none
@@ -118,22 +125,38 @@ class CacheCopy {
 
   // Where a row of the sequence is, if it is `wanted`.
   CUTE_DEVICE PageRow place_of(int row, bool wanted) const {
-    if (p_.fwd.pages.ids == nullptr) return {wanted ? b_ : -1, row};
-    const int block = p_.page_size.quotient(row);
-    const int page = wanted ? page_id(p_.fwd.pages, b_, block) : -1;
-    return {page < p_.fwd.pages.count ? page : -1, row - block * p_.page_size.value};
+    return {wanted ? existing(page_of(row)) : -1, row_of_page(row)};
   }
 
-  // Pages of the next tile, asked for a tile ahead, as the table is in global memory.
-  CUTE_DEVICE void find_pages() {
-    in_chunks_ = visible_.first <= next_ && next_ + kKeys <= visible_.last;
+  CUTE_DEVICE int page_of(int row) const {
+    return p_.fwd.pages.ids == nullptr ? b_ : page_id(p_.fwd.pages, b_, p_.page_size.quotient(row));
+  }
+  CUTE_DEVICE int existing(int page) const { return page < p_.fwd.pages.count ? page : -1; }
+  CUTE_DEVICE int row_of_page(int row) const {
+    return p_.fwd.pages.ids == nullptr ? row : row - p_.page_size.quotient(row) * p_.page_size.value;
+  }
+
+  // Whether all of the next tile is seen, and each of its chunks is in one page.
+  CUTE_DEVICE bool in_chunks() const {
+    bool all = visible_.first <= next_ && next_ + kKeys <= visible_.last;
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const auto [page, row] = place_of(next_ + chunk * kChunk, in_chunks_);
-      in_chunks_ &= row + kChunk <= p_.page_size.value;
-      page_[chunk] = page;
-      row_[chunk] = row;
+      all &= row_of_page(next_ + chunk * kChunk) + kChunk <= p_.page_size.value;
     }
+    return all;
+  }
+
+  // Asks for the pages of the next tile, and for those of others that follow, a lane a chunk: the table is in global
+  // memory. They are needed a tile later.
+  CUTE_DEVICE void find_pages() {
+    if (p_.fwd.pages.ids == nullptr || next_chunk_ != 0) return;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int row = next_ + lane / kChunks * step_ + lane % kChunks * kChunk;
+    page_of_lane_ = row < visible_.last ? page_of(row) : -1;
+  }
+
+  CUTE_DEVICE int page_of_chunk(int chunk) const {
+    return p_.fwd.pages.ids == nullptr ? b_ : existing(__shfl_sync(0xffffffff, page_of_lane_, chunk));
   }
 
   const DecodeProblem& p_;
@@ -144,8 +167,8 @@ class CacheCopy {
   int next_;  // row of the next tile
   Side<kCols> k_;
   Side<kColsV> v_;
-  bool in_chunks_;  // all of the next tile is seen, and each of its chunks is in one page
-  int page_[kChunks], row_[kChunks];
+  int next_chunk_;  // the lane that knows the page of the next tile's first chunk
+  int page_of_lane_;
 };
 
 }  // namespace flash_cute::sm80
