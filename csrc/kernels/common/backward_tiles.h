@@ -12,14 +12,15 @@ struct KeyTile {
   int index, row, head, batch;
   bool late_first;
 
-  // Early keys first: under a causal mask they have the most queries; or late ones. Tiles of several heads alternate,
-  // so that tiles of one head do not all start together, as many heads as the L2 cache holds the queries of.
-  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late_first = false,
-                      int number = blockIdx.x)
-      : late_first(late_first) {
+  // Early keys first: under a causal mask they have the most queries. Or late ones, but not of the last heads, whose
+  // longest tiles would end long after all others. Tiles of several heads alternate, so that tiles of one head do not all
+  // start together, as many heads as the L2 cache holds the queries of.
+  CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late = false,
+                      int number = blockIdx.x) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
     const int first_head = number / (tiles * heads_together) * heads_together;
-    const int together = min(heads_together, p.heads_k * p.batch - first_head);
+    const int heads_left = p.heads_k * p.batch - first_head, together = min(heads_together, heads_left);
+    late_first = late && heads_left > together;
     const int place = number - first_head * tiles;
     index = late_first ? tiles - 1 - place / together : place / together;
     row = index * block_n;

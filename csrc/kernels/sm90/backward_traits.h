@@ -53,8 +53,9 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // Where sums of dQ are deterministic, key tiles add to them in turns, and go through the heads of a query tile first: at
 // each new head tiles with few queries would wait for those with many. With one head, late keys come first, and begin
 // with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
-// turn. With more, and with more tiles than start together, the wait is short for what comes after it, and tiles that are
-// at the same queries read them from the L2 cache.
+// turn. But of the heads that are taken last early keys come first, as by default: their tiles are the longest. With more
+// heads, and with more tiles than start together, the wait is short for what comes after it, and tiles that are at the
+// same queries read them from the L2 cache.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
