@@ -52,6 +52,7 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
 void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
+  p.heads_k = Divisor(std::max(1, f.heads_k));
   p.group = Divisor(std::max(1, f.heads / f.heads_k));
   p.page_size = Divisor(std::max(1, f.pages.size));
   const bool even = p.even_shares();
@@ -66,6 +67,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
   }
   p.at_once = sms * config.ctas;
   p.ctas_of_head = std::max(1, p.at_once / std::max(1, f.heads_k));
+  p.by_ctas_of_head = Divisor(p.ctas_of_head);
   p.neighbours = f.heads_k % 2 == 0 ? 2 : 1;
   p.grain_blocks = 1;
   p.slots = 0;

@@ -162,9 +162,10 @@ struct DecodeProblem {
   int num_splits, split_size;
   int grain_blocks;  // of even shares: blocks of keys that are not parted
   int ctas_of_head;  // CTAs for each kv head
+  Divisor by_ctas_of_head;  // less those that come late
   int at_once;  // CTAs that the GPU has room for
   int neighbours;  // CTAs that follow each other and run on SMs side by side
-  Divisor group;  // query heads of a kv head
+  Divisor heads_k, group;  // kv heads, and query heads of each
   Divisor page_size;
   AlikeSequences alike;
   // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/shares.h).

@@ -66,8 +66,9 @@ struct Shares {
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
     const bool even = p.even_shares();
     const int least = even && of_unit <= kOnePart ? kOnePart : 1;
-    const int size = detail::at_least(detail::ceil_div(of_head, p.ctas_of_head), least);
-    if (!even) return {even, of_head, size, p.ctas_of_head};
+    const int ctas = p.by_ctas_of_head.value;
+    const int size = detail::at_least(p.by_ctas_of_head.quotient(of_head + ctas - 1), least);
+    if (!even) return {even, of_head, size, ctas};
     int aligned = size;
     if (size < of_unit) {
       const int shares_a_unit = of_unit / size, share = of_unit / shares_a_unit;
@@ -75,7 +76,7 @@ struct Shares {
     } else {
       aligned = (size + of_unit - 1) / of_unit * of_unit;
     }
-    return {even, of_head, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size, p.ctas_of_head};
+    return {even, of_head, aligned - size <= kPart + (alike ? size / kIdle : 0) ? aligned : size, ctas};
   }
 };
 
@@ -113,7 +114,7 @@ class Parts {
   // next; each has a head of its own.
   FC_HOST_DEVICE Parts(const DecodeProblem& p, const Shares& shares, int cta, Place from)
       : shares_(shares),
-        number_(cta / p.fwd.heads_k),
+        number_(p.heads_k.quotient(cta)),
         head_(cta - number_ * p.fwd.heads_k),
         place_(from),
         grain_(shares.first_grain(number_)),

@@ -130,7 +130,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, typename Decod
 template <KernelConfig C>
 CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const Part& part) {
   if (!p.appends() || part.grains == 0) return false;
-  return static_cast<int>(part.seq.k.offset) + (part.first + 1) * C.block_n <= rows_in_use(p, part.b);
+  return (part.first + 1) * C.block_n <= part.seq.k.length - new_rows(p.added, part.b).length;
 }
 
 template <KernelConfig C>

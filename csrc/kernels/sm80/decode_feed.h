@@ -10,9 +10,10 @@ template <KernelConfig C>
 CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
+  const int number = p.heads_k.quotient(cta);  // among those of its head
   if (p.alike.known) [[likely]] {
     const Shares shares = Shares::foreseen(p);
-    const int b = p.alike.of_sequence.quotient(shares.first_grain(cta / p.fwd.heads_k));
+    const int b = p.alike.of_sequence.quotient(shares.first_grain(number));
     return PartsOf<C>(p, shares, cta, {b, b * p.alike.of_sequence.value});
   }
   // Each lane counts a head's grains of as many sequences.
@@ -32,7 +33,7 @@ CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
   }
   const int of_head = __shfl_sync(0xffffffff, up_to, kLanes - 1);
   const Shares shares = Shares::of(p, of_head, __shfl_sync(0xffffffff, of_unit, 0));
-  const unsigned behind = __ballot_sync(0xffffffff, up_to > shares.first_grain(cta / p.fwd.heads_k));
+  const unsigned behind = __ballot_sync(0xffffffff, up_to > shares.first_grain(number));
   if (behind == 0) return PartsOf<C>(p, shares, cta, {batch, of_head});
   const int found = __ffs(behind) - 1;
   return PartsOf<C>(p, shares, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
