@@ -48,37 +48,47 @@ struct Item {
   }
 };
 
-// Where it comes from and goes to, and the position by which it is turned.
-struct Move {
-  bool exists = false;
-  int64_t from_batch, from_row, to_batch, to_row, position;
+// Where a row comes from: `row` of the tensor's `batch`, and of sequence b's own rows the one at `place`.
+struct Source {
+  bool exists;
+  int b;
+  int64_t batch, row, place;
 };
 
-// A new row of keys or values.
-__device__ Move append(const DecodeProblem& p, int row) {
+__device__ Source source_of(const DecodeProblem& p, bool is_query, int row) {
   const FwdProblem& f = p.fwd;
-  const int b = sequence_of(row, p.added.cu, f.batch, p.added.seqlen);
-  const SeqSpan added = new_rows(p.added, b);
-  const int64_t place = place_of(row, added, p.added.cu, p.added.seqlen);
-  const int used = rows_in_use(p, b);
-  if (place < 0 || place >= added.length || used + place >= f.seqlen_k) return {};
-  const int to_row = used + static_cast<int>(place);
-  const int page = page_id(f.pages, b, to_row / f.pages.size);
-  if (page < 0 || page >= f.pages.count) return {};
-  const int64_t start = p.rotary.from == nullptr ? used : p.rotary.from[b];
-  return {true, b, added.offset + place, page, to_row % f.pages.size, start + place};
+  const int* const cu = is_query ? f.sequences.cu_q : p.added.cu;
+  const int each = is_query ? f.seqlen_q : p.added.seqlen;
+  const int b = sequence_of(row, cu, f.batch, each);
+  const SeqSpan rows = is_query ? seq_span(cu, nullptr, b, f.seqlen_q, f.total_q) : new_rows(p.added, b);
+  const int64_t place = place_of(row, rows, cu, each);
+  return {place >= 0 && place < rows.length, b, b, rows.offset + place, place};
 }
 
-__device__ Move rotate(const DecodeProblem& p, int row) {
+// Where it goes to, and the position by which it is turned.
+struct Target {
+  bool exists = false;
+  int64_t batch, row, position;
+};
+
+// Of a new row of keys or values.
+__device__ Target joins_at(const DecodeProblem& p, const Source& from) {
   const FwdProblem& f = p.fwd;
-  const int b = sequence_of(row, f.sequences.cu_q, f.batch, f.seqlen_q);
-  const SeqSpan queries = cached_seq(p, b).q;
-  const int64_t place = place_of(row, queries, f.sequences.cu_q, f.seqlen_q);
-  if (place < 0 || place >= queries.length) return {};
-  const bool banded = f.band.left < Band::kUnbounded || f.band.right < Band::kUnbounded;
-  const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, b) : p.rotary.from[b];
-  const int64_t at = queries.offset + place;
-  return {true, b, at, b, at, start + (banded ? place : 0)};
+  const int used = rows_in_use(p, from.b);
+  if (used + from.place >= f.seqlen_k) return {};
+  const int row = used + static_cast<int>(from.place);
+  const int page = page_id(f.pages, from.b, row / f.pages.size);
+  if (page < 0 || page >= f.pages.count) return {};
+  const int64_t start = p.rotary.from == nullptr ? used : p.rotary.from[from.b];
+  return {true, page, row % f.pages.size, start + from.place};
+}
+
+// Of a row of queries.
+__device__ Target rotates_at(const DecodeProblem& p, const Source& from) {
+  const Band& band = p.fwd.band;
+  const bool banded = band.left < Band::kUnbounded || band.right < Band::kUnbounded;
+  const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, from.b) : p.rotary.from[from.b];
+  return {true, from.batch, from.row, start + (banded ? from.place : 0)};
 }
 
 template <class Element, int kWidth>
@@ -86,38 +96,29 @@ struct alignas(sizeof(Element) * kWidth) Vector {
   Element at[kWidth];
 };
 
-// Moves kWidth pairs, and turns them on the way, or not.
 template <class Element, int kWidth>
-__device__ void move_pairs(const Item& item, const Move& move, const Matrices& from, const Matrices& to,
-                           const Rotary& rotary, bool turns) {
-  using Numbers = Vector<Element, kWidth>;
-  const bool apart = turns && !rotary.interleaved;
-  const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? rotary.half : kWidth);
-  const auto* source = static_cast<const Element*>(from.ptr) + move.from_batch * from.batch + move.from_row * from.row +
-                       item.head * from.head;
-  auto* target = static_cast<Element*>(to.ptr) + move.to_batch * to.batch + move.to_row * to.row + item.head * to.head;
-  auto read = [](const Element* from) { return *reinterpret_cast<const Numbers*>(from); };
-  Numbers x[2] = {read(source + first), read(source + second)};
-  if (turns) {
-    const int64_t at = int64_t(clamped(move.position, rotary.positions - 1)) * rotary.half + item.pair;
-    const Numbers cos = read(static_cast<const Element*>(rotary.cos) + at);
-    const Numbers sin = read(static_cast<const Element*>(rotary.sin) + at);
-    auto turn = [&](Element& a, Element& b, int i) {
-      const float before = float(a), other = float(b);
-      a = Element(before * float(cos.at[i]) - other * float(sin.at[i]));
-      b = Element(before * float(sin.at[i]) + other * float(cos.at[i]));
-    };
+const __device__ Vector<Element, kWidth>& vector_at(const void* tensor, int64_t at) {
+  return *reinterpret_cast<const Vector<Element, kWidth>*>(static_cast<const Element*>(tensor) + at);
+}
+
+// Turns kWidth pairs: of numbers that lie side by side, or, where heads are not interleaved, `apart`.
+template <class Element, int kWidth>
+__device__ void turn_pairs(Vector<Element, kWidth> (&x)[2], const Rotary& rotary, int64_t position, int pair) {
+  const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + pair;
+  const auto cos = vector_at<Element, kWidth>(rotary.cos, at), sin = vector_at<Element, kWidth>(rotary.sin, at);
+  auto turn = [&](Element& a, Element& b, int i) {
+    const float before = float(a), other = float(b);
+    a = Element(before * float(cos.at[i]) - other * float(sin.at[i]));
+    b = Element(before * float(sin.at[i]) + other * float(cos.at[i]));
+  };
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      if (apart) {
-        turn(x[0].at[i], x[1].at[i], i);
-      } else {
-        turn(x[2 * i / kWidth].at[2 * i % kWidth], x[(2 * i + 1) / kWidth].at[(2 * i + 1) % kWidth], i);
-      }
+  for (int i = 0; i < kWidth; ++i) {
+    if (!rotary.interleaved) {
+      turn(x[0].at[i], x[1].at[i], i);
+    } else {
+      turn(x[2 * i / kWidth].at[2 * i % kWidth], x[(2 * i + 1) / kWidth].at[(2 * i + 1) % kWidth], i);
     }
   }
-  *reinterpret_cast<Numbers*>(target + first) = x[0];
-  *reinterpret_cast<Numbers*>(target + second) = x[1];
 }
 
 // Keys of each sequence after the append; for one CTA.
@@ -141,18 +142,31 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   if (cta == 0 && p.added.lengths != nullptr) count_keys(p);
   if (!item.exists) return;
-  const int row = static_cast<int>(item.row);
-  const Move move = kind == kQueries ? rotate(p, row) : append(p, row);
-  if (!move.exists) return;
+  const bool is_query = kind == kQueries;
+  const Source source = source_of(p, is_query, static_cast<int>(item.row));
+  if (!source.exists) return;
   const FwdProblem& f = p.fwd;
-  const Matrices &from = kind == kKeys     ? p.added.k
-                         : kind == kValues ? p.added.v
-                                           : p.unrotated_q,
-                 &to = kind == kKeys     ? f.k
-                       : kind == kValues ? f.v
-                                         : f.q;
+  const Matrices &from = is_query        ? p.unrotated_q
+                         : kind == kKeys ? p.added.k
+                                         : p.added.v,
+                 &to = is_query        ? f.q
+                       : kind == kKeys ? f.k
+                                       : f.v;
   const bool turns = kind != kValues && p.rotary.cos != nullptr && item.pair < p.rotary.half;
-  move_pairs<Element, kWidth>(item, move, from, to, p.rotary, turns);
+  const bool apart = turns && !p.rotary.interleaved;
+  const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? p.rotary.half : kWidth);
+  const int64_t in = source.batch * from.batch + source.row * from.row + item.head * from.head;
+  // The row is on its way while its place is looked up, and the place while the row is turned.
+  Vector<Element, kWidth> x[2] = {vector_at<Element, kWidth>(from.ptr, in + first),
+                                  vector_at<Element, kWidth>(from.ptr, in + second)};
+  const Target target = is_query ? rotates_at(p, source) : joins_at(p, source);
+  if (!target.exists) return;
+  Element* const out =
+      static_cast<Element*>(to.ptr) + target.batch * to.batch + target.row * to.row + item.head * to.head;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(out + first));
+  if (turns) turn_pairs(x, p.rotary, target.position, item.pair);
+  *reinterpret_cast<Vector<Element, kWidth>*>(out + first) = x[0];
+  *reinterpret_cast<Vector<Element, kWidth>*>(out + second) = x[1];
 }
 
 bool on_boundary(const void* ptr) {
