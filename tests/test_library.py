@@ -57,6 +57,13 @@ def test_library_in_use_is_stable():
     assert tool("check_library").problems(library.find(), all_kernels=False) == []
 
 
+def test_a_library_with_libstdcxx_inside_is_reported(monkeypatch):
+    checker = tool("check_library")
+    monkeypatch.setattr(checker, "_needed", lambda _: ["libtorch.so", "libm.so.6", "libc.so.6"])
+    (problem,) = checker.problems(library.find(), all_kernels=False)
+    assert "libstdc++" in problem
+
+
 def test_unstable_symbols_are_recognised():
     unstable = tool("check_library").UNSTABLE
     assert unstable.match("_ZN3c106detail14torchCheckFailEPKcS2_jS2_")

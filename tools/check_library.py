@@ -40,9 +40,10 @@ def problems(library: Path, all_kernels: bool) -> list[str]:
     for symbol in _symbols(library, "--undefined-only"):
         if UNSTABLE.match(symbol):
             found.append(f"unstable symbol: {symbol}")
-    for name in _needed(library):
-        if not NEEDED.match(name):
-            found.append(f"needs {name}")
+    needed = _needed(library)
+    found += [f"needs {name}" for name in needed if not NEEDED.match(name)]
+    if not any(name.startswith("libstdc++") for name in needed):
+        found.append("libstdc++ is inside: an error that passes libtorch's would end the process")
     megabytes = library.stat().st_size / 2**20
     if megabytes > MAX_MEGABYTES:
         found.append(f"{megabytes:.1f} MB; at most {MAX_MEGABYTES} are allowed")
