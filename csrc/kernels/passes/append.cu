@@ -97,7 +97,7 @@ struct alignas(sizeof(Element) * kWidth) Vector {
 };
 
 template <class Element, int kWidth>
-const __device__ Vector<Element, kWidth>& vector_at(const void* tensor, int64_t at) {
+__device__ Vector<Element, kWidth> vector_at(const void* tensor, int64_t at) {
   return *reinterpret_cast<const Vector<Element, kWidth>*>(static_cast<const Element*>(tensor) + at);
 }
 
