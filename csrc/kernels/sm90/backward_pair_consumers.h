@@ -38,10 +38,9 @@ class DqAtom {
   template <class Accumulator>
   CUTE_DEVICE void add(const BackwardWork& work, const Cursor<1>& at, const Accumulator& acc, int head,
                        int first_query) const {
-    auto& ring = storage_.ring_turn[kInner];
-    const Cursor<2> turn{at.count};
+    const Cursor<T::kTurns> turn{at.count};
     // After this wait all are done whose turn comes before.
-    if (p_.deterministic) ring.wait(turn);
+    if (p_.deterministic) storage_.ring_turn[kInner].wait(turn);
     const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
     float* const sums = T::dq_sums(p_, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
     CUTE_UNROLL
@@ -50,7 +49,7 @@ class DqAtom {
                    "f"(acc(i + 2)), "f"(acc(i + 3))
                    : "memory");
     }
-    if (p_.deterministic) ring.release(turn);
+    if (p_.deterministic) storage_.ring_added[kInner].publish(turn);
   }
 
  private:

@@ -1,4 +1,4 @@
-// The threads of Hopper's backward for wide heads that load tiles by TMA, and those that give turns to add to dQ.
+// The threads of Hopper's backward for wide heads that load tiles by TMA, and those that give and end turns to add to dQ.
 #pragma once
 
 #include "kernels/sm90/backward_pair_traits.h"
@@ -116,34 +116,50 @@ class QueryLoader {
   Cursor<C.stages> at_;
 };
 
-// One thread for each atom of dQ that the CTA sums up. Where sums are deterministic, it says when they may be added.
+// Where sums of dQ are deterministic: the turns of the atoms that the CTA sums up, one after the other, in two lanes of a
+// warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other lane would,
+// too.
+template <KernelConfig C, class Attempt>
+CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int place,
+                               const Attempt& attempt) {
+  // After this wait no turn has been taken but those of this kernel.
+  wait_for_kernel_before();
+  Cursor<PairTraits<C>::kTurns> at;
+  for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
+    auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, place); };
+    QueryStep step = work.first_step();
+    for (Turn<C> turn = turn_of(step); step.head < work.heads;) {
+      if (!attempt(turn, at)) continue;
+      at.advance();
+      step = work.after(step);
+      turn = turn_of(step);
+    }
+  });
+}
+
+// The lanes that say when atoms may be added.
 template <KernelConfig C>
 CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
                             bool inner) {
   using T = PairTraits<C>;
-  auto& ring = storage.ring_turn[inner];
-  // After this wait no turn has been taken but those of this kernel.
-  wait_for_kernel_before();
-  Cursor<2> at, done;
-  for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
-    auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, T::dq_place(rank, inner)); };
-    auto give = [&](QueryStep step) {
-      if (!turn_of(step).has_come()) return false;
-      ring.expect(at, 0);
-      at.advance();
-      return true;
-    };
-    bool given = false;
-    for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step)) {
-      while (!given) given = give(step);
-      // If the next step's turn has come too, nobody waits for the end of this one.
-      const QueryStep ahead = work.after(step);
-      given = ahead.head < work.heads && give(ahead);
-      // After this wait the warpgroup has added.
-      done.advance();
-      ring.wait_empty({done.count + 1});
-      turn_of(step).end();
-    }
+  for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
+    // A place is empty when one of the turns given before has ended.
+    if (!storage.ring_turn[inner].is_empty(at) || !turn.has_come()) return false;
+    storage.ring_turn[inner].expect(at, 0);
+    return true;
+  });
+}
+
+// The lanes that say, to all, that they have been.
+template <KernelConfig C>
+CUTE_DEVICE void end_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
+                           bool inner) {
+  using T = PairTraits<C>;
+  for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
+    if (!storage.ring_added[inner].is_full(at)) return false;
+    turn.end();
+    storage.ring_turn[inner].empty[at.stage()].arrive();
+    return true;
   });
 }
 

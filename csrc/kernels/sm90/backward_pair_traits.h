@@ -60,6 +60,9 @@ struct PairTraits {
   // Named barriers: of all warpgroups that compute, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 
+  // To add to dQ that may be given before one of them has ended, for each place.
+  static constexpr int kTurns = 4;
+
   // Of the other CTA's keys, those columns that meet its dS here.
   static constexpr int kAtomsOfOther = kAtoms - 2;
 
@@ -83,7 +86,7 @@ struct PairTraits {
     Ring<1> ring_k, ring_v, ring_p;
     Ring<1, C.cluster> ring_ds;
     Ring<1> ring_ds_of_other;
-    Ring<2> ring_turn[2];  // to add to dQ: outer and inner
+    Ring<kTurns> ring_turn[2], ring_added[2];  // turns to add to dQ, given and used: outer and inner
     // Tiles of which a producer clears rows: of Q and of dO; and of K.
     cutlass::arch::ClusterTransactionBarrier landed[2][C.stages], landed_k;
   };
