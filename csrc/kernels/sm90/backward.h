@@ -105,7 +105,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
-  params.order = sm90::KeyOrder::of(p, C.block_n * C.cluster);
+  params.order = sm90::KeyOrder::of(p, C.block_n * C.cluster, C.cluster);
   params.parts = Divisor(p.parts.count());
   params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, p.deterministic);
   if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;

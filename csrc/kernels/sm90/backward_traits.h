@@ -18,12 +18,14 @@ struct KeyOrder {
   int heads_together;  // whose tiles alternate
   bool late_first;  // late keys
 
-  static KeyOrder of(const BwdProblem& p, int block_n) {
+  // Of tiles of `block_n` keys, each for a cluster. The heads' queries and sums are to stay in the L2 cache: no more heads
+  // than have the tiles that start together.
+  static KeyOrder of(const BwdProblem& p, int block_n, int cluster) {
     if (p.fwd.seqlen_k == 0) return {1, false};  // of no tiles
     const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
     const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
     const int tiles = ceil_div(p.fwd.seqlen_k, block_n) * parts.queries;
-    return {heads_of(p.fwd, block_n, kTilesTogether / parts.count()),
+    return {heads_of(p.fwd, block_n, kTilesTogether / cluster / parts.count()),
             p.deterministic && one_head && tiles <= kTilesTogether};
   }
 };
