@@ -3,11 +3,13 @@
 
 find_package(Python REQUIRED COMPONENTS Interpreter)
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c "import torch; print(torch.__path__[0])"
+  COMMAND "${Python_EXECUTABLE}" -c "import torch
+assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10), f'torch is {torch.__version__}'
+print(torch.__path__[0])"
   OUTPUT_VARIABLE FLASH_CUTE_TORCH OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
 if(failed)
   message(FATAL_ERROR
-    "${Python_EXECUTABLE} cannot import torch, whose headers are needed. Install torch >= 2.10 first, and build with "
+    "${Python_EXECUTABLE} cannot import torch >= 2.10, whose headers are needed. Install it first, and build with "
     "`pip install --no-build-isolation .`")
 endif()
 
