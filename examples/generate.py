@@ -4,7 +4,7 @@ Requests come and go (continuous batching): each step takes the whole prompt of 
 one token of those that are under way, all in one call a layer. In the end every token must be the
 one that the full forward over the whole sequence finds most likely; the exit status is 1 otherwise.
 
-    python examples/generate.py --steps 300 --tokens 100
+    PYTHONPATH=. python examples/generate.py --steps 300 --tokens 100
 """
 
 from __future__ import annotations

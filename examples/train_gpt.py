@@ -3,11 +3,11 @@ r"""Trains a GPT twice, with flash_cute's attention and with PyTorch's, and comp
 Both trainings start from the same weights and see the same batches, so the losses must agree.
 Writes losses.png and results.json to --out; the exit status is 1 if the losses part.
 
-    python examples/train_gpt.py                     # the text: Python's own source files
-    python examples/train_gpt.py --text book.txt --steps 1000
+    PYTHONPATH=. python examples/train_gpt.py        # the text: Python's own source files
+    PYTHONPATH=. python examples/train_gpt.py --text book.txt --steps 1000
     # A layer of Llama's shape, head dim 128. Two runs of SDPA part by 0.03, its backends by 0.08.
-    python examples/train_gpt.py --layers 1 --width 4096 --heads 32 --heads-k 8 --context 4096 \
-        --batch 2 --steps 200 --tolerance 0.1
+    PYTHONPATH=. python examples/train_gpt.py --layers 1 --width 4096 --heads 32 --heads-k 8 \
+        --context 4096 --batch 2 --steps 200 --tolerance 0.1
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def flash_attn_func(
             ``shift = seqlen_k - seqlen_q``; -1 is unbounded. ``causal`` makes right 0.
         softcap: c > 0 replaces scores s by ``c * tanh(s / c)`` (Gemma 2); 0 is off.
         alibi_slopes: fp32 (heads,) or (batch, heads): adds ``-slope * |i + shift - j|`` (arXiv
-            2108.12409).
+            2108.12409). Has no gradient: refused if it requires one.
         deterministic: backward is bitwise repeatable. Forward always is.
         return_attn_probs: also return the signed probabilities, for tests and study; O(seqlen_q *
             seqlen_k) memory.
@@ -65,9 +65,10 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, heads, dim_v) in q's dtype. With ``return_lse``: (out, softmax_lse),
-        softmax_lse fp32 (batch, heads, seqlen_q), natural log, differentiable. With
-        ``return_attn_probs``: (out, softmax_lse, probs), probs (batch, heads, seqlen_q, seqlen_k)
-        in q's dtype, negative where dropout drops. A row that sees no key has out 0 and lse -inf.
+        softmax_lse fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q), natural log,
+        differentiable. With ``return_attn_probs``: (out, softmax_lse, probs), probs (batch, heads,
+        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. A row that sees no key has
+        out 0 and lse -inf, or ``sink``'s logit if there is one.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.

@@ -58,10 +58,12 @@ def flash_attn_with_kvcache(
         rotary_cos: (positions, rotary_dim / 2) in q's dtype: rotary embedding of q and k, row i of
             k at position ``cache_seqlens + i``; row i of q too if there is a causal mask or a
             window, else all of q at position ``cache_seqlens``. Positions behind the last one
-            take that, unless ``check_indices`` refuses them.
+            take that, unless ``check_indices`` refuses them. Needs k and v.
         rotary_sin: as rotary_cos.
-        cache_seqlens: int, or int32 (batch,): rows of the cache in use before k joins; None: all.
-        cache_batch_idx: int32 (batch,), which row of the caches is whose; None: in order.
+        cache_seqlens: int, or int32 (batch,): rows of the cache in use before k joins; None: all,
+            where none joins.
+        cache_batch_idx: int32 (batch,), which row of the caches is whose; None: in order. Not
+            with ``block_table``.
         cache_leftpad: int32 (batch,), rows at the start of each cache that do not count.
         block_table: int32 (batch, max_blocks), the page ids of each sequence. Pages of any size.
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink: as in
@@ -78,7 +80,8 @@ def flash_attn_with_kvcache(
             ``cache_seqlens``.
         split_size: cut each sequence's keys into parts of about so many: then its result has the
             same bits whatever other sequences are in the batch, as long as the longest query is as
-            long. Results of parts take memory for as many as the caches have room for. 0: off.
+            long. Results of parts take memory for as many as the caches have room for. 0: off, as
+            it must be with ``num_splits``.
         check_indices: look for indices outside of their tensors, and raise ValueError with the
             first one. Waits for the GPU. Without it they are clamped on the device: what lies
             outside is neither read nor written.
@@ -159,6 +162,7 @@ def flash_attn_combine(
 
     Raises:
         TypeError, ValueError: see :func:`flash_cute.validate_kvcache.partials`.
+        RuntimeError: an argument requires gradients, in grad mode.
     """
     if out is not None:
         validate.tensor("out", out)
@@ -189,9 +193,9 @@ def kvcache_status(
         k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call.
 
     Returns:
-        int32 (batch,), for each sequence the sum of 1 if its length or what joins does not fit the
-        cache, 2 if its page or row of the cache does not exist, 4 if its padding exceeds its
-        length; 0 where nothing is clamped.
+        int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum
+        of 1 if its length or what joins does not fit the cache, 2 if its page or row of the cache
+        does not exist, 4 if its padding exceeds its length; 0 where nothing is clamped.
     """
     num_blocks, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
