@@ -297,7 +297,9 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
     def kernel(*args: Any, **named: Any) -> Any:
-        tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
+        tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise RuntimeError(f"{op}: an argument requires grad, and {why}")
         with torch._C._AutoDispatchBelowADInplaceOrView():

@@ -39,21 +39,33 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
         with torch.no_grad():
-            grads = PackedAttention._gradients(ctx, dout, dlse)
+            grads = PackedAttention._gradients(ctx, saved, dout, dlse)
         if torch.is_grad_enabled():
-            packed, q, sink, *_ = ctx.saved_tensors
+            packed, q, sink, *_ = saved
             grads = _NotAgain.apply(packed, q, sink, dout, dlse, *grads)
         return (*grads, None, None)
 
     @staticmethod
-    def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        packed, q, sink, out, softmax_lse, *saved = ctx.saved_tensors
+    def _gradients(
+        ctx: Any, saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Any, ...]:
+        packed, q, sink, out, softmax_lse, *given = saved
         args = list(ctx.options)
-        for i, x in zip(ctx.places, saved, strict=True):
+        for i, x in zip(ctx.places, given, strict=True):
             args[i] = x
         *unpacked_q, k, v = packed.unbind(-3)
         bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *args))
+        if _mapped(dout) or _mapped(dlse):  # out overloads cannot be
+            bwd = ops.bwd if ctx.op is ops.fwd else ops.varlen_bwd
+            dq, dk, dv, dsink, _ = bwd(
+                *ops.backward_arguments(bwd, bound, out, softmax_lse, dout, dlse)
+            )
+            dsink = None if sink is None else dsink.to(sink.dtype)
+            if q is None:
+                return torch.stack((dq, dk, dv), -3), None, dsink
+            return torch.stack((dk, dv), -3), dq, dsink
         bwd_out = _OUT_OVERLOAD_OF_BACKWARD[ctx.op]
         dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
         dq = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -87,3 +99,8 @@ class _NotAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         ops.no_double_backward()
+
+
+def _mapped(x: Tensor | None) -> bool:
+    """Whether autograd asks for several gradients at once (``is_grads_batched``)."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)

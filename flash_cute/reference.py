@@ -83,10 +83,11 @@ def visible(
     keys = torch.arange(seqlen_k, device=device)
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     right = 0 if is_causal else window_size_right
+    all_keys = seqlen_q + seqlen_k  # a larger window hides as little, and int64 holds this one
     if window_size_left >= 0:
-        seen &= keys >= diagonal - window_size_left
+        seen &= keys >= diagonal - min(window_size_left, all_keys)
     if right >= 0:
-        seen &= keys <= diagonal + right
+        seen &= keys <= diagonal + min(right, all_keys)
     return seen
 
 

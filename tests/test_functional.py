@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flash_cute
@@ -163,6 +164,62 @@ def test_derivatives_in_forward_mode_are_refused(device):
     packed = torch.stack((q, k, v), 2)
     with pytest.raises(NotImplementedError, match="forward mode"):
         torch.func.jvp(flash_cute.flash_attn_qkvpacked_func, (packed,), (packed,))
+
+
+def test_derivatives_of_inference_in_forward_mode_are_refused(device):
+    """They would be 0 without a word."""
+    q = torch.randn(1, 1, 2, 16, device=device, dtype=BF16)
+    cache = torch.randn(1, 8, 2, 16, device=device, dtype=BF16)
+    partial = torch.randn(2, 3, 16, device=device)
+    lse, out_lse = torch.randn(2, 3, device=device), torch.empty(1, 2, 1, device=device)
+    calls = (
+        (lambda q: flash_cute.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5), q),
+        (lambda k: flash_cute.flash_attn_with_kvcache(q, k, cache, cache_seqlens=5), cache),
+        (lambda x: flash_cute.flash_attn_combine(x, lse), partial),
+        (lambda q: torch.ops.flash_cute.fwd.out(q, q, q, out=q.clone(), softmax_lse=out_lse), q),
+    )
+    for call, x in calls:
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="forward mode"),
+        ):
+            call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("own_q", [False, True])
+def test_packed_gradients_where_unpacked_ones_work(device, own_q):
+    """Under a checkpoint whose gradient has a graph, and for several gradients of out at once."""
+    inputs = make_inputs(Case(seqlen_q=20, seqlen_k=20, dtype=BF16), device)
+    parts = (inputs.k, inputs.v) if own_q else (inputs.q, inputs.k, inputs.v)
+    packed = leaf(torch.stack(parts, 2))
+
+    def attend(packed):
+        if own_q:
+            return flash_cute.flash_attn_kvpacked_func(inputs.q, packed, deterministic=True)
+        return flash_cute.flash_attn_qkvpacked_func(packed, deterministic=True)
+
+    (expected,) = torch.autograd.grad(attend(packed), packed, inputs.dout)
+    out = checkpoint(attend, packed, use_reentrant=False)
+    (grad,) = torch.autograd.grad(out, packed, inputs.dout, create_graph=True)
+    bounds.check_same_bits("dpacked", grad.detach(), expected)
+    both = torch.stack((inputs.dout, 2 * inputs.dout))
+    (grads,) = torch.autograd.grad(attend(packed), packed, both, is_grads_batched=True)
+    bounds.check_same_bits("dpacked", grads[0], expected)
+    bounds.check_same_bits("dpacked, doubled", grads[1], 2 * expected)
+
+
+@pytest.mark.parametrize("largest", [2**31 - 1, 2**63 - 1])
+def test_windows_that_hide_nothing(device, largest):
+    inputs = make_inputs(Case(seqlen_q=20, seqlen_k=30, dtype=BF16), device)
+    qkv = inputs.q, inputs.k, inputs.v
+    for window, same in (
+        ((largest, 3), (-1, 3)),
+        ((3, largest), (3, -1)),
+        ((largest, largest), (-1, -1)),
+    ):
+        out = flash_cute.flash_attn_func(*qkv, window_size=window)
+        expected = flash_cute.flash_attn_func(*qkv, window_size=same)
+        bounds.check_same_bits("out", out, expected)
 
 
 def test_mapped_inputs_keep_their_gradients(device):

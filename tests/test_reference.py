@@ -189,8 +189,8 @@ def test_dtype_of_the_chain():
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(4, 7), (5, 5), (7, 4)])
 def test_visible(seqlen_q, seqlen_k):
-    for left in (-1, 0, 1, 3, 2**31 - 1):
-        for right in (-1, 0, 1, 3, 2**31 - 1):
+    for left in (-1, 0, 1, 3, 2**31 - 1, 2**63 - 1):
+        for right in (-1, 0, 1, 3, 2**31 - 1, 2**63 - 1):
             seen = reference.visible(seqlen_q, seqlen_k, False, left, right)
             for i in range(seqlen_q):
                 for j in range(seqlen_k):

@@ -124,8 +124,9 @@ class Tiles:
         self.shift = self.seqlen_k - self.seqlen_q
         # key j is visible from query i if i + low <= j <= i + high
         left, right = options.window
-        self.low = self.shift - left if left >= 0 else -self.seqlen_q
-        self.high = self.shift + right if right >= 0 else self.seqlen_k
+        all_keys = self.seqlen_q + self.seqlen_k  # a larger window hides as little
+        self.low = self.shift - min(left, all_keys) if left >= 0 else -self.seqlen_q
+        self.high = self.shift + min(right, all_keys) if right >= 0 else self.seqlen_k
 
     def statistic(self, x: Tensor) -> Tensor:
         """A view of row statistics (batch, heads, seqlen_q) as (n, group, seqlen_q, 1)."""
