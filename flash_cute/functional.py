@@ -59,7 +59,8 @@ def flash_attn_func(
         return_attn_probs: also return the signed probabilities, for tests and study; O(seqlen_q *
             seqlen_k) memory.
         sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453);
-            any floating point on the CPU, fp16, bf16 or fp32 on CUDA.
+            any floating point on the CPU, fp16, bf16 or fp32 on CUDA. Its gradient has fp32's
+            accuracy.
         generator: source of the dropout seed; None is the device's default.
         return_lse: also return the log-sum-exp.
 
@@ -74,16 +75,17 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    plain = options == _PLAIN and sink is None and generator is None
-    if plain and _on_cuda_without_grad(q, k, v):
+    usual = type(causal) is bool and (softmax_scale is None or type(softmax_scale) is float)
+    if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
-            with torch._C._AutoDispatchBelowAutograd():
-                precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
-                out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
-            return (out, softmax_lse) if return_lse else out
-        except (RuntimeError, TypeError):
+            if options == _PLAIN:
+                with torch._C._AutoDispatchBelowAutograd():
+                    precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
+                    out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
+                return (out, softmax_lse) if return_lse else out
+        except (RuntimeError, TypeError, ValueError):
             pass
     validate.dense(q, k, v)
     return _attend(
@@ -270,6 +272,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
     validate.packed("qkv", qkv, 4, 3)
+    validate.packed_sequences(qkv, cu_seqlens, max_seqlen, seqused)
     q, k, v = qkv.unbind(1)
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
     validate.varlen(q, k, v, *sequences)
@@ -281,7 +284,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
         return False
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     return (
@@ -316,6 +319,8 @@ def _attend(
     """
     q, k, v = qkv
     validate._flag("return_attn_probs", return_attn_probs)
+    if sequences:
+        validate._flag("zero_tensors", sequences[-2])
     validate.options(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, sink, generator,

@@ -22,6 +22,7 @@ CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_MAX_HEAD_DIM = 256
 
 _FP32_LEAST, _FP32_END = 2.0**-126, 2.0**128  # of positive normal numbers
+_INT64_MAX = 2**63 - 1
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -90,8 +91,8 @@ def varlen(
 def length(name: str, x: int) -> None:
     """The longest length of several sequences."""
     if type(x) is not int and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt))):
-        raise TypeError(f"{name} is {type(x).__name__}; expected an int (use .item() once)")
-    if not allowed(x >= 0):
+        raise TypeError(f"{name} is {_kind(x)}; expected an int (use .item() once)")
+    if not (allowed(x >= 0) and allowed(x <= _INT64_MAX)):
         raise ValueError(f"{name} is {x}; expected the longest sequence's length")
 
 
@@ -124,20 +125,21 @@ def options(
     _flag("deterministic", deterministic)
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
-        if not -_FP32_END < softmax_scale < _FP32_END:
+        if not (allowed(softmax_scale > -_FP32_END) and allowed(softmax_scale < _FP32_END)):
             raise ValueError(
                 f"softmax_scale is {softmax_scale}; expected None or a number that fp32 holds"
             )
     if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"window_size is {type(window_size).__name__}; expected (left, right)")
+        raise TypeError(f"window_size is {_kind(window_size)}; expected (left, right)")
     if len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; expected (left, right)")
     left, right = window_size
     if type(left) is not int or type(right) is not int:
         _window_types(left, right)
-    if left < -1 or right < -1:
+    if left < -1 or right < -1 or left > _INT64_MAX or right > _INT64_MAX:
         raise ValueError(
-            f"window_size is {window_size}; -1 means unbounded, others are counts >= 0"
+            f"window_size is {window_size}; -1 means unbounded, others are counts >= 0 that fit "
+            "int64"
         )
     _number("softcap", softcap)
     if softcap != 0.0 and not _FP32_LEAST <= softcap < _FP32_END:
@@ -153,7 +155,7 @@ def options(
     if sink is not None:
         _sink(sink, q, heads)
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator is {type(generator).__name__}; expected a torch.Generator")
+        raise TypeError(f"generator is {_kind(generator)}; expected a torch.Generator")
     if generator is not None and generator.device.type != q.device.type:
         raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
 
@@ -252,7 +254,7 @@ def apart(outputs: dict[str, Tensor | None]) -> None:
 def tensor(name: str, x: Any) -> None:
     """Refuses what is no tensor."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
 
 
 def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
@@ -263,6 +265,27 @@ def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected ({lead}, {parts}, heads, dim)"
         )
+    _contiguous_last(name, x)
+
+
+def packed_sequences(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqused: Tensor | None
+) -> None:
+    """What q, k and v of one packed tensor share, by the names that it has there."""
+    batch = _indices("cu_seqlens", cu_seqlens, qkv) - 1
+    length("max_seqlen", max_seqlen)
+    if seqused is not None and _indices("seqused", seqused, qkv) != batch:
+        raise ValueError(f"seqused has {len(seqused)} entries; cu_seqlens asks for {batch}")
+
+
+def _kind(x: Any) -> str:
+    """The type of ``x``, with its module where the name alone misleads: numpy has an int64, too."""
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _dtype_or_kind(x: Any) -> str:
+    return str(x.dtype) if isinstance(x, Tensor) else _kind(x)
 
 
 def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -276,7 +299,11 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
 def _same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next((n, x) for n, x in _named(q, k, v) if not isinstance(x, Tensor))
-        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
+    if q.is_nested:
+        raise NotImplementedError(
+            "q is a nested tensor; give flash_attn_varlen_func its values() and int32 offsets()"
+        )
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
         raise TypeError(f"q has dtype {dtype}; supported: {_listed(DTYPES)}")
@@ -321,7 +348,7 @@ def _heads_and_dims(
 def _indices(name: str, x: Tensor, q: Tensor, length: int | None = None) -> int:
     """An int32 contiguous vector on q's device; returns its length."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {type(x).__name__}; expected an int32 torch.Tensor")
+        raise TypeError(f"{name} is {_kind(x)}; expected an int32 torch.Tensor")
     if x.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int32")
     if x.device != q.device:
@@ -335,7 +362,7 @@ def _indices(name: str, x: Tensor, q: Tensor, length: int | None = None) -> int:
 
 def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        raise TypeError(f"block_table is {getattr(x, 'dtype', type(x).__name__)}; expected int32")
+        raise TypeError(f"block_table is {_dtype_or_kind(x)}; expected int32")
     if x.device != q.device:
         raise ValueError(f"block_table is on {x.device}, q on {q.device}; they must agree")
     if x.dim() != 2 or x.shape[0] != batch or x.stride(-1) != 1:
@@ -352,25 +379,23 @@ def _like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 def _flag(name: str, x: Any) -> None:
     if not isinstance(x, (bool, int)):
-        raise TypeError(f"{name} is {type(x).__name__}; expected a bool")
+        raise TypeError(f"{name} is {_kind(x)}; expected a bool")
 
 
 def _number(name: str, x: Any) -> None:
     if not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} is {type(x).__name__}; expected a number")
+        raise TypeError(f"{name} is {_kind(x)}; expected a number")
 
 
 def _window_types(left: Any, right: Any) -> None:
     for name, x in (("left", left), ("right", right)):
         if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-            raise TypeError(f"window_size's {name} is {type(x).__name__}; expected an int")
+            raise TypeError(f"window_size's {name} is {_kind(x)}; expected an int")
 
 
 def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
-        raise TypeError(
-            f"alibi_slopes is {getattr(x, 'dtype', type(x).__name__)}; expected float32"
-        )
+        raise TypeError(f"alibi_slopes is {_dtype_or_kind(x)}; expected float32")
     if x.device != q.device:
         raise ValueError(f"alibi_slopes is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) not in ((heads,), (batch, heads)):
@@ -378,13 +403,13 @@ def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
             f"alibi_slopes has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
         )
     _contiguous_last("alibi_slopes", x)
-    if x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, and has no gradient; detach() it")
 
 
 def _sink(x: Tensor, q: Tensor, heads: int) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"sink is {getattr(x, 'dtype', type(x).__name__)}; expected floating point")
+        raise TypeError(f"sink is {_dtype_or_kind(x)}; expected floating point")
     if x.device != q.device:
         raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) != (heads,):

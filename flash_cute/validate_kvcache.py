@@ -117,7 +117,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
     """out_partial (parts, .., dim) and lse_partial (parts, ..), fp32 on one device."""
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(x, Tensor) or x.dtype != torch.float32:
-            raise TypeError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}; expected float32")
+            raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; expected float32")
     if out_partial.device != lse_partial.device:
         raise ValueError(
             f"devices differ: out_partial is on {out_partial.device}, lse_partial on "
@@ -158,9 +158,15 @@ def contents(
     for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
         if not 0 <= pad <= used[b]:
             raise ValueError(f"cache_leftpad[{b}] is {pad}; expected [0, {used[b]}]")
-    for b, row in enumerate([] if cache_batch_idx is None else cache_batch_idx.tolist()):
+    rows = [] if cache_batch_idx is None else cache_batch_idx.tolist()
+    for b, row in enumerate(rows):
         if not 0 <= row < len(k_cache):
             raise ValueError(f"cache_batch_idx[{b}] is {row}; expected [0, {len(k_cache)})")
+        if seqlens_new[b] > 0 and row in rows[:b]:
+            raise ValueError(
+                f"cache_batch_idx[{b}] is {row}, as [{rows.index(row)}] is; rows that join a "
+                "cache are for one sequence alone"
+            )
     for b, pages in enumerate([] if block_table is None else block_table.tolist()):
         for block, page in enumerate(pages[: -(-(used[b] + seqlens_new[b]) // max(page_size, 1))]):
             if not 0 <= page < len(k_cache):
@@ -286,7 +292,7 @@ def _rotary(
         raise ValueError("rotary_cos is given, but no k and v: rotary embedding is for new keys")
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(x, Tensor) or x.dtype != q.dtype:
-            raise TypeError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}; q is {q.dtype}")
+            raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; q is {q.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
         if x.dim() != 2 or x.shape != cos.shape or not x.is_contiguous():
@@ -304,7 +310,7 @@ def _rotary(
 def _splits(num_splits: int, split_size: int) -> None:
     for name, x in (("num_splits", num_splits), ("split_size", split_size)):
         if isinstance(x, bool) or not isinstance(x, int):
-            raise TypeError(f"{name} is {type(x).__name__}; expected an int")
+            raise TypeError(f"{name} is {validate._kind(x)}; expected an int")
         if x < 0:
             raise ValueError(f"{name} is {x}; expected a count >= 0 (0: the library chooses)")
     if num_splits and split_size:

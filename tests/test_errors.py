@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from bad_arguments import (
@@ -24,6 +25,13 @@ import flash_cute
 from flash_cute import validate
 
 NAN, INF = math.nan, math.inf
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of ragged rows."""
+    return torch.nested.nested_tensor(list(x), layout=torch.jagged)
+
+
 DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "q_is_a_list": (to(q=[1.0]), TypeError, "q is list"),
     "k_is_none": (to(k=None), TypeError, "k is NoneType"),
@@ -78,6 +86,10 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "window_of_float": (to(window_size=(1.5, 0)), TypeError, "window_size"),
     "window_of_none": (to(window_size=(None, 0)), TypeError, "window_size"),
     "window_of_bool": (to(window_size=(True, 0)), TypeError, "window_size"),
+    "window_of_an_array": (to(window_size=np.array([-1, -1])), TypeError, "window_size is numpy"),
+    "window_of_numpy_int": (to(window_size=(np.int64(3), 0)), TypeError, "numpy.int64"),
+    "window_beyond_64_bits": (to(window_size=(2**63, 0)), ValueError, "window_size"),
+    "dropout_of_a_tensor": (vector("dropout_p", 2), TypeError, "dropout_p is torch.Tensor"),
     "alibi_shape": (vector("alibi_slopes", 3), ValueError, "alibi_slopes"),
     "alibi_batch": (vector("alibi_slopes", 3, 4), ValueError, "alibi_slopes"),
     "alibi_dtype": (vector("alibi_slopes", 4, dtype=BF16), TypeError, "alibi_slopes"),
@@ -97,6 +109,8 @@ DENSE: dict[str, tuple[Change, type[Exception], str]] = {
     "sink_elsewhere": (vector("sink", 4, device="meta"), ValueError, "sink"),
     "generator_is_an_int": (to(generator=7, dropout_p=0.1), TypeError, "generator"),
     "causal_is_a_str": (to(causal="no"), TypeError, "causal"),
+    "causal_of_numpy": (to(causal=np.True_), TypeError, "causal is numpy.bool"),
+    "q_is_nested": (lambda a: {"q": nested(a["q"])}, NotImplementedError, "q is a nested tensor"),
     "deterministic_is_a_str": (to(deterministic="no"), TypeError, "deterministic"),
 }
 
@@ -119,6 +133,8 @@ VARLEN: dict[str, tuple[Change, type[Exception], str]] = {
     "cu_k_of_0_dims": (on("cu_seqlens_k", lambda x: x[0]), ValueError, "cu_seqlens_k"),
     "cu_q_strided": (on("cu_seqlens_q", wide), ValueError, "cu_seqlens_q"),
     "max_q_negative": (to(max_seqlen_q=-1), ValueError, "max_seqlen_q"),
+    "max_q_beyond_64_bits": (to(max_seqlen_q=2**63), ValueError, "max_seqlen_q"),
+    "zero_tensors_is_a_str": (to(zero_tensors="no"), TypeError, "zero_tensors"),
     "max_k_of_float": (to(max_seqlen_k=5.0), TypeError, "max_seqlen_k"),
     "max_q_is_none": (to(max_seqlen_q=None), TypeError, "max_seqlen_q"),
     "max_k_is_a_tensor": (vector("max_seqlen_k", 1, dtype=INT32), TypeError, "max_seqlen_k"),
@@ -170,7 +186,8 @@ PACKED: dict[str, tuple[str, Change, type[Exception], str]] = {
     "qkv_of_4_dims": ("qkvpacked_func", on("qkv", lambda x: x[0]), ValueError, "qkv"),
     "qkv_is_none": ("qkvpacked_func", to(qkv=None), TypeError, "qkv"),
     "qkv_of_int": ("qkvpacked_func", on("qkv", torch.Tensor.int), TypeError, "int32"),
-    "qkv_last_stride": ("qkvpacked_func", on("qkv", wide), ValueError, "last dim"),
+    "qkv_last_stride": ("qkvpacked_func", on("qkv", wide), ValueError, "qkv's last dim"),
+    "kv_last_stride": ("kvpacked_func", on("kv", wide), ValueError, "kv's last dim"),
     "kv_of_3": ("kvpacked_func", vector("kv", 2, 8, 3, 2, 16, dtype=BF16), ValueError, "kv"),
     "kv_of_another_batch": ("kvpacked_func", on("kv", lambda x: x[:1]), ValueError, "batch"),
     "kv_dtype": ("kvpacked_func", on("kv", torch.Tensor.half), TypeError, "float16"),
@@ -180,9 +197,15 @@ PACKED: dict[str, tuple[str, Change, type[Exception], str]] = {
         "varlen_qkvpacked_func",
         on("cu_seqlens", torch.Tensor.long),
         TypeError,
-        "cu_seqlens",
+        "cu_seqlens has dtype",
     ),
-    "varlen_max": ("varlen_qkvpacked_func", to(max_seqlen=-3), ValueError, "max_seqlen"),
+    "varlen_max": ("varlen_qkvpacked_func", to(max_seqlen=-3), ValueError, "max_seqlen is"),
+    "varlen_used": (
+        "varlen_qkvpacked_func",
+        vector("seqused", 3, dtype=INT32),
+        ValueError,
+        "seqused has 3 entries; cu_seqlens asks for 2",
+    ),
     "varlen_kv_of_3": (
         "varlen_kvpacked_func",
         vector("kv", 8, 3, 2, 16, dtype=BF16),
@@ -209,6 +232,15 @@ def test_functions(device, name):
         call(**(arguments | change(arguments)))
     assert type(raised.value) is error
     assert torch.equal(call(**arguments), expected)
+
+
+def test_alibi_slopes_that_require_a_gradient_which_nobody_wants(device):
+    arguments = good_arguments("func", device)
+    slopes = torch.rand(4, device=device)
+    expected = flash_cute.flash_attn_func(**arguments, alibi_slopes=slopes)
+    with torch.no_grad():
+        out = flash_cute.flash_attn_func(**arguments, alibi_slopes=slopes.requires_grad_())
+    assert torch.equal(out, expected)
 
 
 def test_generator_of_another_device(cuda):
