@@ -53,7 +53,8 @@ def flash_attn_with_kvcache(
             page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
         v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor.
         k: (batch, seqlen_new, heads_k, dim), or (total_new, heads_k, dim) with
-            ``cu_seqlens_k_new``: joins the cache behind its first ``cache_seqlens`` rows.
+            ``cu_seqlens_k_new``: joins the cache behind its first ``cache_seqlens`` rows, for its
+            own sequence: whether another one of the call sees them is not defined.
         v: as k, with head dim dim_v.
         rotary_cos: (positions, rotary_dim / 2) in q's dtype: rotary embedding of q and k, row i of
             k at position ``cache_seqlens + i``; row i of q too if there is a causal mask or a
@@ -63,7 +64,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: int, or int32 (batch,): rows of the cache in use before k joins; None: all,
             where none joins.
         cache_batch_idx: int32 (batch,), which row of the caches is whose; None: in order. Not
-            with ``block_table``.
+            with ``block_table``; no two alike where k joins.
         cache_leftpad: int32 (batch,), rows at the start of each cache that do not count.
         block_table: int32 (batch, max_blocks), the page ids of each sequence. Pages of any size.
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink: as in

@@ -139,6 +139,18 @@ def test_checked_indices_raise_by_name(make_cache, message):
     assert message in str(caught.value)
 
 
+def test_two_sequences_may_share_a_row_of_the_cache_but_not_append_to_it(make_cache):
+    sizes = {"lengths": (20, 20), "batch_idx": True, "capacity": 64, "dim": 64, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes))
+    row = int(inputs["cache_batch_idx"][1])
+    call(inputs.changed(cache_batch_idx=[row, row]), check_indices=True)
+    joining = make_cache(CacheCase(**sizes, seqlens_new=1))
+    row = int(joining["cache_batch_idx"][1])
+    call(joining, check_indices=True)
+    with pytest.raises(ValueError, match=rf"cache_batch_idx\[1\] is {row}, as \[0\] is"):
+        call(joining.changed(cache_batch_idx=[row, row]), check_indices=True)
+
+
 CHECKED_OFFSETS = {
     "cu_seqlens_q[1:3] is [3, 9]": {"cu_seqlens_q": [0, 3, 9]},
     "max_seqlen_q says 4": {"cu_seqlens_q": [0, 6, 7]},
