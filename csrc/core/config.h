@@ -54,7 +54,7 @@ struct KernelConfig {
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
   int warps;       // of the CTA that do matrix products: all, but for the warpgroups that serve them on sm90
   int ctas;        // that an SM is to hold at once: bounds the registers of a thread
-  int cluster;     // CTAs with neighbouring tiles of queries that load K and V for each other (sm90 forward), or 1
+  int cluster;     // CTAs side by side that load for each other (sm90: K and V forward, Q and dO backward), or 1
 
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
@@ -80,7 +80,7 @@ struct KernelConfig {
   // Decode: warps that have 16 of the query rows each work on the same keys; so many teams of them, on different keys.
   constexpr int teams() const { return warps * 16 / block_m; }
 
-  // Sm90 backward: whether CTAs work in pairs, with a tile of keys each (kernels/sm90/backward_pair.h).
+  // Sm90 backward: whether CTAs work in pairs, with half a tile of keys each (kernels/sm90/backward_pair.h).
   constexpr bool pair() const { return cluster > 1; }
 
   // Backward: columns of the sums of dQ. Of 192 dims pairs have 64 twice.

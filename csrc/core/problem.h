@@ -205,9 +205,9 @@ struct BwdProblem {
   // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
   Statistics lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
   Statistics row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
-  float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in the order of DqSums
-  int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a warp's part of a turn (sm80's
-  // Turn), counted at the turn's first tile of dQ
+  float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of the kernel's own
+  int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a part of a turn (of a warp on sm80, of an
+  // atom of dQ in sm90's pairs, elsewhere all), counted at the turn's first tile of dQ
   QueryParts parts;
   // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then dV's, in
   // the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k, rows / kPartRows].

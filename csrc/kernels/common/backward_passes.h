@@ -59,7 +59,7 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 }
 
 // softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of
-// anything minus it is 0), zero sums of dQ, and its turns.
+// any number minus it is 0), zero sums of dQ, and its turns.
 template <KernelConfig C>
 __global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_constant__ BwdProblem p) {
   using Element = ElementOf<C.dtype>;

@@ -143,7 +143,7 @@ CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>
                             bool inner) {
   using T = PairTraits<C>;
   for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
-    // A place is empty when one of the turns given before has ended.
+    // A stage is empty when the turn that was given in it has ended.
     if (!storage.ring_turn[inner].is_empty(at) || !turn.has_come()) return false;
     storage.ring_turn[inner].expect(at, 0);
     return true;

@@ -60,7 +60,7 @@ struct PairTraits {
   // Named barriers: of all warpgroups that compute, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 
-  // To add to dQ that may be given before one of them has ended, for each place.
+  // Turns to add to an atom of dQ that may be given before one of them has ended.
   static constexpr int kTurns = 4;
 
   // Of the other CTA's keys, those columns that meet its dS here.

@@ -23,7 +23,7 @@ struct Cursor {
   CUTE_DEVICE void advance() { ++count; }
 };
 
-// With kCluster > 1 every CTA of a cluster fills a part of each buffer of all of them. Who waits for a barrier has to be
+// With kCluster > 1 each buffer is empty when consumers of all of a cluster's CTAs have read theirs. Who waits for a barrier has to be
 // counted at it or behind it: else it may go on by two phases, which have one parity, before he has looked.
 template <int kStages, int kCluster = 1>
 struct Ring {
