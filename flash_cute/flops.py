@@ -1,0 +1,92 @@
+"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops: their matrix products.
+
+They count as those of torch's own attention: nothing is taken off for what a mask hides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+_ops = torch.ops.flash_cute
+
+
+def register() -> None:
+    """Of every op that multiplies matrices, its overloads included."""
+    for packet, pairs in (
+        (_ops.fwd, _dense_pairs),
+        (_ops.varlen_fwd, _varlen_pairs),
+        (_ops.fwd_kvcache, _cached_pairs),
+        (_ops.bwd, _dense_pairs),
+        (_ops.varlen_bwd, _varlen_pairs),
+    ):
+        register_flop_formula(packet, get_raw=True)(_formula(packet, pairs))
+
+
+def _formula(packet: Any, pairs: Any) -> Any:
+    names = [argument.name for argument in packet.default._schema.arguments]
+    is_backward = "dout" in names
+
+    def flops(*args: Any, **named: Any) -> int:
+        bound = dict(zip(names, args, strict=False)) | named
+        dim, dim_v = bound["q"].shape[-1], _values(bound).shape[-1]
+        # S = QK^T and PV; in backward S, dK and dQ have the dims of q, dP and dV those of v.
+        columns = 3 * dim + 2 * dim_v if is_backward else dim + dim_v
+        return 2 * bound["q"].shape[-2] * pairs(bound) * columns
+
+    return flops
+
+
+def _values(bound: dict[str, Any]) -> Tensor:
+    return bound["v_cache"] if "v_cache" in bound else bound["v"]
+
+
+def _dense_pairs(bound: dict[str, Any]) -> int:
+    """Pairs of a query and a key of one head, over all sequences."""
+    batch, seqlen_q = bound["q"].shape[:2]
+    return batch * seqlen_q * bound["k"].shape[1]
+
+
+def _varlen_pairs(bound: dict[str, Any]) -> int:
+    lengths = [
+        _lengths(bound[f"cu_seqlens_{x}"], bound[f"max_seqlen_{x}"], bound.get(f"seqused_{x}"))
+        for x in "qk"
+    ]
+    return sum(q * k for q, k in zip(*lengths, strict=True))
+
+
+def _cached_pairs(bound: dict[str, Any]) -> int:
+    q, k_cache, table = bound["q"], bound["k_cache"], bound.get("block_table")
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    offsets = bound.get("cu_seqlens_q")
+    if offsets is None:
+        queries = [q.shape[1]] * q.shape[0]
+    else:
+        queries = _lengths(offsets, bound["max_seqlen_q"])
+    new, new_offsets = bound.get("k"), bound.get("cu_seqlens_k_new")
+    if new is None:
+        joining = [0] * len(queries)
+    elif new_offsets is None:
+        joining = [new.shape[1]] * len(queries)
+    else:
+        joining = _lengths(new_offsets, new.shape[0])
+    used = bound.get("cache_seqlens")
+    in_use = [capacity] * len(queries) if used is None or _is_unknown(used) else used.tolist()
+    keys = (min(n + m, capacity) for n, m in zip(in_use, joining, strict=True))
+    return sum(n * m for n, m in zip(queries, keys, strict=True))
+
+
+def _lengths(offsets: Tensor, longest: int, used: Tensor | None = None) -> list[int]:
+    """Of sequences end to end; the longest for all where the offsets' values are not known."""
+    if _is_unknown(offsets):
+        return [longest] * (len(offsets) - 1)
+    lengths = offsets.diff()
+    return (lengths if used is None else torch.minimum(lengths, used)).tolist()
+
+
+def _is_unknown(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.is_meta
