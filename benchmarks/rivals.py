@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -173,17 +174,20 @@ def _cache(case: Case, x: Inputs) -> dict[str, Any]:
     if case.feature == "lengths":
         return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": _lengths(case, x, case.seqlen_k)}
     if case.feature == "append":
-        # The last token joins once more; turned by no angle it is the same.
+        # The last token joins again; turned by no angle it is the same.
         used = _lengths(case, x, case.seqlen_k - 1)
+        k_cache, v_cache = x.k.clone(), x.v.clone()
+        k_cache[:, -1] = v_cache[:, -1] = torch.nan
         cos = torch.ones(case.seqlen_k, case.dim // 2, device=x.q.device, dtype=x.q.dtype)
         new = {name: getattr(x, name)[:, -1:].clone() for name in ("k", "v")}
         turns = {"rotary_cos": cos, "rotary_sin": torch.zeros_like(cos)}
-        return {"k_cache": x.k, "v_cache": x.v, "cache_seqlens": used, **new, **turns}
+        return {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": used, **new, **turns}
     if case.feature != "pages16":
         return {"k_cache": x.k, "v_cache": x.v}
     page_size = 16
     blocks = case.batch * case.seqlen_k // page_size
-    table = torch.randperm(blocks, device=x.q.device)
+    order = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))  # the same for all
+    table = torch.randperm(blocks, generator=order).to(x.q.device)
 
     def paged(whole: torch.Tensor) -> torch.Tensor:
         pages = torch.empty_like(whole).view(blocks, page_size, *whole.shape[2:])

@@ -14,9 +14,9 @@ from flash_cute.reference import attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
 
-# A result is wrong when ||x - x64|| / ||x64|| exceeds the limit of its input dtype: about three
-# times what a correct kernel shows, and a fifth of what one wrong tile of 128 rows in 16k does.
-RELATIVE_LIMITS = {"bf16": 2e-2, "fp16": 2.5e-3, "e4m3": 1e-1}
+# A result is wrong when ||x - x64|| / ||x64|| exceeds the limit of its input dtype: about twice
+# what a correct kernel shows, and less than a forgotten softcap, or a window that is off by one.
+RELATIVE_LIMITS = {"bf16": 6e-3, "fp16": 8e-4, "e4m3": 1e-1}
 # ... or when any single row is off by this share of its own norm (at least of the mean norm).
 ROW_LIMIT = 0.5
 

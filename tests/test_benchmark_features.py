@@ -1,6 +1,7 @@
 """Benchmarks of features on the CPU: cases, truths, speeds with and without, paths in reports."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ class Careless(rivals.FlashCute):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """A window that the small cases reach."""
+    """A window and a cap that the small cases reach."""
     monkeypatch.setitem(FEATURES, "window1024", {"window_size_left": 16})
+    monkeypatch.setitem(FEATURES, "softcap30", {"softcap": 3.0})
 
 
 def entries(candidate, name):
@@ -107,7 +109,7 @@ def test_ours_is_right_with_every_feature(narrow, feature):
     assert all(entry["error"] for entry in found)
 
 
-@pytest.mark.parametrize("feature", ["dropout0.1", "alibi", "window1024"])
+@pytest.mark.parametrize("feature", ["dropout0.1", "alibi", "window1024", "softcap30"])
 def test_a_feature_that_is_forgotten_is_wrong(narrow, feature):
     found = entries(Careless(CPU), f"{SMALL} +{feature}")
     assert [entry["status"] for entry in found] == ["wrong", "wrong"]
@@ -142,6 +144,33 @@ def test_speed_is_a_multiple_of_that_without_the_feature(monkeypatch):
     assert list(row["candidates"]) == ["slow"]
     entry = row["candidates"]["slow"]
     assert (entry["median_ms"], entry["feature_speed"]) == (8.0, 0.25)
+
+
+def test_a_run_whose_results_are_wrong_or_missing_says_so(narrow, monkeypatch):
+    monkeypatch.setitem(SUITES, "features", [Case.parse(f"{SMALL} +alibi")])
+    arguments = ["--suite", "features", "--device", "cpu", "--rivals", "math", "--rounds", "1"]
+    assert attention.main(arguments) == 0
+    monkeypatch.setattr(rivals, "FlashCute", Careless)
+    assert attention.main(arguments) == 1
+
+    def missing(*_: Any) -> None:
+        raise RuntimeError("no library")
+
+    monkeypatch.setattr(rivals, "FlashCute", missing)
+    assert attention.main(arguments) == 1
+
+
+def test_a_case_has_its_inputs_whatever_else_is_measured(monkeypatch):
+    names = [f"{SMALL} +alibi", SMALL]
+    seeds = {}
+    monkeypatch.setattr(
+        attention, "make_inputs", lambda case, _, seed: seeds.setdefault(str(case), []).append(seed)
+    )
+    for cases in (names, names[1:]):
+        monkeypatch.setitem(SUITES, "features", [Case.parse(name) for name in cases])
+        attention.main(["--suite", "features", "--device", "cpu", "--rivals", "math", "--seed=5"])
+    first, second = seeds[SMALL][0], seeds[SMALL][-1]
+    assert first == second and first != seeds[names[0]][0]
 
 
 def test_a_run_over_features_from_end_to_end(narrow, tmp_path, monkeypatch, capsys):
