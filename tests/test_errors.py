@@ -139,6 +139,7 @@ VARLEN: dict[str, tuple[Change, type[Exception], str]] = {
     "max_q_is_none": (to(max_seqlen_q=None), TypeError, "max_seqlen_q"),
     "max_k_is_a_tensor": (vector("max_seqlen_k", 1, dtype=INT32), TypeError, "max_seqlen_k"),
     "used_q_length": (vector("seqused_q", 3, dtype=INT32), ValueError, "seqused_q"),
+    "used_k_length": (vector("seqused_k", 3, dtype=INT32), ValueError, "seqused_k"),
     "used_k_dtype": (vector("seqused_k", 2, dtype=torch.int64), TypeError, "seqused_k"),
     "used_k_elsewhere": (
         vector("seqused_k", 2, dtype=INT32, device="meta"),
@@ -161,6 +162,11 @@ VARLEN: dict[str, tuple[Change, type[Exception], str]] = {
         lambda a: pages(a, block_table=torch.zeros(3, 2, dtype=INT32, device=a["q"].device)),
         ValueError,
         "block_table",
+    ),
+    "table_of_columns_first": (
+        lambda a: pages(a, block_table=pages(a)["block_table"].mT.contiguous().mT),
+        ValueError,
+        "rows contiguous",
     ),
     "table_elsewhere": (
         lambda a: pages(a, block_table=torch.zeros(2, 2, dtype=INT32, device="meta")),

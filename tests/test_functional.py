@@ -109,6 +109,32 @@ def test_packed_gradient_of_lse_and_sink(device):
     bounds.check_gradients(grads, inputs, out.detach(), with_dlse=True)
 
 
+def test_a_sink_alone_has_its_gradient(device):
+    inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, sink=True, dtype=BF16), device)
+    sink = leaf(inputs.options["sink"])
+    dsinks = []
+    for q in (inputs.q, leaf(inputs.q)):
+        out = flash_cute.flash_attn_func(q, inputs.k, inputs.v, sink=sink, deterministic=True)
+        dsinks += torch.autograd.grad(out, sink, inputs.dout)
+    assert dsinks[0].any()
+    bounds.check_same_bits("dsink", *dsinks)
+
+
+def test_packed_sequences_that_are_used_in_part(device):
+    qkv = torch.randn(60, 3, 4, 32, device=device, dtype=BF16)
+    cu_seqlens = torch.tensor([0, 20, 60], dtype=torch.int32, device=device)
+    used = torch.tensor([7, 33], dtype=torch.int32, device=device)
+    q, k, v = qkv.unbind(1)
+    lengths, both = (cu_seqlens, cu_seqlens, 40, 40), {"seqused_q": used, "seqused_k": used}
+    expected = flash_cute.flash_attn_varlen_func(q, k, v, *lengths, **both)
+    packed = flash_cute.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 40, seqused=used)
+    bounds.check_same_bits("out", packed, expected)
+    kv = torch.stack((k, v), 1)
+    packed = flash_cute.flash_attn_varlen_kvpacked_func(q, kv, *lengths, **both)
+    bounds.check_same_bits("out", packed, expected)
+    assert not expected[7:20].any() and not expected[53:].any()
+
+
 def test_packed_q_of_its_own_needs_no_gradient(device):
     inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
     kv = leaf(torch.stack((inputs.k, inputs.v), 2))

@@ -71,6 +71,8 @@ CASES: list[tuple[Callable[[Arguments], Arguments], type[Exception], str]] = [
     (to(rotary_sin=None), ValueError, "of rotary_cos and rotary_sin one is None"),
     (on("rotary_cos", torch.Tensor.float), TypeError, "rotary_cos is torch.float32; q is"),
     (on("rotary_sin", lambda x: x[:7]), ValueError, "rotary_sin has shape"),
+    (on("rotary_cos", lambda x: x.repeat(1, 2)[:, ::2]), ValueError, "expected contiguous"),
+    (on("block_table", lambda x: x.mT.contiguous().mT), ValueError, "rows contiguous"),
     (lambda a: {name: a[name].repeat(1, 3) for name in ("rotary_cos", "rotary_sin")}, ValueError,
      r"twice its width must be in \[2, 16\]"),
     (to(k=None, v=None), ValueError, "rotary_cos is given, but no k and v"),

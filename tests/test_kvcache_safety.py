@@ -139,6 +139,76 @@ def test_checked_indices_raise_by_name(make_cache, message):
     assert message in str(caught.value)
 
 
+LAST = {
+    "length_62": ({"cache_seqlens": [62, 16]}, 0),
+    "length_63": ({"cache_seqlens": [63, 16]}, 1),
+    "padding_62": ({"cache_leftpad": [62, 16]}, 0),
+    "padding_63": ({"cache_leftpad": [63, 16]}, 4),
+    "page_in_use": ({"bad_page": (0, 3)}, 2),
+    "page_of_new_rows": ({"bad_page": (1, 1)}, 2),
+    "page_behind_them": ({"bad_page": (1, 2)}, 0),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_the_last_index_that_fits_and_the_next(make_cache, name):
+    """In what is checked, and in the status."""
+    changes, status = LAST[name]
+    sizes = {"lengths": (62, 16), "page_size": 16, "capacity": 64, "dim": 64, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes, seqlens_new=2))
+    if "bad_page" in changes:
+        inputs["block_table"][changes["bad_page"]] = len(inputs["k_cache"])
+    else:
+        inputs = inputs.changed(**changes)
+    names = ("k_cache", "cache_seqlens", "cache_leftpad", "block_table")
+    found = flash_cute.kvcache_status(**{name: inputs[name] for name in names}, seqlen_new=2)
+    assert sorted(found.tolist()) == [0, status]
+    if status == 0:
+        call(inputs, check_indices=True)
+    else:
+        with pytest.raises(ValueError):
+            call(inputs, check_indices=True)
+
+
+def test_a_page_that_begins_where_a_sequence_ends_is_not_used(make_cache):
+    sizes = {"lengths": (62, 16), "page_size": 16, "capacity": 64, "dim": 64, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes))
+    inputs["block_table"][1, 1] = 999
+    call(inputs, check_indices=True)
+    names = ("k_cache", "cache_seqlens", "block_table")
+    assert flash_cute.kvcache_status(**{name: inputs[name] for name in names}).tolist() == [0, 0]
+
+
+def test_the_row_behind_a_cache_is_none(make_cache):
+    inputs = make_cache(CacheCase(lengths=(20, 20), batch_idx=True, dim=64, dtype=BF16))
+    rows = len(inputs["k_cache"])
+    call(inputs.changed(cache_batch_idx=[rows - 1, 0]), check_indices=True)
+    with pytest.raises(ValueError, match=rf"cache_batch_idx\[1\] is {rows}"):
+        call(inputs.changed(cache_batch_idx=[0, rows]), check_indices=True)
+
+
+def test_status_has_an_entry_for_each_length_of_new_rows(make_cache):
+    inputs = make_cache(CacheCase(lengths=(20, 20, 20), capacity=64, dim=64, dtype=BF16))
+    new = torch.tensor([60, 4], dtype=torch.int32, device=inputs["q"].device)
+    assert flash_cute.kvcache_status(inputs["k_cache"], 5, seqlen_new=new).tolist() == [1, 0]
+    padding = new - 1
+    status = flash_cute.kvcache_status(inputs["k_cache"], 5, cache_leftpad=padding)
+    assert status.tolist() == [4, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"), [({"is_causal": True}, 3), ({"window": (9, -1)}, 3), ({}, 1)], ids=str
+)
+def test_positions_up_to_the_last(make_cache, options, rows):
+    """Queries take a position each under a mask, and else one for all."""
+    sizes = {"lengths": (40,), "seqlens_q": 3, "seqlens_new": 1, "dim": 64, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes, rotary="halves", rotary_seqlens=True, **options))
+    last = len(inputs["rotary_cos"]) - rows
+    call(inputs.changed(rotary_seqlens=[last]), check_indices=True)
+    with pytest.raises(ValueError, match=r"rotary_seqlens\[0\]"):
+        call(inputs.changed(rotary_seqlens=[last + 1]), check_indices=True)
+
+
 def test_two_sequences_may_share_a_row_of_the_cache_but_not_append_to_it(make_cache):
     sizes = {"lengths": (20, 20), "batch_idx": True, "capacity": 64, "dim": 64, "dtype": BF16}
     inputs = make_cache(CacheCase(**sizes))

@@ -223,6 +223,36 @@ def test_varlen_is_each_sequence_alone():
     assert not result.out[8:].any() and (result.softmax_lse[:, 8:] == -torch.inf).all()
 
 
+BANDS = [{}, {"is_causal": True}, {"window_size_left": 9}, {"window_size_right": 2}]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_a_cache_is_attention_over_its_rows(band):
+    """With rotary embedding as a product of complex numbers."""
+    q = torch.randn(1, 3, 2, 4, dtype=torch.float64)
+    k, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(2))
+    k_cache, v_cache = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(2))
+    angles = torch.randn(20, 2, dtype=torch.float64)
+
+    def turn(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        by = torch.polar(torch.ones_like(angles), angles)[positions][:, None]
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2))) * by).flatten(-2)
+
+    got = reference.attention_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+        cache_seqlens=torch.tensor([10]).int(), cache_leftpad=torch.tensor([3]).int(),
+        rotary_interleaved=True, **band,
+    )  # fmt: skip
+    keys = torch.cat((k_cache[:, 3:10], turn(k, [10, 11])), 1)
+    values = torch.cat((v_cache[:, 3:10], v), 1)
+    turned = turn(q, [10, 11, 12] if band else [10, 10, 10])
+    expected = reference.attention(turned, keys, values, **band)
+    torch.testing.assert_close(got.out, expected.out)
+    torch.testing.assert_close(got.softmax_lse, expected.softmax_lse)
+    torch.testing.assert_close(got.k_cache[:, 10:12], keys[:, 7:])
+    assert torch.equal(got.v_cache[:, 10:12], v)
+
+
 def test_paged_is_packed():
     q, k, v = (x[0] for x in inputs(batch=1, seqlen_q=6, seqlen_k=14))
     cu_q, cu_k = torch.tensor([0, 2, 6]), torch.tensor([0, 5, 14])
