@@ -7,7 +7,6 @@ import re
 import secrets
 import shlex
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -168,8 +167,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "results": [],
     }
     for case, directions in options.cases:
-        seed = (options.seed + zlib.crc32(str(case).encode())) % 2**31  # whatever else is measured
-        rows = measure_case(session, case, directions, seed)
+        rows = measure_case(session, case, directions, (options.seed + case.seed) % 2**31)
         result["results"] += rows
         for row in rows:
             print(report.line(row), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import zlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +90,11 @@ class Case:
             dtype, batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v,
             causal=mask == "causal", feature=feature or "",
         )  # fmt: skip
+
+    @property
+    def seed(self) -> int:
+        """A number of the case's own, whatever else is measured."""
+        return zlib.crc32(str(self).encode())
 
     def __str__(self) -> str:
         return (

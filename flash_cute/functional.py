@@ -272,10 +272,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
     validate.packed("qkv", qkv, 4, 3)
-    validate.packed_sequences(qkv, cu_seqlens, max_seqlen, seqused)
     q, k, v = qkv.unbind(1)
+    validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
-    validate.varlen(q, k, v, *sequences)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,

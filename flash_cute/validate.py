@@ -74,18 +74,22 @@ def varlen(
     _heads_and_dims(
         q, k, v, q.shape[1], k.shape[-2], v.shape[-2], q.shape[2], k.shape[-1], v.shape[-1]
     )
-    batch = _indices("cu_seqlens_q", cu_seqlens_q, q) - 1
-    if batch < 0:
-        raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
-    _indices("cu_seqlens_k", cu_seqlens_k, q, batch + 1)
-    if seqused_q is not None:
-        _indices("seqused_q", seqused_q, q, batch)
-    if seqused_k is not None:
-        _indices("seqused_k", seqused_k, q, batch)
-    length("max_seqlen_q", max_seqlen_q)
-    length("max_seqlen_k", max_seqlen_k)
+    batch = _sequences(_OF_Q, q, cu_seqlens_q, max_seqlen_q, seqused_q)
+    if _sequences(_OF_K, q, cu_seqlens_k, max_seqlen_k, seqused_k) != batch:
+        raise ValueError(
+            f"cu_seqlens_k has {len(cu_seqlens_k)} entries; cu_seqlens_q asks for {batch + 1}"
+        )
     if block_table is not None:
         _block_table(block_table, q, batch)
+
+
+def varlen_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqused: Tensor | None
+) -> None:
+    """The same of parts of one packed tensor, (total, heads, dim) each, which share sequences."""
+    _same_kind(q, k, v)
+    _heads_and_dims(q, k, v, *(x.shape[1] for x in (q, k, v)), *(x.shape[2] for x in (q, k, v)))
+    _sequences(_OF_BOTH, q, cu_seqlens, max_seqlen, seqused)
 
 
 def length(name: str, x: int) -> None:
@@ -125,7 +129,7 @@ def options(
     _flag("deterministic", deterministic)
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
-        if not (allowed(softmax_scale > -_FP32_END) and allowed(softmax_scale < _FP32_END)):
+        if not -_FP32_END < softmax_scale < _FP32_END:
             raise ValueError(
                 f"softmax_scale is {softmax_scale}; expected None or a number that fp32 holds"
             )
@@ -268,16 +272,6 @@ def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
     _contiguous_last(name, x)
 
 
-def packed_sequences(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqused: Tensor | None
-) -> None:
-    """What q, k and v of one packed tensor share, by the names that it has there."""
-    batch = _indices("cu_seqlens", cu_seqlens, qkv) - 1
-    length("max_seqlen", max_seqlen)
-    if seqused is not None and _indices("seqused", seqused, qkv) != batch:
-        raise ValueError(f"seqused has {len(seqused)} entries; cu_seqlens asks for {batch}")
-
-
 def _kind(x: Any) -> str:
     """The type of ``x``, with its module where the name alone misleads: numpy has an int64, too."""
     kind = type(x)
@@ -345,8 +339,10 @@ def _heads_and_dims(
             _contiguous_last(name, x)
 
 
-def _indices(name: str, x: Tensor, q: Tensor, length: int | None = None) -> int:
-    """An int32 contiguous vector on q's device; returns its length."""
+def _indices(
+    name: str, x: Tensor, q: Tensor, length: int | None = None, asks: str = "cu_seqlens_q"
+) -> int:
+    """An int32 contiguous vector on q's device, as long as ``asks`` says; returns its length."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {_kind(x)}; expected an int32 torch.Tensor")
     if x.dtype != torch.int32:
@@ -356,8 +352,27 @@ def _indices(name: str, x: Tensor, q: Tensor, length: int | None = None) -> int:
     if x.dim() != 1 or not x.is_contiguous():
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a contiguous vector")
     if length is not None and x.shape[0] != length:
-        raise ValueError(f"{name} has {x.shape[0]} entries; cu_seqlens_q asks for {length}")
+        raise ValueError(f"{name} has {x.shape[0]} entries; {asks} asks for {length}")
     return x.shape[0]
+
+
+# Names of offsets, longest length and lengths in use: of q, of k, and of tensors that are both.
+_OF_Q = ("cu_seqlens_q", "max_seqlen_q", "seqused_q")
+_OF_K = ("cu_seqlens_k", "max_seqlen_k", "seqused_k")
+_OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
+
+
+def _sequences(
+    names: tuple[str, str, str], q: Tensor, cu_seqlens: Tensor, longest: int, used: Tensor | None
+) -> int:
+    """Sequences end to end, by what is said of them; returns how many."""
+    batch = _indices(names[0], cu_seqlens, q) - 1
+    if batch < 0:
+        raise ValueError(f"{names[0]} is empty; it holds batch + 1 offsets")
+    if used is not None:
+        _indices(names[2], used, q, batch, names[0])
+    length(names[1], longest)
+    return batch
 
 
 def _block_table(x: Tensor, q: Tensor, batch: int) -> None:

@@ -19,7 +19,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    storage.ring_work.init(1 + C.warps + 4 * params.p.deterministic);
+    storage.ring_work.init(1 + C.warps + 4 * params.p.deterministic);  // a loader, warps, lanes of turns
     storage.ring_next.init(1);
     storage.taken = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
