@@ -84,6 +84,24 @@ def test_bad_offsets_of_queries_are_clamped(make_cache):
     check_same(bad, inputs.changed(cu_seqlens_q=[0, 3, 7]))
 
 
+@pytest.mark.parametrize("tail", [0, -1, 4])
+def test_offsets_behind_the_last_sequence(make_cache, tail):
+    """As in a buffer for more sequences, of which some are none."""
+    case = CacheCase(
+        lengths=(62, 40, 3, 5, 7, 9), seqlens_q=(3, 2, 0, 0, 0, 0), seqlens_new=(3, 2, 0, 0, 0, 0),
+        rotary="halves", dim=64, dtype=BF16,
+    )  # fmt: skip
+    inputs = make_cache(case)
+    offsets = [0, 3, 5, *[tail] * 4]
+    check(inputs.changed(cu_seqlens_q=offsets, cu_seqlens_k_new=offsets))
+
+
+def test_windows_that_hide_nothing_turn_queries_by_their_places(make_cache):
+    sizes = {"lengths": (62, 40), "seqlens_q": 3, "seqlens_new": 3, "dim": 64, "dtype": BF16}
+    case = CacheCase(**sizes, rotary="interleaved", window=(2**40, 2**40))
+    check(make_cache(case))
+
+
 def test_positions_of_rotary_embedding_are_clamped(make_cache):
     case = CacheCase(
         lengths=(62, 40), seqlens_q=2, seqlens_new=2, rotary="interleaved", rotary_seqlens=True,

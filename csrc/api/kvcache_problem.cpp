@@ -82,6 +82,7 @@ Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
   rotary.positions = checked_int(a.rotary_cos->size(0), "positions");
   rotary.half = static_cast<int>(a.rotary_cos->size(1));
   rotary.interleaved = a.rotary_interleaved;
+  rotary.steps = a.score.is_causal || a.score.window_size_left >= 0 || a.score.window_size_right >= 0;
   rotary.from = optional_indices(a.rotary_seqlens, batch, "rotary_seqlens", a.q);
   return rotary;
 }

@@ -139,6 +139,7 @@ struct Rotary {
   const void* sin = nullptr;
   int positions, half;
   bool interleaved;
+  bool steps;  // a position for each query of a sequence, not one for all
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 

@@ -27,10 +27,15 @@ FC_HOST_DEVICE SeqInfo cached_seq(const DecodeProblem& p, int b) {
   return {seq_span(p.fwd.sequences.cu_q, nullptr, b, p.fwd.seqlen_q, p.fwd.total_q), {first, last - first}};
 }
 
-// The sequence of a row among those of all sequences: of equal length `each`, or, with offsets, end to end. Offsets that
-// are none may name a sequence that does not have the row.
-FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each) {
+// The sequence that has a row among those of all sequences, or -1: of equal length `each`, or, with offsets, of rows
+// rows_of(b).
+template <class RowsOf>
+FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each, const RowsOf& rows_of) {
   if (cu == nullptr) return row / each;
+  auto has = [&](int b) {
+    const SeqSpan rows = rows_of(b);
+    return rows.offset <= row && row < rows.offset + rows.length;
+  };
   int first = 0, last = batch - 1;  // the last one that starts at the row or before
   while (first < last) {
     const int middle = (first + last + 1) / 2;
@@ -40,10 +45,14 @@ FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each) {
       last = middle - 1;
     }
   }
-  return first;
+  if (first < batch && has(first)) return first;
+  // Nobody has the row, or offsets do not ascend, as where those of sequences that are none are left at 0.
+  int b = batch - 1;
+  while (b >= 0 && !has(b)) --b;
+  return b;
 }
 
-// A row's place in its sequence; not in [0, span.length) if the sequence does not have it.
+// A row's place in its sequence.
 FC_HOST_DEVICE int64_t place_of(int row, const SeqSpan& span, const int* cu, int each) {
   return cu == nullptr ? row % each : row - span.offset;
 }

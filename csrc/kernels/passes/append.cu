@@ -48,21 +48,25 @@ struct Item {
   }
 };
 
-// Where a row comes from: `row` of the tensor's `batch`, and of sequence b's own rows the one at `place`.
+// Where a row comes from: `row` of the tensor's b, and of sequence b's own rows the one at `place`.
 struct Source {
-  bool exists;
+  bool exists = false;
   int b;
-  int64_t batch, row, place;
+  int64_t row, place;
 };
 
 __device__ Source source_of(const DecodeProblem& p, bool is_query, int row) {
   const FwdProblem& f = p.fwd;
   const int* const cu = is_query ? f.sequences.cu_q : p.added.cu;
   const int each = is_query ? f.seqlen_q : p.added.seqlen;
-  const int b = sequence_of(row, cu, f.batch, each);
-  const SeqSpan rows = is_query ? seq_span(cu, nullptr, b, f.seqlen_q, f.total_q) : new_rows(p.added, b);
+  auto rows_of = [&](int b) {
+    return is_query ? seq_span(cu, nullptr, b, f.seqlen_q, f.total_q) : new_rows(p.added, b);
+  };
+  const int b = sequence_of(row, cu, f.batch, each, rows_of);
+  if (b < 0) return {};
+  const SeqSpan rows = rows_of(b);
   const int64_t place = place_of(row, rows, cu, each);
-  return {place >= 0 && place < rows.length, b, b, rows.offset + place, place};
+  return {true, b, rows.offset + place, place};
 }
 
 // Where it goes to, and the position by which it is turned.
@@ -85,10 +89,8 @@ __device__ Target joins_at(const DecodeProblem& p, const Source& from) {
 
 // Of a row of queries.
 __device__ Target rotates_at(const DecodeProblem& p, const Source& from) {
-  const Band& band = p.fwd.band;
-  const bool banded = band.left < Band::kUnbounded || band.right < Band::kUnbounded;
   const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, from.b) : p.rotary.from[from.b];
-  return {true, from.batch, from.row, start + (banded ? from.place : 0)};
+  return {true, from.b, from.row, start + (p.rotary.steps ? from.place : 0)};
 }
 
 template <class Element, int kWidth>
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool turns = kind != kValues && p.rotary.cos != nullptr && item.pair < p.rotary.half;
   const bool apart = turns && !p.rotary.interleaved;
   const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? p.rotary.half : kWidth);
-  const int64_t in = source.batch * from.batch + source.row * from.row + item.head * from.head;
+  const int64_t in = source.b * from.batch + source.row * from.row + item.head * from.head;
   // The row is on its way while its place is looked up, and the place while the row is turned.
   Vector<Element, kWidth> x[2] = {vector_at<Element, kWidth>(from.ptr, in + first),
                                   vector_at<Element, kWidth>(from.ptr, in + second)};
@@ -187,7 +189,7 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   AllMovers movers{{Movers::of(p.added.total, f.heads_k, f.head_dim, kWidth),
                     Movers::of(p.added.total, f.heads_k, f.head_dim_v, kWidth),
-                    Movers::of(p.rotary.cos == nullptr ? 0 : f.total_q, f.heads, f.head_dim, kWidth)}};
+                    Movers::of(p.rotary.cos == nullptr || f.heads == 0 ? 0 : f.total_q, f.heads, f.head_dim, kWidth)}};
   int64_t ctas = 0;
   for (Movers& some : movers.of) {
     ctas += some.ctas();
