@@ -170,3 +170,35 @@ def test_masked_keys_never_matter(cuda, allow_tf32):
         x[:, :100] = float("nan")
     for i, (got, expected) in enumerate(zip(results(), before, strict=True)):
         bounds.check_same_bits(f"result {i}", got, expected)
+
+
+@pytest.mark.parametrize("allow_tf32", [False, True])
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
+def test_the_largest_numbers_of_hidden_keys_reach_nothing(cuda, value, allow_tf32):
+    """They are finite, also after rounding: 0 times them is 0."""
+    inputs = make_inputs(Case(seqlen_q=64, seqlen_k=64, is_causal=True), cuda)
+    hidden = slice(40, None)
+    args = {"is_causal": True, "allow_tf32": allow_tf32}
+
+    def run(value: float) -> tuple[Tensor, Tensor]:
+        k, v, dout = inputs.k.clone(), inputs.v.clone(), inputs.dout.clone()
+        out, lse, _, _ = torch.ops.flash_cute.fwd(inputs.q, k, v, **args)
+        v[:, hidden] = value
+        shown = torch.ops.flash_cute.fwd(inputs.q, k, v, **args)[0]
+        k[:, hidden], dout[:, hidden] = value, 0.0
+        dq = torch.ops.flash_cute.bwd(dout, inputs.q, k, inputs.v, out, lse, **args)[0]
+        return shown[:, : hidden.start], dq[:, : hidden.start]
+
+    for name, got, expected in zip(("out", "dq"), run(value), run(0.0), strict=True):
+        torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_nan_of_the_gpu_stays_one_beside_infinity(cuda):
+    inputs = make_inputs(Case(seqlen_q=64, seqlen_k=64), cuda)
+    made = torch.zeros(1, device=cuda) / torch.zeros(1, device=cuda)
+    v = inputs.v.clone()
+    v[:, 3, :, 5], v[:, 5, :, 5] = made, torch.inf
+    for allow_tf32 in (False, True):
+        out = torch.ops.flash_cute.fwd(inputs.q, inputs.k, v, allow_tf32=allow_tf32)[0]
+        assert out[..., 5].isnan().all()
+        assert out[..., :5].isfinite().all() and out[..., 6:].isfinite().all()

@@ -21,6 +21,13 @@ CUTE_DEVICE auto make_accumulator() {
   return make_tensor<float>(Shape<Shape<_2, _2>, Int<kPieces>, Int<kCols / 8>>{});  // (MMA,MMA_M,MMA_N)
 }
 
+// The TF32 number that is nearest; of the largest numbers the one below, as they would become infinite. Infinities and NaN
+// stay what they are.
+CUTE_DEVICE uint32_t nearest_tf32(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return (bits + ((bits & 0x7fffffff) < 0x7f7ff000 ? 0x1000 : 0)) & 0xffffe000;
+}
+
 // kCount registers of an operand. `low` is empty where one product is enough.
 template <DType kMode, int kCount>
 struct Rounded {
@@ -31,14 +38,9 @@ struct Rounded {
   CUTE_DEVICE void set(const float* values) {
     CUTE_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (kTwo) {
-        // Half as much work as the conversion, which would also keep every NaN: the low part does.
-        high[i] = (__float_as_uint(values[i]) + 0x1000) & 0xffffe000;
-        // At most 12 bits: the last of them is cut off by the tensor core.
-        low[i] = __float_as_uint(values[i] - __uint_as_float(high[i]));
-      } else {
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high[i]) : "f"(values[i]));
-      }
+      high[i] = nearest_tf32(values[i]);
+      // At most 13 bits: the last of them are cut off by the tensor core.
+      if constexpr (kTwo) low[i] = __float_as_uint(values[i] - __uint_as_float(high[i]));
     }
   }
 };
