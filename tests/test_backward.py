@@ -74,6 +74,7 @@ def test_layouts(make, dim, layout):
 
 FEATURES = {
     "softcap": {"softcap": 3.0},
+    "large_softcap": {"softcap": 1e4},
     "alibi_heads": {"alibi": "heads"},
     "alibi_batch": {"alibi": "batch"},
     "sink": {"sink": True},

@@ -111,6 +111,7 @@ def test_layout_of_each_tensor(make):
 
 FEATURES = {
     "softcap": {"softcap": 3.0},
+    "large_softcap": {"softcap": 1e4},
     "alibi_heads": {"alibi": "heads"},
     "alibi_batch": {"alibi": "batch"},
     "sink": {"sink": True},

@@ -9,11 +9,6 @@
 
 namespace flash_cute {
 
-// tanh to about 2^-22 absolute: the hardware's own is off by 2^-11, which a softcap of 50 makes visible.
-CUTE_DEVICE float tanh_of(float x) {
-  return 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
-}
-
 // tanh(x * inner) / x by a polynomial, by which tanh is off by 2^-24 for |x * inner| up to kSmall: without the unit that
 // exponentials need.
 struct SmallTanh {
@@ -69,6 +64,12 @@ struct SmallTanh {
   CUTE_DEVICE static bool usual(float inner) { return 1e-7f <= fabsf(inner) && fabsf(inner) <= 1e7f; }
   CUTE_DEVICE SmallTanh(float c0, float c1, float c2) : c0(c0), c1(c1), c2(c2) {}
 };
+
+// tanh to about 2^-19 of itself: a softcap multiplies errors. The hardware's own is off by 2^-11.
+CUTE_DEVICE float tanh_of(float x) {
+  const float large = 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
+  return fabsf(x) <= SmallTanh::kSmall ? SmallTanh(1.f)(x) * x : large;
+}
 
 // ALiBi's slope of a head, 0 where there is none.
 CUTE_DEVICE float slope_of(const ScoreRules& rules, int batch, int head) {
