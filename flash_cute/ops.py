@@ -346,7 +346,7 @@ def _into(op: Any, out_overload: Any, kernel: Callable[..., Results]) -> Callabl
                 raise ValueError(f"return_{name}: the out overload has nowhere to put it")
         for name in outputs:
             validate.output(name, given.get(name), results[name])
-        validate.apart(given)
+        validate.apart(given, bind(out_overload, args))
         for name, x in given.items():
             if x is not None:
                 x.copy_(results[name])

@@ -246,9 +246,11 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
         raise ValueError(f"{name} has elements that share memory, by its strides {given.stride()}")
 
 
-def apart(outputs: dict[str, Tensor | None]) -> None:
-    """No two of the tensors given to an out overload begin in the same place."""
-    names: dict[int, str] = {}
+def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
+    """No tensor given to an out overload begins where another one does, or an argument."""
+    read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
+    inputs = {name: bound.get(name) for name in read if name not in outputs}
+    names = {x.data_ptr(): name for name, x in inputs.items() if x is not None and x.numel() > 0}
     for name, x in outputs.items():
         other = name if x is None or x.numel() == 0 else names.setdefault(x.data_ptr(), name)
         if other != name:

@@ -104,7 +104,14 @@ void into(StableIValue* stack, bool varlen) {
   const BwdArguments a = take_bwd(in, varlen);
   const View dq = in.view(), dk = in.view(), dv = in.view();
   const std::optional<View> dsink = in.optional_view();
-  check_outputs({{&dq, "dq"}, {&dk, "dk"}, {&dv, "dv"}, {dsink ? &*dsink : nullptr, "dsink"}});
+  check_outputs({{&dq, "dq"}, {&dk, "dk"}, {&dv, "dv"}, {dsink ? &*dsink : nullptr, "dsink"}},
+                {{&a.fwd.q, "q"},
+                 {&a.fwd.k, "k"},
+                 {&a.fwd.v, "v"},
+                 {&a.dout, "dout"},
+                 {&a.out, "out"},
+                 {&a.softmax_lse, "softmax_lse"},
+                 {a.dlse ? &*a.dlse : nullptr, "dlse"}});
   BwdProblem p = make_problem(a);
   FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink must be given if and only if sink is");
   if (dsink) p.dsink = sink_gradient(*dsink, a.fwd.q, p.fwd.heads);

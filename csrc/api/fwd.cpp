@@ -44,7 +44,7 @@ void into(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const FwdArguments a = take_fwd(in, varlen);
   const View out = in.view(), softmax_lse = in.view();
-  check_outputs({{&out, "out"}, {&softmax_lse, "softmax_lse"}});
+  check_outputs({{&out, "out"}, {&softmax_lse, "softmax_lse"}}, {{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}});
   FC_CHECK(!a.return_row_max, "return_row_max: the out overload has nowhere to put it");
   FC_CHECK(!a.return_softmax, "return_softmax: the out overload has nowhere to put it");
   FwdProblem p = make_problem(a);

@@ -120,18 +120,20 @@ void check_like_out(const View& t, const View& q, const View& v, const char* nam
   check_shape(t, expected.data(), q.dims, name);
 }
 
-void check_outputs(std::initializer_list<std::pair<const View*, const char*>> outputs) {
-  auto written = [](const View* t) { return t != nullptr && t->numel() > 0; };
+void check_outputs(NamedViews outputs, NamedViews inputs) {
+  auto has_elements = [](const View* t) { return t != nullptr && t->numel() > 0; };
   for (const auto* output = outputs.begin(); output != outputs.end(); ++output) {
     const auto& [t, name] = *output;
-    if (!written(t)) continue;
+    if (!has_elements(t)) continue;
     for (int dim = 0; dim < t->dims; ++dim) {
       FC_CHECK(t->size(dim) <= 1 || t->stride(dim) != 0, name, " has elements that share memory: dimension ", dim,
                " has stride 0");
     }
-    for (const auto* other = outputs.begin(); other != output; ++other) {
-      FC_CHECK(!written(other->first) || other->first->ptr != t->ptr, name, " shares memory with ", other->second);
-    }
+    auto check_apart = [&, t = t, name = name](const auto& other) {
+      FC_CHECK(!has_elements(other.first) || other.first->ptr != t->ptr, name, " shares memory with ", other.second);
+    };
+    std::for_each(outputs.begin(), output, check_apart);
+    std::for_each(inputs.begin(), inputs.end(), check_apart);
   }
 }
 

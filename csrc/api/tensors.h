@@ -55,8 +55,10 @@ Statistics statistics(const View& t, const char* name, const View& q);
 void check_like_out(const View& t, const View& q, const View& v, const char* name);
 void check_shape(const View& t, const int64_t* expected, int dims, const char* name);
 void check_same_kind(const View& t, const View& q, const char* name);
-// Of tensors that are given for results (or null): each element has its own place, no two tensors begin in the same one.
-void check_outputs(std::initializer_list<std::pair<const View*, const char*>> outputs);
+using NamedViews = std::initializer_list<std::pair<const View*, const char*>>;  // some of them null
+// Of tensors that are given for results: each element has its own place, and no tensor begins where another one does that
+// is written or read.
+void check_outputs(NamedViews outputs, NamedViews inputs);
 void check_device(const View& t, const View& q, const char* name);
 
 // An int32 vector of `length` entries on the device of q.
