@@ -134,10 +134,15 @@ def flash_attn_with_kvcache(
             steps = causal or tuple(window_size) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             validate_kvcache.positions(len(rotary_cos), rows, used, rotary_seqlens)
-    out, softmax_lse = ops.fwd_kvcache(
-        *caches, *places, *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes,
-        sink, rotary_interleaved, num_splits, split_size,
-    )  # fmt: skip
+    try:
+        out, softmax_lse = ops.fwd_kvcache(
+            *caches, *places, *sequences, softmax_scale, causal, *window_size, softcap,
+            alibi_slopes, sink, rotary_interleaved, num_splits, split_size,
+        )  # fmt: skip
+    except RuntimeError:
+        if q.is_cuda:  # one reason has a remedy; looking for it in each call would take long
+            validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)
+        raise
     return (out, softmax_lse) if return_softmax_lse else out
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flash_cute
+from flash_cute import validate_kvcache
 
 BF16, INT32 = torch.bfloat16, torch.int32
 Arguments = dict[str, Any]
@@ -31,6 +32,28 @@ def good(device: str) -> Arguments:
         "cache_seqlens": zeros(2, dtype=INT32),
         "block_table": torch.arange(8, dtype=INT32, device=device).view(2, 4),
     }
+
+
+def test_heads_between_boundaries_are_refused_on_cuda(cuda):
+    arguments = good(cuda)
+    del arguments["rotary_cos"], arguments["rotary_sin"]
+    for name in ("q", "k_cache", "v_cache"):
+        x = arguments[name]
+        wide = torch.zeros(*x.shape[:-2], x.shape[-2] * x.shape[-1] + 4, dtype=BF16, device=cuda)
+        moved = wide[..., :-4].unflatten(-1, x.shape[-2:])
+        with pytest.raises(ValueError, match=f"^{name} has strides"):
+            flash_cute.flash_attn_with_kvcache(**(arguments | {name: moved}))
+
+
+def test_vectors_are_looked_at_by_name(device):
+    x = torch.zeros(2, 3, 4, 16, dtype=BF16, device=device)
+    odd = torch.zeros(2, 3, 68, dtype=BF16, device=device)[..., :64].unflatten(-1, (4, 16))
+    late = torch.zeros(2 * 3 * 4 * 16 + 4, dtype=BF16, device=device)[4:].view(2, 3, 4, 16)
+    validate_kvcache.vectors(None, x, x)
+    for name, bad in (("q", odd), ("k_cache", late), ("v_cache", odd)):
+        given = {"q": x, "k_cache": x, "v_cache": x, name: bad}
+        with pytest.raises(ValueError, match=f"^{name} has strides"):
+            validate_kvcache.vectors(**given)
 
 
 def to(**values: Any) -> Callable[[Arguments], Arguments]:
