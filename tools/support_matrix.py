@@ -39,7 +39,7 @@ FEATURES = {
     "paged keys and values (`block_table`), forward": (YES, NO),
     "key/value cache (`flash_attn_with_kvcache`), forward": (
         YES,
-        "fp16, bf16, head dim a multiple of 8 up to {cached} (128 on GPUs of 8.6, 8.9 and 12.x)",
+        "fp16, bf16, head dim a multiple of 8 up to {cached}",
     ),
     "`softmax_lse` and its gradient": (YES, YES),
     "softcap": (YES, YES),

@@ -11,10 +11,16 @@ namespace flash_cute {
 // CTAs that a one-dimensional grid can have.
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
+// An error that is returned, and not left for the next call to find.
+inline cudaError_t taken(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
 // The current device among the bits of a mask.
 inline cudaError_t device_bit(uint64_t& bit) {
   int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
+  const cudaError_t error = taken(cudaGetDevice(&device));
   bit = uint64_t{1} << (device % 64);
   return error;
 }
@@ -27,7 +33,7 @@ cudaError_t allow_shared_memory(int smem_bytes) {
   if (cudaError_t e = device_bit(bit)) return e;
   if (smem_bytes > 48 * 1024 && !(allowed.load(std::memory_order_relaxed) & bit)) {
     if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes)) {
-      return e;
+      return taken(e);
     }
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
@@ -42,7 +48,7 @@ cudaError_t can_overlap(bool& can) {
   if (cudaError_t e = device_bit(bit)) return e;
   if (!(known.load(std::memory_order_acquire) & bit)) {
     cudaFuncAttributes compiled;
-    if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return e;
+    if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return taken(e);
     if (compiled.ptxVersion >= 90) able.fetch_or(bit, std::memory_order_relaxed);
     known.fetch_or(bit, std::memory_order_release);
   }
@@ -88,7 +94,7 @@ cudaError_t launch_overlapping(const Grid& grid, cudaStream_t stream, const Para
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = !can ? 0 : grid.neighbours == 1 ? 1 : 2;
-  return cudaLaunchKernelEx(&config, kKernel, params...);
+  return taken(cudaLaunchKernelEx(&config, kKernel, params...));
 }
 
 }  // namespace flash_cute

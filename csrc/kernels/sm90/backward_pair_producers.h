@@ -180,6 +180,7 @@ CUTE_DEVICE void take_number(const BackwardParams& params, typename PairTraits<C
   storage.ring_next.expect(at_next, sizeof(int));
   storage.ring_next.wait(at_next);
   number = storage.next;
+  keep_order();
   empty[0].arrive(0u);
   at_next.advance();
 }

@@ -47,6 +47,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
       storage.ring_next.expect(at_next, sizeof(int));
       storage.ring_next.wait(at_next);
       index = *next;
+      keep_order();
       empty[at_next.stage()].arrive(0u);
     }
     at_next.advance();
