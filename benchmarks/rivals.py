@@ -62,12 +62,17 @@ class Candidate(Protocol):
 
 def captured(work: Work, calls: int) -> Work:
     """The work as replays of a CUDA graph of so many calls, one after the other."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with work.scope():
-        work.run()  # what happens once, like allocations that stay, is no part of the graph
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(stream):
+            work.run()  # what happens once, like allocations that stay, is no part of the graph
+        with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
                 value = work.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    for result in work.results(value):  # whose memory is the graph's own
+        result.detach().fill_(torch.nan)
 
     def replay(_inputs: Work = work) -> Any:  # the graph reads tensors that the work alone may hold
         graph.replay()
@@ -278,8 +283,7 @@ class FlashAttention3:
         if case.feature == "pages16":
             cache = _cache(case, x)
             k, v = cache["k_cache"], cache["v_cache"]
-            used = _lengths(case, x, case.seqlen_k)
-            pages = {"page_table": cache["block_table"], "seqused_k": used}
+            pages = {"page_table": cache["block_table"]}
         options = {"softmax_scale": case.dim**-0.5, "is_causal": case.causal, **pages}
         return Work(partial(self._ops.fwd, x.q, k, v, **options), _first)
 
