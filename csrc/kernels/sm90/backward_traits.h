@@ -15,17 +15,19 @@ namespace flash_cute::sm90 {
 struct KeyOrder {
   static constexpr int kTilesTogether = 128;
 
+  int tiles_together;  // that start at once
   int heads_together;  // whose tiles alternate
   bool late_first;  // late keys
 
   // Of tiles of `block_n` keys, each for a cluster. The heads' queries and sums are to stay in the L2 cache: no more heads
   // than have the tiles that start together.
   static KeyOrder of(const BwdProblem& p, int block_n, int cluster) {
-    if (p.fwd.seqlen_k == 0) return {1, false};  // of no tiles
+    const int together = kTilesTogether / cluster;
+    if (p.fwd.seqlen_k == 0) return {together, 1, false};  // of no tiles
     const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
     const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
     const int tiles = ceil_div(p.fwd.seqlen_k, block_n) * parts.queries;
-    return {heads_of(p.fwd, block_n, kTilesTogether / cluster / parts.count()),
+    return {together, heads_of(p.fwd, block_n, together / parts.count()),
             p.deterministic && one_head && tiles <= kTilesTogether};
   }
 };
@@ -47,17 +49,18 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do for a tile of keys, and in which order. By default a key tile begins with the first queries that
-// see it: under a causal mask tiles that start together are then at different queries, and do not add to the same sums of
-// dQ at once. With several heads of queries it begins with the last ones, and goes through one head after the other; under
-// a causal mask and with more tiles than start together, through the heads of a query tile first.
+// What a CTA has to do for a tile of keys, and in which order: it goes through the query heads of a query tile, then to the
+// next query tile. With several heads, tiles that run at once are to be at the same queries, which the L2 cache does not
+// hold for all heads at different places: also under a causal mask, where a tile's queries are those from its keys on. The
+// first tiles begin with the last queries, and end one after the other, late keys first. Those that follow begin with the
+// first queries that see them: a later start is at later queries, so that these tiles are at the same ones, too. So sets of
+// tiles that start together walk down and up by turns. With one head every tile begins with the first queries that see it:
+// under a causal mask those of a set are at different queries then, and do not add to the same sums of dQ at once.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns, and go through the heads of a query tile first: at
-// each new head tiles with few queries would wait for those with many. With one head, late keys come first, and begin
-// with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
-// turn. But of the heads that are taken last early keys come first, as by default: their tiles are the longest. With more
-// heads, and with more tiles than start together, the wait is short for what comes after it, and tiles that are at the
-// same queries read them from the L2 cache.
+// Where sums of dQ are deterministic, key tiles add to them in turns. With one head, late keys come first, and begin with
+// the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first turn.
+// But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the longest.
+// So it is with more heads, and with more tiles than start together: the wait is short for what comes after it.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
@@ -82,10 +85,9 @@ class BackwardWork {
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
   // Behind the last step its head is none.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
-    if (heads_inside_ && step.head + 1 < heads) return {step.head + 1, step.m};
-    if (step.m != (early_first_ ? range.end - 1 : range.begin))
-      return {heads_inside_ ? 0 : step.head, early_first_ ? step.m + 1 : step.m - 1};
-    return {heads_inside_ ? heads : step.head + 1, first()};
+    if (step.head + 1 < heads) return {step.head + 1, step.m};
+    if (step.m != (early_first_ ? range.end - 1 : range.begin)) return {0, early_first_ ? step.m + 1 : step.m - 1};
+    return {heads, first()};
   }
 
  private:
@@ -105,16 +107,10 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    heads_inside_ = p.deterministic || drift_apart(p, block_n);
-    early_first_ = p.deterministic ? tile.late_first : heads == 1;
+    early_first_ = p.deterministic ? tile.late_first : heads == 1 || number / params.order.tiles_together % 2 == 1;
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
-  // Whether tiles that start together, all of one head of keys, would soon be at different heads of queries, as late ones
-  // have fewer queries each: too many for the L2 cache.
-  CUTE_DEVICE static bool drift_apart(const BwdProblem& p, int block_n) {
-    return p.fwd.band.right < Band::kUnbounded && ceil_div(p.fwd.seqlen_k, block_n) > KeyOrder::kTilesTogether;
-  }
   // One of `parts` even shares of the tiles.
   CUTE_DEVICE static TileRange share_of(TileRange range, int part, int parts) {
     const int first = range.begin, tiles = range.end - first;
@@ -123,7 +119,7 @@ class BackwardWork {
     return range;
   }
 
-  bool heads_inside_, early_first_;
+  bool early_first_;
 };
 
 // Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are among
