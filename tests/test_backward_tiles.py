@@ -121,6 +121,9 @@ MANY_TILES = {
     "unseen keys": Case(heads=16, batch=3, seqlen_q=100, seqlen_k=700, window=(150, 10)),
     "rows without keys": Case(heads=45, batch=3, seqlen_q=300, seqlen_k=140, is_causal=True),
     "grouped": Case(heads=60, heads_k=30, batch=3, seqlen_q=140, seqlen_k=300, sink=True),
+    "grouped causal": Case(
+        heads=60, heads_k=30, batch=3, seqlen_q=300, seqlen_k=300, is_causal=True
+    ),
     "rules": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, alibi="heads", dropout_p=0.2),
     "softcap": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, softcap=9.0, is_causal=True),
     "varlen": VarlenCase(
