@@ -15,7 +15,7 @@ namespace flash_cute::sm90 {
 struct KeyOrder {
   static constexpr int kTilesTogether = 128;
 
-  int tiles_together;  // that start at once
+  int tiles_together;  // that start at once, a power of two
   int heads_together;  // whose tiles alternate
   bool late_first;  // late keys
 
@@ -54,13 +54,16 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // hold for all heads at different places: also under a causal mask, where a tile's queries are those from its keys on. The
 // first tiles begin with the last queries, and end one after the other, late keys first. Those that follow begin with the
 // first queries that see them: a later start is at later queries, so that these tiles are at the same ones, too. So sets of
-// tiles that start together walk down and up by turns. With one head every tile begins with the first queries that see it:
-// under a causal mask those of a set are at different queries then, and do not add to the same sums of dQ at once.
+// tiles that start together walk down and up by turns. Where a window ends to the left they cannot be at the same queries,
+// and go through one head after the other, each from its last queries on. With one head every tile begins with the first
+// queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
+// of dQ at once.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns. With one head, late keys come first, and begin with
-// the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first turn.
-// But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the longest.
-// So it is with more heads, and with more tiles than start together: the wait is short for what comes after it.
+// Where sums of dQ are deterministic, key tiles add to them in turns, and go through the heads of a query tile first under
+// every mask. With one head, late keys come first, and begin with the first queries that see them: under a causal mask
+// these see no later keys, so that nobody waits for its first turn. But of the heads that are taken last early keys come
+// first, and begin with the last queries: their tiles are the longest. So it is with more heads, and with more tiles than
+// start together: the wait is short for what comes after it.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
@@ -85,9 +88,11 @@ class BackwardWork {
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
   // Behind the last step its head is none.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
-    if (step.head + 1 < heads) return {step.head + 1, step.m};
-    if (step.m != (early_first_ ? range.end - 1 : range.begin)) return {0, early_first_ ? step.m + 1 : step.m - 1};
-    return {heads, first()};
+    const int next_head = step.head + 1;
+    if (next_head < heads_inside_) return {next_head, step.m};
+    if (step.m != (early_first_ ? range.end - 1 : range.begin))
+      return {next_head - heads_inside_, early_first_ ? step.m + 1 : step.m - 1};
+    return {next_head, first()};
   }
 
  private:
@@ -107,7 +112,10 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    early_first_ = p.deterministic ? tile.late_first : heads == 1 || number / params.order.tiles_together % 2 == 1;
+    const bool inside = p.deterministic || p.fwd.band.left >= p.fwd.seqlen_k;
+    heads_inside_ = inside ? heads : 1;
+    const bool in_odd_set = (number & params.order.tiles_together) != 0;
+    early_first_ = p.deterministic ? tile.late_first : heads == 1 || (inside && in_odd_set);
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
@@ -119,6 +127,7 @@ class BackwardWork {
     return range;
   }
 
+  int heads_inside_;  // of a query tile that follow each other: all, or one
   bool early_first_;
 };
 
