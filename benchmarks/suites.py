@@ -191,6 +191,17 @@ def _featured(shapes: tuple[tuple[int, int, int], ...]) -> list[Case]:
     ]
 
 
+def _grouped() -> list[Case]:
+    """Several query heads a kv head, under each mask: their order of work differs."""
+    shapes = [(4, 32, 8, 4096, 128), (1, 64, 8, 2048, 128), (1, 64, 8, 8192, 128),
+              (1, 64, 8, 32768, 128), (4, 32, 8, 4096, 64), (4, 16, 4, 4096, 256)]  # fmt: skip
+    return [
+        Case("bf16", batch, heads, heads_k, seqlen, seqlen, dim, dim, causal, feature)
+        for batch, heads, heads_k, seqlen, dim in shapes
+        for causal, feature in ((False, ""), (True, ""), (True, "window1024"))
+    ]
+
+
 def _decode() -> list[Case]:
     """Decode of one token: K and V of each case are larger than the L2 of an H200."""
     sizes = {
@@ -280,6 +291,7 @@ SUITES: dict[str, list[Case]] = {
     ],
     "short": _square((64, 128, 256), ((32, 512), (8, 2048))),
     "few": _few(),
+    "grouped": _grouped(),
     "decode": _decode(),
     "decode_short": _decode_short(),
     "chunks": _chunks(),

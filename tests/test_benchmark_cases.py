@@ -17,8 +17,9 @@ def test_every_case_is_parsed_from_its_name_and_no_suite_repeats_one():
         assert [Case.parse(str(case)) for case in cases] == cases
         assert len(set(cases)) == len(cases)
     assert {name: len(cases) for name, cases in SUITES.items()} == {
-        "smoke": 1, "quick": 9, "train": 30, "short": 12, "few": 18, "decode": 35,
-        "decode_short": 10, "chunks": 46, "deterministic": 20, "features": 18, "fp8": 12,
+        "smoke": 1, "quick": 9, "train": 30, "short": 12, "few": 18, "grouped": 18,
+        "decode": 35, "decode_short": 10, "chunks": 46, "deterministic": 20,
+        "features": 18, "fp8": 12,
     }  # fmt: skip
 
 
@@ -28,6 +29,8 @@ def test_suites_hold_the_shapes_that_give_them_their_name():
     assert "bf16 b1 h8/8 q16384 k16384 d256/256 causal" in train
     assert "fp16 b4 h16/16 q4096 k4096 d128/128 causal" in train
     assert {case.dtype for case in SUITES["fp8"]} == {"e4m3"}
+    assert all(case.heads > case.heads_k for case in SUITES["grouped"])
+    assert sum(case.window == 1024 for case in SUITES["grouped"]) == 6
     assert not any(case.brief for case in SUITES["train"] + SUITES["short"])
     decode = SUITES["decode"] + SUITES["decode_short"]
     assert all(case.brief and case.seqlen_q == 1 for case in decode)
