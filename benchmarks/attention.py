@@ -20,7 +20,8 @@ import torch
 
 from . import report, timing
 from .rivals import LOADERS, OURS, Candidate, Work, captured, describe, load, without_folders
-from .suites import SUITES, Case, Inputs, Truth, check, make_inputs, reference
+from .suites import SUITES, Case, Inputs, make_inputs
+from .truth import Truth, check, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
 _WITHOUT = " without the feature"

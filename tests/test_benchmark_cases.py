@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_sdpa import sdpa
 
-from benchmarks import suites
+from benchmarks import suites, truth
 from benchmarks.suites import SUITES, Case
 
 CPU = torch.device("cpu")
@@ -71,28 +71,28 @@ def test_the_reference_is_autograd_in_fp64_whatever_the_chunk(name, monkeypatch)
     out = sdpa(*leaves, case.causal)
     grads = torch.autograd.grad(out, leaves, x.dout.double())
     exact = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-    monkeypatch.setattr(suites, "_SCORES_AT_ONCE", 7 * case.seqlen_k)
-    truths = suites.reference(case, x, backward=True, seed=3)
+    monkeypatch.setattr(truth, "_SCORES_AT_ONCE", 7 * case.seqlen_k)
+    truths = truth.reference(case, x, backward=True, seed=3)
     assert len(truths) == case.batch * case.heads_k  # few enough here to compare all
-    for truth in truths:
-        for key, value in truth.values.items():
-            expected = suites._pair(case, exact[key], truth.batch, truth.head_k)
+    for pair in truths:
+        for key, value in pair.values.items():
+            expected = truth._pair(case, exact[key], pair.batch, pair.head_k)
             torch.testing.assert_close(value, expected.reshape(value.shape), rtol=0, atol=1e-12)
 
 
 def test_a_wrong_row_and_a_nan_are_found():
     case = Case.parse("bf16 b4 h4/4 q512 k512 d64/64 full")
     x = suites.make_inputs(case, CPU, seed=5)
-    truths = suites.reference(case, x, backward=False, seed=5)
+    truths = truth.reference(case, x, backward=False, seed=5)
     out = sdpa(x.q, x.k, x.v, causal=False)
-    errors, fault = suites.check(case, {"out": out}, truths)
+    errors, fault = truth.check(case, {"out": out}, truths)
     assert fault == "" and 0 < errors["out"]["relative"] < 5e-3
     shifted = out.clone()
     shifted[0, 100, 0] = shifted[0, 101, 0]
-    assert "worst row" in suites.check(case, {"out": shifted}, truths)[1]
+    assert "worst row" in truth.check(case, {"out": shifted}, truths)[1]
     broken = out.clone()
     broken[-1, -1, -1, -1] = math.nan
-    errors, fault = suites.check(case, {"out": broken}, truths)
+    errors, fault = truth.check(case, {"out": broken}, truths)
     assert fault and errors["out"] == {"relative": None, "worst_row": None}
-    errors, fault = suites.check(case, {"out": broken}, truths[:1])
+    errors, fault = truth.check(case, {"out": broken}, truths[:1])
     assert fault == "out: not finite outside the compared rows"

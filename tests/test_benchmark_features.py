@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, rivals, suites, timing
+from benchmarks import attention, rivals, suites, timing, truth
 from benchmarks.suites import FEATURES, SUITES, Case
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def entries(candidate, name):
     """A candidate's entry in each direction of a case."""
     case = Case.parse(name)
     x = suites.make_inputs(case, CPU, seed=2)
-    truths = suites.reference(case, x, backward=True, seed=2)
+    truths = truth.reference(case, x, backward=True, seed=2)
     return [attention.prepare(candidate, case, x, way, truths)[0] for way in case.directions]
 
 
@@ -118,9 +118,9 @@ def test_a_feature_that_is_forgotten_is_wrong(narrow, feature):
 def test_random_numbers_of_another_library_cannot_be_compared():
     case = Case.parse(f"{SMALL} +dropout0.1")
     results = {"out": torch.zeros(2, 70, 4, 64)}
-    assert suites.check(case, results, None) == ({}, "")
+    assert truth.check(case, results, None) == ({}, "")
     results["out"][1, 2, 3, 4] = torch.nan
-    assert suites.check(case, results, None) == ({}, "out: not finite")
+    assert truth.check(case, results, None) == ({}, "out: not finite")
     found = entries(rivals.LOADERS["math"](CPU), str(case))
     assert [(entry["status"], entry["error"]) for entry in found] == [("ok", {})] * 2
     (refused, _) = entries(rivals.LOADERS["math"](CPU), f"{SMALL} +alibi")

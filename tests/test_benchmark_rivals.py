@@ -5,7 +5,7 @@ import sys
 import torch
 from torch_sdpa import sdpa
 
-from benchmarks import attention, rivals, suites, timing
+from benchmarks import attention, rivals, suites, timing, truth
 from benchmarks.suites import SUITES
 from flash_cute import library
 
@@ -16,7 +16,7 @@ def _right(candidate: rivals.Candidate) -> bool:
     """Whether both directions of a candidate pass the check of the smoke case."""
     case = SUITES["smoke"][0]
     x = suites.make_inputs(case, CPU, seed=11)
-    truths = suites.reference(case, x, backward=True, seed=11)
+    truths = truth.reference(case, x, backward=True, seed=11)
     entries = [attention.prepare(candidate, case, x, d, truths)[0] for d in ("fwd", "bwd")]
     return [entry["status"] for entry in entries] == ["ok", "ok"]
 
@@ -57,7 +57,7 @@ def test_what_a_candidate_lacks_is_told_apart_from_what_breaks():
 
     case = SUITES["smoke"][0]
     x = suites.make_inputs(case, CPU, seed=1)
-    truths = suites.reference(case, x, backward=True, seed=1)
+    truths = truth.reference(case, x, backward=True, seed=1)
     session = attention.Session(
         {"a": Lacking(), "b": Shifted()}, CPU, timing.Monitor(CPU), rounds=1, round_ms=1.0
     )
@@ -89,7 +89,7 @@ def test_another_build_is_measured_by_its_ops(tmp_path):
         case = suites.Case("bf16", 2, 4, 2, 1, 48, 64, 64, causal=False, feature=feature)
         assert case.cached
         x = suites.make_inputs(case, CPU, seed=11)
-        truths = suites.reference(case, x, backward=False, seed=11)
+        truths = truth.reference(case, x, backward=False, seed=11)
         assert attention.prepare(build, case, x, "fwd", truths)[0]["status"] == "ok"
 
 
