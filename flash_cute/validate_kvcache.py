@@ -116,7 +116,10 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
 def vectors(q: Tensor | None, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises ValueError for the first tensor with a row that the CUDA kernels cannot read."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x is not None and (x.data_ptr() % 16 or any(step % 8 for step in x.stride()[:-1])):
+        if x is None:
+            continue
+        steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
+        if x.data_ptr() % 16 or any(step % 8 for step in steps):
             raise ValueError(
                 f"{name} has strides {x.stride()} and starts at byte {x.data_ptr() % 16} of 16; on "
                 f"CUDA heads must start on 16-byte boundaries: call {name}.contiguous(), or clone()"

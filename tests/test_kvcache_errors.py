@@ -50,6 +50,7 @@ def test_vectors_are_looked_at_by_name(device):
     odd = torch.zeros(2, 3, 68, dtype=BF16, device=device)[..., :64].unflatten(-1, (4, 16))
     late = torch.zeros(2 * 3 * 4 * 16 + 4, dtype=BF16, device=device)[4:].view(2, 3, 4, 16)
     validate_kvcache.vectors(None, x, x)
+    validate_kvcache.vectors(odd[:1, :1], x, x)  # of one row nobody takes a step
     for name, bad in (("q", odd), ("k_cache", late), ("v_cache", odd)):
         given = {"q": x, "k_cache": x, "v_cache": x, name: bad}
         with pytest.raises(ValueError, match=f"^{name} has strides"):
