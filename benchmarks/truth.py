@@ -20,6 +20,7 @@ ROW_LIMIT = 0.5
 
 _SAMPLED_ROWS = 2**15  # query rows compared, spread over whole (batch, kv head) pairs
 _SCORES_AT_ONCE = 2**25  # of the reference, elements of fp64
+_RULES = {"softcap", "alibi_slopes", "dropout_p"}  # options that change more than a mask
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,17 @@ def reference(case: Case, x: Inputs, backward: bool, seed: int) -> list[Truth]:
     pairs = [(b, h) for b in range(case.batch) for h in range(case.heads_k)]
     count = min(len(pairs), max(4, min(64, _SAMPLED_ROWS // case.seqlen_q)))
     drawn = {pairs[0], pairs[-1], *random.Random(seed).sample(pairs, count)}
-    truth = _featured_truth if case.feature else _pair_truth
+    truth = _ruled_truth if _RULES & x.options.keys() else _pair_truth
     return [Truth(b, h, truth(case, x, b, h, backward)) for b, h in sorted(drawn)]
 
 
-def _featured_truth(
+def _ruled_truth(
     case: Case, x: Inputs, batch: int, head_k: int, backward: bool
 ) -> dict[str, torch.Tensor]:
     """From flash_cute's reference and its autograd, not in chunks: one pair fits in memory."""
     tensors = (_pair(case, t, batch, head_k)[None].double() for t in (x.q, x.k, x.v))
     leaves = [t.requires_grad_(backward) for t in tensors]
-    options = {name: value for name, value in x.options.items() if name != "deterministic"}
+    options = dict(x.options)
     if (slopes := options.get("alibi_slopes")) is not None:
         options["alibi_slopes"] = slopes.view(case.heads_k, -1)[head_k]
     first = batch * case.heads_k + head_k  # dropout counts heads through all batches
@@ -80,7 +81,10 @@ def _pair_truth(
         part = slice(start, start + rows)
         scores = torch.einsum("igd,jd->igj", q[part], k) * scale
         if case.causal:
-            hidden = keys > keys[case.seqlen_k - case.seqlen_q :][part, None]  # (rows, seqlen_k)
+            own = keys[case.seqlen_k - case.seqlen_q :][part, None]
+            hidden = keys > own  # (rows, seqlen_k)
+            if case.window is not None:
+                hidden |= keys < own - case.window
             scores.masked_fill_(hidden[:, None], -math.inf)
         p = scores.softmax(-1)
         out[part] = torch.einsum("igj,jd->igd", p, v)
