@@ -77,7 +77,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
       "parts, int heads)");
   m.def(
       "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, bool "
-      "lengths=False, bool pages=False, int sms=132) -> str");
+      "lengths=False, bool pages=False, int sms=132, int memory_gb_s=4917) -> str");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int, int)");

@@ -99,6 +99,15 @@ def test_two_ctas_an_sm_over_a_cache_with_lengths(pages, head_dim):
     assert pick(116, 32, 8, 1, 8192, head_dim).endswith("c1")
 
 
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_ctas_an_sm_over_a_cache_where_memory_gives_an_sm_less(lengths, head_dim):
+    """From 3.5 tiles an SM on: memory of an H100's speed, and of an H200's."""
+    for memory_gb_s, batch, ctas in ((3352, 57, "c1"), (3352, 58, "c2"), (4917, 58, "c1")):
+        options = {"lengths": lengths, "memory_gb_s": memory_gb_s}
+        assert preferred_kvcache(batch, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
+
+
 @pytest.mark.parametrize(
     ("heads", "heads_k", "seqlen_q", "head_dim", "expected"),
     [

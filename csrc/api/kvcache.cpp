@@ -31,7 +31,7 @@ const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfi
   if (p.cache.leftpad != nullptr || p.num_splits > 0 || p.split_size > 0) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
   const bool cheaper =
-      kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu.sms);
+      kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu);
   return cheaper ? kernel : nullptr;
 }
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -21,6 +22,14 @@ int attribute(cudaDeviceAttr which, int index) {
   return value;
 }
 
+// Two transfers a clock, of the bus's whole width.
+int memory_gb_s(int index) {
+  constexpr int kTransfers = 2, kBitsOfByte = 8, kKiloOfGiga = 1'000'000;
+  const int64_t kilohertz = attribute(cudaDevAttrMemoryClockRate, index);
+  const int64_t bits = attribute(cudaDevAttrGlobalMemoryBusWidth, index);
+  return static_cast<int>(kTransfers * kilohertz * bits / kBitsOfByte / kKiloOfGiga);
+}
+
 }  // namespace
 
 const Device& device(int index) {
@@ -36,6 +45,7 @@ const Device& device(int index) {
                       attribute(cudaDevAttrComputeCapabilityMinor, index),
         .smem_optin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
         .sms = attribute(cudaDevAttrMultiProcessorCount, index),
+        .memory_gb_s = memory_gb_s(index),
     };
   });
   return devices[index];

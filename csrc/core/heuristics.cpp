@@ -134,16 +134,23 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
   return plan;
 }
 
+// Whether a GPU's SM has shared memory for the kernel's CTAs at once, beside what it keeps for itself of each.
+static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
+  constexpr int kKept = 1024;
+  return config.ctas * (config.smem_bytes() + kKept) <= gpu.smem_optin + kKept;
+}
+
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
-// other reads. One does well where CTAs that come late even shares out, as they do if the host knows how long sequences
-// are. Many kv heads of 64 dims have few CTAs each.
-static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config) {
-  constexpr int kManyHeads = 32;
-  if (config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads) return 3.5;
+// other reads. Where the memory gives an SM much (an H200 37 GB/s, an H100 25), one does well if CTAs that come late even
+// shares out, as they do if the host knows how long sequences are. Many kv heads of 64 dims have few CTAs each.
+static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
+  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
+  const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
+  if (few_ctas || gpu.memory_gb_s < kMuch * gpu.sms) return 3.5;
   return p.known_to_be_alike() ? 16 : 7;
 }
 
-double cost(const KernelConfig& config, const DecodeProblem& p, int sms) {
+double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
   // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
   // What reading the keys weighs, in rows of products: a tile that has all rows of a kv head, up to 64, is the cheapest.
   constexpr double kRate = 345, kRowsOfReading = 40;
@@ -151,15 +158,18 @@ double cost(const KernelConfig& config, const DecodeProblem& p, int sms) {
   const FwdProblem& problem = p.fwd;
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
-  const double overlap = config.ctas > 1 && tiles >= tiles_to_overlap(p, config) * sms ? kOverlapped : 1;
-  return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / sms;
+  const bool overlaps =
+      config.ctas > 1 && fit_at_once(config, gpu) && tiles >= tiles_to_overlap(p, config, gpu) * gpu.sms;
+  const double overlap = overlaps ? kOverlapped : 1;
+  return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / gpu.sms;
 }
 
-double cost(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  return plan_forward(config, problem, sms).cost;
+double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
+  return plan_forward(config, problem, gpu.sms).cost;
 }
 
-bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p, int sms) {
+bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
+                        const Device& gpu) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
   // Products of tiles of 32 rows and 128 dims take longer than reading, by a tenth: in so many microseconds that is what
   // forward takes more to begin and to end. From pages they take longer anyway.
@@ -167,12 +177,12 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
   constexpr int kFewRows = 16, kMoreRows = 32;  // of decoding's smaller tiles
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / p.fwd.heads_k);
   if (rows <= kFewRows) return false;
-  const double of_decode = cost(decode, p, sms) / a_microsecond(decode, sms);
+  const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
   if (rows <= decode.block_m && decode.block_m == kMoreRows) {
     const bool reads_once = heads_in_tile(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
     return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
   }
-  return cost(forward, p.fwd, sms) / a_microsecond(forward, sms) < of_decode + kAround;
+  return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/config.h"
+#include "core/device.h"
 #include "core/problem.h"
 
 namespace flash_cute {
@@ -23,20 +24,21 @@ struct ForwardPlan {
 };
 ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms);
 
-double cost(const KernelConfig& config, const FwdProblem& problem, int sms);
+double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
 // Over a key/value cache, whose keys CTAs share out evenly, a tile of query rows costs its products with all keys, and
 // reading them.
-double cost(const KernelConfig& config, const DecodeProblem& p, int sms);
+double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu);
 
 // Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small tile
 // of decoding's has all rows of a kv head, of 16 or, with some exceptions, 32 rows: reading the keys, which the cost of
 // forward leaves out, is what bounds both.
-bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p, int sms);
+bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
+                        const Device& gpu);
 
 // Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
 template <class Kernels, class Fits, class P>
-auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, int sms) {
+auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const Device& gpu) {
   decltype(kernels.data()) best = nullptr;
   double least = -1;  // the cost of the best, once there is another one
   for (const auto& kernel : kernels) {
@@ -45,8 +47,8 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, int s
       best = &kernel;
       continue;
     }
-    if (least < 0) least = cost(best->config, problem, sms);
-    const double other = cost(kernel.config, problem, sms);
+    if (least < 0) least = cost(best->config, problem, gpu);
+    const double other = cost(kernel.config, problem, gpu);
     if (other >= least) continue;
     best = &kernel;
     least = other;

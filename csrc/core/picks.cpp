@@ -22,9 +22,16 @@ const std::vector<Row>& rows_of_configs() {
   return rows;
 }
 
+Device hopper(int64_t sms, int64_t memory_gb_s = 0) {
+  return {.capability = 90,
+          .smem_optin = 227 * 1024,
+          .sms = static_cast<int>(sms),
+          .memory_gb_s = static_cast<int>(memory_gb_s)};
+}
+
 // The kernel of bf16 on Hopper for a problem, or null. Decoding has one family, of one tier, for all GPUs.
 template <class P>
-const KernelConfig* hopper_kernel(Op op, const P& problem, int64_t sms) {
+const KernelConfig* hopper_kernel(Op op, const P& problem, const Device& gpu) {
   const FwdProblem& p = forward_of(problem);
   const Arch arch = op == Op::Decode ? Arch::Sm80 : Arch::Sm90;
   const Tier tier = op == Op::Decode ? Tier::Rich : p.tier();
@@ -33,7 +40,7 @@ const KernelConfig* hopper_kernel(Op op, const P& problem, int64_t sms) {
     return c.op == op && c.arch == arch && c.dtype == DType::BF16 && c.tier == tier && p.head_dim <= c.head_dim &&
            p.head_dim_v <= c.head_dim_v;
   };
-  const Row* const row = preferred(rows_of_configs(), fits, problem, static_cast<int>(sms));
+  const Row* const row = preferred(rows_of_configs(), fits, problem, gpu);
   return row == nullptr ? nullptr : &row->config;
 }
 
@@ -69,21 +76,22 @@ std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64
   FwdProblem p = problem_of(batch, heads, heads_k == 0 ? heads : heads_k, seqlen_q, seqlen_k, head_dim, head_dim,
                             window_size_left, window_size_right, varlen);
   if (rules) p.rules.softcap = 1.f;
-  const KernelConfig* const config = hopper_kernel(Op::Fwd, p, sms);
+  const KernelConfig* const config = hopper_kernel(Op::Fwd, p, hopper(sms));
   if (config == nullptr) return {"", 0, 0};
   return {config->id(), plan_forward(*config, p, static_cast<int>(sms)).parts, heads_in_tile(*config, p)};
 }
 
 std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, bool lengths, bool pages, int64_t sms) {
+                              int64_t head_dim, bool lengths, bool pages, int64_t sms, int64_t memory_gb_s) {
   DecodeProblem p{};
   p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
   if (lengths) p.cache.lengths = &kSomewhere;
   if (pages) p.fwd.pages.ids = &kSomewhere;
-  const KernelConfig* const decode = hopper_kernel(Op::Decode, p, sms);
-  const KernelConfig* const forward = hopper_kernel(Op::Fwd, p.fwd, sms);
+  const Device gpu = hopper(sms, memory_gb_s);
+  const KernelConfig* const decode = hopper_kernel(Op::Decode, p, gpu);
+  const KernelConfig* const forward = hopper_kernel(Op::Fwd, p.fwd, gpu);
   if (decode == nullptr || forward == nullptr) return "";
-  return (forward_is_cheaper(*forward, *decode, p, static_cast<int>(sms)) ? forward : decode)->id();
+  return (forward_is_cheaper(*forward, *decode, p, gpu) ? forward : decode)->id();
 }
 
 std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
@@ -92,7 +100,7 @@ std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t hea
                                                       int64_t sms) {
   const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
                                   window_size_right, varlen);
-  const KernelConfig* const config = hopper_kernel(Op::Bwd, p, sms);
+  const KernelConfig* const config = hopper_kernel(Op::Bwd, p, hopper(sms));
   const QueryParts parts = config == nullptr ? QueryParts{} : backward_parts(*config, p, static_cast<int>(sms));
   return {parts.heads, parts.queries, parts.whole_tiles};
 }

@@ -16,9 +16,9 @@ std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64
                                                             bool varlen, int64_t sms, int64_t heads_k, bool rules);
 
 // Id of the kernel, of decoding or of forward, that a call of bf16 over a key/value cache would use, with lengths of
-// sequences in a tensor, or keys in pages.
+// sequences in a tensor, or keys in pages, where memory gives so many GB/s.
 std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, bool lengths, bool pages, int64_t sms);
+                              int64_t head_dim, bool lengths, bool pages, int64_t sms, int64_t memory_gb_s);
 
 // Parts of heads and of queries that a plain backward of bf16 would have, and how many tiles before those; sizes as above.
 std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

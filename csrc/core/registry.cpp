@@ -169,7 +169,7 @@ std::string explain(const Refusal& refusal) {
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) { return !refusal(kernel, problem, device).any(); };
-  return preferred(kernels, fits, weighed(problem), device.sms);
+  return preferred(kernels, fits, weighed(problem), device);
 }
 
 template <Op op>
