@@ -18,7 +18,9 @@ CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch
          PaddedRows{block_m}.first_row(offset, p.fwd.sequences.cu_q ? batch : 0);
 }
 
-// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces.
+// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces. The last one
+// comes first: the kernel between the passes ends with the last heads, and begins with the first ones, whose numbers are
+// then still in the L2 cache.
 template <KernelConfig C>
 struct PassTile {
   int row, head, batch;
@@ -28,9 +30,10 @@ struct PassTile {
   CUTE_DEVICE explicit PassTile(const BwdProblem& p) {
     const FwdProblem& f = p.fwd;
     const int tiles = ceil_div(f.seqlen_q, C.block_m);
-    row = blockIdx.x % tiles * C.block_m;
-    head = blockIdx.x / tiles % f.heads;
-    batch = blockIdx.x / tiles / f.heads;
+    const int number = gridDim.x - 1 - blockIdx.x;
+    row = number % tiles * C.block_m;
+    head = number / tiles % f.heads;
+    batch = number / tiles / f.heads;
     span = seq_span(f.sequences.cu_q, f.sequences.used_q, batch, f.seqlen_q, f.total_q);
     padded_row = first_padded_row(p, C.block_m, batch, head, span.offset) + row;
   }
