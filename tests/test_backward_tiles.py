@@ -124,6 +124,9 @@ MANY_TILES = {
     "grouped causal": Case(
         heads=60, heads_k=30, batch=3, seqlen_q=300, seqlen_k=300, is_causal=True
     ),
+    "grouped window": Case(
+        heads=60, heads_k=30, batch=3, seqlen_q=400, seqlen_k=400, window=(130, 0)
+    ),
     "rules": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, alibi="heads", dropout_p=0.2),
     "softcap": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, softcap=9.0, is_causal=True),
     "varlen": VarlenCase(

@@ -59,11 +59,10 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
 // of dQ at once.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns, and go through the heads of a query tile first under
-// every mask. With one head, late keys come first, and begin with the first queries that see them: under a causal mask
-// these see no later keys, so that nobody waits for its first turn. But of the heads that are taken last early keys come
-// first, and begin with the last queries: their tiles are the longest. So it is with more heads, and with more tiles than
-// start together: the wait is short for what comes after it.
+// Where sums of dQ are deterministic, key tiles add to them in turns. With one head, late keys come first, and begin with
+// the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first turn.
+// But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the
+// longest. So it is with more heads, and with more tiles than start together: the wait is short for what comes after it.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
@@ -112,7 +111,7 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    const bool inside = p.deterministic || p.fwd.band.left >= p.fwd.seqlen_k;
+    const bool inside = p.fwd.band.left >= p.fwd.seqlen_k;
     heads_inside_ = inside ? heads : 1;
     const bool in_odd_set = (number & params.order.tiles_together) != 0;
     early_first_ = p.deterministic ? tile.late_first : heads == 1 || (inside && in_odd_set);
