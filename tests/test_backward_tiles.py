@@ -27,6 +27,8 @@ PARTED = {
     "rows without keys": Case(heads=2, batch=1, seqlen_q=2000, seqlen_k=700, is_causal=True),
     "sink": Case(heads=8, heads_k=2, batch=1, seqlen_q=500, seqlen_k=300, sink=True),
     "rules": Case(heads=4, batch=1, seqlen_q=900, seqlen_k=300, alibi="heads", dropout_p=0.2),
+    # A way through more queries than the L2 cache holds, where CTAs wait for those behind them.
+    "long way": Case(heads=32, heads_k=2, batch=1, seqlen_q=8300, seqlen_k=130),
     # More tiles than SMs, of which the last ones are cut: of other heads, or the late keys of some.
     "last heads": Case(
         heads=68, heads_k=34, batch=4, seqlen_q=1500, seqlen_k=100, window=(900, -1)

@@ -6,6 +6,42 @@
 
 namespace flash_cute::sm90 {
 
+// Where tiles of keys have a long way through queries, keeps CTAs near each other, so that what one brings into the L2 cache
+// is still there when the others come: on their own some are ahead, and further so with every tile, until each has to read
+// all from memory. A CTA counts its steps with everybody's, and where it is ahead of the mean it stays for a while: not
+// until the others come, as they need not be running.
+class Pace {
+  static constexpr uint32_t kOften = 16, kAhead = 16;  // steps
+  static constexpr uint32_t kEnd = 1 << 23;  // more than there are, of a CTA that waits for nobody any more
+  static constexpr int kLooks = 8;  // in a while, of a microsecond each
+
+ public:
+  CUTE_DEVICE explicit Pace(const BackwardParams& params) : all_steps_(params.paced ? params.p.turns : nullptr) {}
+
+  // After so many steps of this CTA.
+  CUTE_DEVICE void keep(uint32_t steps) const {
+    if (all_steps_ == nullptr || steps % kOften != 0 || steps == 0) return;
+    count(kOften);
+    CUTE_NO_UNROLL
+    for (int i = 0; i < kLooks; ++i) {
+      uint32_t all;
+      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(all) : "l"(all_steps_) : "memory");
+      if (all + kAhead * gridDim.x >= steps * gridDim.x) return;
+    }
+  }
+
+  CUTE_DEVICE void end() const {
+    if (all_steps_ != nullptr) count(kEnd);
+  }
+
+ private:
+  CUTE_DEVICE void count(uint32_t steps) const {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(all_steps_), "r"(steps) : "memory");
+  }
+
+  int* all_steps_;  // of all CTAs; null: everybody goes at a pace of his own
+};
+
 // One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each step;
 // or V, and dO and its row sums. Rows in front of those that see anything, or are seen, arrive as zeros, as those behind
 // the sequence's end do: whatever they hold, it meets no product.
@@ -38,6 +74,7 @@ class Loader {
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
       const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
       next = work.after(step);
+      if constexpr (!kValues) Pace(params_).keep(at_.count);
       ring.wait_empty(at_);
       if constexpr (!kValues) storage_.steps[stage] = {row, head, work.range.full(step.m), next.head >= work.heads};
       load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
@@ -116,6 +153,7 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   end.tile.row = -1;
   publish(end);
   wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
+  Pace(params).end();
   let_next_kernel_start();
 }
 

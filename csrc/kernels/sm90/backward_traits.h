@@ -38,7 +38,18 @@ struct BackwardParams {
   TileNumbers numbers;  // of tiles of keys, those that are cut by their parts
   KeyOrder order;
   Divisor parts;  // of a tile that is cut: how many
+  bool paced;  // CTAs stay near each other: see Pace
 };
+
+// Whether all tiles of keys have the same way to go, through more queries than the L2 cache holds by far, with their dO and
+// sums of dQ.
+inline bool has_long_way(const BwdProblem& p) {
+  constexpr int64_t kBytes = 64 << 20;
+  const FwdProblem& f = p.fwd;
+  if (!f.dense() || f.heads_k == 0 || f.band.left < f.seqlen_k || f.band.right < f.seqlen_k) return false;
+  const int64_t of_row = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
+  return of_row * f.seqlen_q * (f.heads / f.heads_k) > kBytes;
+}
 
 template <bool kSecond, class First, class Second>
 CUTE_DEVICE auto& pick(First& first, Second& second) {
