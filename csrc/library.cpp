@@ -77,10 +77,13 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
       "parts, int heads)");
   m.def(
       "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, bool "
-      "lengths=False, bool pages=False, int sms=132, int memory_gb_s=4917) -> str");
+      "lengths=False, bool pages=False, int sms=132, int memory_gb_s=4917, int smem_optin=232448) -> str");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int, int)");
+  m.def(
+      "preferred_pace(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
+      "int window_size_left=-1, int window_size_right=-1, bool varlen=False, bool deterministic=False) -> bool");
   m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
       "int sms=132, int ctas=1) -> str");
@@ -92,6 +95,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
   m.impl("preferred_kvcache", TORCH_BOX(&preferred_kvcache));
   m.impl("preferred_parts", TORCH_BOX(&preferred_parts));
+  m.impl("preferred_pace", TORCH_BOX(&preferred_pace));
   m.impl("decode_parts", TORCH_BOX(&decode_parts));
 }
 

@@ -17,6 +17,7 @@ from flash_cute import library
 preferred = torch.ops.flash_cute.preferred_forward
 preferred_parts = torch.ops.flash_cute.preferred_parts
 preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
+preferred_pace = torch.ops.flash_cute.preferred_pace
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -106,6 +107,14 @@ def test_two_ctas_an_sm_over_a_cache_where_memory_gives_an_sm_less(lengths, head
     for memory_gb_s, batch, ctas in ((3352, 57, "c1"), (3352, 58, "c2"), (4917, 58, "c1")):
         options = {"lengths": lengths, "memory_gb_s": memory_gb_s}
         assert preferred_kvcache(batch, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_ctas_an_sm_over_a_cache_need_their_shared_memory(head_dim):
+    """That of compute capability 9.0, and of 8.0."""
+    for kilobytes, ctas in ((227, "c2"), (163, "c1")):
+        options = {"memory_gb_s": 2039, "smem_optin": kilobytes * 1024}
+        assert preferred_kvcache(128, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
 
 
 @pytest.mark.parametrize(
@@ -252,3 +261,23 @@ def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
     measured = timing.interleave(works, 5, 60.0, device, timing.Monitor(device))
     ms = {name: turn.median_ms for name, turn in measured.items()}
     assert ms["pick"] <= 1.03 * min(ms.values()), ms
+
+
+def test_pace_of_long_ways_alone():
+    """More than 64 MB of queries, dO and sums of dQ for the heads of a group; the same for all."""
+    sizes = (1, 64, 8, 8193, 8192, 128, 128)
+    assert preferred_pace(*sizes)
+    assert not preferred_pace(1, 64, 8, 8192, 8192, 128, 128)
+    assert preferred_pace(1, 1, 1, 65537, 64, 128, 128)
+    assert preferred_pace(1, 64, 8, 16385, 16385, 64, 64)
+    assert not preferred_pace(1, 64, 8, 16384, 16384, 64, 64)
+    assert preferred_pace(*sizes, window_size_left=8192, window_size_right=8193)
+    for options in (
+        {"window_size_right": 0},
+        {"window_size_right": 8192},
+        {"window_size_left": 8191},
+        {"varlen": True},
+        {"deterministic": True},
+    ):
+        assert not preferred_pace(*sizes, **options)
+    assert not preferred_pace(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs

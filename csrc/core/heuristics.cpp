@@ -141,8 +141,9 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
 }
 
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
-// other reads. Where the memory gives an SM much (an H200 37 GB/s, an H100 25), one does well if CTAs that come late even
-// shares out, as they do if the host knows how long sequences are. Many kv heads of 64 dims have few CTAs each.
+// other reads. Where the memory gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would
+// leave four of 132 without any), one does well if CTAs that come late even shares out, as they do if the host knows how
+// long sequences are. Many kv heads of 64 dims have few CTAs each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
@@ -183,6 +184,15 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
     return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
   }
   return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
+}
+
+bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
+  constexpr int64_t kBytes = 64 << 20;
+  const FwdProblem& f = p.fwd;
+  if (config.arch != Arch::Sm90 || config.pair() || p.deterministic || !f.dense() || f.heads_k == 0) return false;
+  if (f.band.left < f.seqlen_k || f.band.right < f.seqlen_q) return false;
+  const int64_t of_row = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
+  return of_row * f.seqlen_q * (f.heads / f.heads_k) > kBytes;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {

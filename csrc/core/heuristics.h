@@ -62,4 +62,9 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const
 // kernels have one part always.
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
 
+// Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through more
+// queries than the L2 cache holds, with their dO and sums of dQ. Pairs of CTAs do not gain by it, nor, in another way, do
+// sums in turns.
+bool needs_pace(const KernelConfig& config, const BwdProblem& p);
+
 }  // namespace flash_cute

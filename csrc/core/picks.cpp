@@ -22,9 +22,9 @@ const std::vector<Row>& rows_of_configs() {
   return rows;
 }
 
-Device hopper(int64_t sms, int64_t memory_gb_s = 0) {
+Device hopper(int64_t sms, int64_t memory_gb_s = 0, int64_t smem_optin = KernelConfig::kMostSharedMemory) {
   return {.capability = 90,
-          .smem_optin = 227 * 1024,
+          .smem_optin = static_cast<int>(smem_optin),
           .sms = static_cast<int>(sms),
           .memory_gb_s = static_cast<int>(memory_gb_s)};
 }
@@ -82,12 +82,13 @@ std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64
 }
 
 std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
-                              int64_t head_dim, bool lengths, bool pages, int64_t sms, int64_t memory_gb_s) {
+                              int64_t head_dim, bool lengths, bool pages, int64_t sms, int64_t memory_gb_s,
+                              int64_t smem_optin) {
   DecodeProblem p{};
   p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
   if (lengths) p.cache.lengths = &kSomewhere;
   if (pages) p.fwd.pages.ids = &kSomewhere;
-  const Device gpu = hopper(sms, memory_gb_s);
+  const Device gpu = hopper(sms, memory_gb_s, smem_optin);
   const KernelConfig* const decode = hopper_kernel(Op::Decode, p, gpu);
   const KernelConfig* const forward = hopper_kernel(Op::Fwd, p.fwd, gpu);
   if (decode == nullptr || forward == nullptr) return "";
@@ -103,6 +104,18 @@ std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t hea
   const KernelConfig* const config = hopper_kernel(Op::Bwd, p, hopper(sms));
   const QueryParts parts = config == nullptr ? QueryParts{} : backward_parts(*config, p, static_cast<int>(sms));
   return {parts.heads, parts.queries, parts.whole_tiles};
+}
+
+bool preferred_pace(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+                    int64_t head_dim_v, int64_t window_size_left, int64_t window_size_right, bool varlen,
+                    bool deterministic) {
+  constexpr int kSms = 132;
+  BwdProblem p{};
+  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
+                     window_size_right, varlen);
+  p.deterministic = deterministic;
+  const KernelConfig* const config = hopper_kernel(Op::Bwd, p.fwd, hopper(kSms));
+  return config != nullptr && needs_pace(*config, p);
 }
 
 }  // namespace flash_cute

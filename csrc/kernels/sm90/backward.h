@@ -12,6 +12,7 @@
 
 #include "core/counter.h"
 #include "core/device.h"
+#include "core/heuristics.h"
 #include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
@@ -107,7 +108,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   params.order = sm90::KeyOrder::of(p, C.block_n * C.cluster, C.cluster);
   params.parts = Divisor(p.parts.count());
-  params.paced = !p.deterministic && sm90::has_long_way(p);
+  params.paced = needs_pace(C, p);
   params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, p.deterministic);
   if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;

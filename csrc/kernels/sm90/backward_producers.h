@@ -9,27 +9,33 @@ namespace flash_cute::sm90 {
 // Where tiles of keys have a long way through queries, keeps CTAs near each other, so that what one brings into the L2 cache
 // is still there when the others come: on their own some are ahead, and further so with every tile, until each has to read
 // all from memory. A CTA counts its steps with everybody's, and where it is ahead of the mean it stays for a while: not
-// until the others come, as they need not be running.
+// until the others come, as they need not be running. Where that does not help for long, they are not, and it waits no more.
 class Pace {
   static constexpr uint32_t kOften = 16, kAhead = 16;  // steps
-  static constexpr uint32_t kEnd = 1 << 23;  // more than there are, of a CTA that waits for nobody any more
-  static constexpr int kLooks = 8;  // in a while, of a microsecond each
+  static constexpr uint32_t kEnd = 1 << 23;  // steps that lift the mean so far that nobody waits any more
+  static constexpr int kLooks = 8,
+                       kPatience = 16;  // looks, of a microsecond each, in a while; whiles one after the other
 
  public:
   CUTE_DEVICE explicit Pace(const BackwardParams& params) : all_steps_(params.paced ? params.p.turns : nullptr) {}
 
   // After so many steps of this CTA.
-  CUTE_DEVICE void keep(uint32_t steps) const {
+  CUTE_DEVICE void keep(uint32_t steps) {
     if (all_steps_ == nullptr || steps % kOften != 0 || steps == 0) return;
     count(kOften);
+    if (in_vain_ == kPatience) return;
+    ++in_vain_;
     CUTE_NO_UNROLL
     for (int i = 0; i < kLooks; ++i) {
       uint32_t all;
       asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(all) : "l"(all_steps_) : "memory");
-      if (all + kAhead * gridDim.x >= steps * gridDim.x) return;
+      if (static_cast<int>(steps * gridDim.x - all) > static_cast<int>(kAhead * gridDim.x)) continue;
+      in_vain_ = 0;
+      return;
     }
   }
 
+  // Of a CTA that has no more tiles.
   CUTE_DEVICE void end() const {
     if (all_steps_ != nullptr) count(kEnd);
   }
@@ -40,6 +46,7 @@ class Pace {
   }
 
   int* all_steps_;  // of all CTAs; null: everybody goes at a pace of his own
+  int in_vain_ = 0;
 };
 
 // One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each step;
@@ -52,7 +59,8 @@ class Loader {
   static constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kStagesOfKeys = kValues ? 1 : 2;
 
  public:
-  CUTE_DEVICE Loader(const BackwardParams& params, Storage& storage) : params_(params), storage_(storage) {}
+  CUTE_DEVICE Loader(const BackwardParams& params, Storage& storage)
+      : params_(params), storage_(storage), pace_(params) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
     const BwdProblem& p = params_.p;
@@ -74,7 +82,7 @@ class Loader {
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
       const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
       next = work.after(step);
-      if constexpr (!kValues) Pace(params_).keep(at_.count);
+      if constexpr (!kValues) pace_.keep(at_.count);
       ring.wait_empty(at_);
       if constexpr (!kValues) storage_.steps[stage] = {row, head, work.range.full(step.m), next.head >= work.heads};
       load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
@@ -120,6 +128,7 @@ class Loader {
   Cursor<kStagesOfKeys> at_keys_;
   Cursor<C.stages> at_;
   uint32_t phase_ = 0;  // of landed
+  Pace pace_;
 };
 
 // The thread that loads K and Q: it takes tiles of keys, and says what they have to do.

@@ -41,16 +41,6 @@ struct BackwardParams {
   bool paced;  // CTAs stay near each other: see Pace
 };
 
-// Whether all tiles of keys have the same way to go, through more queries than the L2 cache holds by far, with their dO and
-// sums of dQ.
-inline bool has_long_way(const BwdProblem& p) {
-  constexpr int64_t kBytes = 64 << 20;
-  const FwdProblem& f = p.fwd;
-  if (!f.dense() || f.heads_k == 0 || f.band.left < f.seqlen_k || f.band.right < f.seqlen_k) return false;
-  const int64_t of_row = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
-  return of_row * f.seqlen_q * (f.heads / f.heads_k) > kBytes;
-}
-
 template <bool kSecond, class First, class Second>
 CUTE_DEVICE auto& pick(First& first, Second& second) {
   if constexpr (kSecond) {
@@ -70,7 +60,8 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
 // of dQ at once.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns. With one head, late keys come first, and begin with
+// Where sums of dQ are deterministic, key tiles add to them in turns. Windows of half the keys are as no windows, whose
+// tiles differ in length and would wait at every head. With one head, late keys come first, and begin with
 // the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first turn.
 // But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the
 // longest. So it is with more heads, and with more tiles than start together: the wait is short for what comes after it.
@@ -122,7 +113,7 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    const bool inside = p.fwd.band.left >= p.fwd.seqlen_k;
+    const bool inside = p.fwd.band.left >= (p.deterministic ? p.fwd.seqlen_k / 2 : p.fwd.seqlen_k);
     heads_inside_ = inside ? heads : 1;
     const bool in_odd_set = (number & params.order.tiles_together) != 0;
     early_first_ = p.deterministic ? tile.late_first : heads == 1 || (inside && in_odd_set);
