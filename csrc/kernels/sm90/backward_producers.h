@@ -13,8 +13,8 @@ namespace flash_cute::sm90 {
 class Pace {
   static constexpr uint32_t kOften = 16, kAhead = 16;  // steps
   static constexpr uint32_t kEnd = 1 << 23;  // steps that lift the mean so far that nobody waits any more
-  static constexpr int kLooks = 8,
-                       kPatience = 16;  // looks, of a microsecond each, in a while; whiles one after the other
+  static constexpr int kLooks = 8;  // in a while, of a microsecond each
+  static constexpr int kPatience = 16;  // whiles in vain, one after the other
 
  public:
   CUTE_DEVICE explicit Pace(const BackwardParams& params) : all_steps_(params.paced ? params.p.turns : nullptr) {}

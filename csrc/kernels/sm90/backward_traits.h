@@ -60,10 +60,10 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
 // of dQ at once.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns. Windows of half the keys are as no windows, whose
-// tiles differ in length and would wait at every head. With one head, late keys come first, and begin with
-// the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first turn.
-// But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the
+// Where sums of dQ are deterministic, key tiles add to them in turns, and windows of half the keys or more count as none:
+// their tiles differ in length, and would wait for each other at every head. With one head, late keys come first, and begin
+// with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
+// turn. But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the
 // longest. So it is with more heads, and with more tiles than start together: the wait is short for what comes after it.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
