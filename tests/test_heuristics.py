@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -17,7 +18,7 @@ from flash_cute import library
 preferred = torch.ops.flash_cute.preferred_forward
 preferred_parts = torch.ops.flash_cute.preferred_parts
 preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
-preferred_pace = torch.ops.flash_cute.preferred_pace
+preferred_sums = torch.ops.flash_cute.preferred_sums
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -263,15 +264,19 @@ def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
     assert ms["pick"] <= 1.03 * min(ms.values()), ms
 
 
+def paced(*sizes, **options):
+    return preferred_sums(*sizes, **options)[1]
+
+
 def test_pace_of_long_ways_alone():
     """More than 64 MB of queries, dO and sums of dQ for the heads of a group; the same for all."""
     sizes = (1, 64, 8, 8193, 8192, 128, 128)
-    assert preferred_pace(*sizes)
-    assert not preferred_pace(1, 64, 8, 8192, 8192, 128, 128)
-    assert preferred_pace(1, 1, 1, 65537, 64, 128, 128)
-    assert preferred_pace(1, 64, 8, 16385, 16385, 64, 64)
-    assert not preferred_pace(1, 64, 8, 16384, 16384, 64, 64)
-    assert preferred_pace(*sizes, window_size_left=8192, window_size_right=8193)
+    assert paced(*sizes)
+    assert not paced(1, 64, 8, 8192, 8192, 128, 128)
+    assert paced(1, 1, 1, 65537, 64, 128, 128)
+    assert paced(1, 64, 8, 16385, 16385, 64, 64)
+    assert not paced(1, 64, 8, 16384, 16384, 64, 64)
+    assert paced(*sizes, window_size_left=8192, window_size_right=8193)
     for options in (
         {"window_size_right": 0},
         {"window_size_right": 8192},
@@ -279,5 +284,44 @@ def test_pace_of_long_ways_alone():
         {"varlen": True},
         {"deterministic": True},
     ):
-        assert not preferred_pace(*sizes, **options)
-    assert not preferred_pace(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs
+        assert not paced(*sizes, **options)
+    assert not paced(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        # Short sequences; longer ones under a causal mask.
+        ((4, 16, 16, 4096, 4096, 128, 128), {}, "opened"),
+        ((4, 16, 16, 4097, 4097, 128, 128), {}, "added"),
+        ((2, 16, 16, 8192, 8192, 64, 64), {"window_size_right": 0}, "opened"),
+        ((2, 16, 16, 8193, 8193, 64, 64), {"window_size_right": 0}, "added"),
+        ((1, 8, 8, 65536, 1024, 128, 128), {}, "opened"),
+        ((1, 8, 8, 65537, 1024, 128, 128), {}, "added"),  # whose CTAs are kept near each other
+        # Pairs of CTAs.
+        ((32, 8, 8, 512, 512, 256, 256), {}, "opened"),
+        ((32, 8, 8, 513, 513, 256, 256), {}, "added"),
+        ((16, 8, 8, 1024, 1024, 192, 128), {"window_size_right": 0}, "opened"),
+        ((16, 8, 8, 1025, 1025, 192, 128), {"window_size_right": 0}, "added"),
+        # Grouped heads without a mask, windows that hide nothing, and others.
+        ((4, 32, 8, 2048, 2048, 128, 128), {}, "opened"),
+        ((4, 32, 8, 2048, 2048, 128, 128), {"window_size_right": 0}, "added"),
+        ((4, 32, 8, 2048, 2048, 128, 128), {"window_size_right": 2048}, "opened"),
+        ((4, 16, 16, 2048, 2048, 128, 128), {"window_size_left": 2048}, "opened"),
+        ((4, 16, 16, 2048, 2048, 128, 128), {"window_size_left": 2047}, "added"),
+        ((4, 16, 16, 2048, 2048, 128, 128), {"varlen": True}, "opened"),
+        ((4, 16, 16, 2048, 2048, 128, 128), {"deterministic": True}, "in turns"),
+        ((1, 64, 8, 32768, 32768, 128, 128), {"deterministic": True}, "in turns"),
+    ],
+)
+def test_sums(sizes, options, expected):
+    assert preferred_sums(*sizes, **options)[0] == expected
+
+
+def test_nobody_waits_for_two_reasons():
+    """Turns and the pace count in the same memory."""
+    for seqlen_q, seqlen_k, right in itertools.product((4096, 70_000), (512, 8192), (-1, 0)):
+        sums, is_paced = preferred_sums(
+            1, 8, 8, seqlen_q, seqlen_k, 128, 128, window_size_right=right
+        )
+        assert not is_paced or sums == "added"

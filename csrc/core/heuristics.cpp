@@ -195,6 +195,18 @@ bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
   return of_row * f.seqlen_q * (f.heads / f.heads_k) > kBytes;
 }
 
+DqSums dq_sums(const KernelConfig& config, const BwdProblem& p) {
+  // Keys of a sequence, found by trying, with one mask for all and with half of the scores.
+  constexpr int kLongest = 4096, kLongestOfPairs = 512;
+  const FwdProblem& f = p.fwd;
+  if (p.deterministic) return DqSums::InTurns;
+  const bool masks = f.band.right < f.seqlen_q;
+  if (config.arch != Arch::Sm90 || needs_pace(config, p) || f.band.left < f.seqlen_k) return DqSums::Added;
+  if (masks && f.heads != f.heads_k) return DqSums::Added;
+  const int longest = config.pair() ? kLongestOfPairs : kLongest;
+  return f.seqlen_k <= (masks ? 2 : 1) * longest ? DqSums::Opened : DqSums::Added;
+}
+
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
   // Microseconds on an H200: of a CTA before its first step and after its last, of one more kernel, and of an fp32
   // number that a part writes and that is read again. A step takes as long as its five products.

@@ -62,6 +62,22 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const
 // kernels have one part always.
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
 
+// How tiles of keys add to the sums of dQ in Hopper's backward, and what they find there.
+enum class DqSums {
+  Added,  // as they come, to zeros that a pass before writes
+  Opened,  // as they come, to what the first one has stored
+  InTurns,  // one after the other, so that sums are deterministic, to what the first one has stored
+};
+
+constexpr bool tiles_wait(DqSums sums) {
+  return sums != DqSums::Added;
+}
+
+// Zeros take a pass at the memory's speed, whatever the length of sequences, so that short ones are opened. The more keys
+// there are, the more it costs that all tiles go at the first one's pace, under a causal mask half as much. But there they
+// are taken in the order of turns, in which grouped heads lose more than the pass takes, and so it is in windows.
+DqSums dq_sums(const KernelConfig& config, const BwdProblem& p);
+
 // Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through more
 // queries than the L2 cache holds, with their dO and sums of dQ. Pairs of CTAs do not gain by it, nor, in another way, do
 // sums in turns.

@@ -5,8 +5,8 @@
 
 #include "kernels/common/element.h"
 #include "kernels/common/overlap.h"
-#include "kernels/common/seq.h"
 #include "kernels/common/softmax.h"
+#include "kernels/common/tiles.h"
 
 namespace flash_cute {
 
@@ -62,19 +62,22 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 }
 
 // softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of
-// any number minus it is 0), zero sums of dQ, and its turns.
+// any number minus it is 0), its turns, and zero sums of dQ: all, or those that no tile of keys begins.
 template <KernelConfig C>
-__global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_constant__ BwdProblem p) {
+__global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_constant__ BwdProblem p, bool all_zeros) {
   using Element = ElementOf<C.dtype>;
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
   const PassTile<C> tile(p);
   let_next_kernel_start();
   if (tile.row >= tile.span.length) return;
-  float* const sums = p.dq_accum + tile.padded_row * C.dq_columns();
-  CUTE_UNROLL
-  for (int i = 4 * threadIdx.x; i < C.block_m * C.dq_columns(); i += 4 * kThreads) {
-    *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (all_zeros ||
+      key_tiles(SeqInfo(p.fwd, tile.batch), p.fwd.band, tile.row, C.block_m, C.block_n * C.cluster).empty()) {
+    float* const sums = p.dq_accum + tile.padded_row * C.dq_columns();
+    CUTE_UNROLL
+    for (int i = 4 * threadIdx.x; i < C.block_m * C.dq_columns(); i += 4 * kThreads) {
+      *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
   }
   if (threadIdx.x < C.warps) p.turns[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
 

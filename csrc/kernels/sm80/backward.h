@@ -342,7 +342,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = fill_gaps(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p)) return e;
+  if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (p.dsink != nullptr) {
     if (cudaError_t e = sum_sink_gradient(p, stream)) return e;

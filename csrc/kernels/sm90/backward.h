@@ -106,12 +106,15 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
-  params.order = sm90::KeyOrder::of(p, C.block_n * C.cluster, C.cluster);
+  params.sums = dq_sums(C, p);
+  params.order = sm90::KeyOrder::of(p, params.sums, C.block_n * C.cluster, C.cluster);
   params.parts = Divisor(p.parts.count());
   params.paced = needs_pace(C, p);
-  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, p.deterministic);
+  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, tiles_wait(params.sums));
   if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p)) return e;
+  if (cudaError_t e =
+          launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p, !tiles_wait(params.sums)))
+    return e;
   if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
     return e;
   if (cut_tiles > 0) {

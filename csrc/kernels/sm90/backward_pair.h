@@ -19,7 +19,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    storage.ring_work.init(1 + C.warps + 4 * params.p.deterministic);  // a loader, warps, lanes of turns
+    storage.ring_work.init(1 + C.warps + 4 * tiles_wait(params.sums));  // a loader, warps, lanes of turns
     storage.ring_next.init(1);
     storage.taken = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
@@ -69,7 +69,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
           load(*work);
         }
       }
-    } else if (const int lane = threadIdx.x % 32; params.p.deterministic && lane < 2) {
+    } else if (const int lane = threadIdx.x % 32; tiles_wait(params.sums) && lane < 2) {
       if (warp == 2) {
         give_turns<C>(params, storage, rank, lane);
       } else {

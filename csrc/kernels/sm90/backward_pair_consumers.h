@@ -13,7 +13,8 @@ class DqAtom {
   using Storage = typename T::Storage;
 
  public:
-  CUTE_DEVICE DqAtom(const BwdProblem& p, Storage& storage, int rank) : p_(p), storage_(storage), rank_(rank) {}
+  CUTE_DEVICE DqAtom(const BackwardParams& params, Storage& storage, int rank)
+      : params_(params), storage_(storage), rank_(rank) {}
 
   // Starts the products of a step, whose own dS is there.
   template <class Accumulator>
@@ -38,22 +39,31 @@ class DqAtom {
   template <class Accumulator>
   CUTE_DEVICE void add(const BackwardWork& work, const Cursor<1>& at, const Accumulator& acc, int head,
                        int first_query) const {
+    const BwdProblem& p = params_.p;
+    const bool waits = tiles_wait(params_.sums);
     const Cursor<T::kTurns> turn{at.count};
-    // After this wait all are done whose turn comes before.
-    if (p_.deterministic) storage_.ring_turn[kInner].wait(turn);
-    const int64_t padded_row = first_padded_row(p_, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
-    float* const sums = T::dq_sums(p_, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
-    CUTE_UNROLL
-    for (int i = 0; i < size(acc); i += 4) {
-      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i * 128), "f"(acc(i)), "f"(acc(i + 1)),
-                   "f"(acc(i + 2)), "f"(acc(i + 3))
-                   : "memory");
+    // After this wait there are the sums to add to.
+    if (waits) storage_.ring_turn[kInner].wait(turn);
+    const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
+    float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;
+    if (waits && storage_.turn_is_first[kInner][turn.stage()]) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc); i += 4) {
+        *reinterpret_cast<float4*>(sums + i * 128) = make_float4(acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
+      }
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc); i += 4) {
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i * 128), "f"(acc(i)),
+                     "f"(acc(i + 1)), "f"(acc(i + 2)), "f"(acc(i + 3))
+                     : "memory");
+      }
     }
-    if (p_.deterministic) storage_.ring_added[kInner].publish(turn);
+    if (waits) storage_.ring_added[kInner].publish(turn);
   }
 
  private:
-  const BwdProblem& p_;
+  const BackwardParams& params_;
   Storage& storage_;
   int rank_;
 };
@@ -83,7 +93,7 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   Tensor v0 = shared(storage.v, typename T::LayoutTile{});  // (key,dim)
   Tensor tSrV0 = mma_v0.get_thread_slice(thread).partition_fragment_A(v0);  // (MMA,1,MMA_K)
 
-  DqAtom<C, true> dq(p, storage, rank);
+  DqAtom<C, true> dq(params, storage, rank);
   int head, first_query, head_before, first_query_before;  // of dS, and of a step before
   Tensor tSrdS = make_tensor<Element>(tSrdP.layout());  // (MMA,1,1)
   auto start_dq = [&](const Cursor<1>& at) { dq.start(at, tSrS); };
@@ -196,7 +206,7 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
   auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
   auto& ring_scores = pick<kValues>(storage.ring_ds, storage.ring_p);
   Tensor gradient = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<kDims>>{});  // (MMA,1,MMA_N)
-  DqAtom<C, false> dq(p, storage, rank);
+  DqAtom<C, false> dq(params, storage, rank);
   Cursor<C.stages> at;
   for (Cursor<2> tile;; tile.advance()) {
     storage.ring_work.wait(tile);

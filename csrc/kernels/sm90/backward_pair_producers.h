@@ -116,7 +116,7 @@ class QueryLoader {
   Cursor<C.stages> at_;
 };
 
-// Where sums of dQ are deterministic: the turns of the atoms that the CTA sums up, one after the other, in two lanes of a
+// Where tiles of keys wait for each other: the turns of the atoms that the CTA sums up, one after the other, in two lanes of a
 // warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other lane would,
 // too.
 template <KernelConfig C, class Attempt>
@@ -126,7 +126,7 @@ CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits
   wait_for_kernel_before();
   Cursor<PairTraits<C>::kTurns> at;
   for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
-    auto turn_of = [&](QueryStep step) { return Turn<C>(params.p, work, step, place); };
+    auto turn_of = [&](QueryStep step) { return Turn<C>(params, work, step, place); };
     QueryStep step = work.first_step();
     for (Turn<C> turn = turn_of(step); step.head < work.heads;) {
       if (!attempt(turn, at)) continue;
@@ -145,6 +145,7 @@ CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>
   for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
     // A stage is empty when the turn that was given in it has ended.
     if (!storage.ring_turn[inner].is_empty(at) || !turn.has_come()) return false;
+    storage.turn_is_first[inner][at.stage()] = turn.is_first();
     storage.ring_turn[inner].expect(at, 0);
     return true;
   });
@@ -157,7 +158,7 @@ CUTE_DEVICE void end_turns(const BackwardParams& params, typename PairTraits<C>:
   using T = PairTraits<C>;
   for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
     if (!storage.ring_added[inner].is_full(at)) return false;
-    turn.end();
+    if (turn.is_awaited()) turn.end();
     storage.ring_turn[inner].empty[at.stage()].arrive();
     return true;
   });

@@ -87,6 +87,7 @@ struct PairTraits {
     Ring<1, C.cluster> ring_ds;
     Ring<1> ring_ds_of_other;
     Ring<kTurns> ring_turn[2], ring_added[2];  // turns to add to dQ, given and used: outer and inner
+    bool turn_is_first[2][kTurns];  // there are no sums to add to
     // Tiles of which a producer clears rows: of Q and of dO; and of K.
     cutlass::arch::ClusterTransactionBarrier landed[2][C.stages], landed_k;
   };

@@ -178,12 +178,14 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   }
 }
 
-// A step's turn to add to dQ, or to one place of its columns, where sums are deterministic: key tiles add in the order of
-// their numbers, so that one waits for earlier ones alone, and those have a CTA that runs.
+// A step's turn to add to dQ, or to one place of its columns, where key tiles wait for each other (DqSums): by their numbers,
+// so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to add to, and stores.
 template <KernelConfig C>
 class Turn {
  public:
-  CUTE_DEVICE Turn(const BwdProblem& p, const BackwardWork& work, QueryStep step, int place = 0) {
+  CUTE_DEVICE Turn(const BackwardParams& params, const BackwardWork& work, QueryStep step, int place = 0)
+      : in_turns_(params.sums == DqSums::InTurns) {
+    const BwdProblem& p = params.p;
     const int head = work.first_head + step.head, row = step.m * C.block_m;
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
     counter_ = p.turns + padded_row_ / C.block_m * C.warps + place;
@@ -191,12 +193,17 @@ class Turn {
     before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
   }
 
-  // Whether all tiles before have added.
+  // Whether there are sums to add to: those of all tiles before, or of the first one.
   CUTE_DEVICE bool has_come() const {
     int done;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter_) : "memory");
-    return done >= before_;
+    return done >= (in_turns_ ? before_ : min(before_, 1));
   }
+
+  CUTE_DEVICE bool is_first() const { return before_ == 0; }
+
+  // Whether others wait for its end.
+  CUTE_DEVICE bool is_awaited() const { return in_turns_ || is_first(); }
 
   // To be called when the additions are complete for this thread. The release makes them so for all: it costs a
   // microsecond, and without it tiles have been seen to add in another order.
@@ -209,10 +216,11 @@ class Turn {
   int64_t padded_row_;
   int* counter_;
   int before_;
+  bool in_turns_;
 };
 
 // One of two threads that send off what warpgroups leave in shared memory: sums of dQ, to be added to global memory, and
-// for each tile of keys dV and dK, before the last of these. Each serves a warpgroup. Where sums are deterministic, each
+// for each tile of keys dV and dK, before the last of these. Each serves a warpgroup. Where tiles wait for each other, each
 // serves both at every second step: while one is at the end of its turn, the other begins with the next; the first one
 // sends dV and dK of both.
 template <KernelConfig C>
@@ -225,16 +233,16 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
-    const bool in_turns = params_.p.deterministic, whole = work.cut < 0;
+    const bool waits = tiles_wait(params_.sums), whole = work.cut < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
-      if (!in_turns || at_.stage() == number_) add_sums(work, step);
+      if (!waits || at_.stage() == number_) add_sums(work, step);
       step = work.after(step);
       at_.advance();
     };
     auto store = [&](auto is_values) {
       constexpr bool kValues = decltype(is_values)::value;
-      if (whole && (!in_turns || number_ == 0)) store_gradient<kValues>(work);
+      if (whole && (!waits || number_ == 0)) store_gradient<kValues>(work);
     };
     const uint32_t steps = work.steps();
     for (uint32_t i = 1; i < steps; ++i) add();
@@ -248,7 +256,7 @@ class Sender {
   // Sends off what is in the buffers that this thread serves.
   template <int kStages, class SendOf>
   CUTE_DEVICE void send(Ring<kStages> (&rings)[T::kGroups], const Cursor<kStages>& at, const SendOf& send_of) const {
-    const bool all = params_.p.deterministic;
+    const bool all = tiles_wait(params_.sums);
     CUTE_NO_UNROLL
     for (int group = all ? 0 : number_; group < (all ? T::kGroups : number_ + 1); ++group) {
       rings[group].wait(at);
@@ -262,22 +270,29 @@ class Sender {
 
   CUTE_DEVICE void add_sums(const BackwardWork& work, QueryStep step) const {
     const BwdProblem& p = params_.p;
-    auto add = [&](int64_t padded_row) {
+    auto add = [&](int64_t padded_row, bool is_first = false) {
       send(storage_.ring_dq, at_, [&](int group) {
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                         T::dq_sums(p, padded_row, group)),
-                     "r"(cast_smem_ptr_to_uint(storage_.dq[group])), "r"(T::kDqSums * int(sizeof(float)))
-                     : "memory");
+        float* const to = T::dq_sums(p, padded_row, group);
+        const uint32_t from = cast_smem_ptr_to_uint(storage_.dq[group]), bytes = T::kDqSums * sizeof(float);
+        if (is_first) {
+          asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                       : "memory");
+        } else {
+          asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                       "r"(from), "r"(bytes)
+                       : "memory");
+        }
       });
     };
-    if (!p.deterministic) {
+    if (!tiles_wait(params_.sums)) {
       const int head = work.first_head + step.head;
       add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + step.m * C.block_m);
       return;
     }
-    const Turn<C> turn(p, work, step);
+    const Turn<C> turn(params_, work, step);
     while (!turn.has_come()) continue;
-    add(turn.padded_row());
+    add(turn.padded_row(), turn.is_first());
+    if (!turn.is_awaited()) return;
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are in global memory
     turn.end();
   }

@@ -1,7 +1,7 @@
 // What the threads of Hopper's backward share: its parameters, types of products, and shared memory.
 #pragma once
 
-#include "core/problem.h"
+#include "core/heuristics.h"
 #include "kernels/common/backward_passes.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/sm90/ring.h"
@@ -21,14 +21,14 @@ struct KeyOrder {
 
   // Of tiles of `block_n` keys, each for a cluster. The heads' queries and sums are to stay in the L2 cache: no more heads
   // than have the tiles that start together.
-  static KeyOrder of(const BwdProblem& p, int block_n, int cluster) {
+  static KeyOrder of(const BwdProblem& p, DqSums sums, int block_n, int cluster) {
     const int together = kTilesTogether / cluster;
     if (p.fwd.seqlen_k == 0) return {together, 1, false};  // of no tiles
     const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
     const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
     const int tiles = ceil_div(p.fwd.seqlen_k, block_n) * parts.queries;
     return {together, heads_of(p.fwd, block_n, together / parts.count()),
-            p.deterministic && one_head && tiles <= kTilesTogether};
+            tiles_wait(sums) && one_head && tiles <= kTilesTogether};
   }
 };
 
@@ -38,6 +38,7 @@ struct BackwardParams {
   TileNumbers numbers;  // of tiles of keys, those that are cut by their parts
   KeyOrder order;
   Divisor parts;  // of a tile that is cut: how many
+  DqSums sums;  // of dQ
   bool paced;  // CTAs stay near each other: see Pace
 };
 
@@ -60,7 +61,7 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
 // of dQ at once.
 //
-// Where sums of dQ are deterministic, key tiles add to them in turns, and windows of half the keys or more count as none:
+// Where key tiles wait for each other to add to sums of dQ (DqSums), windows of half the keys or more count as none:
 // their tiles differ in length, and would wait for each other at every head. With one head, late keys come first, and begin
 // with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
 // turn. But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the
@@ -113,10 +114,11 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    const bool inside = p.fwd.band.left >= (p.deterministic ? p.fwd.seqlen_k / 2 : p.fwd.seqlen_k);
+    const bool waits = tiles_wait(params.sums);
+    const bool inside = p.fwd.band.left >= (waits ? p.fwd.seqlen_k / 2 : p.fwd.seqlen_k);
     heads_inside_ = inside ? heads : 1;
     const bool in_odd_set = (number & params.order.tiles_together) != 0;
-    early_first_ = p.deterministic ? tile.late_first : heads == 1 || (inside && in_odd_set);
+    early_first_ = waits ? tile.late_first : heads == 1 || (inside && in_odd_set);
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
