@@ -303,17 +303,30 @@ def test_pace_of_long_ways_alone():
         ((32, 8, 8, 513, 513, 256, 256), {}, "added"),
         ((16, 8, 8, 1024, 1024, 192, 128), {"window_size_right": 0}, "opened"),
         ((16, 8, 8, 1025, 1025, 192, 128), {"window_size_right": 0}, "added"),
-        # Grouped heads without a mask, windows that hide nothing, and others.
+        # Grouped heads without a mask, and windows that hide nothing.
         ((4, 32, 8, 2048, 2048, 128, 128), {}, "opened"),
         ((4, 32, 8, 2048, 2048, 128, 128), {"window_size_right": 0}, "added"),
         ((4, 32, 8, 2048, 2048, 128, 128), {"window_size_right": 2048}, "opened"),
         ((4, 16, 16, 2048, 2048, 128, 128), {"window_size_left": 2048}, "opened"),
-        ((4, 16, 16, 2048, 2048, 128, 128), {"window_size_left": 2047}, "added"),
+        # Windows: of few keys, and with grouped heads of fewer.
+        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048, "window_size_right": 2047},
+         "opened"),
+        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048, "window_size_right": 2048},
+         "added"),
+        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048}, "added"),
+        ((1, 16, 4, 8192, 8192, 128, 128), {"window_size_left": 1023, "window_size_right": 0},
+         "opened"),
+        ((1, 16, 4, 8192, 8192, 128, 128), {"window_size_left": 1024, "window_size_right": 0},
+         "added"),
+        ((1, 8, 8, 8192, 8192, 256, 256), {"window_size_left": 511, "window_size_right": 0},
+         "opened"),
+        ((1, 8, 2, 8192, 8192, 256, 256), {"window_size_left": 511, "window_size_right": 0},
+         "added"),
         ((4, 16, 16, 2048, 2048, 128, 128), {"varlen": True}, "opened"),
         ((4, 16, 16, 2048, 2048, 128, 128), {"deterministic": True}, "in turns"),
         ((1, 64, 8, 32768, 32768, 128, 128), {"deterministic": True}, "in turns"),
     ],
-)
+)  # fmt: skip
 def test_sums(sizes, options, expected):
     assert preferred_sums(*sizes, **options)[0] == expected
 

@@ -196,15 +196,17 @@ bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
 }
 
 DqSums dq_sums(const KernelConfig& config, const BwdProblem& p) {
-  // Keys of a sequence, found by trying, with one mask for all and with half of the scores.
-  constexpr int kLongest = 4096, kLongestOfPairs = 512;
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqSums::InTurns;
-  const bool masks = f.band.right < f.seqlen_q;
-  if (config.arch != Arch::Sm90 || needs_pace(config, p) || f.band.left < f.seqlen_k) return DqSums::Added;
-  if (masks && f.heads != f.heads_k) return DqSums::Added;
-  const int longest = config.pair() ? kLongestOfPairs : kLongest;
-  return f.seqlen_k <= (masks ? 2 : 1) * longest ? DqSums::Opened : DqSums::Added;
+  if (config.arch != Arch::Sm90 || needs_pace(config, p)) return DqSums::Added;
+  const bool is_masked = f.band.right < f.seqlen_q, is_windowed = f.band.left < f.seqlen_k;
+  const bool is_grouped = f.heads != f.heads_k;
+  if (is_grouped && is_masked && !is_windowed) return DqSums::Added;
+  int64_t seen = f.seqlen_k;  // keys by a query
+  if (is_masked) seen = is_windowed ? std::min(seen, int64_t(f.band.left) + f.band.right + 1) : (seen + 1) / 2;
+  int most = config.pair() ? 512 : 4096;  // found by trying
+  if (is_grouped && is_windowed) most /= 4;
+  return seen <= most ? DqSums::Opened : DqSums::Added;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {

@@ -73,9 +73,9 @@ constexpr bool tiles_wait(DqSums sums) {
   return sums != DqSums::Added;
 }
 
-// Zeros take a pass at the memory's speed, whatever the length of sequences, so that short ones are opened. The more keys
-// there are, the more it costs that all tiles go at the first one's pace, under a causal mask half as much. But there they
-// are taken in the order of turns, in which grouped heads lose more than the pass takes, and so it is in windows.
+// Zeros take a pass at the memory's speed, whatever a query sees: where that are few keys, sums are opened. With more of them
+// it costs more that all tiles go at the first one's pace. And under a causal mask they are taken in the order of turns, by
+// which grouped heads lose more than the pass takes.
 DqSums dq_sums(const KernelConfig& config, const BwdProblem& p);
 
 // Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through more

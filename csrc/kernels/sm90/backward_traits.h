@@ -61,11 +61,12 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
 // of dQ at once.
 //
-// Where key tiles wait for each other to add to sums of dQ (DqSums), windows of half the keys or more count as none:
-// their tiles differ in length, and would wait for each other at every head. With one head, late keys come first, and begin
-// with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its first
-// turn. But of the heads that are taken last early keys come first, and begin with the last queries: their tiles are the
-// longest. So it is with more heads, and with more tiles than start together: the wait is short for what comes after it.
+// In turns, windows of three quarters of the keys or more count as none: their tiles differ in length, and would wait
+// for each other at every head. Wherever key tiles wait for each other (DqSums), late keys of one head come first, and
+// begin with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its
+// first turn. But of the heads that are taken last early keys come first, and begin with the last queries: their tiles
+// are the longest. So it is with more heads, and with more tiles than start together: the wait is short for what comes
+// after it.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
@@ -115,7 +116,8 @@ class BackwardWork {
       first_head += part / p.parts.queries * heads;
     }
     const bool waits = tiles_wait(params.sums);
-    const bool inside = p.fwd.band.left >= (waits ? p.fwd.seqlen_k / 2 : p.fwd.seqlen_k);
+    const int64_t hidden = int64_t(p.fwd.seqlen_k) - p.fwd.band.left;  // keys, to the left of what the last query sees
+    const bool inside = hidden <= (params.sums == DqSums::InTurns ? p.fwd.seqlen_k / 4 : 0);
     heads_inside_ = inside ? heads : 1;
     const bool in_odd_set = (number & params.order.tiles_together) != 0;
     early_first_ = waits ? tile.late_first : heads == 1 || (inside && in_odd_set);
