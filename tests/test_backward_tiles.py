@@ -144,6 +144,53 @@ MANY_TILES = {
 }
 
 
+# Queries that see more keys than sums of dQ are opened for: key tiles add as they come.
+MANY_KEYS = {
+    "full": Case(heads=2, batch=1, seqlen_q=300, seqlen_k=4300),
+    "causal": Case(heads=2, batch=1, seqlen_q=700, seqlen_k=8400, is_causal=True),
+    "window": Case(heads=2, batch=1, seqlen_q=300, seqlen_k=4600, window=(4200, 100)),
+    "grouped causal": Case(
+        heads=4, heads_k=2, batch=1, seqlen_q=300, seqlen_k=4600, is_causal=True
+    ),
+    "grouped window": Case(
+        heads=4, heads_k=2, batch=1, seqlen_q=1500, seqlen_k=1500, window=(1200, 0)
+    ),
+    "varlen": VarlenCase(heads=2, lengths_q=(300, 0, 90), lengths_k=(4300, 70, 130)),
+}
+
+
+def order_of_dq(case: Case | VarlenCase, dims: tuple[int, int]) -> str:
+    left, right = case.window
+    if isinstance(case, VarlenCase):
+        count, varlen = len(case.lengths_q), True
+        seqlens = (max(case.lengths_q), max(case.lengths_k))
+    else:
+        count, varlen, seqlens = case.batch, False, (case.seqlen_q, case.seqlen_k)
+    heads = (case.heads, case.heads_k or case.heads)
+    window = (left, 0 if case.is_causal else right)
+    return torch.ops.flash_cute.preferred_dq_order(count, *heads, *seqlens, *dims, *window, varlen)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+def test_cases_have_both_orders_of_dq(dims):
+    assert {order_of_dq(case, dims) for case in MANY_KEYS.values()} == {"added"}
+    opened = {name for name, case in MANY_TILES.items() if order_of_dq(case, dims) == "opened"}
+    assert opened >= {"full", "causal", "unseen keys", "grouped", "grouped causal", "varlen"}
+
+
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_many_keys(cuda, name, dims):
+    dim, dim_v = dims
+    inputs = make_inputs(
+        dataclasses.replace(MANY_KEYS[name], dim=dim, dim_v=dim_v, dtype=BF16), cuda
+    )
+    memory.fill_freed_memory(cuda)
+    verify(inputs, with_dlse=True)
+
+
 @pytest.mark.parametrize(
     ("dtype", "deterministic"), [(BF16, False), (torch.float16, True)], ids=str
 )

@@ -18,7 +18,7 @@ from flash_cute import library
 preferred = torch.ops.flash_cute.preferred_forward
 preferred_parts = torch.ops.flash_cute.preferred_parts
 preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
-preferred_sums = torch.ops.flash_cute.preferred_sums
+preferred_dq_order = torch.ops.flash_cute.preferred_dq_order
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -265,7 +265,7 @@ def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
 
 
 def paced(*sizes, **options):
-    return preferred_sums(*sizes, **options)[1]
+    return preferred_dq_order(*sizes, **options)[1]
 
 
 def test_pace_of_long_ways_alone():
@@ -279,8 +279,8 @@ def test_pace_of_long_ways_alone():
     assert paced(*sizes, window_size_left=8192, window_size_right=8193)
     for options in (
         {"window_size_right": 0},
-        {"window_size_right": 8192},
-        {"window_size_left": 8191},
+        {"window_size_right": 8191},
+        {"window_size_left": 8190},
         {"varlen": True},
         {"deterministic": True},
     ):
@@ -303,11 +303,22 @@ def test_pace_of_long_ways_alone():
         ((32, 8, 8, 513, 513, 256, 256), {}, "added"),
         ((16, 8, 8, 1024, 1024, 192, 128), {"window_size_right": 0}, "opened"),
         ((16, 8, 8, 1025, 1025, 192, 128), {"window_size_right": 0}, "added"),
-        # Grouped heads without a mask, and windows that hide nothing.
-        ((4, 32, 8, 2048, 2048, 128, 128), {}, "opened"),
-        ((4, 32, 8, 2048, 2048, 128, 128), {"window_size_right": 0}, "added"),
-        ((4, 32, 8, 2048, 2048, 128, 128), {"window_size_right": 2048}, "opened"),
-        ((4, 16, 16, 2048, 2048, 128, 128), {"window_size_left": 2048}, "opened"),
+        # Grouped heads, under a mask half of it, and windows that hide nothing.
+        ((4, 32, 8, 4096, 4096, 128, 128), {}, "opened"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 0}, "opened"),
+        ((4, 32, 8, 4098, 4098, 128, 128), {"window_size_right": 0}, "added"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 4095}, "opened"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 4094}, "added"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 4095, "window_size_right": 0},
+         "opened"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 4094, "window_size_right": 0},
+         "added"),
+        ((2, 16, 16, 8192, 8192, 64, 64), {"window_size_left": 8191, "window_size_right": 0},
+         "opened"),
+        # Queries that all see nearly all keys, or that are behind them.
+        ((1, 16, 16, 128, 8192, 128, 128), {"window_size_right": 0}, "added"),
+        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_right": 8190}, "added"),
+        ((1, 16, 16, 16384, 8192, 128, 128), {"window_size_right": 0}, "opened"),
         # Windows: of few keys, and with grouped heads of fewer.
         ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048, "window_size_right": 2047},
          "opened"),
@@ -327,14 +338,17 @@ def test_pace_of_long_ways_alone():
         ((1, 64, 8, 32768, 32768, 128, 128), {"deterministic": True}, "in turns"),
     ],
 )  # fmt: skip
-def test_sums(sizes, options, expected):
-    assert preferred_sums(*sizes, **options)[0] == expected
+def test_order_of_dq(sizes, options, expected):
+    assert preferred_dq_order(*sizes, **options)[0] == expected
 
 
 def test_nobody_waits_for_two_reasons():
     """Turns and the pace count in the same memory."""
-    for seqlen_q, seqlen_k, right in itertools.product((4096, 70_000), (512, 8192), (-1, 0)):
-        sums, is_paced = preferred_sums(
-            1, 8, 8, seqlen_q, seqlen_k, 128, 128, window_size_right=right
-        )
-        assert not is_paced or sums == "added"
+    seen = set()
+    for seqlen_q, seqlen_k, right, deterministic in itertools.product(
+        (4096, 70_000), (512, 8192), (-1, 0), (False, True)
+    ):
+        sizes = (1, 8, 8, seqlen_q, seqlen_k, 128, 128)
+        options = {"window_size_right": right, "deterministic": deterministic}
+        seen.add(preferred_dq_order(*sizes, **options))
+    assert seen == {("added", False), ("added", True), ("opened", False), ("in turns", False)}

@@ -77,6 +77,15 @@ double a_microsecond(const KernelConfig& config, int sms) {
 // Parts are made where they take no more than this of the time without.
 constexpr double kWorthwhile = 0.95;
 
+// Whether the band hides keys that lie before what a query sees, or behind it.
+bool hides_early_keys(const FwdProblem& f) {
+  return f.band.left < f.seqlen_k - 1;
+}
+
+bool hides_late_keys(const FwdProblem& f) {
+  return f.band.right < f.seqlen_q - 1;
+}
+
 }  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
@@ -190,23 +199,24 @@ bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
   constexpr int64_t kBytes = 64 << 20;
   const FwdProblem& f = p.fwd;
   if (config.arch != Arch::Sm90 || config.pair() || p.deterministic || !f.dense() || f.heads_k == 0) return false;
-  if (f.band.left < f.seqlen_k || f.band.right < f.seqlen_q) return false;
+  if (hides_early_keys(f) || hides_late_keys(f)) return false;
   const int64_t of_row = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
   return of_row * f.seqlen_q * (f.heads / f.heads_k) > kBytes;
 }
 
-DqSums dq_sums(const KernelConfig& config, const BwdProblem& p) {
+DqOrder dq_order(const KernelConfig& config, const BwdProblem& p) {
   const FwdProblem& f = p.fwd;
-  if (p.deterministic) return DqSums::InTurns;
-  if (config.arch != Arch::Sm90 || needs_pace(config, p)) return DqSums::Added;
-  const bool is_masked = f.band.right < f.seqlen_q, is_windowed = f.band.left < f.seqlen_k;
-  const bool is_grouped = f.heads != f.heads_k;
-  if (is_grouped && is_masked && !is_windowed) return DqSums::Added;
-  int64_t seen = f.seqlen_k;  // keys by a query
-  if (is_masked) seen = is_windowed ? std::min(seen, int64_t(f.band.left) + f.band.right + 1) : (seen + 1) / 2;
+  if (p.deterministic) return DqOrder::InTurns;
+  if (config.arch != Arch::Sm90 || needs_pace(config, p)) return DqOrder::Added;
+  const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
+  int64_t seen = f.seqlen_k;  // keys by a query, in the mean
+  if (is_masked) {
+    const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
+    seen = std::min(seen, before + f.band.right);
+  }
   int most = config.pair() ? 512 : 4096;  // found by trying
-  if (is_grouped && is_windowed) most /= 4;
-  return seen <= most ? DqSums::Opened : DqSums::Added;
+  if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
+  return seen <= most ? DqOrder::Opened : DqOrder::Added;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {

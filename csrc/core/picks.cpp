@@ -106,10 +106,10 @@ std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t hea
   return {parts.heads, parts.queries, parts.whole_tiles};
 }
 
-std::tuple<std::string, bool> preferred_sums(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
-                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
-                                             bool deterministic) {
+std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                                 int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                                                 int64_t window_size_left, int64_t window_size_right, bool varlen,
+                                                 bool deterministic) {
   constexpr int kSms = 132;
   BwdProblem p{};
   p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
@@ -117,8 +117,8 @@ std::tuple<std::string, bool> preferred_sums(int64_t batch, int64_t heads, int64
   p.deterministic = deterministic;
   const KernelConfig* const config = hopper_kernel(Op::Bwd, p.fwd, hopper(kSms));
   if (config == nullptr) return {"", false};
-  const DqSums sums = dq_sums(*config, p);
-  const char* const name = sums == DqSums::Added ? "added" : sums == DqSums::Opened ? "opened" : "in turns";
+  const DqOrder order = dq_order(*config, p);
+  const char* const name = order == DqOrder::Added ? "added" : order == DqOrder::Opened ? "opened" : "in turns";
   return {name, needs_pace(*config, p)};
 }
 

@@ -27,11 +27,11 @@ std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t hea
                                                       int64_t window_size_left, int64_t window_size_right, bool varlen,
                                                       int64_t sms);
 
-// How tiles of such a backward would add to sums of dQ: "added", "opened" or "in turns"; and whether its CTAs would be kept
-// near each other.
-std::tuple<std::string, bool> preferred_sums(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
-                                             int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                                             int64_t window_size_left, int64_t window_size_right, bool varlen,
-                                             bool deterministic);
+// In which order tiles of such a backward would add to sums of dQ, "added", "opened" or "in turns", and whether its CTAs would
+// be kept near each other.
+std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                                 int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                                                 int64_t window_size_left, int64_t window_size_right, bool varlen,
+                                                 bool deterministic);
 
 }  // namespace flash_cute

@@ -24,7 +24,7 @@ struct Statistics {
 };
 
 // Key j is visible from query i iff i + shift - left <= j <= i + shift + right, shift = seqlen_k - seqlen_q.
-// Lengths and bounds stay below kUnbounded, so that sums of three of them fit an int.
+// Lengths and bounds stay below kUnbounded, so that sums of three of them fit an int. No bound is negative.
 struct Band {
   static constexpr int kUnbounded = 1 << 29;
   int left = kUnbounded;
@@ -207,8 +207,8 @@ struct BwdProblem {
   Statistics lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
   Statistics row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of the kernel's own
-  int* turns;  // [b, h, rows / block_m, warps]: key tiles that are done with a part of a turn (of a warp on sm80, of an
-  // atom of dQ in sm90's pairs, elsewhere all), counted at the turn's first tile of dQ. Without turns: see sm90's Pace
+  int* turns;  // [b, h, rows / block_m, warps]: key tiles, of opened sums the first, that are done with a part of a
+  // turn (of a warp on sm80, of an atom of dQ in sm90's pairs, else all), at its first tile of dQ. Without turns: Pace
   QueryParts parts;
   // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then dV's, in
   // the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k, rows / kPartRows].

@@ -1,7 +1,8 @@
 // Attention backward for Hopper: a CTA takes one tile of keys of one kv head after the other, and walks over the query
 // tiles of every query head that reads it. Two threads load tiles by TMA, and go on to the next tile of keys while this
 // one is computed; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers from start to end, without
-// atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk reductions out of shared memory.
+// atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk copies and reductions out of
+// shared memory.
 // Scores are computed transposed, keys by queries: P and dS are then in the registers that the products for dV and dK
 // take them from, and dS alone passes through shared memory, for dQ.
 // Where key tiles are fewer than SMs, or the last ones fewer, several CTAs share the walk over a tile's queries
@@ -106,14 +107,14 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
-  params.sums = dq_sums(C, p);
-  params.order = sm90::KeyOrder::of(p, params.sums, C.block_n * C.cluster, C.cluster);
+  params.dq_order = dq_order(C, p);
+  params.order = sm90::KeyOrder::of(p, params.dq_order, C.block_n * C.cluster, C.cluster);
   params.parts = Divisor(p.parts.count());
   params.paced = needs_pace(C, p);
-  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, tiles_wait(params.sums));
+  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, tiles_wait(params.dq_order));
   if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
   if (cudaError_t e =
-          launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p, !tiles_wait(params.sums)))
+          launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p, !tiles_wait(params.dq_order)))
     return e;
   if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
     return e;

@@ -19,7 +19,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    storage.ring_work.init(1 + C.warps + 4 * tiles_wait(params.sums));  // a loader, warps, lanes of turns
+    storage.ring_work.init(1 + C.warps + 4 * tiles_wait(params.dq_order));  // a loader, warps, lanes of turns
     storage.ring_next.init(1);
     storage.taken = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
@@ -53,7 +53,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
         QueryLoader<C, false> load(params, storage);
         for_each_work(storage, [&](const BackwardWork& work, uint32_t tile) {
           load_keys<C>(params, storage, work, {tile});
-          // After this wait the LSE of all queries is there, and sums of dQ are 0.
+          // After this wait the LSE of all queries is there, and zeros, where sums of dQ begin with them.
           wait_for_kernel_before();
           load(work);
         });
@@ -69,7 +69,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
           load(*work);
         }
       }
-    } else if (const int lane = threadIdx.x % 32; tiles_wait(params.sums) && lane < 2) {
+    } else if (const int lane = threadIdx.x % 32; tiles_wait(params.dq_order) && lane < 2) {
       if (warp == 2) {
         give_turns<C>(params, storage, rank, lane);
       } else {

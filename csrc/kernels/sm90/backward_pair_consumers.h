@@ -6,7 +6,7 @@
 
 namespace flash_cute::sm90 {
 
-// An atom of dQ's columns that the CTA sums up. Key tiles add to it in global memory.
+// An atom of dQ's columns that the CTA sums up. Key tiles add to it in global memory, or the first one stores it.
 template <KernelConfig C, bool kInner>
 class DqAtom {
   using T = PairTraits<C>;
@@ -40,9 +40,9 @@ class DqAtom {
   CUTE_DEVICE void add(const BackwardWork& work, const Cursor<1>& at, const Accumulator& acc, int head,
                        int first_query) const {
     const BwdProblem& p = params_.p;
-    const bool waits = tiles_wait(params_.sums);
+    const bool waits = tiles_wait(params_.dq_order);
     const Cursor<T::kTurns> turn{at.count};
-    // After this wait there are the sums to add to.
+    // After this wait there are sums to add to, or this tile begins them.
     if (waits) storage_.ring_turn[kInner].wait(turn);
     const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + first_query;
     float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank_, kInner)) + afresh(threadIdx.x) % 128 * 4;

@@ -76,7 +76,7 @@ class Loader {
     }
     at_keys_.advance();
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
-    // After this wait the LSE and row sums of all queries are there, and sums of dQ are 0.
+    // After this wait the LSE and row sums of all queries are there, and zeros, where sums of dQ begin with them.
     wait_for_kernel_before();
     auto& ring = pick<kValues>(storage_.ring_q, storage_.ring_dout);
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
@@ -178,13 +178,13 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   }
 }
 
-// A step's turn to add to dQ, or to one place of its columns, where key tiles wait for each other (DqSums): by their numbers,
+// A step's turn to add to dQ, or to one place of its columns, where key tiles wait for each other (DqOrder): by their numbers,
 // so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to add to, and stores.
 template <KernelConfig C>
 class Turn {
  public:
   CUTE_DEVICE Turn(const BackwardParams& params, const BackwardWork& work, QueryStep step, int place = 0)
-      : in_turns_(params.sums == DqSums::InTurns) {
+      : in_turns_(params.dq_order == DqOrder::InTurns) {
     const BwdProblem& p = params.p;
     const int head = work.first_head + step.head, row = step.m * C.block_m;
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
@@ -193,8 +193,9 @@ class Turn {
     before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
   }
 
-  // Whether there are sums to add to: those of all tiles before, or of the first one.
+  // Whether there are sums to add to: those of all tiles before, or of the first one, which need not wait itself.
   CUTE_DEVICE bool has_come() const {
+    if (is_first()) return true;
     int done;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter_) : "memory");
     return done >= (in_turns_ ? before_ : min(before_, 1));
@@ -205,7 +206,7 @@ class Turn {
   // Whether others wait for its end.
   CUTE_DEVICE bool is_awaited() const { return in_turns_ || is_first(); }
 
-  // To be called when the additions are complete for this thread. The release makes them so for all: it costs a
+  // To be called when what is stored or added is complete for this thread. The release makes it so for all: it costs a
   // microsecond, and without it tiles have been seen to add in another order.
   CUTE_DEVICE void end() const { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory"); }
 
@@ -219,10 +220,10 @@ class Turn {
   bool in_turns_;
 };
 
-// One of two threads that send off what warpgroups leave in shared memory: sums of dQ, to be added to global memory, and
-// for each tile of keys dV and dK, before the last of these. Each serves a warpgroup. Where tiles wait for each other, each
-// serves both at every second step: while one is at the end of its turn, the other begins with the next; the first one
-// sends dV and dK of both.
+// One of two threads that send off what warpgroups leave in shared memory: dQ, to be added to global memory or to begin
+// the sums there, and for each tile of keys dV and dK, before the last of these. Each serves a warpgroup. Where tiles
+// wait for each other, each serves both at every second step: while one is at the end of its turn, the other begins
+// with the next; the first one sends dV and dK of both.
 template <KernelConfig C>
 class Sender {
   using T = BackwardTraits<C>;
@@ -233,7 +234,7 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
-    const bool waits = tiles_wait(params_.sums), whole = work.cut < 0;
+    const bool waits = tiles_wait(params_.dq_order), whole = work.cut < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
       if (!waits || at_.stage() == number_) add_sums(work, step);
@@ -256,7 +257,7 @@ class Sender {
   // Sends off what is in the buffers that this thread serves.
   template <int kStages, class SendOf>
   CUTE_DEVICE void send(Ring<kStages> (&rings)[T::kGroups], const Cursor<kStages>& at, const SendOf& send_of) const {
-    const bool all = tiles_wait(params_.sums);
+    const bool all = tiles_wait(params_.dq_order);
     CUTE_NO_UNROLL
     for (int group = all ? 0 : number_; group < (all ? T::kGroups : number_ + 1); ++group) {
       rings[group].wait(at);
@@ -284,13 +285,14 @@ class Sender {
         }
       });
     };
-    if (!tiles_wait(params_.sums)) {
+    if (!tiles_wait(params_.dq_order)) {
       const int head = work.first_head + step.head;
       add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + step.m * C.block_m);
       return;
     }
     const Turn<C> turn(params_, work, step);
     while (!turn.has_come()) continue;
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk reductions come after what was seen, too
     add(turn.padded_row(), turn.is_first());
     if (!turn.is_awaited()) return;
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are in global memory

@@ -15,20 +15,20 @@ namespace flash_cute::sm90 {
 struct KeyOrder {
   static constexpr int kTilesTogether = 128;
 
-  int tiles_together;  // that start at once, a power of two
+  int tiles_of_set;  // that start together
   int heads_together;  // whose tiles alternate
   bool late_first;  // late keys
 
   // Of tiles of `block_n` keys, each for a cluster. The heads' queries and sums are to stay in the L2 cache: no more heads
   // than have the tiles that start together.
-  static KeyOrder of(const BwdProblem& p, DqSums sums, int block_n, int cluster) {
+  static KeyOrder of(const BwdProblem& p, DqOrder dq_order, int block_n, int cluster) {
     const int together = kTilesTogether / cluster;
-    if (p.fwd.seqlen_k == 0) return {together, 1, false};  // of no tiles
+    if (p.fwd.seqlen_k == 0) return {1, 1, false};  // of no tiles
     const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
     const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
-    const int tiles = ceil_div(p.fwd.seqlen_k, block_n) * parts.queries;
-    return {together, heads_of(p.fwd, block_n, together / parts.count()),
-            tiles_wait(sums) && one_head && tiles <= kTilesTogether};
+    const int tiles = ceil_div(p.fwd.seqlen_k, block_n), heads = heads_of(p.fwd, block_n, together / parts.count());
+    return {std::min(together, heads * tiles * parts.count()), heads,
+            tiles_wait(dq_order) && one_head && tiles * parts.queries <= kTilesTogether};
   }
 };
 
@@ -38,7 +38,7 @@ struct BackwardParams {
   TileNumbers numbers;  // of tiles of keys, those that are cut by their parts
   KeyOrder order;
   Divisor parts;  // of a tile that is cut: how many
-  DqSums sums;  // of dQ
+  DqOrder dq_order;
   bool paced;  // CTAs stay near each other: see Pace
 };
 
@@ -62,11 +62,12 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // of dQ at once.
 //
 // In turns, windows of three quarters of the keys or more count as none: their tiles differ in length, and would wait
-// for each other at every head. Wherever key tiles wait for each other (DqSums), late keys of one head come first, and
+// for each other at every head. Wherever key tiles wait for each other (DqOrder), late keys of one head come first, and
 // begin with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its
 // first turn. But of the heads that are taken last early keys come first, and begin with the last queries: their tiles
-// are the longest. So it is with more heads, and with more tiles than start together: the wait is short for what comes
-// after it.
+// are the longest. So it is in turns with more heads, and with more tiles than start together: the wait is short for
+// what comes after it. Where several heads wait for the first tile alone, this is the one with the earliest keys, and
+// sets walk down and up: tiles that are at the same queries as the first one hardly wait.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
@@ -115,12 +116,12 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    const bool waits = tiles_wait(params.sums);
-    const int64_t hidden = int64_t(p.fwd.seqlen_k) - p.fwd.band.left;  // keys, to the left of what the last query sees
-    const bool inside = hidden <= (params.sums == DqSums::InTurns ? p.fwd.seqlen_k / 4 : 0);
+    const bool waits = tiles_wait(params.dq_order), in_turns = params.dq_order == DqOrder::InTurns;
+    const int hidden = p.fwd.seqlen_k - 1 - p.fwd.band.left;  // keys, from the last query
+    const bool inside = hidden <= (in_turns ? p.fwd.seqlen_k / 4 : 0);
     heads_inside_ = inside ? heads : 1;
-    const bool in_odd_set = (number & params.order.tiles_together) != 0;
-    early_first_ = waits ? tile.late_first : heads == 1 || (inside && in_odd_set);
+    const bool in_odd_set = number / params.order.tiles_of_set % 2 == 1;
+    early_first_ = heads == 1 ? !waits || tile.late_first : !in_turns && inside && in_odd_set;
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
