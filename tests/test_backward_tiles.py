@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import checks
 import pytest
@@ -56,19 +57,25 @@ def parted(name: str, dims: tuple[int, int]) -> Case | VarlenCase:
     return dataclasses.replace(PARTED[name], dim=dim, dim_v=dim_v, dtype=BF16)
 
 
+def sizes(
+    case: Case | VarlenCase, dims: tuple[int, int], length: Callable[[Sequence[int]], int]
+) -> tuple[int | bool, ...]:
+    """A case as the heuristics' ops take it; `length` of sequences end to end stands for all."""
+    if isinstance(case, VarlenCase):
+        count, varlen = len(case.lengths_q), True
+        seqlens = (length(case.lengths_q), length(case.lengths_k))
+    else:
+        count, varlen, seqlens = case.batch, False, (case.seqlen_q, case.seqlen_k)
+    left, right = case.window
+    heads = (case.heads, case.heads_k or case.heads)
+    return (count, *heads, *seqlens, *dims, left, 0 if case.is_causal else right, varlen)
+
+
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
 @pytest.mark.parametrize("name", PARTED)
 def test_cases_are_parted(name, dims):
-    case = PARTED[name]
-    left, right = case.window
-    if isinstance(case, VarlenCase):
-        count, varlen = len(case.lengths_q), True
-        seqlens = (sum(case.lengths_q) // count, sum(case.lengths_k) // count)
-    else:
-        count, varlen, seqlens = case.batch, False, (case.seqlen_q, case.seqlen_k)
-    heads = (case.heads, case.heads_k or case.heads)
-    window = (left, 0 if case.is_causal else right)
-    parts = torch.ops.flash_cute.preferred_parts(count, *heads, *seqlens, *dims, *window, varlen)
+    means = sizes(PARTED[name], dims, lambda lengths: sum(lengths) // len(lengths))
+    parts = torch.ops.flash_cute.preferred_parts(*means)
     assert math.prod(parts[:2]) > 1
     assert (parts[2] > 0) == name.startswith("last")
 
@@ -160,17 +167,7 @@ MANY_KEYS = {
 
 
 def order_of_dq(case: Case | VarlenCase, dims: tuple[int, int]) -> str:
-    left, right = case.window
-    if isinstance(case, VarlenCase):
-        count, varlen = len(case.lengths_q), True
-        seqlens = (max(case.lengths_q), max(case.lengths_k))
-    else:
-        count, varlen, seqlens = case.batch, False, (case.seqlen_q, case.seqlen_k)
-    heads = (case.heads, case.heads_k or case.heads)
-    window = (left, 0 if case.is_causal else right)
-    return torch.ops.flash_cute.preferred_dq_order(count, *heads, *seqlens, *dims, *window, varlen)[
-        0
-    ]
+    return torch.ops.flash_cute.preferred_dq_order(*sizes(case, dims, max))[0]
 
 
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
