@@ -253,9 +253,10 @@ def _chunks() -> list[Case]:
 def _deterministic() -> list[Case]:
     """Sums of dQ in a fixed order, each beside the default."""
     return [
-        Case("bf16", batch, heads, heads, seqlen, seqlen, dim, dim_v, causal, "deterministic")
-        for dim, dim_v, heads in (
-            (64, 64, 32), (128, 128, 16), (192, 192, 8), (192, 128, 8), (256, 256, 8)
+        Case("bf16", batch, heads, heads_k, seqlen, seqlen, dim, dim_v, causal, "deterministic")
+        for dim, dim_v, heads, heads_k in (
+            (64, 64, 32, 32), (128, 128, 16, 16), (128, 128, 32, 8), (192, 192, 8, 8),
+            (192, 128, 8, 8), (256, 256, 8, 8),
         )
         for batch, seqlen in ((16, 1024), (4, 4096))
         for causal in (False, True)

@@ -85,6 +85,10 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
       "preferred_dq_order(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, bool deterministic=False) -> (str, bool)");
   m.def(
+      "preferred_key_order(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int "
+      "head_dim_v, int window_size_left=-1, int window_size_right=-1, bool varlen=False, bool deterministic=False) -> "
+      "(int, int, bool, bool, bool)");
+  m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
       "int sms=132, int ctas=1) -> str");
 }
@@ -96,6 +100,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("preferred_kvcache", TORCH_BOX(&preferred_kvcache));
   m.impl("preferred_parts", TORCH_BOX(&preferred_parts));
   m.impl("preferred_dq_order", TORCH_BOX(&preferred_dq_order));
+  m.impl("preferred_key_order", TORCH_BOX(&preferred_key_order));
   m.impl("decode_parts", TORCH_BOX(&decode_parts));
 }
 

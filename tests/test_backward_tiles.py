@@ -136,6 +136,9 @@ MANY_TILES = {
     "grouped window": Case(
         heads=60, heads_k=30, batch=3, seqlen_q=400, seqlen_k=400, window=(130, 0)
     ),
+    "groups of 16 causal": Case(
+        heads=128, heads_k=8, batch=3, seqlen_q=140, seqlen_k=1300, is_causal=True
+    ),
     "rules": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, alibi="heads", dropout_p=0.2),
     "softcap": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300, softcap=9.0, is_causal=True),
     "varlen": VarlenCase(
@@ -175,6 +178,15 @@ def test_cases_have_both_orders_of_dq(dims):
     assert {order_of_dq(case, dims) for case in MANY_KEYS.values()} == {"added"}
     opened = {name for name, case in MANY_TILES.items() if order_of_dq(case, dims) == "opened"}
     assert opened >= {"full", "causal", "unseen keys", "grouped", "grouped causal", "varlen"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
+def test_large_groups_walk_down_and_up(dims, deterministic):
+    options = sizes(MANY_TILES["groups of 16 causal"], dims, max)
+    order = torch.ops.flash_cute.preferred_key_order(*options, deterministic=deterministic)
+    assert order[4]
+    assert order[0] < 132  # tiles of a set, of all 264
 
 
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)

@@ -18,7 +18,7 @@ def test_every_case_is_parsed_from_its_name_and_no_suite_repeats_one():
         assert len(set(cases)) == len(cases)
     assert {name: len(cases) for name, cases in SUITES.items()} == {
         "smoke": 1, "quick": 9, "train": 30, "short": 12, "few": 18, "grouped": 18,
-        "decode": 35, "decode_short": 10, "chunks": 46, "deterministic": 20,
+        "decode": 35, "decode_short": 10, "chunks": 46, "deterministic": 24,
         "features": 18, "fp8": 12,
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ preferred = torch.ops.flash_cute.preferred_forward
 preferred_parts = torch.ops.flash_cute.preferred_parts
 preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
 preferred_dq_order = torch.ops.flash_cute.preferred_dq_order
+preferred_key_order = torch.ops.flash_cute.preferred_key_order
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -340,6 +341,65 @@ def test_pace_of_long_ways_alone():
 )  # fmt: skip
 def test_order_of_dq(sizes, options, expected):
     assert preferred_dq_order(*sizes, **options)[0] == expected
+
+
+CAUSAL = {"window_size_right": 0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "by_default", "in_turns"),
+    [
+        # Tiles that start together, heads whose tiles alternate; whether late keys come first,
+        # a tile goes through the heads of a query tile, and sets walk down and up.
+        # In turns twice as many heads alternate, but not of short sequences.
+        ((4, 16, 16, 4096, 4096, 128, 128), CAUSAL,
+         (128, 4, True, True, True), (128, 8, True, True, False)),
+        ((1, 16, 16, 16384, 16384, 128, 128), CAUSAL,
+         (128, 1, False, True, True), (128, 2, True, True, False)),
+        ((16, 16, 16, 1024, 1024, 128, 128), CAUSAL,
+         (128, 16, True, True, True), (128, 16, True, True, False)),
+        ((16, 32, 32, 1024, 1024, 64, 64), CAUSAL,
+         (128, 16, True, True, True), (128, 32, True, True, False)),
+        ((4, 8, 8, 4096, 4096, 256, 256), CAUSAL,
+         (64, 2, False, True, True), (64, 4, True, True, False)),
+        ((1, 8, 8, 16384, 16384, 256, 256), CAUSAL,
+         (64, 1, False, True, True), (64, 1, True, True, False)),
+        # Under a mask sets of groups walk down and up if the L2 cache does not hold their queries.
+        ((4, 32, 8, 4096, 4096, 128, 128), CAUSAL,
+         (128, 4, False, True, True), (128, 8, False, True, False)),
+        ((8, 64, 8, 2048, 2048, 128, 128), CAUSAL,
+         (128, 8, False, True, True), (128, 16, False, True, True)),
+        ((16, 32, 8, 1024, 1024, 128, 128), CAUSAL,
+         (128, 16, False, True, True), (128, 16, False, True, True)),
+        ((16, 32, 8, 1024, 1024, 64, 64), CAUSAL,
+         (128, 16, False, True, True), (128, 32, False, True, False)),
+        ((5, 32, 8, 3072, 3072, 128, 128), CAUSAL,
+         (120, 5, False, True, True), (120, 10, False, True, False)),
+        # Without a mask the L2 cache holds the queries of the heads that alternate.
+        ((4, 16, 16, 4096, 4096, 128, 128), {},
+         (128, 4, True, True, True), (128, 8, True, True, False)),
+        ((4, 32, 8, 4096, 4096, 128, 128), {},
+         (128, 4, False, True, True), (128, 2, False, True, False)),
+        ((2, 64, 8, 8192, 8192, 128, 128), {},
+         (128, 2, False, True, True), (128, 1, False, True, False)),
+        # In windows a tile goes through one head after the other.
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 1024, "window_size_right": 0},
+         (128, 4, False, False, False), (128, 8, False, False, False)),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 3500, "window_size_right": 0},
+         (128, 4, False, False, False), (128, 8, False, True, False)),
+    ],
+)  # fmt: skip
+def test_order_of_keys(sizes, options, by_default, in_turns):
+    assert preferred_key_order(*sizes, **options) == by_default
+    assert preferred_key_order(*sizes, **options, deterministic=True) == in_turns
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 0, 300, 128, 128), (1, 4, 2, 300, 0, 128, 128)])
+def test_order_of_no_keys_or_queries(sizes):
+    for deterministic in (False, True):
+        tiles, heads, *_ = preferred_key_order(*sizes, deterministic=deterministic)
+        assert tiles > 0
+        assert heads > 0
 
 
 def test_nobody_waits_for_two_reasons():

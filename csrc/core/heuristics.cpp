@@ -77,15 +77,6 @@ double a_microsecond(const KernelConfig& config, int sms) {
 // Parts are made where they take no more than this of the time without.
 constexpr double kWorthwhile = 0.95;
 
-// Whether the band hides keys that lie before what a query sees, or behind it.
-bool hides_early_keys(const FwdProblem& f) {
-  return f.band.left < f.seqlen_k - 1;
-}
-
-bool hides_late_keys(const FwdProblem& f) {
-  return f.band.right < f.seqlen_q - 1;
-}
-
 }  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
@@ -193,30 +184,6 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
     return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
   }
   return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
-}
-
-bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
-  constexpr int64_t kBytes = 64 << 20;
-  const FwdProblem& f = p.fwd;
-  if (config.arch != Arch::Sm90 || config.pair() || p.deterministic || !f.dense() || f.heads_k == 0) return false;
-  if (hides_early_keys(f) || hides_late_keys(f)) return false;
-  const int64_t of_row = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
-  return of_row * f.seqlen_q * (f.heads / f.heads_k) > kBytes;
-}
-
-DqOrder dq_order(const KernelConfig& config, const BwdProblem& p) {
-  const FwdProblem& f = p.fwd;
-  if (p.deterministic) return DqOrder::InTurns;
-  if (config.arch != Arch::Sm90 || needs_pace(config, p)) return DqOrder::Added;
-  const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
-  int64_t seen = f.seqlen_k;  // keys by a query, in the mean
-  if (is_masked) {
-    const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
-    seen = std::min(seen, before + f.band.right);
-  }
-  int most = config.pair() ? 512 : 4096;  // found by trying
-  if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
-  return seen <= most ? DqOrder::Opened : DqOrder::Added;
 }
 
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/backward_order.h"
 #include "core/heuristics.h"
 
 namespace flash_cute {
@@ -45,6 +46,7 @@ const KernelConfig* hopper_kernel(Op op, const P& problem, const Device& gpu) {
 }
 
 constexpr int kSomewhere = 0;
+constexpr int kSms = 132;
 
 FwdProblem problem_of(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
                       int64_t head_dim, int64_t head_dim_v, int64_t window_size_left, int64_t window_size_right,
@@ -110,7 +112,6 @@ std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, i
                                                  int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
                                                  int64_t window_size_left, int64_t window_size_right, bool varlen,
                                                  bool deterministic) {
-  constexpr int kSms = 132;
   BwdProblem p{};
   p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
                      window_size_right, varlen);
@@ -120,6 +121,22 @@ std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, i
   const DqOrder order = dq_order(*config, p);
   const char* const name = order == DqOrder::Added ? "added" : order == DqOrder::Opened ? "opened" : "in turns";
   return {name, needs_pace(*config, p)};
+}
+
+std::tuple<int64_t, int64_t, bool, bool, bool> preferred_key_order(int64_t batch, int64_t heads, int64_t heads_k,
+                                                                   int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+                                                                   int64_t head_dim_v, int64_t window_size_left,
+                                                                   int64_t window_size_right, bool varlen,
+                                                                   bool deterministic) {
+  BwdProblem p{};
+  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
+                     window_size_right, varlen);
+  p.deterministic = deterministic;
+  const KernelConfig* const config = hopper_kernel(Op::Bwd, p.fwd, hopper(kSms));
+  if (config == nullptr) return {};
+  p.parts = backward_parts(*config, p.fwd, kSms);
+  const KeyOrder order = KeyOrder::of(*config, p);
+  return {order.tiles_of_set, order.heads_together, order.late_first, order.heads_inside, order.down_and_up};
 }
 
 }  // namespace flash_cute

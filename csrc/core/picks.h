@@ -1,4 +1,4 @@
-// For tests: what heuristics.h picks on a Hopper GPU for sizes alone, of all kernels, whether this build has them or not.
+// For tests: what heuristics.h and backward_order.h pick on a Hopper GPU for sizes alone, of all kernels, whether this build has them or not.
 #pragma once
 
 #include <cstdint>
@@ -33,5 +33,12 @@ std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, i
                                                  int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
                                                  int64_t window_size_left, int64_t window_size_right, bool varlen,
                                                  bool deterministic);
+
+// The fields of its KeyOrder.
+std::tuple<int64_t, int64_t, bool, bool, bool> preferred_key_order(int64_t batch, int64_t heads, int64_t heads_k,
+                                                                   int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+                                                                   int64_t head_dim_v, int64_t window_size_left,
+                                                                   int64_t window_size_right, bool varlen,
+                                                                   bool deterministic);
 
 }  // namespace flash_cute

@@ -11,9 +11,9 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "core/backward_order.h"
 #include "core/counter.h"
 #include "core/device.h"
-#include "core/heuristics.h"
 #include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/gaps.h"
@@ -108,7 +108,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   params.dq_order = dq_order(C, p);
-  params.order = sm90::KeyOrder::of(p, params.dq_order, C.block_n * C.cluster, C.cluster);
+  params.order = KeyOrder::of(C, p);
   params.parts = Divisor(p.parts.count());
   params.paced = needs_pace(C, p);
   params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, tiles_wait(params.dq_order));

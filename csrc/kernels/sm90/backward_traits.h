@@ -1,7 +1,7 @@
 // What the threads of Hopper's backward share: its parameters, types of products, and shared memory.
 #pragma once
 
-#include "core/heuristics.h"
+#include "core/backward_order.h"
 #include "kernels/common/backward_passes.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/sm90/ring.h"
@@ -10,27 +10,6 @@
 #include "kernels/sm90/wgmma.h"
 
 namespace flash_cute::sm90 {
-
-// In which order tiles of keys are taken.
-struct KeyOrder {
-  static constexpr int kTilesTogether = 128;
-
-  int tiles_of_set;  // that start together
-  int heads_together;  // whose tiles alternate
-  bool late_first;  // late keys
-
-  // Of tiles of `block_n` keys, each for a cluster. The heads' queries and sums are to stay in the L2 cache: no more heads
-  // than have the tiles that start together.
-  static KeyOrder of(const BwdProblem& p, DqOrder dq_order, int block_n, int cluster) {
-    const int together = kTilesTogether / cluster;
-    if (p.fwd.seqlen_k == 0) return {1, 1, false};  // of no tiles
-    const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
-    const bool one_head = p.fwd.heads == p.fwd.heads_k * parts.heads;
-    const int tiles = ceil_div(p.fwd.seqlen_k, block_n), heads = heads_of(p.fwd, block_n, together / parts.count());
-    return {std::min(together, heads * tiles * parts.count()), heads,
-            tiles_wait(dq_order) && one_head && tiles * parts.queries <= kTilesTogether};
-  }
-};
 
 struct BackwardParams {
   BwdProblem p;
@@ -62,12 +41,17 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // of dQ at once.
 //
 // In turns, windows of three quarters of the keys or more count as none: their tiles differ in length, and would wait
-// for each other at every head. Wherever key tiles wait for each other (DqOrder), late keys of one head come first, and
-// begin with the first queries that see them: under a causal mask these see no later keys, so that nobody waits for its
-// first turn. But of the heads that are taken last early keys come first, and begin with the last queries: their tiles
-// are the longest. So it is in turns with more heads, and with more tiles than start together: the wait is short for
-// what comes after it. Where several heads wait for the first tile alone, this is the one with the earliest keys, and
-// sets walk down and up: tiles that are at the same queries as the first one hardly wait.
+// for each other at every head. Under a mask a set that walks up waits: each of its tiles begins where all earlier ones
+// have just come to, which have their turns there one after the other. So sets walk down alone, as long as the L2 cache
+// holds what tiles at different places need; with the tiles of twice as many heads together, half of a head's tiles run
+// at once, and are nearer to each other.
+//
+// Wherever key tiles wait for each other (DqOrder), late keys of one head come first, and begin with the first queries that
+// see them: under a causal mask these see no later keys, so that nobody waits for its first turn. But of the heads that are
+// taken last early keys come first, and begin with the last queries: their tiles are the longest. So it is in turns with
+// more heads, and with more tiles than start together: the wait is short for what comes after it. Where several heads wait
+// for the first tile alone, this is the one with the earliest keys, and sets walk down and up: tiles that are at the same
+// queries as the first one hardly wait.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
@@ -116,12 +100,10 @@ class BackwardWork {
       heads /= p.parts.heads;
       first_head += part / p.parts.queries * heads;
     }
-    const bool waits = tiles_wait(params.dq_order), in_turns = params.dq_order == DqOrder::InTurns;
-    const int hidden = p.fwd.seqlen_k - 1 - p.fwd.band.left;  // keys, from the last query
-    const bool inside = hidden <= (in_turns ? p.fwd.seqlen_k / 4 : 0);
-    heads_inside_ = inside ? heads : 1;
-    const bool in_odd_set = number / params.order.tiles_of_set % 2 == 1;
-    early_first_ = heads == 1 ? !waits || tile.late_first : !in_turns && inside && in_odd_set;
+    const KeyOrder& order = params.order;
+    heads_inside_ = order.heads_inside ? heads : 1;
+    const bool in_odd_set = number / order.tiles_of_set % 2 == 1;
+    early_first_ = heads == 1 ? !tiles_wait(params.dq_order) || tile.late_first : order.down_and_up && in_odd_set;
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }

@@ -1,0 +1,83 @@
+#include "core/backward_order.h"
+
+#include <algorithm>
+
+namespace flash_cute {
+namespace {
+
+// Whether the band hides keys that lie before what a query sees, or behind it.
+bool hides_early_keys(const FwdProblem& f) {
+  return f.band.left < f.seqlen_k - 1;
+}
+
+bool hides_late_keys(const FwdProblem& f) {
+  return f.band.right < f.seqlen_q - 1;
+}
+
+// Of one query of all heads that share a kv head: Q, dO, and the sums of dQ.
+int64_t bytes_of_query(const FwdProblem& f) {
+  const int64_t of_head = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
+  return of_head * (f.heads / f.heads_k);
+}
+
+}  // namespace
+
+bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
+  constexpr int64_t kBytes = 64 << 20;
+  const FwdProblem& f = p.fwd;
+  if (config.arch != Arch::Sm90 || config.pair() || p.deterministic || !f.dense() || f.heads_k == 0) return false;
+  if (hides_early_keys(f) || hides_late_keys(f)) return false;
+  return bytes_of_query(f) * f.seqlen_q > kBytes;
+}
+
+DqOrder dq_order(const KernelConfig& config, const BwdProblem& p) {
+  const FwdProblem& f = p.fwd;
+  if (p.deterministic) return DqOrder::InTurns;
+  if (config.arch != Arch::Sm90 || needs_pace(config, p)) return DqOrder::Added;
+  const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
+  int64_t seen = f.seqlen_k;  // keys by a query, in the mean
+  if (is_masked) {
+    const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
+    seen = std::min(seen, before + f.band.right);
+  }
+  int most = config.pair() ? 512 : 4096;  // found by trying
+  if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
+  return seen <= most ? DqOrder::Opened : DqOrder::Added;
+}
+
+KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
+  constexpr int kTilesTogether = 128;
+  constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
+  constexpr int64_t kCached = 32 << 20;  // bytes that the L2 cache keeps while others pass through it
+  const FwdProblem& f = p.fwd;
+  if (f.seqlen_k == 0 || f.heads_k == 0) return {1, 1, false, false, false};  // of no tiles
+  const DqOrder order = dq_order(config, p);
+  const bool in_turns = order == DqOrder::InTurns;
+  const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
+  const bool one_head = f.heads == f.heads_k * parts.heads;
+  const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
+  const int together = kTilesTogether / config.cluster;
+
+  // The heads' queries and sums are to stay in the L2 cache: no more heads than have the tiles that start together. In
+  // turns twice as many, if that many are not too many: half of a head's tiles run at once, and wait for fewer.
+  const int of_one_set = std::max(1, together / parts.count() / tiles);
+  const bool halves =
+      in_turns && tiles * parts.count() <= together && 2 * of_one_set * config.head_dim < kMostColumns * config.cluster;
+  const int sets = halves ? 2 : 1;
+  int heads = sets * of_one_set;
+  const bool masked = hides_early_keys(f) || hides_late_keys(f);
+  if (in_turns && !masked) {
+    const int64_t of_head = bytes_of_query(f) * std::max(1, f.seqlen_q);
+    heads = static_cast<int>(std::clamp<int64_t>(kCached / of_head, 1, heads));
+  }
+
+  const int hidden = f.seqlen_k - 1 - f.band.left;  // keys, from the last query
+  const bool inside = hidden <= (in_turns ? f.seqlen_k / 4 : 0);
+  // Of queries that are at once in use, where each of the tiles that start together is at others than all others.
+  const int64_t in_use = bytes_of_query(f) * together * keys / sets;
+  return {std::min(together, of_one_set * tiles * parts.count()), heads,
+          tiles_wait(order) && one_head && tiles * parts.queries <= kTilesTogether, inside,
+          inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * kCached))};
+}
+
+}  // namespace flash_cute
