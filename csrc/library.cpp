@@ -43,16 +43,23 @@ const std::string kBwd = kSaved + kDlse + kScore + kDeterministic + kAllowTf32;
 const std::string kVarlenFwd = kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns + kAllowTf32;
 const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic + kAllowTf32;
 
+const std::string kPlaces =
+    "Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
+    "Tensor? block_table=None, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, ";
+const std::string kCacheScore =
+    "float? softmax_scale=None, bool is_causal=False, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sink=None, ";
+const std::string kSplits = "int num_splits=0, int split_size=0";
 const std::string kFwdKvcache =
     "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None, "
-    "Tensor? rotary_sin=None, Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
-    "Tensor? block_table=None, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, Tensor? cu_seqlens_k_new=None, "
-    "Tensor? rotary_seqlens=None, float? softmax_scale=None, bool is_causal=False, SymInt window_size_left=-1, "
-    "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sink=None, "
-    "bool rotary_interleaved=True, int num_splits=0, int split_size=0";
+    "Tensor? rotary_sin=None, " +
+    kPlaces + "Tensor? cu_seqlens_k_new=None, Tensor? rotary_seqlens=None, " + kCacheScore +
+    "bool rotary_interleaved=True, " + kSplits;
+const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " + kPlaces + kCacheScore + kSplits;
 
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
 const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
+const std::string kCacheResults = ") -> (Tensor out, Tensor softmax_lse)";
 const std::string kFwdOut = ", *, Tensor(a!) out, Tensor(b!) softmax_lse) -> ()";
 const std::string kBwdOut = ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None) -> ()";
 
@@ -67,7 +74,8 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("varlen_fwd.out(" + kVarlenFwd + kFwdOut).c_str());
   m.def(("varlen_bwd(" + kVarlenBwd + ")" + kBwdResults).c_str());
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
-  m.def(("fwd_kvcache(" + kFwdKvcache + ") -> (Tensor out, Tensor softmax_lse)").c_str());
+  m.def(("fwd_kvcache(" + kFwdKvcache + kCacheResults).c_str());
+  m.def(("attend_kvcache(" + kAttendKvcache + kCacheResults).c_str());
   m.def("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None) -> (Tensor out, Tensor softmax_lse)");
   m.def("kernels() -> str");
   m.def("use_kernels(str ids) -> ()");
@@ -115,6 +123,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("varlen_bwd", &varlen_bwd);
   m.impl("varlen_bwd.out", &varlen_bwd_out);
   m.impl("fwd_kvcache", &fwd_kvcache);
+  m.impl("attend_kvcache", &attend_kvcache);
   m.impl("combine", &combine);
 }
 #endif

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from flash_cute.cpu.varlen import spans
+
 _ops = torch.ops.flash_cute
 
 
@@ -21,6 +23,7 @@ def register() -> None:
         (_ops.fwd, _dense_pairs),
         (_ops.varlen_fwd, _varlen_pairs),
         (_ops.fwd_kvcache, _cached_pairs),
+        (_ops.attend_kvcache, _cached_pairs),
         (_ops.bwd, _dense_pairs),
         (_ops.varlen_bwd, _varlen_pairs),
     ):
@@ -52,11 +55,19 @@ def _dense_pairs(bound: dict[str, Any]) -> int:
 
 
 def _varlen_pairs(bound: dict[str, Any]) -> int:
-    lengths = [
-        _lengths(bound[f"cu_seqlens_{x}"], bound[f"max_seqlen_{x}"], bound.get(f"seqused_{x}"))
-        for x in "qk"
-    ]
-    return sum(q * k for q, k in zip(*lengths, strict=True))
+    q, k, table = bound["q"], bound["k"], bound.get("block_table")
+    queries = _lengths(
+        bound["cu_seqlens_q"], bound["max_seqlen_q"], q.shape[0], bound.get("seqused_q")
+    )
+    offsets, longest, used = bound["cu_seqlens_k"], bound["max_seqlen_k"], bound.get("seqused_k")
+    if table is None:
+        keys = _lengths(offsets, longest, k.shape[0], used)
+    elif _is_unknown(offsets):
+        keys = [longest] * table.shape[0]
+    else:
+        capacity = min(longest, table.shape[1] * k.shape[1])
+        keys = (offsets.diff() if used is None else used).clamp(0, capacity).tolist()
+    return sum(n * m for n, m in zip(queries, keys, strict=True))
 
 
 def _cached_pairs(bound: dict[str, Any]) -> int:
@@ -66,26 +77,29 @@ def _cached_pairs(bound: dict[str, Any]) -> int:
     if offsets is None:
         queries = [q.shape[1]] * q.shape[0]
     else:
-        queries = _lengths(offsets, bound["max_seqlen_q"])
+        queries = _lengths(offsets, bound["max_seqlen_q"], q.shape[0])
     new, new_offsets = bound.get("k"), bound.get("cu_seqlens_k_new")
     if new is None:
         joining = [0] * len(queries)
     elif new_offsets is None:
         joining = [new.shape[1]] * len(queries)
     else:
-        joining = _lengths(new_offsets, new.shape[0])
+        joining = _lengths(new_offsets, new.shape[0], new.shape[0])
     used = bound.get("cache_seqlens")
-    in_use = [capacity] * len(queries) if used is None or _is_unknown(used) else used.tolist()
+    if used is None or _is_unknown(used):
+        in_use = [capacity] * len(queries)
+    else:
+        in_use = used.clamp(min=0).tolist()
     keys = (min(n + m, capacity) for n, m in zip(in_use, joining, strict=True))
     return sum(n * m for n, m in zip(queries, keys, strict=True))
 
 
-def _lengths(offsets: Tensor, longest: int, used: Tensor | None = None) -> list[int]:
-    """Of sequences end to end; the longest for all where the offsets' values are not known."""
+def _lengths(offsets: Tensor, longest: int, total: int, used: Tensor | None = None) -> list[int]:
+    """Of sequences end to end, as the ops take them; the longest for all where the offsets' values
+    are not known."""
     if _is_unknown(offsets):
         return [longest] * (len(offsets) - 1)
-    lengths = offsets.diff()
-    return (lengths if used is None else torch.minimum(lengths, used)).tolist()
+    return [rows.stop - rows.start for rows in spans(offsets, used, longest, total)]
 
 
 def _is_unknown(x: Tensor) -> bool:

@@ -61,7 +61,8 @@ def flash_attn_func(
         sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453);
             any floating point on the CPU, fp16, bf16 or fp32 on CUDA. Its gradient has fp32's
             accuracy.
-        generator: source of the dropout seed; None is the device's default.
+        generator: source of the dropout seed; None is the device's default, the only one that
+            activation checkpointing replays.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -76,6 +77,7 @@ def flash_attn_func(
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     usual = type(causal) is bool and (softmax_scale is None or type(softmax_scale) is float)
+    usual = usual and type(return_lse) is bool
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
@@ -318,6 +320,7 @@ def _attend(
     """
     q, k, v = qkv
     validate._flag("return_attn_probs", return_attn_probs)
+    validate._flag("return_lse", return_lse)
     if sequences:
         validate._flag("zero_tensors", sequences[-2])
     validate.options(

@@ -51,7 +51,10 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``.
         k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
             page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
-        v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor.
+        v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor. Where k
+            joins, sequences have memory of their own in both; and under ``torch.compile``'s
+            inductor views that begin inside of a tensor are to be made outside of the compiled
+            function, or of a tensor whose shape is static: it would lose where they begin.
         k: (batch, seqlen_new, heads_k, dim), or (total_new, heads_k, dim) with
             ``cu_seqlens_k_new``: joins the cache behind its first ``cache_seqlens`` rows, for its
             own sequence: whether another one of the call sees them is not defined.
@@ -83,9 +86,10 @@ def flash_attn_with_kvcache(
             same bits whatever other sequences are in the batch, as long as the longest query is as
             long. Results of parts take memory for as many as the caches have room for. 0: off, as
             it must be with ``num_splits``.
-        check_indices: look for indices outside of their tensors, and raise ValueError with the
-            first one. Waits for the GPU. Without it they are clamped on the device: what lies
-            outside is neither read nor written.
+        check_indices: look for indices outside of their tensors, and for rows that two sequences
+            would append to, and raise ValueError with the first one. Waits for the GPU; not inside
+            of a full graph. Without it indices are clamped on the device: what lies outside is
+            neither read nor written.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
@@ -104,7 +108,12 @@ def flash_attn_with_kvcache(
         block_table = page_table
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("max_seqlen_q is None; cu_seqlens_q needs the longest sequence's length")
-    validate._flag("rotary_interleaved", rotary_interleaved)
+    for name, flag in (
+        ("rotary_interleaved", rotary_interleaved),
+        ("return_softmax_lse", return_softmax_lse),
+        ("check_indices", check_indices),
+    ):
+        validate._flag(name, flag)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
@@ -112,6 +121,8 @@ def flash_attn_with_kvcache(
         *caches, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, *sequences,
         num_splits, split_size,
     )  # fmt: skip
+    if max_seqlen_q is not None:
+        validate.length("max_seqlen_q", max_seqlen_q)
     if cu_seqlens_q is None and max_seqlen_q not in (None, 0, q.shape[1]):
         raise ValueError(
             f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes with "
@@ -134,11 +145,17 @@ def flash_attn_with_kvcache(
             steps = causal or tuple(window_size) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             validate_kvcache.positions(len(rotary_cos), rows, used, rotary_seqlens)
+    score = (softmax_scale, causal, *window_size, softcap, alibi_slopes, sink)
+    splits = (num_splits, split_size)
     try:
-        out, softmax_lse = ops.fwd_kvcache(
-            *caches, *places, *sequences, softmax_scale, causal, *window_size, softcap,
-            alibi_slopes, sink, rotary_interleaved, num_splits, split_size,
-        )  # fmt: skip
+        if k is None:
+            out, softmax_lse = ops.attend_kvcache(
+                q, k_cache, v_cache, *places, cu_seqlens_q, longest_q, *score, *splits
+            )
+        else:
+            out, softmax_lse = ops.fwd_kvcache(
+                *caches, *places, *sequences, *score, rotary_interleaved, *splits
+            )
     except RuntimeError:
         if q.is_cuda:  # one reason has a remedy; looking for it in each call would take long
             validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)
@@ -173,6 +190,7 @@ def flash_attn_combine(
     if out is not None:
         validate.tensor("out", out)
         out_dtype = out.dtype if out_dtype is None else out_dtype
+    validate._flag("return_lse", return_lse)
     validate_kvcache.partials(out_partial, lse_partial, out_dtype)
     parts, *lead, dim = out_partial.shape
     partial_rows = (out_partial.reshape(parts, -1, dim), lse_partial.reshape(parts, -1))
@@ -196,7 +214,8 @@ def kvcache_status(
 
     Args:
         seqlen_new: rows of k, one number for all or int32 (batch,).
-        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call.
+        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call,
+            which says what they may be; they are not looked at again here.
 
     Returns:
         int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum

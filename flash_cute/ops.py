@@ -2,10 +2,11 @@
 
 Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
 and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
-caller gives. ``fwd_kvcache`` writes into the caches it is given, ``combine`` into nothing; neither
-has a gradient. ``deterministic`` of ``bwd`` and ``varlen_bwd`` is that argument alone: torch's
-global switch is autograd's to take in, when backward runs. Everything is registered here, before
-the first call, so that ``torch.compile``, ``torch.export`` and ``opcheck`` see complete ops.
+caller gives. ``fwd_kvcache`` writes into the caches it is given, ``attend_kvcache``, which has
+no keys to append, and ``combine`` into nothing; none of them has a gradient. ``deterministic`` of
+``bwd`` and ``varlen_bwd`` is that argument alone: torch's global switch is autograd's to take in,
+when backward runs. Everything is registered here, before the first call, so that
+``torch.compile``, ``torch.export`` and ``opcheck`` see complete ops.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flash_cute import cpu, flops, validate, validate_kvcache
 from flash_cute.library import has_cuda_kernels, kernels
 
 __all__ = [
+    "attend_kvcache",
     "bwd",
     "combine",
     "fwd",
@@ -41,6 +43,7 @@ bwd = _ops.bwd.default
 varlen_fwd = _ops.varlen_fwd.default
 varlen_bwd = _ops.varlen_bwd.default
 fwd_kvcache = _ops.fwd_kvcache.default
+attend_kvcache = _ops.attend_kvcache.default
 combine = _ops.combine.default
 
 
@@ -52,7 +55,7 @@ _DEFAULTS = {
 }
 _DEFAULTS |= {
     op: {argument.name: argument.default_value for argument in op._schema.arguments}
-    for op in (fwd_kvcache, combine)
+    for op in (fwd_kvcache, attend_kvcache, combine)
 }
 
 
@@ -127,7 +130,7 @@ def _bwd_fake(op: Any, *args: Any, **named: Any) -> Results:
     )
 
 
-def _fwd_kvcache_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Results:
+def _kvcache_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Results:
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (
         q.new_empty((*q.shape[:-1], v_cache.shape[-1])),
@@ -354,10 +357,11 @@ def _into(op: Any, out_overload: Any, kernel: Callable[..., Results]) -> Callabl
     return out_kernel
 
 
-def _cpu_kvcache(*args: Any) -> Results:
-    validate_kvcache.op_arguments(bind(fwd_kvcache, args))
+def _cpu_kvcache(op: Any, *args: Any) -> Results:
+    bound: dict[str, Any] = _DEFAULTS[fwd_kvcache] | bind(op, args)
+    validate_kvcache.op_arguments(bound)
     with torch.autocast("cpu", enabled=False):
-        return cpu.fwd_kvcache(*args)
+        return cpu.fwd_kvcache(**bound)
 
 
 def _cpu_combine(*args: Any) -> Results:
@@ -387,11 +391,12 @@ def _register() -> torch.library.Library:
     for name, op in (("bwd", bwd), ("varlen_bwd", varlen_bwd)):
         library.impl(name, _differentiable(op, _no_formula(op)), "Autograd")
         torch.library.register_fake(f"flash_cute::{name}", partial(_bwd_fake, op))
-    library.impl("fwd_kvcache", _cpu_kvcache, "CPU")
+    for name, op in (("fwd_kvcache", fwd_kvcache), ("attend_kvcache", attend_kvcache)):
+        library.impl(name, partial(_cpu_kvcache, op), "CPU")
+        library.impl(name, _reject_gradients(op, _INFERENCE, "k"), "Autograd")
+        torch.library.register_fake(f"flash_cute::{name}", _kvcache_fake)
     library.impl("combine", _cpu_combine, "CPU")
-    library.impl("fwd_kvcache", _reject_gradients(fwd_kvcache, _INFERENCE, "k"), "Autograd")
     library.impl("combine", _reject_gradients(combine, _INFERENCE), "Autograd")
-    torch.library.register_fake("flash_cute::fwd_kvcache", _fwd_kvcache_fake)
     torch.library.register_fake("flash_cute::combine", _combine_fake)
     torch.library.register_fake("flash_cute::fwd", _fwd_fake)
     torch.library.register_fake("flash_cute::varlen_fwd", _varlen_fwd_fake)

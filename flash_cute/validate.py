@@ -242,8 +242,13 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
     _like(name, given, tuple(result.shape), result.dtype)
     if given.device != result.device:
         raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
-    if any(n > 1 and step == 0 for n, step in zip(given.shape, given.stride(), strict=True)):
-        raise ValueError(f"{name} has elements that share memory, by its strides {given.stride()}")
+    own_memory(name, given)
+
+
+def own_memory(name: str, x: Tensor) -> None:
+    """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too."""
+    if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
 
 
 def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
@@ -292,9 +297,10 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
     return ("q", q), ("k", k), ("v", v)
 
 
-def _same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _same_kind(q: Tensor, k: Tensor, v: Tensor, name_k: str = "k", name_v: str = "v") -> None:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next((n, x) for n, x in _named(q, k, v) if not isinstance(x, Tensor))
+        named = (("q", q), (name_k, k), (name_v, v))
+        name, x = next((n, x) for n, x in named if not isinstance(x, Tensor))
         raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
     if q.is_nested:
         raise NotImplementedError(
@@ -304,9 +310,14 @@ def _same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
     if dtype not in DTYPES:
         raise TypeError(f"q has dtype {dtype}; supported: {_listed(DTYPES)}")
     if k.dtype != dtype or v.dtype != dtype:
-        raise TypeError(f"dtypes differ: q has {dtype}, k {k.dtype}, v {v.dtype}; cast them to one")
+        raise TypeError(
+            f"dtypes differ: q has {dtype}, {name_k} {k.dtype}, {name_v} {v.dtype}; cast them to "
+            "one"
+        )
     if k.device != device or v.device != device:
-        raise ValueError(f"devices differ: q is on {device}, k on {k.device}, v on {v.device}")
+        raise ValueError(
+            f"devices differ: q is on {device}, {name_k} on {k.device}, {name_v} on {v.device}"
+        )
     if device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"q is on {device}; supported devices: cpu, cuda")
 

@@ -37,7 +37,7 @@ def call(
     split_size: int,
 ) -> int:
     """Shapes, dtypes, devices and strides of a call; returns the batch size."""
-    validate._same_kind(q, k_cache, v_cache)
+    validate._same_kind(q, k_cache, v_cache, "k_cache", "v_cache")
     rank = 4 if cu_seqlens_q is None else 3
     if q.dim() != rank:
         layout = "(batch, seqlen_q, heads, dim)" if rank == 4 else "(total_q, heads, dim)"
@@ -147,7 +147,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
         raise ValueError("out_partial has a head dim of 0; there must be columns")
     supported = (torch.float16, torch.bfloat16, torch.float32)
     if dtype is not None and dtype not in supported:
-        raise TypeError(f"dtype is {dtype}; supported: {validate._listed(supported)}")
+        raise TypeError(f"the result's dtype is {dtype}; supported: {validate._listed(supported)}")
 
 
 def contents(
@@ -180,11 +180,21 @@ def contents(
                 f"cache_batch_idx[{b}] is {row}, as [{rows.index(row)}] is; rows that join a "
                 "cache are for one sequence alone"
             )
+    written: dict[int, tuple[int, int]] = {}  # where the table names a page that rows join
     for b, pages in enumerate([] if block_table is None else block_table.tolist()):
-        for block, page in enumerate(pages[: -(-(used[b] + seqlens_new[b]) // max(page_size, 1))]):
+        last = used[b] + seqlens_new[b]
+        for block, page in enumerate(pages[: -(-last // max(page_size, 1))]):
             if not 0 <= page < len(k_cache):
                 raise ValueError(
                     f"block_table[{b}, {block}] is {page}; the cache has {len(k_cache)} pages"
+                )
+            if seqlens_new[b] == 0 or (block + 1) * page_size <= used[b]:
+                continue
+            other = written.setdefault(page, (b, block))
+            if other != (b, block):
+                raise ValueError(
+                    f"block_table[{b}, {block}] is {page}, as {list(other)} is; pages that rows "
+                    "join are for one sequence alone"
                 )
 
 
@@ -276,6 +286,10 @@ def _new_keys(
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
     validate._same_kind(q, k, v)
+    if k_cache is v_cache:
+        raise ValueError("k_cache and v_cache are one tensor; k and v join caches of their own")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        validate.own_memory(name, cache)
     if cu_seqlens_k_new is not None:
         entries = validate._indices("cu_seqlens_k_new", cu_seqlens_k_new, q)
         if entries != batch + 1:
@@ -324,7 +338,7 @@ def _splits(num_splits: int, split_size: int) -> None:
     for name, x in (("num_splits", num_splits), ("split_size", split_size)):
         if isinstance(x, bool) or not isinstance(x, int):
             raise TypeError(f"{name} is {validate._kind(x)}; expected an int")
-        if x < 0:
+        if not 0 <= x <= validate._INT64_MAX:
             raise ValueError(f"{name} is {x}; expected a count >= 0 (0: the library chooses)")
     if num_splits and split_size:
         raise ValueError(

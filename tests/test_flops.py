@@ -82,6 +82,28 @@ def test_sequences_of_different_lengths(device):
         assert counted(lambda: call(*fakes, 5, 9)) == of_pair * 2 * 5 * 9
 
 
+def test_lengths_count_as_they_are_clamped():
+    """On the CPU, which has paged keys in packed calls, too."""
+    q, k = random(6, 4, 32, device="cpu"), random(9, 4, 32, device="cpu")
+    call = flash_cute.flash_attn_varlen_func
+    of_pair = 2 * 4 * (32 + 32)
+    cu_q, cu_k, beyond = (torch.tensor(x, dtype=INT32) for x in ([0, 6], [0, 9], [0, 90]))
+    assert counted(lambda: call(q, k, k, cu_q, cu_k, 4, 5)) == of_pair * 4 * 5
+    assert counted(lambda: call(q, k, k, cu_q, beyond, 6, 90)) == of_pair * 6 * 9
+    pages, used = random(3, 4, 4, 32, device="cpu"), torch.tensor([7], dtype=INT32)
+    paged = {"block_table": torch.tensor([[2, 0]], dtype=INT32)}
+    for offsets in ([0, 0], [0, 2]):
+        cu_k = torch.tensor(offsets, dtype=INT32)
+        flops = counted(lambda: call(q, pages, pages, cu_q, cu_k, 6, 90, seqused_k=used, **paged))  # noqa: B023
+        assert flops == of_pair * 6 * 7
+    flops = counted(lambda: call(q, pages, pages, cu_q, beyond, 6, 90, **paged))
+    assert flops == of_pair * 6 * 8
+    used = torch.tensor([3, -4], dtype=INT32)
+    q, cache = random(2, 1, 4, 32, device="cpu"), random(2, 40, 2, 32, device="cpu")
+    flops = counted(lambda: flash_cute.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used))
+    assert flops == of_pair * 3
+
+
 def test_caches(device):
     q, cache = random(2, 3, 4, 32, device=device), random(2, 40, 2, 32, device=device)
     new = random(2, 3, 2, 32, device=device)

@@ -133,11 +133,38 @@ def test_bad_call(device, case):
         ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, but q has 3 rows a sequence"),
         ({"rotary_interleaved": "no"}, TypeError, "rotary_interleaved is str; expected a bool"),
         ({"cache_seqlens": 30}, ValueError, "is 30; with 3 new rows a cache of 32 rows"),
+        ({"return_softmax_lse": "no"}, TypeError, "return_softmax_lse is str; expected a bool"),
+        ({"check_indices": None}, TypeError, "check_indices is NoneType; expected a bool"),
+        ({"max_seqlen_q": "3"}, TypeError, "max_seqlen_q is str"),
+        ({"k_cache": None}, TypeError, "k_cache is NoneType"),
+        ({"v_cache": [1]}, TypeError, "v_cache is list"),
+        ({"k_cache": torch.zeros(9, 8, 2, 16)}, TypeError, "k_cache torch.float32, v_cache"),
+        ({"split_size": 2**70}, ValueError, "split_size is"),
     ],
 )
 def test_bad_argument_of_the_function(device, change, error, message):
     with pytest.raises(error, match=message):
         flash_cute.flash_attn_with_kvcache(**(good(device) | change))
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_rows_join_no_memory_of_others(device, name):
+    """Of sequences in an expanded cache; reading one is allowed."""
+    arguments = good(device) | {"block_table": None}
+    arguments[name] = arguments[name][:1].expand(2, -1, -1, -1)
+    other = "v_cache" if name == "k_cache" else "k_cache"
+    arguments[other] = arguments[other][:2].contiguous()
+    with pytest.raises(ValueError, match=f"{name} has elements that share memory"):
+        flash_cute.flash_attn_with_kvcache(**arguments)
+    reads = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"))
+    flash_cute.flash_attn_with_kvcache(**(arguments | reads))
+
+
+def test_keys_and_values_join_two_tensors(device):
+    arguments = good(device)
+    arguments["v_cache"] = arguments["k_cache"]
+    with pytest.raises(ValueError, match="are one tensor"):
+        flash_cute.flash_attn_with_kvcache(**arguments)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[2][:40])

@@ -51,6 +51,66 @@ def test_compile(make_cache, name):
             bounds.check_same_bits(cache, got[cache], expected[cache])
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck_of_what_appends_nothing(make_cache, name):
+    inputs = make_cache(SAMPLES[name])
+    for cache in ("k_cache", "v_cache"):
+        inputs[cache].nan_to_num_()
+    op = torch.ops.flash_cute.attend_kvcache.default
+    names = [argument.name for argument in op._schema.arguments]
+    torch.library.opcheck(op, (), {name: inputs.arguments[name] for name in names})
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_appends_nothing_is_the_same(make_cache, name):
+    """The op without new keys, and the one that could append some."""
+    none = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cu_seqlens_k_new"))
+    inputs = make_cache(SAMPLES[name]).changed(**none)
+    for result, a, b in zip(
+        ("out", "softmax_lse"), call(inputs, return_softmax_lse=True), inputs.run(), strict=True
+    ):
+        bounds.check_same_bits(result, a, b)
+
+
+@pytest.mark.parametrize("dims", [(0, "layers"), (1, "pairs")], ids=lambda x: x[1])
+def test_inductor_reads_views_of_one_tensor(device, dims):
+    """Views that are made inside of the graph, with shapes that change."""
+    torch._dynamo.reset()
+    axis, _ = dims
+
+    def attend(q, caches, lengths):
+        k_cache, v_cache = caches.unbind(axis)
+        return flash_cute.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for batch in (2, 3, 5):
+        q = torch.randn(batch, 1, 4, 64, device=device, dtype=BF16)
+        shape = [batch, 20, 2, 64]
+        shape.insert(axis, 2)
+        caches = torch.randn(shape, device=device, dtype=BF16)
+        lengths = torch.randint(1, 21, (batch,), device=device, dtype=torch.int32)
+        expected = attend(q, caches, lengths)
+        bounds.check_same_bits("out", compiled(q, caches, lengths), expected)
+
+
+def test_inductor_appends_to_views_from_outside(device):
+    torch._dynamo.reset()
+
+    def attend(q, k_cache, v_cache, k, v, lengths):
+        return flash_cute.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for batch in (2, 3):
+        q, k, v = (torch.randn(batch, 1, 2, 64, device=device, dtype=BF16) for _ in range(3))
+        caches = torch.randn(batch, 2, 20, 2, 64, device=device, dtype=BF16)
+        expected_caches = caches.clone()
+        lengths = torch.randint(1, 20, (batch,), device=device, dtype=torch.int32)
+        got = compiled(q, *caches.unbind(1), k, v, lengths)
+        expected = attend(q, *expected_caches.unbind(1), k, v, lengths)
+        bounds.check_same_bits("out", got, expected)
+        bounds.check_same_bits("caches", caches, expected_caches)
+
+
 def test_function_is_the_op(make_cache):
     inputs = make_cache(SAMPLES["paged"])
     out, lse = inputs.fresh().run()

@@ -239,6 +239,19 @@ def test_two_sequences_may_share_a_row_of_the_cache_but_not_append_to_it(make_ca
         call(joining.changed(cache_batch_idx=[row, row]), check_indices=True)
 
 
+def test_two_sequences_may_share_pages_but_not_append_to_one(make_cache):
+    """Pages in front of the row that joins are read alone."""
+    inputs = make_cache(
+        CacheCase(lengths=(20, 20), seqlens_new=1, page_size=16, dim=64, dtype=BF16)
+    )
+    table = inputs["block_table"].tolist()
+    table[1][0] = table[0][0]
+    call(inputs.changed(block_table=table), check_indices=True)
+    table[1][1] = table[0][1]
+    with pytest.raises(ValueError, match=rf"block_table\[1, 1\] is {table[0][1]}, as \[0, 1\] is"):
+        call(inputs.changed(block_table=table), check_indices=True)
+
+
 CHECKED_OFFSETS = {
     "cu_seqlens_q[1:3] is [3, 9]": {"cu_seqlens_q": [0, 3, 9]},
     "max_seqlen_q says 4": {"cu_seqlens_q": [0, 6, 7]},

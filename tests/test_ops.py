@@ -93,8 +93,17 @@ KVCACHE = (
     "Tensor? alibi_slopes=None, Tensor? sink=None, bool rotary_interleaved=True, "
     "int num_splits=0, int split_size=0"
 )
+ATTEND_KVCACHE = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, "
+    "Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, "
+    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, float? softmax_scale=None, "
+    "bool is_causal=False, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+    "float softcap=0., Tensor? alibi_slopes=None, Tensor? sink=None, int num_splits=0, "
+    "int split_size=0"
+)
 INFERENCE = {
     "fwd_kvcache": KVCACHE,
+    "attend_kvcache": ATTEND_KVCACHE,
     "combine": "Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None",
 }
 

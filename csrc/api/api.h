@@ -16,6 +16,7 @@ void varlen_bwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_result
 void varlen_bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 void fwd_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void attend_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void combine(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 }  // namespace flash_cute

@@ -1,6 +1,8 @@
 // torch.ops.flash_cute.bwd and varlen_bwd: check, allocate, describe the problem, select a kernel, launch.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+
 #include "api/api.h"
 #include "api/problem.h"
 #include "api/tensors.h"
@@ -26,6 +28,10 @@ BwdProblem make_problem(const BwdArguments& a) {
   p.dout = matrices(a.dout, "dout");
   if (a.dlse) p.dlse = statistics(*a.dlse, "dlse", q);
   p.deterministic = a.deterministic;
+  if (!p.fwd.dense()) {  // the longest lengths may be any bound; grids and orders go by them
+    p.fwd.seqlen_q = static_cast<int>(std::min<int64_t>(p.fwd.seqlen_q, p.fwd.total_q));
+    p.fwd.seqlen_k = static_cast<int>(std::min<int64_t>(p.fwd.seqlen_k, p.fwd.total_k));
+  }
   return p;
 }
 

@@ -1,4 +1,4 @@
-// torch.ops.flash_cute.fwd_kvcache: check, allocate, describe the problem, select a kernel, launch.
+// torch.ops.flash_cute.fwd_kvcache and attend_kvcache: check, allocate, describe the problem, select a kernel, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"
@@ -28,7 +28,7 @@ Tensor allocate_decoded_parts(DecodeProblem& p, const KernelConfig& config, cons
 // A kernel of forward for prompts in chunks; null if none can, or decoding takes no longer. Where the caller says how keys
 // are parted, it is always decoding: results must not depend on the batch.
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
-  if (p.cache.leftpad != nullptr || p.num_splits > 0 || p.split_size > 0) return nullptr;
+  if (p.cache.leftpad != nullptr || !p.even_shares()) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
   const bool cheaper =
       kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu);
@@ -52,11 +52,9 @@ void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q,
   check_launch(kernel.config, kernel.launch(p.fwd, stream));
 }
 
-}  // namespace
-
-void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
+void run(StableIValue* stack, bool joins) {
   Stack in(stack);
-  const KvcacheArguments a = take_kvcache(in);
+  const KvcacheArguments a = take_kvcache(in, joins);
   DecodeProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
   const Tensor out = allocate_out(a.q, a.v_cache), softmax_lse = allocate_statistics(a.q);
@@ -77,6 +75,15 @@ void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
     check_launch(kernel.config, kernel.launch(p, current_stream(a.q)));
   }
   in.put(out, softmax_lse);
+}
+
+}  // namespace
+
+void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
+  run(stack, true);
+}
+void attend_kvcache(StableIValue* stack, uint64_t, uint64_t) {
+  run(stack, false);
 }
 
 }  // namespace flash_cute

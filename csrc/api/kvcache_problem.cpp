@@ -60,6 +60,7 @@ NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
   added.v = matrices(*a.v, "v");
   added.seqlen = checked_int(a.k->size(dims - 3), "rows of k");
   added.total = dense ? int64_t(batch) * added.seqlen : added.seqlen;
+  FC_CHECK(added.total < int64_t{1} << 31, "k has ", added.total, " rows; at most 2^31 - 1 can join in one call");
   added.cu = optional_indices(a.cu_seqlens_k_new, batch + 1, "cu_seqlens_k_new", a.q);
   return added;
 }
@@ -108,23 +109,24 @@ void check_supported(const KvcacheArguments& a) {
 
 }  // namespace
 
-KvcacheArguments take_kvcache(Stack& in) {
+KvcacheArguments take_kvcache(Stack& in, bool joins) {
+  auto of_new_keys = [&] { return joins ? in.optional_view() : std::nullopt; };
   KvcacheArguments a{
       .q = in.view(),
       .k_cache = in.view(),
       .v_cache = in.view(),
-      .k = in.optional_view(),
-      .v = in.optional_view(),
-      .rotary_cos = in.optional_view(),
-      .rotary_sin = in.optional_view(),
+      .k = of_new_keys(),
+      .v = of_new_keys(),
+      .rotary_cos = of_new_keys(),
+      .rotary_sin = of_new_keys(),
       .cache_seqlens = in.optional_view(),
       .cache_batch_idx = in.optional_view(),
       .cache_leftpad = in.optional_view(),
       .block_table = in.optional_view(),
       .cu_seqlens_q = in.optional_view(),
       .max_seqlen_q = in.take<int64_t>(),
-      .cu_seqlens_k_new = in.optional_view(),
-      .rotary_seqlens = in.optional_view(),
+      .cu_seqlens_k_new = of_new_keys(),
+      .rotary_seqlens = of_new_keys(),
       .score = {},
       .rotary_interleaved = false,
       .num_splits = 0,
@@ -139,7 +141,7 @@ KvcacheArguments take_kvcache(Stack& in) {
              .sink = in.optional_view(),
              .dropout_p = 0,
              .rng = {}};
-  a.rotary_interleaved = in.take<bool>();
+  if (joins) a.rotary_interleaved = in.take<bool>();
   a.num_splits = in.take<int64_t>();
   a.split_size = in.take<int64_t>();
   return a;
@@ -156,6 +158,7 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   f.batch = checked_int(dense ? a.q.size(0) : a.cu_seqlens_q->size(0) - 1, "batch");
   f.seqlen_q = checked_int(dense ? a.q.size(1) : a.max_seqlen_q, "max_seqlen_q");
   f.total_q = dense ? a.q.size(0) * a.q.size(1) : a.q.size(0);
+  FC_CHECK(f.total_q < int64_t{1} << 31, "q has ", f.total_q, " rows; at most 2^31 - 1 are supported over a cache");
   f.sequences.cu_q = optional_indices(a.cu_seqlens_q, f.batch + 1, "cu_seqlens_q", a.q);
   f.heads = checked_int(a.q.size(axis), "heads");
   f.heads_k = checked_int(a.k_cache.size(2), "heads_k");

@@ -21,7 +21,8 @@ struct KvcacheArguments {
   int64_t num_splits, split_size;
 };
 
-KvcacheArguments take_kvcache(Stack& in);
+// With `joins` those of new keys, values and rotary embedding, too.
+KvcacheArguments take_kvcache(Stack& in, bool joins);
 
 // Checks the arguments and fills everything but the results.
 DecodeProblem make_problem(const KvcacheArguments& a);

@@ -50,7 +50,7 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
   constexpr int64_t kCached = 32 << 20;  // bytes that the L2 cache keeps while others pass through it
   const FwdProblem& f = p.fwd;
-  if (f.seqlen_k == 0 || f.heads_k == 0) return {1, 1, false, false, false};  // of no tiles
+  if (f.seqlen_k == 0 || f.heads == 0) return {1, 1, false, false, false};  // of no tiles
   const DqOrder order = dq_order(config, p);
   const bool in_turns = order == DqOrder::InTurns;
   const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles

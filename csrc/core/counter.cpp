@@ -1,6 +1,7 @@
 #include "core/counter.h"
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -61,6 +62,7 @@ cudaError_t zeroed_counters(unsigned*& counters, int count, cudaStream_t stream)
   int device = 0;
   cudaStreamCaptureStatus capture;
   unsigned long long id = 0;
+  count = static_cast<int>(std::bit_ceil(static_cast<unsigned>(count)));  // few sizes, which share what is 0 in between
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaStreamIsCapturing(stream, &capture)) return e;
   const std::lock_guard<std::mutex> lock(mutex);

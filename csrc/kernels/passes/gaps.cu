@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill
   const int64_t row_elements = int64_t(g.heads) * g.head_dim;
   for (int64_t i = begin * row_elements + first; i < end * row_elements; i += kCtasPerGap * kThreads) {
     const int64_t row = i / row_elements;
-    const int head = int(i % row_elements) / g.head_dim, col = int(i % g.head_dim);
+    const int head = static_cast<int>(i % row_elements / g.head_dim), col = static_cast<int>(i % g.head_dim);
     const int64_t at = row * g.matrices.row + head * g.matrices.head + col;
     if (g.element_bytes == 2) {
       static_cast<uint16_t*>(g.matrices.ptr)[at] = 0;
