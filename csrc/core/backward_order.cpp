@@ -25,7 +25,7 @@ int64_t bytes_of_query(const FwdProblem& f) {
 bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
   constexpr int64_t kBytes = 64 << 20;
   const FwdProblem& f = p.fwd;
-  if (config.arch != Arch::Sm90 || config.pair() || p.deterministic || !f.dense() || f.heads_k == 0) return false;
+  if (config.pair() || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
   return bytes_of_query(f) * f.seqlen_q > kBytes;
 }
@@ -33,7 +33,7 @@ bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
 DqOrder dq_order(const KernelConfig& config, const BwdProblem& p) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqOrder::InTurns;
-  if (config.arch != Arch::Sm90 || needs_pace(config, p)) return DqOrder::Added;
+  if (needs_pace(config, p)) return DqOrder::Added;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys by a query, in the mean
   if (is_masked) {
@@ -72,7 +72,7 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   }
 
   const int hidden = f.seqlen_k - 1 - f.band.left;  // keys, from the last query
-  const bool inside = hidden <= (in_turns ? f.seqlen_k / 4 : 0);
+  const bool inside = in_turns ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
   // Of queries that are at once in use, where each of the tiles that start together is at others than all others.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
   return {std::min(together, of_one_set * tiles * parts.count()), heads,

@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-// In which order tiles of keys add to the sums of dQ, and what they find there.
+// In which order tiles of keys add to the sums of dQ, and what they find there. All of this is for kernels of sm90.
 enum class DqOrder {
   Added,  // as they come, to zeros that a pass before writes
   Opened,  // as they come, to what the first one has stored

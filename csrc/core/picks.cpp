@@ -69,6 +69,19 @@ FwdProblem problem_of(int64_t batch, int64_t heads, int64_t heads_k, int64_t seq
   return p;
 }
 
+// A problem of backward in as many parts as it would have, and its kernel, or null.
+struct Backward {
+  BwdProblem problem;
+  const KernelConfig* config;
+
+  Backward(FwdProblem forward, int sms, bool deterministic = false) : problem{} {
+    problem.fwd = forward;
+    problem.deterministic = deterministic;
+    config = hopper_kernel(Op::Bwd, forward, hopper(sms));
+    if (config != nullptr) problem.parts = backward_parts(*config, forward, sms);
+  }
+};
+
 }  // namespace
 
 std::tuple<std::string, int64_t, int64_t> preferred_forward(int64_t batch, int64_t heads, int64_t seqlen_q,
@@ -101,10 +114,10 @@ std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t hea
                                                       int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
                                                       int64_t window_size_left, int64_t window_size_right, bool varlen,
                                                       int64_t sms) {
-  const FwdProblem p = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
-                                  window_size_right, varlen);
-  const KernelConfig* const config = hopper_kernel(Op::Bwd, p, hopper(sms));
-  const QueryParts parts = config == nullptr ? QueryParts{} : backward_parts(*config, p, static_cast<int>(sms));
+  const Backward backward(problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
+                                     window_size_right, varlen),
+                          static_cast<int>(sms));
+  const QueryParts& parts = backward.problem.parts;
   return {parts.heads, parts.queries, parts.whole_tiles};
 }
 
@@ -112,15 +125,13 @@ std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, i
                                                  int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
                                                  int64_t window_size_left, int64_t window_size_right, bool varlen,
                                                  bool deterministic) {
-  BwdProblem p{};
-  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
-                     window_size_right, varlen);
-  p.deterministic = deterministic;
-  const KernelConfig* const config = hopper_kernel(Op::Bwd, p.fwd, hopper(kSms));
-  if (config == nullptr) return {"", false};
-  const DqOrder order = dq_order(*config, p);
+  const Backward backward(problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
+                                     window_size_right, varlen),
+                          kSms, deterministic);
+  if (backward.config == nullptr) return {"", false};
+  const DqOrder order = dq_order(*backward.config, backward.problem);
   const char* const name = order == DqOrder::Added ? "added" : order == DqOrder::Opened ? "opened" : "in turns";
-  return {name, needs_pace(*config, p)};
+  return {name, needs_pace(*backward.config, backward.problem)};
 }
 
 std::tuple<int64_t, int64_t, bool, bool, bool> preferred_key_order(int64_t batch, int64_t heads, int64_t heads_k,
@@ -128,14 +139,11 @@ std::tuple<int64_t, int64_t, bool, bool, bool> preferred_key_order(int64_t batch
                                                                    int64_t head_dim_v, int64_t window_size_left,
                                                                    int64_t window_size_right, bool varlen,
                                                                    bool deterministic) {
-  BwdProblem p{};
-  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
-                     window_size_right, varlen);
-  p.deterministic = deterministic;
-  const KernelConfig* const config = hopper_kernel(Op::Bwd, p.fwd, hopper(kSms));
-  if (config == nullptr) return {};
-  p.parts = backward_parts(*config, p.fwd, kSms);
-  const KeyOrder order = KeyOrder::of(*config, p);
+  const Backward backward(problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, window_size_left,
+                                     window_size_right, varlen),
+                          kSms, deterministic);
+  if (backward.config == nullptr) return {};
+  const KeyOrder order = KeyOrder::of(*backward.config, backward.problem);
   return {order.tiles_of_set, order.heads_together, order.late_first, order.heads_inside, order.down_and_up};
 }
 
