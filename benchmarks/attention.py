@@ -202,7 +202,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--rivals",
-        help=f"comma-separated, of {', '.join(sorted(LOADERS.keys() - {OURS}))}, {_OTHERS}",
+        help=f"comma-separated, of {', '.join(sorted(LOADERS))}, {_OTHERS}",
     )
     parser.add_argument("--kernels", default="", help="flash_cute with kernels of this in their id")
     parser.add_argument("--direction", default="fwd,bwd", help="fwd, bwd or fwd,bwd (default)")
@@ -225,11 +225,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _complete(options: argparse.Namespace) -> None:
     """Fills the defaults that depend on other options; ValueError for what makes no sense."""
     default_rivals = {"fp8": "fa3fp8", "smoke": "math", "features": "fa2"}
-    rivals = options.rivals or default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
+    rivals = options.rivals
+    if rivals is None:
+        rivals = default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
     options.rivals = [n for n in rivals.split(",") if n]
-    known = LOADERS.keys() - {OURS}
-    if unknown := [n for n in options.rivals if n not in known and not re.match(_IS_OTHER, n)]:
-        raise ValueError(f"unknown rivals {unknown}, known: {sorted(known)}, {_OTHERS}")
+    if unknown := [n for n in options.rivals if n not in LOADERS and not re.match(_IS_OTHER, n)]:
+        raise ValueError(f"unknown rivals {unknown}, known: {sorted(LOADERS)}, {_OTHERS}")
     least = timing.SUSTAINED_ROUNDS if options.sustained else 1
     if options.rounds is None:
         options.rounds = timing.SUSTAINED_ROUNDS if options.sustained else 5

@@ -231,7 +231,7 @@ def _panel(axes: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
                 axes.text(rate, middle, f" {text}", va="center", fontsize=6, color=colour)
     axes.set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(rows[0]["metric"])
+    axes.set_xlabel(", ".join(sorted({row["metric"] for row in rows})))
     axes.margins(y=0.01)
     axes.spines[["top", "right"]].set_visible(False)
 

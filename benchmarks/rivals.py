@@ -146,9 +146,9 @@ class FlashCute(Build):
     `kernels` is a part of kernels' ids: only these are used. "" is for all.
     """
 
-    def __init__(self, device: torch.device, kernels: str = "") -> None:
+    def __init__(self, kernels: str = "") -> None:
         package = importlib.import_module("flash_cute")
-        super().__init__(torch.ops.flash_cute, getattr(package, "__version__", "unknown"))
+        super().__init__(torch.ops.flash_cute, package.__version__)
         self._func, self._decode = package.flash_attn_func, package.flash_attn_with_kvcache
         self._scope = partial(package.library.only, kernels) if kernels else nullcontext
         with self._scope():  # raises where there is no such kernel
@@ -376,8 +376,7 @@ def _build(namespace: str, library: str) -> Candidate:
     return Build(ops, "another build")
 
 
-LOADERS: dict[str, Callable[[torch.device], Candidate]] = {
-    OURS: FlashCute,
+LOADERS: dict[str, Callable[[torch.device], Candidate]] = {  # of rivals
     "cudnn": _cudnn,
     "fa2": _fa2,
     "fa3": FlashAttention3,
@@ -406,7 +405,7 @@ def load(
             if library:
                 candidates[name] = _build(name, library)
             elif base == OURS:
-                candidates[name] = FlashCute(device, part or kernels)
+                candidates[name] = FlashCute(part or kernels)
             else:
                 candidates[name] = LOADERS[name](device)
         except Exception as error:

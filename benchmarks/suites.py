@@ -175,7 +175,7 @@ def _featured(shapes: tuple[tuple[int, int, int], ...]) -> list[Case]:
         Case("bf16", batch, 2048 // dim, 2048 // dim, seqlen, seqlen, dim, dim, causal, feature)
         for dim, batch, seqlen in shapes
         for feature in ("", *FEATURES)
-        for causal in ((True,) if feature == "window1024" else (False,))
+        for causal in (feature == "window1024",)
     ]
 
 

@@ -37,7 +37,7 @@ def reference(case: Case, x: Inputs, backward: bool, seed: int) -> list[Truth]:
     """Unfused fp64 attention, in chunks of rows, of a sample of whole (batch, kv head) pairs.
 
     Whole pairs, because a row of dk needs every query. The first and the last pair are always
-    there; the rest are drawn at random, until they hold 2**15 query rows (4 to 64 pairs).
+    there; 4 to 64 more are drawn at random, as many as hold 2**15 query rows.
     """
     pairs = [(b, h) for b in range(case.batch) for h in range(case.heads_k)]
     count = min(len(pairs), max(4, min(64, _SAMPLED_ROWS // case.seqlen_q)))

@@ -157,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=60, help="to generate, at most")
     parser.add_argument("--at-once", type=int, default=3, help="requests that run together")
     options = parser.parse_args(argv)
+    for name in ("steps", "tokens", "at_once"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least 1")
     settings: Settings = replace(CUDA if options.device == "cuda" else CPU, steps=options.steps)
     torch.manual_seed(settings.seed)
     model = settings.model(flash_cute_attention).to(options.device)

@@ -85,13 +85,16 @@ def _cached_pairs(bound: dict[str, Any]) -> int:
         joining = [new.shape[1]] * len(queries)
     else:
         joining = _lengths(new_offsets, new.shape[0], new.shape[0])
-    used = bound.get("cache_seqlens")
+    used, pads = bound.get("cache_seqlens"), bound.get("cache_leftpad")
     if used is None or _is_unknown(used):
         in_use = [capacity] * len(queries)
     else:
-        in_use = used.clamp(min=0).tolist()
-    keys = (min(n + m, capacity) for n, m in zip(in_use, joining, strict=True))
-    return sum(n * m for n, m in zip(queries, keys, strict=True))
+        in_use = used.clamp(0, capacity).tolist()
+    hidden = [0] * len(queries) if pads is None or _is_unknown(pads) else pads.tolist()
+    return sum(
+        rows * (min(n + m, capacity) - min(max(pad, 0), n))
+        for rows, n, m, pad in zip(queries, in_use, joining, hidden, strict=True)
+    )
 
 
 def _lengths(offsets: Tensor, longest: int, total: int, used: Tensor | None = None) -> list[int]:

@@ -121,7 +121,7 @@ def flash_attn_with_kvcache(
         *caches, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, *sequences,
         num_splits, split_size,
     )  # fmt: skip
-    if max_seqlen_q is not None:
+    if cu_seqlens_q is None and max_seqlen_q is not None:
         validate.length("max_seqlen_q", max_seqlen_q)
     if cu_seqlens_q is None and max_seqlen_q not in (None, 0, q.shape[1]):
         raise ValueError(

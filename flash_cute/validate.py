@@ -1,9 +1,9 @@
-"""What the public functions accept: every check that a call passes, once, before anything is
-computed.
+"""What the public functions accept: every check that a call passes, once (on the CPU the op asks
+again), before anything is computed.
 
 Wrong types and dtypes raise ``TypeError``, wrong shapes, values and devices ``ValueError``, and
 what this build or device does not do ``NotImplementedError``. A message names the argument, what
-was given, what is supported, and what to do. The checks cost the host about a microsecond each
+was given, what is supported, and what to do. The checks cost the host a microsecond or two each
 call, so they are plain comparisons in a row.
 """
 
@@ -166,11 +166,7 @@ def options(
 
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) -> None:
     """Refuses what the CUDA kernels do not do (yet); ``paged``: there is a block_table."""
-    if not has_cuda_kernels():
-        raise NotImplementedError(
-            "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
-            "build with nvcc (FLASH_CUTE_BUILD=cuda make build), or move the tensors to the CPU"
-        )
+    cuda_build_and_sink(sink)
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported on CUDA yet; supported: "
@@ -182,14 +178,23 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) 
             f"{name}'s head dim {x.shape[-1]} is not supported on CUDA yet; the largest is "
             f"{CUDA_MAX_HEAD_DIM}; run on the CPU"
         )
+    if paged:
+        raise NotImplementedError(
+            "block_table is not supported on CUDA yet; gather k and v, or run on the CPU"
+        )
+
+
+def cuda_build_and_sink(sink: Tensor | None) -> None:
+    """What no CUDA kernel of any op does."""
+    if not has_cuda_kernels():
+        raise NotImplementedError(
+            "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
+            "build with nvcc (FLASH_CUTE_BUILD=cuda make build), or move the tensors to the CPU"
+        )
     if sink is not None and sink.dtype not in CUDA_SINK_DTYPES:
         raise NotImplementedError(
             f"sink has dtype {sink.dtype}, which is not supported on CUDA; supported: "
             f"{_listed(CUDA_SINK_DTYPES)}; cast it"
-        )
-    if paged:
-        raise NotImplementedError(
-            "block_table is not supported on CUDA yet; gather k and v, or run on the CPU"
         )
 
 
@@ -352,10 +357,8 @@ def _heads_and_dims(
             _contiguous_last(name, x)
 
 
-def _indices(
-    name: str, x: Tensor, q: Tensor, length: int | None = None, asks: str = "cu_seqlens_q"
-) -> int:
-    """An int32 contiguous vector on q's device, as long as ``asks`` says; returns its length."""
+def _indices(name: str, x: Tensor, q: Tensor) -> int:
+    """An int32 contiguous vector on q's device; returns its length."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {_kind(x)}; expected an int32 torch.Tensor")
     if x.dtype != torch.int32:
@@ -364,8 +367,6 @@ def _indices(
         raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
     if x.dim() != 1 or not x.is_contiguous():
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a contiguous vector")
-    if length is not None and x.shape[0] != length:
-        raise ValueError(f"{name} has {x.shape[0]} entries; {asks} asks for {length}")
     return x.shape[0]
 
 
@@ -382,8 +383,8 @@ def _sequences(
     batch = _indices(names[0], cu_seqlens, q) - 1
     if batch < 0:
         raise ValueError(f"{names[0]} is empty; it holds batch + 1 offsets")
-    if used is not None:
-        _indices(names[2], used, q, batch, names[0])
+    if used is not None and (entries := _indices(names[2], used, q)) != batch:
+        raise ValueError(f"{names[2]} has {entries} entries; {names[0]} asks for {batch}")
     length(names[1], longest)
     return batch
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from flash_cute import validate
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
-KVCACHE_CUDA_MAX_HEAD_DIM = 256
 
 
 def call(
@@ -98,7 +97,7 @@ def op_arguments(bound: dict[str, Any]) -> None:
 
 def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
     """Refuses what the CUDA kernels over a cache do not do (yet)."""
-    validate.cuda(q, v_cache, sink)
+    validate.cuda_build_and_sink(sink)
     if q.dtype not in KVCACHE_CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported over a key/value cache on CUDA yet; supported: "
@@ -106,10 +105,10 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
         )
     for name, x in (("q", q), ("v_cache", v_cache)):
         dim = x.shape[-1]
-        if dim > KVCACHE_CUDA_MAX_HEAD_DIM or dim % 8 != 0:
+        if dim > validate.CUDA_MAX_HEAD_DIM or dim % 8 != 0:
             raise NotImplementedError(
                 f"{name}'s head dim {dim} is not supported over a key/value cache on CUDA yet; "
-                f"multiples of 8 up to {KVCACHE_CUDA_MAX_HEAD_DIM} are; pad it, or run on the CPU"
+                f"multiples of 8 up to {validate.CUDA_MAX_HEAD_DIM} are; pad it, or run on the CPU"
             )
 
 

@@ -102,6 +102,11 @@ def test_lengths_count_as_they_are_clamped():
     q, cache = random(2, 1, 4, 32, device="cpu"), random(2, 40, 2, 32, device="cpu")
     flops = counted(lambda: flash_cute.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used))
     assert flops == of_pair * 3
+    used, pads = (torch.tensor(x, dtype=INT32) for x in ([30, 20], [29, 50]))
+    lengths = {"cache_seqlens": used, "cache_leftpad": pads}
+    assert (
+        counted(lambda: flash_cute.flash_attn_with_kvcache(q, cache, cache, **lengths)) == of_pair
+    )
 
 
 def test_caches(device):

@@ -147,7 +147,7 @@ def test_attention_probabilities(make, dropout_p, dtype):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_float_window_bound_equals_causal(device, causal):
+def test_a_window_that_ends_at_the_query_is_causal(device, causal):
     """causal is window_size=(-1, 0), bit for bit."""
     inputs = make_inputs(Case(seqlen_q=70, seqlen_k=130, dtype=BF16), device)
     window = inputs.attend(window_size=(-1, 0), causal=causal)
@@ -172,9 +172,12 @@ def test_generator_sets_the_dropout_mask(device):
 
 def test_no_dropout_draws_no_random_number(device):
     inputs = make_inputs(Case(dtype=BF16), device)
-    state = torch.get_rng_state()
+    state_of = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
+    state = state_of()
     inputs.attend()
-    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(state, state_of())
+    inputs.attend(dropout_p=0.1)
+    assert not torch.equal(state, state_of())
 
 
 def test_autocast(device):

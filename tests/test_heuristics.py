@@ -343,9 +343,6 @@ def test_order_of_dq(sizes, options, expected):
     assert preferred_dq_order(*sizes, **options)[0] == expected
 
 
-CAUSAL = {"window_size_right": 0}
-
-
 @pytest.mark.parametrize(
     ("sizes", "options", "by_default", "in_turns"),
     [

@@ -64,6 +64,15 @@ def test_a_library_with_libstdcxx_inside_is_reported(monkeypatch):
     assert "libstdc++" in problem
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_what_a_library_exports_is_reported(tmp_path):
+    source, built = tmp_path / "a.cpp", tmp_path / "a.so"
+    source.write_text("#include <string>\nint by_accident(std::string s) { return s.size(); }\n")
+    subprocess.run(["c++", "-shared", "-fPIC", "-O0", "-o", built, source], check=True)
+    (problem,) = tool("check_library").problems(built, all_kernels=False)
+    assert problem.startswith("exports T by_accident(std::")
+
+
 def test_unstable_symbols_are_recognised():
     unstable = tool("check_library").UNSTABLE
     assert unstable.match("_ZN3c106detail14torchCheckFailEPKcS2_jS2_")

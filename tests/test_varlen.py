@@ -48,7 +48,7 @@ def check(inputs: Inputs, with_dlse: bool = False) -> tuple[torch.Tensor, torch.
     return out, lse
 
 
-def check_same(got: Inputs, expected: Inputs, exact_dq: bool = False) -> None:
+def check_same(got: Inputs, expected: Inputs) -> None:
     """Equal bits of all outputs and gradients; of dq where it is repeatable, i.e. on the CPU."""
     for x, y in zip(got.forward()[:2], expected.forward()[:2], strict=True):
         bounds.check_same_bits("out or softmax_lse", x, y)

@@ -6,6 +6,7 @@ It depends on torch's stable ABI alone, exports nothing by accident, stays small
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -17,6 +18,9 @@ CONFIGS = Path(__file__).resolve().parent.parent / "csrc" / "configs.def"
 # Mangled names of these namespaces change between releases of torch and Python's C API between
 # versions of Python; the stable ABI is C functions (aoti_torch_*, torch_*).
 UNSTABLE = re.compile(r"^(_ZNK?(3c10|2at|5torch|6caffe2)|_ZT[IVS]N(3c10|2at|5torch)|_?Py[A-Z_])")
+# What a library may define for others: templates of the C++ library, which all of a process share,
+# and the linker's marks.
+EXPORTED = re.compile(r"^[WVu] .*\bstd::|^[A-Za-z] (_end|_edata|__bss_start|_init|_fini)$")
 NEEDED = re.compile(
     r"^(libtorch|libstdc\+\+|libm|libgcc_s|libc|ld-linux-x86-64|libdl|librt|libpthread)\.so"
 )
@@ -37,9 +41,14 @@ def config_ids(text: str) -> set[str]:
 def problems(library: Path, all_kernels: bool) -> list[str]:
     """What is wrong with the library; empty if nothing is."""
     found = []
-    for symbol in _symbols(library, "--undefined-only"):
+    for line in _run("nm", "-D", "--undefined-only", str(library)):
+        symbol = line.split()[-1].partition("@")[0]
         if UNSTABLE.match(symbol):
             found.append(f"unstable symbol: {symbol}")
+    for line in _run("nm", "-DC", "--defined-only", str(library)):
+        symbol = line.partition(" ")[2]
+        if not EXPORTED.search(symbol):
+            found.append(f"exports {symbol}")
     needed = _needed(library)
     found += [f"needs {name}" for name in needed if not NEEDED.match(name)]
     if not any(name.startswith("libstdc++") for name in needed):
@@ -53,10 +62,6 @@ def problems(library: Path, all_kernels: bool) -> list[str]:
             for name in config_ids(CONFIGS.read_text()) - _kernels(library)
         ]
     return found
-
-
-def _symbols(library: Path, which: str) -> list[str]:
-    return [line.split()[-1].partition("@")[0] for line in _run("nm", "-D", which, str(library))]
 
 
 def _needed(library: Path) -> list[str]:
@@ -76,8 +81,12 @@ def _run(*command: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    library = Path(arguments[0])
-    found = problems(library, "--all-kernels" in arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--all-kernels", action="store_true", help="it holds every row")
+    options = parser.parse_args(arguments)
+    library = options.library
+    found = problems(library, options.all_kernels)
     print(
         f"{library.name}: {library.stat().st_size / 2**20:.1f} MB, {len(_kernels(library))} kernels"
     )

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of every kernel, read from the build's log: ``regs.py LOG``.
+"""Registers and spills of every kernel, read from the build's log: ``regs.py LOG``.
 
 The build passes ``-Xptxas=-v``, so the log holds the assembler's report. Exits with 1 if a kernel
 spills that is not in SPILLS, or more than it says there.
@@ -6,6 +6,7 @@ spills that is not in SPILLS, or more than it says there.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -92,7 +93,9 @@ def _kernel_and_config(name: str) -> tuple[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    usages = parse(Path(arguments[0]).read_text(errors="replace"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("log", type=Path)
+    usages = parse(parser.parse_args(arguments).log.read_text(errors="replace"))
     if not usages:
         print("no kernel in the log: was anything compiled?", file=sys.stderr)
         return 1

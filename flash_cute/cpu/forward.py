@@ -49,10 +49,6 @@ class Outputs(NamedTuple):
             softmax=None if softmax is None else softmax[index, None, :, :seqlen_q, :seqlen_k],
         )
 
-    def results(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The results of the op, in which what was not asked for is None."""
-        return self.out, self.softmax_lse, self.row_max, self.softmax
-
 
 def _attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Output (n, group * rows, dim_v), log-sum-exp and row maximum (.., 1) of ``rows``.
@@ -146,7 +142,7 @@ def fwd(
     shape = (*statistic, k.shape[1])
     outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
     attend(Tiles(q, k, options), v, outputs)
-    return outputs.results()
+    return outputs
 
 
 @torch.no_grad()
@@ -196,4 +192,4 @@ def varlen_fwd(
     for index, (rows, keys, values) in enumerate(parts):
         tiles = Tiles(q[None, rows], keys, options, index)
         attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
-    return outputs.results()
+    return outputs

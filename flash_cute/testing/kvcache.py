@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import reference, validate_kvcache
+from flash_cute import reference, validate, validate_kvcache
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Problem, lay_out
 
@@ -227,6 +227,6 @@ def unsupported_on_cuda(case: CacheCase) -> str | None:
     if case.dtype not in validate_kvcache.KVCACHE_CUDA_DTYPES:
         return "dtype"
     dims = (case.dim, case.dim_v or case.dim)
-    if max(dims) > validate_kvcache.KVCACHE_CUDA_MAX_HEAD_DIM or any(dim % 8 for dim in dims):
+    if max(dims) > validate.CUDA_MAX_HEAD_DIM or any(dim % 8 for dim in dims):
         return "head dim"
     return None

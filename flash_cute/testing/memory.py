@@ -59,13 +59,13 @@ class GuardedTensor:
             )
 
 
-def fill_freed_memory(device: torch.device | str, mebibytes: int = 256) -> None:
+def fill_freed_memory(device: torch.device | str) -> None:
     """Leave NaN in the memory that the next allocations of any size on a CUDA `device` get."""
     sizes = [2**exponent for exponent in range(9, 21)]
     blocks = [
         torch.full((size // 4,), float("nan"), device=device) for size in sizes for _ in range(8)
     ]
-    blocks.append(torch.full((mebibytes * 2**18,), float("nan"), device=device))
+    blocks.append(torch.full((2**26,), float("nan"), device=device))  # 256 MiB
     del blocks
 
 

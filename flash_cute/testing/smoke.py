@@ -10,13 +10,15 @@ from flash_cute import library, ops
 from flash_cute.testing.kernels import parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 
+HEADS = 4
 
-def rules(heads: int, dropout: bool) -> dict[str, Any]:
+
+def rules(dropout: bool) -> dict[str, Any]:
     """Every option of the Rich tier that the kernel has, and a sink."""
     options = {
         "softcap": 10.0,
-        "alibi_slopes": torch.rand(heads, device="cuda"),
-        "sink": torch.randn(heads, device="cuda"),
+        "alibi_slopes": torch.rand(HEADS, device="cuda"),
+        "sink": torch.randn(HEADS, device="cuda"),
     }
     if dropout:
         options |= {"dropout_p": 0.3, "rng": torch.tensor([1, 2], device="cuda")}
@@ -69,7 +71,7 @@ def main() -> None:
             continue
         options = {"allow_tf32": kernel.precision == "tf32"}
         if kernel.tier == "rich":
-            options |= rules(heads=4, dropout=kernel.has_dropout)
+            options |= rules(kernel.has_dropout)
         with library.only(name, f"{kernel.other_op}_"):
             dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
             # Columns that do not exist, and rows that are not aligned where that may be.

@@ -52,17 +52,20 @@ class Trial:
         Raises:
             ValueError: no JSON, or no trial; names the field that does not exist.
         """
-        fields: dict[str, Any] = json.loads(text)
-        kind = _KINDS.get(fields.pop("kind", ""))
-        if kind is None:
+        fields: Any = json.loads(text)
+        kind = fields.pop("kind", None) if isinstance(fields, dict) else None
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise ValueError(f'"kind" must be one of {", ".join(_KINDS)}')
+        kind = _KINDS[kind]
         own = {name: fields.pop(name) for name in _OWN_FIELDS & fields.keys()}
         known = {field.name for field in dataclasses.fields(kind)}
         if unknown := fields.keys() - known:
             raise ValueError(f"no such field: {', '.join(sorted(unknown))}")
         for name, value in fields.items():
             if "dtype" in name:
-                fields[name] = getattr(torch, value)
+                if not isinstance(dtype := getattr(torch, str(value), None), torch.dtype):
+                    raise ValueError(f"{name} is {value}, which is no dtype of torch")
+                fields[name] = dtype
             elif isinstance(value, list):
                 fields[name] = tuple(value)
         return cls(case=kind(**fields), **own)
