@@ -117,7 +117,7 @@ def flash_attn_kvpacked_func(
 
     Backward fills one gradient of kv in place of stacking two.
     """
-    validate.packed("kv", kv, 5, 2)
+    validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
     return _attend(
@@ -242,7 +242,7 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
-    validate.packed("kv", kv, 4, 2)
+    validate.packed("kv", kv, 4, 2, q)
     k, v = kv.unbind(1)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences)

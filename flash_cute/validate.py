@@ -273,14 +273,20 @@ def tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
 
 
-def packed(name: str, x: Tensor, rank: int, parts: int) -> None:
-    """A packed tensor (..., parts, heads, dim) of the given rank."""
+def packed(name: str, x: Tensor, rank: int, parts: int, q: Tensor | None = None) -> None:
+    """A packed tensor (..., parts, heads, dim) of the given rank, with queries of their own."""
     tensor(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; supported: {_listed(DTYPES)}")
+    if isinstance(q, Tensor) and q.dtype != x.dtype:
+        raise TypeError(f"dtypes differ: q has {q.dtype}, {name} {x.dtype}; cast them to one")
     if x.dim() != rank or x.shape[-3] != parts:
         lead = "batch, seqlen" if rank == 5 else "total"
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected ({lead}, {parts}, heads, dim)"
         )
+    if isinstance(q, Tensor) and q.dim() == rank - 1 == 4 and len(q) != len(x):
+        raise ValueError(f"batch sizes differ: q has {len(q)}, {name} {len(x)}")
     _contiguous_last(name, x)
 
 
