@@ -62,7 +62,7 @@ def test_a_feature_that_does_not_suit_the_lengths_is_refused(name):
 def test_a_token_that_joins_is_measured_beside_lengths_and_all_are_right(feature, beside):
     decode = "bf16 b2 h4/2 q1 k64 d64/64 full"
     assert str(Case.parse(f"{decode} +{feature}").beside) == decode + beside
-    (found,) = entries(rivals.FlashCute(CPU), f"{decode} +{feature}")
+    (found,) = entries(rivals.FlashCute(), f"{decode} +{feature}")
     assert found["status"] == "ok" and found["error"]
 
 
@@ -70,7 +70,7 @@ def test_a_token_that_joins_is_measured_beside_lengths_and_all_are_right(feature
 def test_chunks_of_prompts_are_right_and_others_refuse_them(name):
     assert Case.parse(name).directions == ("fwd",)
     assert Case.parse(name).flops("fwd") == 2 * 2 * 4 * (20 * 64 - 20**2 / 2) * (64 + 64)
-    (found,) = entries(rivals.FlashCute(CPU), name)
+    (found,) = entries(rivals.FlashCute(), name)
     assert found["status"] == "ok" and found["error"]
     (refused,) = entries(rivals.LOADERS["math"](CPU), name)
     assert refused["status"] == "unsupported"
@@ -84,7 +84,7 @@ def test_a_mask_at_the_wrong_end_of_a_chunk_is_wrong():
             k, v = (t[:, : case.seqlen_q].contiguous() for t in (x.k, x.v))
             return super().forward(case, suites.Inputs(x.q, k, v, x.dout))
 
-    (found,) = entries(First(CPU), CHUNK)
+    (found,) = entries(First(), CHUNK)
     assert found["status"] == "wrong"
 
 
@@ -104,14 +104,14 @@ def test_a_window_counts_the_pairs_that_it_leaves():
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_ours_is_right_with_every_feature(narrow, feature):
-    found = entries(rivals.FlashCute(CPU), f"{SMALL} +{feature}")
+    found = entries(rivals.FlashCute(), f"{SMALL} +{feature}")
     assert {entry["status"] for entry in found} == {"ok"}
     assert all(entry["error"] for entry in found)
 
 
 @pytest.mark.parametrize("feature", ["dropout0.1", "alibi", "window1024", "softcap30"])
 def test_a_feature_that_is_forgotten_is_wrong(narrow, feature):
-    found = entries(Careless(CPU), f"{SMALL} +{feature}")
+    found = entries(Careless(), f"{SMALL} +{feature}")
     assert [entry["status"] for entry in found] == ["wrong", "wrong"]
 
 
