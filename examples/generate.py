@@ -24,7 +24,7 @@ from torch import Tensor
 from train_gpt import CPU, CUDA, Settings, load_text, train
 
 from flash_cute import flash_attn_with_kvcache
-from flash_cute.ops import has_cuda_kernels
+from flash_cute.library import can_use_cuda
 
 PAGE_SIZE = 16
 PROMPTS = (
@@ -151,8 +151,9 @@ def worst_choice(model: GPT, tokens: list[int], prompt_length: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, generates, prints, checks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    usable = torch.cuda.is_available() and has_cuda_kernels()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if can_use_cuda() else "cpu"
+    )
     parser.add_argument("--steps", type=int, default=100, help="of training")
     parser.add_argument("--tokens", type=int, default=60, help="to generate, at most")
     parser.add_argument("--at-once", type=int, default=3, help="requests that run together")

@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 import flash_cute
-from flash_cute.ops import has_cuda_kernels
+from flash_cute.library import can_use_cuda
 
 ATTENTIONS: dict[str, Attention] = {
     "flash_cute": flash_cute_attention,
@@ -124,7 +124,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
             help=f"default: {cpu} on cpu, {getattr(CUDA, name)} on cuda",
         )
     options = parser.parse_args(argv)
-    usable = torch.cuda.is_available() and has_cuda_kernels()
+    usable = can_use_cuda()
     options.device = options.device or ("cuda" if usable else "cpu")
     if options.device == "cuda" and not usable:
         parser.error("--device cuda needs a GPU and a flash_cute built with CUDA kernels")

@@ -54,6 +54,11 @@ def has_cuda_kernels() -> bool:
     return bool(_KERNELS)
 
 
+def can_use_cuda() -> bool:
+    """Whether there is a GPU, and the library holds kernels for one."""
+    return torch.cuda.is_available() and has_cuda_kernels()
+
+
 @contextmanager
 def only(*parts: str) -> Iterator[None]:
     """Inside, CUDA calls are done by kernels whose id contains one of ``parts``, or refused.

@@ -6,22 +6,17 @@ from collections.abc import Callable
 
 import kvcache_calls
 import pytest
-import torch
 
-from flash_cute import ops
+from flash_cute import library
 from flash_cute.testing import cases, kvcache
 
 MakeInputs = Callable[..., cases.Inputs]
 
 
-def has_cuda() -> bool:
-    return torch.cuda.is_available() and ops.has_cuda_kernels()
-
-
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     """Where to run; CUDA is skipped without a GPU or without kernels for it."""
-    if request.param == "cuda" and not has_cuda():
+    if request.param == "cuda" and not library.can_use_cuda():
         pytest.skip("no CUDA device, or a library without CUDA kernels")
     return request.param
 
@@ -29,7 +24,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def cuda() -> str:
     """For tests that make sense on CUDA only."""
-    if not has_cuda():
+    if not library.can_use_cuda():
         pytest.skip("no CUDA device, or a library without CUDA kernels")
     return "cuda"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flash_cute.testing import bounds, memory
-from flash_cute.testing.cases import LAYOUTS, Case, Inputs, make_inputs
+from flash_cute.testing.cases import LAYOUTS, Case, make_inputs
 from flash_cute.testing.verify import verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -18,11 +18,6 @@ DIMS = (1, 7, 8, 40, 59, 64, 72, 80, 96, 104, 111, 128)
 EDGES = (1, 63, 64, 65, 127, 128, 129, 257)
 NAN = math.nan
 BF16 = torch.bfloat16
-
-
-def gradients(inputs: Inputs, with_dlse: bool = False) -> dict[str, torch.Tensor]:
-    out, lse, _, _ = inputs.forward()
-    return inputs.backward(out, lse, inputs.dlse if with_dlse else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,10 +108,10 @@ def test_gradient_of_lse_with_sink(make, sink_dtype):
 def test_lse_gradient_at_rows_that_see_no_key(make):
     """Their lse is a constant, so even a NaN gradient of it reaches nothing."""
     inputs = make(Case(seqlen_q=70, seqlen_k=30, is_causal=True, dtype=BF16))
-    before = gradients(inputs, with_dlse=True)
+    before = checks.gradients(inputs, with_dlse=True)
     inputs.dlse[..., :40] = NAN
     inputs.dout[:, :40] = NAN
-    checks.same_gradients(gradients(inputs, with_dlse=True), before)
+    checks.same_gradients(checks.gradients(inputs, with_dlse=True), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,10 +127,10 @@ def test_unseen_keys_have_zero_gradients(make):
 
 def test_masked_keys_never_matter(make):
     inputs = make(Case(seqlen_q=60, seqlen_k=200, window=(40, 0), dtype=BF16))
-    before = gradients(inputs)
+    before = checks.gradients(inputs)
     for x in (inputs.k, inputs.v):
         x[:, :100] = NAN
-    after = gradients(inputs)
+    after = checks.gradients(inputs)
     if after["q"].is_cuda:
         zeroed = {"k": inputs.k.nan_to_num(), "v": inputs.v.nan_to_num()}
         out = inputs.forward()[0]
@@ -169,7 +164,7 @@ def test_softmax_scales(make, scale):
 def test_zero_sizes(make, shape, dtype):
     batch, seqlen_q, seqlen_k = shape
     inputs = make(Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype))
-    for name, grad in gradients(inputs).items():
+    for name, grad in checks.gradients(inputs).items():
         assert grad.shape == getattr(inputs, name).shape and not grad.any()
 
 
@@ -221,7 +216,7 @@ def test_autograd_equals_the_op(make):
     out, lse, _, _ = torch.ops.flash_cute.fwd(*leaves, **inputs.options)
     grads = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
     names = "kv" if out.is_cuda else "qkv"
-    expected = gradients(inputs, with_dlse=True)
+    expected = checks.gradients(inputs, with_dlse=True)
     checks.same_gradients(dict(zip("qkv", grads, strict=True)), {x: expected[x] for x in names})
 
 
@@ -277,8 +272,8 @@ def test_long_rows_of_dout(cuda):
     inputs = make_inputs(case, cuda)
     wide = torch.empty(1, case.seqlen_q, 1, 9728, dtype=BF16, device=cuda)
     strided = wide[..., :64].copy_(inputs.dout)
-    expected = gradients(inputs)
-    got = gradients(dataclasses.replace(inputs, dout=strided))
+    expected = checks.gradients(inputs)
+    got = checks.gradients(dataclasses.replace(inputs, dout=strided))
     for name in "kv":
         bounds.check_same_bits(f"d{name}", got[name], expected[name])
     bounds.check_gradients(got, inputs, inputs.forward()[0])

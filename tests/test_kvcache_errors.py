@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
+from bad_arguments import BF16, INT32, Arguments, Change, on, to
 
 import flash_cute
 from flash_cute import validate_kvcache
-
-BF16, INT32 = torch.bfloat16, torch.int32
-Arguments = dict[str, Any]
 
 
 def good(device: str) -> Arguments:
@@ -57,15 +52,7 @@ def test_vectors_are_looked_at_by_name(device):
             validate_kvcache.vectors(**given)
 
 
-def to(**values: Any) -> Callable[[Arguments], Arguments]:
-    return lambda _: values
-
-
-def on(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Arguments], Arguments]:
-    return lambda arguments: {name: change(arguments[name])}
-
-
-CASES: list[tuple[Callable[[Arguments], Arguments], type[Exception], str]] = [
+CASES: list[tuple[Change, type[Exception], str]] = [
     (to(q=None), TypeError, "q is NoneType"),
     (on("q", lambda x: x[0]), ValueError, r"q has shape \(3, 4, 16\); expected \(batch, seqlen_q"),
     (on("q", torch.Tensor.float), TypeError, "dtypes differ"),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import checks
 import pytest
 import torch
 
@@ -34,11 +35,6 @@ PADDED: dict[str, Any] = {
 USED: dict[str, Any] = {"used_q": (65, 0, 64, 1), "used_k": (64, 70, 0, 5)}
 
 
-def gradients(inputs: Inputs, with_dlse: bool = False) -> dict[str, torch.Tensor]:
-    out, lse, _, _ = inputs.forward()
-    return inputs.backward(out, lse, inputs.dlse if with_dlse else None)
-
-
 def check(inputs: Inputs, with_dlse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse, _, _ = inputs.forward()
     bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
@@ -52,8 +48,8 @@ def check_same(got: Inputs, expected: Inputs) -> None:
     """Equal bits of all outputs and gradients; of dq where it is repeatable, i.e. on the CPU."""
     for x, y in zip(got.forward()[:2], expected.forward()[:2], strict=True):
         bounds.check_same_bits("out or softmax_lse", x, y)
-    grads = gradients(expected)
-    for name, grad in gradients(got).items():
+    grads = checks.gradients(expected)
+    for name, grad in checks.gradients(got).items():
         if name == "q" and grad.is_cuda:
             assert (grad.isnan() == grads[name].isnan()).all()
         else:
@@ -94,7 +90,7 @@ def test_used_lengths_and_gaps(make, is_causal, dtype):
     """Rows that no sequence uses: out 0, lse -inf, gradients 0."""
     inputs = make(VarlenCase(**PADDED, **USED, is_causal=is_causal, dtype=dtype))
     out, lse = check(inputs, with_dlse=True)
-    grads = gradients(inputs)
+    grads = checks.gradients(inputs)
     unused_q, unused_k = unused_rows(inputs)
     assert not out[unused_q].any() and (lse[:, unused_q] == -math.inf).all()
     assert not out[unused_q].signbit().any()
@@ -134,7 +130,7 @@ def test_sequences_never_mix(make, sequence):
     """NaN all over one sequence leaves every bit of the others."""
     inputs = make(VarlenCase(lengths_q=(70, 65, 64, 1), lengths_k=(65, 130, 70, 5), dtype=BF16))
     before, lse_before, _, _ = inputs.forward()
-    grads_before = gradients(inputs)
+    grads_before = checks.gradients(inputs)
     others = []
     for side, names in (("q", ("q", "dout")), ("k", ("k", "v"))):
         first, last = inputs.lengths[f"cu_seqlens_{side}"][sequence : sequence + 2].tolist()
@@ -143,7 +139,7 @@ def test_sequences_never_mix(make, sequence):
         total = len(getattr(inputs, side))
         others.append([row for row in range(total) if not first <= row < last])
     out, lse, _, _ = inputs.forward()
-    grads = gradients(inputs)
+    grads = checks.gradients(inputs)
     bounds.check_same_bits("out", out[others[0]], before[others[0]])
     bounds.check_same_bits("softmax_lse", lse[:, others[0]], lse_before[:, others[0]])
     for name in "kv":

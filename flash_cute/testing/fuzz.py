@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import ops
+from flash_cute import library
 from flash_cute.testing.cases import unsupported_on_cuda
 from flash_cute.testing.trials import Trial, draw
 
@@ -126,7 +126,7 @@ def _described(error: Exception) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; `chosen` are the trials that they ask for, `total` how many (None: no limit)."""
     parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
-    on_cuda = torch.cuda.is_available() and ops.has_cuda_kernels()
+    on_cuda = library.can_use_cuda()
     parser.add_argument("--cases", type=int, help=f"default {_CASES}, with --seconds no limit")
     parser.add_argument("--seed", type=int, help="of the cases; default: a fresh one, printed")
     parser.add_argument("--seconds", type=float, help="start no case after that time")
