@@ -59,7 +59,7 @@ const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " 
 
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
 const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
-const std::string kCacheResults = ") -> (Tensor out, Tensor softmax_lse)";
+const std::string kOutAndLse = " -> (Tensor out, Tensor softmax_lse)";
 const std::string kFwdOut = ", *, Tensor(a!) out, Tensor(b!) softmax_lse) -> ()";
 const std::string kBwdOut = ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None) -> ()";
 
@@ -74,9 +74,9 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("varlen_fwd.out(" + kVarlenFwd + kFwdOut).c_str());
   m.def(("varlen_bwd(" + kVarlenBwd + ")" + kBwdResults).c_str());
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
-  m.def(("fwd_kvcache(" + kFwdKvcache + kCacheResults).c_str());
-  m.def(("attend_kvcache(" + kAttendKvcache + kCacheResults).c_str());
-  m.def("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None) -> (Tensor out, Tensor softmax_lse)");
+  m.def(("fwd_kvcache(" + kFwdKvcache + ")" + kOutAndLse).c_str());
+  m.def(("attend_kvcache(" + kAttendKvcache + ")" + kOutAndLse).c_str());
+  m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("kernels() -> str");
   m.def("use_kernels(str ids) -> ()");
   m.def(

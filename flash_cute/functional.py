@@ -76,8 +76,8 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    usual = type(causal) is bool and (softmax_scale is None or type(softmax_scale) is float)
-    usual = usual and type(return_lse) is bool
+    usual = type(causal) is type(return_lse) is bool
+    usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.

@@ -123,11 +123,11 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if cu_seqlens_q is None and max_seqlen_q is not None:
         validate.length("max_seqlen_q", max_seqlen_q)
-    if cu_seqlens_q is None and max_seqlen_q not in (None, 0, q.shape[1]):
-        raise ValueError(
-            f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes with "
-            "cu_seqlens_q"
-        )
+        if max_seqlen_q not in (0, q.shape[1]):
+            raise ValueError(
+                f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes "
+                "with cu_seqlens_q"
+            )
     used = cache_seqlens
     if isinstance(used, (int, torch.SymInt)):
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)

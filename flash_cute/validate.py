@@ -285,7 +285,7 @@ def packed(name: str, x: Tensor, rank: int, parts: int, q: Tensor | None = None)
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected ({lead}, {parts}, heads, dim)"
         )
-    if isinstance(q, Tensor) and q.dim() == rank - 1 == 4 and len(q) != len(x):
+    if rank == 5 and isinstance(q, Tensor) and q.dim() == 4 and len(q) != len(x):
         raise ValueError(f"batch sizes differ: q has {len(q)}, {name} {len(x)}")
     _contiguous_last(name, x)
 

@@ -174,6 +174,7 @@ def test_a_small_run_from_end_to_end(tmp_path, capsys):
         assert row["best_rival"] == "math" and row["ratio"] > 0
         for entry in row["candidates"].values():
             assert entry["status"] == "ok" and len(entry["rounds"]) == 2 and entry["rate"] > 0
+            assert all(error["relative"] < 1.2e-2 for error in entry["error"].values())
     assert row["candidates"]["flash_cute"]["error"].keys() == {"dq", "dk", "dv"}
     assert picture.stat().st_size > 0 and "best rival" in capsys.readouterr().out
 

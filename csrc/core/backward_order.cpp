@@ -50,7 +50,7 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
   constexpr int64_t kCached = 32 << 20;  // bytes that the L2 cache keeps while others pass through it
   const FwdProblem& f = p.fwd;
-  if (f.seqlen_k == 0 || f.heads == 0) return {1, 1, false, false, false};  // of no tiles
+  if (f.seqlen_k == 0 || f.heads == 0) return {};  // of no tiles
   const DqOrder order = dq_order(config, p);
   const bool in_turns = order == DqOrder::InTurns;
   const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
@@ -75,9 +75,11 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   const bool inside = in_turns ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
   // Of queries that are at once in use, where each of the tiles that start together is at others than all others.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
-  return {std::min(together, of_one_set * tiles * parts.count()), heads,
-          tiles_wait(order) && one_head && tiles * parts.queries <= kTilesTogether, inside,
-          inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * kCached))};
+  return {.tiles_of_set = std::min(together, of_one_set * tiles * parts.count()),
+          .heads_together = heads,
+          .late_first = tiles_wait(order) && one_head && tiles * parts.queries <= kTilesTogether,
+          .heads_inside = inside,
+          .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * kCached))};
 }
 
 }  // namespace flash_cute

@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-// In which order tiles of keys add to the sums of dQ, and what they find there. All of this is for kernels of sm90.
+// In which order tiles of keys add to the sums of dQ, and what they find there.
 enum class DqOrder {
   Added,  // as they come, to zeros that a pass before writes
   Opened,  // as they come, to what the first one has stored
@@ -17,9 +17,9 @@ constexpr bool tiles_wait(DqOrder order) {
   return order != DqOrder::Added;
 }
 
-// Zeros take a pass at the memory's speed, whatever a query sees. Where it sees few keys, sums are opened: the more it sees, the
-// more it costs that all tiles go at the first one's pace, with grouped heads under a mask and in windows earlier. What has
-// a pace of its own does not wait, too: both count in BwdProblem::turns.
+// Zeros take a pass at the memory's speed, whatever a query sees. Where it sees few keys, sums are opened: the more it
+// sees, the more it costs that all tiles go at the first one's pace, with grouped heads under a mask and in windows
+// earlier. What has a pace of its own does not wait, too: both count in BwdProblem::turns.
 DqOrder dq_order(const KernelConfig& config, const BwdProblem& p);
 
 // Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through more
@@ -29,11 +29,11 @@ bool needs_pace(const KernelConfig& config, const BwdProblem& p);
 
 // In which order tiles of keys are taken, and which way each of them goes through its queries: see BackwardWork.
 struct KeyOrder {
-  int tiles_of_set;  // that start together
-  int heads_together;  // kv heads whose tiles alternate
-  bool late_first;  // late keys
-  bool heads_inside;  // a tile goes through the query heads of a query tile, then to the next query tile
-  bool down_and_up;  // sets by turns begin with the last queries, and with the first ones
+  int tiles_of_set = 1;  // that start together
+  int heads_together = 1;  // kv heads whose tiles alternate
+  bool late_first = false;  // late keys
+  bool heads_inside = false;  // a tile goes through the query heads of a query tile, then to the next query tile
+  bool down_and_up = false;  // sets by turns begin with the last queries, and with the first ones
 
   static KeyOrder of(const KernelConfig& config, const BwdProblem& p);
 };

@@ -1,4 +1,5 @@
-// For tests: what heuristics.h and backward_order.h pick on a Hopper GPU for sizes alone, of all kernels, whether this build has them or not.
+// For tests: what heuristics.h and backward_order.h pick on a Hopper GPU for sizes alone, of all kernels, whether this
+// build has them or not.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t hea
                                                       int64_t window_size_left, int64_t window_size_right, bool varlen,
                                                       int64_t sms);
 
-// In which order tiles of such a backward would add to sums of dQ, "added", "opened" or "in turns", and whether its CTAs would
-// be kept near each other.
+// In which order tiles of such a backward would add to sums of dQ, "added", "opened" or "in turns", and whether its CTAs
+// would be kept near each other.
 std::tuple<std::string, bool> preferred_dq_order(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
                                                  int64_t window_size_left, int64_t window_size_right, bool varlen,

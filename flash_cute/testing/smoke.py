@@ -27,7 +27,7 @@ def rules(dropout: bool) -> dict[str, Any]:
 
 def dense(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) -> None:
     """Causal, grouped heads, lengths that end inside a tile; dQ is summed up in both orders."""
-    q = torch.randn(1, 150, 4, dim, device="cuda", dtype=dtype)
+    q = torch.randn(1, 150, HEADS, dim, device="cuda", dtype=dtype)
     k = torch.randn(1, 133, 2, dim, device="cuda", dtype=dtype)
     v = torch.randn(1, 133, 2, dim_v, device="cuda", dtype=dtype)
     out, softmax_lse, _, _ = ops.fwd(
@@ -42,7 +42,7 @@ def dense(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) -> 
 def varlen(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) -> None:
     """An empty sequence, and rows that belong to none."""
     cu_seqlens = torch.tensor([0, 70, 70, 130], device="cuda", dtype=torch.int32)
-    q = torch.randn(150, 4, dim, device="cuda", dtype=dtype)
+    q = torch.randn(150, HEADS, dim, device="cuda", dtype=dtype)
     k = torch.randn(150, 2, dim, device="cuda", dtype=dtype)
     v = torch.randn(150, 2, dim_v, device="cuda", dtype=dtype)
     sequences = (cu_seqlens, cu_seqlens, 70, 70)

@@ -116,9 +116,9 @@ class QueryLoader {
   Cursor<C.stages> at_;
 };
 
-// Where tiles of keys wait for each other: the turns of the atoms that the CTA sums up, one after the other, in two lanes of a
-// warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other lane would,
-// too.
+// Where tiles of keys wait for each other: the turns of the atoms that the CTA sums up, one after the other, in two lanes
+// of a warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other lane
+// would, too.
 template <KernelConfig C, class Attempt>
 CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int place,
                                const Attempt& attempt) {
