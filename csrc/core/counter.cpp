@@ -28,7 +28,6 @@ cudaError_t allocate_zeros(unsigned*& memory, int count) {
   cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) {
     cudaFree(allocated);
-    cudaGetLastError();  // reported here: the next call must not see it
     return error;
   }
   memory = static_cast<unsigned*>(allocated);

@@ -1,26 +1,22 @@
-// Launching a kernel: its shared memory allowed once a device, its grid one-dimensional, errors returned.
+// Launching a kernel: its shared memory allowed once a device, its grid one-dimensional, errors returned. They are those
+// of the calls themselves: nobody asks for the last error, which may be an older one.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
+#include <span>
 
 namespace flash_cute {
 
 // CTAs that a one-dimensional grid can have.
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
-// An error that is returned, and not left for the next call to find.
-inline cudaError_t taken(cudaError_t error) {
-  if (error != cudaSuccess) cudaGetLastError();
-  return error;
-}
-
 // The current device among the bits of a mask.
 inline cudaError_t device_bit(uint64_t& bit) {
   int device = 0;
-  const cudaError_t error = taken(cudaGetDevice(&device));
+  const cudaError_t error = cudaGetDevice(&device);
   bit = uint64_t{1} << (device % 64);
   return error;
 }
@@ -33,7 +29,7 @@ cudaError_t allow_shared_memory(int smem_bytes) {
   if (cudaError_t e = device_bit(bit)) return e;
   if (smem_bytes > 48 * 1024 && !(allowed.load(std::memory_order_relaxed) & bit)) {
     if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes)) {
-      return taken(e);
+      return e;
     }
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
@@ -48,21 +44,12 @@ cudaError_t can_overlap(bool& can) {
   if (cudaError_t e = device_bit(bit)) return e;
   if (!(known.load(std::memory_order_acquire) & bit)) {
     cudaFuncAttributes compiled;
-    if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return taken(e);
+    if (cudaError_t e = cudaFuncGetAttributes(&compiled, kKernel)) return e;
     if (compiled.ptxVersion >= 90) able.fetch_or(bit, std::memory_order_relaxed);
     known.fetch_or(bit, std::memory_order_release);
   }
   can = able.load(std::memory_order_relaxed) & bit;
   return cudaSuccess;
-}
-
-template <auto kKernel, class... Params>
-cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream, const Params&... params) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = allow_shared_memory<kKernel>(smem_bytes)) return e;
-  kKernel<<<static_cast<unsigned>(ctas), threads, smem_bytes, stream>>>(params...);
-  return cudaGetLastError();
 }
 
 struct Grid {
@@ -72,13 +59,31 @@ struct Grid {
   int neighbours = 1;
 };
 
+template <auto kKernel, class... Params>
+cudaError_t launch_grid(const Grid& grid, std::span<cudaLaunchAttribute> attributes, cudaStream_t stream,
+                        const Params&... params) {
+  if (grid.ctas == 0) return cudaSuccess;
+  if (grid.ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
+  if (cudaError_t e = allow_shared_memory<kKernel>(grid.smem_bytes)) return e;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes.data();
+  config.numAttrs = static_cast<unsigned>(attributes.size());
+  return cudaLaunchKernelEx(&config, kKernel, params...);
+}
+
+template <auto kKernel, class... Params>
+cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_t stream, const Params&... params) {
+  return launch_grid<kKernel>({ctas, threads, smem_bytes}, {}, stream, params...);
+}
+
 // The same for a kernel that calls wait_for_kernel_before(): it overlaps with the one right before, where they can, from
 // the time on when that calls let_next_kernel_start(), or when its last CTAs end (kernels/common/overlap.h).
 template <auto kKernel, class... Params>
 cudaError_t launch_overlapping(const Grid& grid, cudaStream_t stream, const Params&... params) {
-  if (grid.ctas == 0) return cudaSuccess;
-  if (grid.ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = allow_shared_memory<kKernel>(grid.smem_bytes)) return e;
   bool can = false;
   if (cudaError_t e = can_overlap<kKernel>(can)) return e;
   cudaLaunchAttribute overlap{}, cluster{};
@@ -87,14 +92,8 @@ cudaError_t launch_overlapping(const Grid& grid, cudaStream_t stream, const Para
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(grid.neighbours), 1, 1};
   cudaLaunchAttribute attributes[] = {overlap, cluster};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.ctas));
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(grid.smem_bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = !can ? 0 : grid.neighbours == 1 ? 1 : 2;
-  return taken(cudaLaunchKernelEx(&config, kKernel, params...));
+  const size_t count = !can ? 0 : grid.neighbours == 1 ? 1 : 2;
+  return launch_grid<kKernel>(grid, std::span(attributes).first(count), stream, params...);
 }
 
 }  // namespace flash_cute
