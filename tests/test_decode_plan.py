@@ -217,6 +217,11 @@ def test_short_keys_are_one_part():
     assert {part.count for part in check([(ONE_PART + 1) * BLOCK_N], 1, 8, 2, 0, 0)} == {3}
 
 
+def test_sequences_of_one_block_have_a_cta_each():
+    work = Counter(part.cta for part in check([BLOCK_N] * 16, 1, 32, 8, 0, 0))
+    assert set(work.values()) == {1}
+
+
 def test_caches_of_one_block_need_no_room_for_parts():
     slots = torch.ops.flash_cute.decode_parts("60,3,0", 1, 8, 2, 0, 0, BLOCK_N).split("\n")[0]
     assert slots == "0"

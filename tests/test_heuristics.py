@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -92,23 +91,37 @@ def test_chunks_of_32_rows_in_pages_are_for_forward():
     assert picks == [D128 + "m128_n128_s2_w8_c1_x1", DECODE64 + "m32_n256_s3_w8_c1"]
 
 
+H100, H200 = 3352, 4917  # GB/s of their memory
+
+
+@pytest.mark.parametrize("memory_gb_s", [H100, H200])
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_two_ctas_an_sm_over_a_cache_with_lengths(pages, head_dim):
-    """From 7 tiles an SM on, in pages or not; they need more where nothing says lengths."""
-    pick = partial(preferred_kvcache, pages=pages)
-    for batch, ctas in ((115, "c1"), (116, "c2")):
-        assert pick(batch, 32, 8, 1, 8192, head_dim, lengths=True).endswith(ctas)
-    assert pick(116, 32, 8, 1, 8192, head_dim).endswith("c1")
-
-
-@pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_two_ctas_an_sm_over_a_cache_where_memory_gives_an_sm_less(lengths, head_dim):
-    """From 3.5 tiles an SM on: memory of an H100's speed, and of an H200's."""
-    for memory_gb_s, batch, ctas in ((3352, 57, "c1"), (3352, 58, "c2"), (4917, 58, "c1")):
-        options = {"lengths": lengths, "memory_gb_s": memory_gb_s}
+def test_two_ctas_an_sm_over_a_cache_with_lengths(memory_gb_s, pages, head_dim):
+    """From 1.9 tiles an SM on, in pages or not, as sequences may be short."""
+    options = {"memory_gb_s": memory_gb_s, "lengths": True, "pages": pages}
+    for batch, ctas in ((31, "c1"), (32, "c2")):
         assert preferred_kvcache(batch, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_ctas_an_sm_over_a_cache_that_is_known_to_be_long(head_dim):
+    """From 3.5 tiles an SM on where memory gives an SM little, else from 16 on."""
+    for memory_gb_s, first in ((H100, 58), (H200, 264)):
+        for batch, ctas in ((first - 1, "c1"), (first, "c2")):
+            picked = preferred_kvcache(batch, 32, 8, 1, 8192, head_dim, memory_gb_s=memory_gb_s)
+            assert picked.endswith(ctas)
+
+
+@pytest.mark.parametrize("memory_gb_s", [H100, H200])
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 1024), (128, 512)])
+def test_two_ctas_an_sm_over_a_short_cache(memory_gb_s, lengths, head_dim, keys):
+    """As soon as there are more tiles than SMs."""
+    options = {"memory_gb_s": memory_gb_s, "lengths": lengths}
+    for batch, more, ctas in ((16, 0, "c1"), (17, 0, "c2"), (17, 1, "c1")):
+        picked = preferred_kvcache(batch, 32, 8, 1, keys + more, head_dim, **options)
+        assert picked.endswith(ctas)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -141,14 +141,16 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
 }
 
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
-// other reads. Where the memory gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would
-// leave four of 132 without any), one does well if CTAs that come late even shares out, as they do if the host knows how
-// long sequences are. Many kv heads of 64 dims have few CTAs each.
+// other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory gives
+// an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without any), one
+// does well for long ones, as CTAs that come late even shares out. Many kv heads of 64 dims have few CTAs each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
+  constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
+  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return 1.01;
+  if (!p.known_to_be_alike()) return 1.9;
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
-  if (few_ctas || gpu.memory_gb_s < kMuch * gpu.sms) return 3.5;
-  return p.known_to_be_alike() ? 16 : 7;
+  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? 3.5 : 16;
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {

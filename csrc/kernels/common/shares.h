@@ -65,7 +65,7 @@ struct Shares {
   // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones.
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
     const bool even = p.even_shares();
-    const int least = even && of_unit <= kOnePart ? kOnePart : 1;
+    const int least = even && of_unit <= kOnePart ? of_unit : 1;
     const int ctas = p.by_ctas_of_head.value;
     const int size = detail::at_least(p.by_ctas_of_head.quotient(of_head + ctas - 1), least);
     if (!even) return {even, of_head, size, ctas};
