@@ -92,6 +92,14 @@ def test_inductor_reads_views_of_one_tensor(device, axis):
         bounds.check_same_bits("out", compiled(q, caches, lengths), expected)
 
 
+# Until then code for two views of one tensor, whose shapes are compared and to which an op writes,
+# names a size that it never defines: so with any op that does, not with flash_cute's alone.
+@pytest.mark.xfail(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    raises=NameError,
+    strict=True,
+    reason="torch before 2.13",
+)
 def test_inductor_appends_to_views_from_outside(device):
     torch._dynamo.reset()
 

@@ -33,7 +33,7 @@ def test_bad_paddings_are_clamped(make_cache, length):
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), 2**31 - 1, "pages"])
-@pytest.mark.parametrize("new", [0, 3])
+@pytest.mark.parametrize("new", [0, 1, 3])
 def test_bad_pages_read_as_zeros_and_are_not_written(make_cache, page, new):
     case = CacheCase(
         lengths=(62, 100), page_size=16, seqlens_q=2, seqlens_new=new, dim=64, dtype=BF16
