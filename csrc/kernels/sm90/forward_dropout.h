@@ -9,10 +9,26 @@ namespace flash_cute::sm90 {
 
 constexpr int kDrawingWarps = 4;
 
-// The bit of `kept` for column_offset(c): where prmt, which copies the highest bits of bytes, makes masks of it.
-CUTE_HOST_DEVICE constexpr int kept_bit(int c) {
-  return c % 4 * 8 + 7 - c / 4;
-}
+// Which elements dropout keeps, of two at a time: Hopper compares the halves of a word together.
+class Kept {
+ public:
+  CUTE_DEVICE explicit Kept(int drop_below) : last_dropped_(drop_below - 1) {}
+
+  // Of a word of random bits those of key octets 1 and 3 in bits 0 and 16; turned left by a byte, of 0 and 2.
+  CUTE_DEVICE uint32_t operator()(uint32_t word) const {
+    const uint32_t both = last_dropped_ * 0x10001, minus_both = (-last_dropped_ & 0xffff) * 0x10001;
+    uint32_t most;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(word), "r"(both));
+    return __viaddmin_u16x2(most, minus_both, 0x10001);
+  }
+
+ private:
+  uint32_t last_dropped_;  // of 16-bit numbers
+};
+
+// Bits of a thread's columns, one row each, from the highest bits of bytes down, of which prmt makes masks: bytes 0 and 1
+// have the even and odd columns of key octets 0 and 1, bytes 2 and 3 of 2 and 3; each 32 keys have two bits of a byte, the
+// first for octets 0 and 2.
 
 // The warpgroup that draws, for each tile of keys, 32 queries a warp: those of two warps that compute.
 template <KernelConfig C>
@@ -28,6 +44,7 @@ CUTE_DEVICE void draw(const ForwardParams& params, typename ForwardTraits<C>::St
     const auto& work = storage.work[at_q.count % T::kWorks];
     if (work.tile.row < 0) return;
     const Dropout dropout(p.rules, int64_t(work.tile.batch) * p.heads + work.tile.head);
+    const Kept keeps(p.rules.drop_below);
     const int query = work.tile.row + 32 * warp + lane / 4;
     CUTE_NO_UNROLL
     for (int n = work.key_tiles - 1; n >= 0; --n, at.advance()) {
@@ -38,14 +55,11 @@ CUTE_DEVICE void draw(const ForwardParams& params, typename ForwardTraits<C>::St
         CUTE_UNROLL
         for (int parity = 0; parity < 2; ++parity) {
           const uint4 bits = dropout.bits(query, key + column_offset(c + parity));
+          const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
           CUTE_UNROLL
           for (int y = 0; y < 4; ++y) {
-            uint32_t part = 0;
-            CUTE_UNROLL
-            for (int x = 0; x < 4; ++x) {
-              if (dropout.keeps(bits, y, x)) part |= 1u << kept_bit(2 * x + parity);
-            }
-            kept[y] |= part >> c / 4;
+            const uint32_t even = keeps(__funnelshift_l(words[y], words[y], 8)), odd = keeps(words[y]);
+            kept[y] |= ((even << (8 * parity + 7)) + (odd << (8 * parity + 6))) >> c / 4;
           }
         }
       }
@@ -64,10 +78,10 @@ CUTE_DEVICE void drop(Weights& weights, const uint32_t (&kept_of_rows)[2][32], i
   Tensor pairs = recast<uint32_t>(weights);  // ((1,2,N/8),1,1): two neighbouring columns each
   CUTE_UNROLL
   for (int i = 0; i < size(pairs); ++i) {
-    const int row = i % 2, pair = i / 2;
-    const uint32_t bits = kept_of_rows[row][lane] << pair / 2;
+    const int row = i % 2, octet = i / 2 % 4;
+    const uint32_t bits = kept_of_rows[row][lane] << (i / 8 * 2 + octet % 2);
     uint32_t mask;
-    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(bits), "r"(pair % 2 == 0 ? 0x9988 : 0xbbaa));
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(bits), "r"(octet < 2 ? 0x9988 : 0xbbaa));
     pairs(i) &= mask;
   }
 }
