@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/common/backward_scores.h"
-#include "kernels/sm90/backward_traits.h"
+#include "kernels/sm90/backward_ds.h"
 
 namespace flash_cute::sm90 {
 
@@ -12,7 +12,7 @@ struct GroupPlace {
 
   int key, query;  // of the first element
 
-  CUTE_DEVICE explicit GroupPlace(int thread) : key(thread / 32 * 16 + thread % 32 / 4), query(thread % 4 * 2) {}
+  CUTE_DEVICE explicit GroupPlace(unsigned thread) : key(thread / 32 * 16 + thread % 32 / 4), query(thread % 4 * 2) {}
 
   // Row r and column c of rows_of(), counted from the first.
   CUTE_HOST_DEVICE static constexpr int down(int r) { return 8 * r; }
@@ -101,7 +101,6 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Tensor tSrdP = partition_fragment_C(mma_dp, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tKrdK = partition_fragment_C(mma_dk, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,1,1)
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
-  auto copy_ds = make_tiled_copy_C(Copy_Atom<typename T::StoreDs, Element>{}, mma_s);
   auto& ring_dq = storage.ring_dq[group];
   auto& ring_out = storage.ring_out[group];
   Cursor<C.stages> at;  // a step, of all tiles of this CTA
@@ -231,9 +230,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
     // After this wait nobody still reads dS of two steps before.
     storage.ring_ds.wait_empty(at_ds, ds_is_empty);
-    auto thread_ds = copy_ds.get_thread_slice(afresh(thread));
-    cute::copy(copy_ds, thread_ds.retile_S(tSrdS),
-               thread_ds.partition_D(shared(storage.ds[at_ds.stage()], typename T::LayoutDsT{})));
+    DsPlace<C>(afresh(thread)).store(storage.ds[at_ds.stage()], tSrdS);
     if constexpr (!T::kManyQueries) start_dv();
     cutlass::arch::fence_view_async_shared();
     storage.ring_ds.publish(at_ds);

@@ -155,9 +155,6 @@ struct BackwardTraits {
   static constexpr bool kManyQueries = C.block_m == 128;
   using LayoutDs = std::conditional_t<kManyQueries, RowsLayout<Element, C.block_m, C.block_n>,
                                       ColumnsLayout<Element, C.block_n, C.block_m>>;  // (query,key)
-  using LayoutDsT = std::conditional_t<kManyQueries, ColumnsLayout<Element, C.block_m, C.block_n>,
-                                       RowsLayout<Element, C.block_n, C.block_m>>;  // (key,query)
-  using StoreDs = std::conditional_t<kManyQueries, SM90_U16x8_STSM_T, SM90_U32x4_STSM_N>;
 
   using Down = Layout<Shape<Int<kGroups>, _1, _1>>;  // warpgroups along the rows of a result
   using Across = Layout<Shape<_1, Int<kGroups>, _1>>;  // along its columns
