@@ -1,7 +1,11 @@
-"""Every kernel, dense and varlen, on small ragged problems: what ``tools/sanitize.sh`` watches."""
+"""Every kernel, dense and varlen, on small ragged problems: what ``tools/sanitize.sh`` watches.
+
+``python -m flash_cute.testing.smoke PART`` runs those kernels alone whose id contains PART.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -62,8 +66,9 @@ def cached(name: str, dtype: torch.dtype, dim: int, dim_v: int) -> None:
             make_cache_inputs(case, "cuda").changed(**splits).run()
 
 
-def main() -> None:
-    for name in library.kernels():
+def main(part: str = "") -> None:
+    names = [name for name in library.kernels() if part in name]
+    for name in names:
         kernel = parse(name)
         if kernel.op == "decode":
             cached(name, kernel.dtype, kernel.dim, kernel.dim_v)
@@ -72,14 +77,15 @@ def main() -> None:
         options = {"allow_tf32": kernel.precision == "tf32"}
         if kernel.tier == "rich":
             options |= rules(kernel.has_dropout)
-        with library.only(name, f"{kernel.other_op}_"):
+        others = (n for n in names if n.startswith(f"{kernel.other_op}_"))
+        with library.only(name, *others):
             dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
             # Columns that do not exist, and rows that are not aligned where that may be.
             missing = max(kernel.vector, 5)
             varlen(kernel.dtype, kernel.dim - missing, kernel.dim_v - 2 * missing, options)
     torch.cuda.synchronize()
-    print(f"{len(library.kernels())} kernels ran")
+    print(f"{len(names)} kernels ran")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
