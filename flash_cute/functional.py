@@ -319,10 +319,10 @@ def _attend(
     ``sequences`` is what varlen ops take after q, k and v; ``packed`` the tensor they are views of.
     """
     q, k, v = qkv
-    validate._flag("return_attn_probs", return_attn_probs)
-    validate._flag("return_lse", return_lse)
+    validate.flag("return_attn_probs", return_attn_probs)
+    validate.flag("return_lse", return_lse)
     if sequences:
-        validate._flag("zero_tensors", sequences[-2])
+        validate.flag("zero_tensors", sequences[-2])
     validate.options(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, sink, generator,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_kvcache
+from flash_cute import ops, validate, validate_kvcache, validate_ops
 
 
 def flash_attn_with_kvcache(
@@ -114,7 +114,7 @@ def flash_attn_with_kvcache(
         ("return_softmax_lse", return_softmax_lse),
         ("check_indices", check_indices),
     ):
-        validate._flag(name, flag)
+        validate.flag(name, flag)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
@@ -191,14 +191,14 @@ def flash_attn_combine(
     if out is not None:
         validate.tensor("out", out)
         out_dtype = out.dtype if out_dtype is None else out_dtype
-    validate._flag("return_lse", return_lse)
+    validate.flag("return_lse", return_lse)
     validate_kvcache.partials(out_partial, lse_partial, out_dtype)
     parts, *lead, dim = out_partial.shape
     partial_rows = (out_partial.reshape(parts, -1, dim), lse_partial.reshape(parts, -1))
     result, lse = ops.combine(*(x.contiguous() for x in partial_rows), out_dtype)
     result, lse = result.view(*lead, dim), lse.view(lead)
     if out is not None:
-        validate.output("out", out, result)
+        validate_ops.output("out", out, result)
         result = out.copy_(result)
     return (result, lse) if return_lse else result
 

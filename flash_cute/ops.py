@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flash_cute import cpu, flops, validate, validate_kvcache
+from flash_cute import cpu, flops, validate_kvcache, validate_ops
 from flash_cute.library import has_cuda_kernels, kernels
 
 __all__ = [
@@ -121,7 +121,7 @@ def _varlen_fwd_fake(q: Tensor, *options: Any, **named: Any) -> Results:
 
 def _bwd_fake(op: Any, *args: Any, **named: Any) -> Results:
     bound = bind(op, args, named)
-    validate.of_forward(bound)
+    validate_ops.of_forward(bound)
     q, sink, lse = bound["q"], bound["sink"], bound["softmax_lse"]
     return (
         *(x.new_empty(x.shape) for x in (q, bound["k"], bound["v"])),
@@ -330,7 +330,7 @@ def _cpu_kernel(op: Any, function: Callable[..., Results]) -> Callable[..., Resu
     """The CPU kernel of a functional op: checks, as C++ does for CUDA, then computes."""
 
     def kernel(*args: Any) -> Results:
-        validate.op_arguments(bind(op, args))
+        validate_ops.arguments(bind(op, args))
         with torch.autocast("cpu", enabled=False):
             return function(*args)
 
@@ -348,8 +348,8 @@ def _into(op: Any, out_overload: Any, kernel: Callable[..., Results]) -> Callabl
             if results.get(name) is not None:
                 raise ValueError(f"return_{name}: the out overload has nowhere to put it")
         for name in outputs:
-            validate.output(name, given.get(name), results[name])
-        validate.apart(given, bind(out_overload, args))
+            validate_ops.output(name, given.get(name), results[name])
+        validate_ops.apart(given, bind(out_overload, args))
         for name, x in given.items():
             if x is not None:
                 x.copy_(results[name])

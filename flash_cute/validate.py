@@ -125,8 +125,8 @@ def options(
     generator: torch.Generator | None,
 ) -> None:
     """What dense and varlen calls share: dropout, scale, band, softcap, ALiBi slopes, sinks."""
-    _flag("causal", causal)
-    _flag("deterministic", deterministic)
+    flag("causal", causal)
+    flag("deterministic", deterministic)
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
         if not -_FP32_END < softmax_scale < _FP32_END:
@@ -198,79 +198,16 @@ def cuda_build_and_sink(sink: Tensor | None) -> None:
         )
 
 
-def op_arguments(bound: dict[str, Any]) -> None:
-    """The same for a direct call of an op on the CPU; ``bound``: its arguments by name."""
-    q, k, v = bound["q"], bound["k"], bound["v"]
-    if "cu_seqlens_q" in bound:
-        varlen(
-            q, k, v, bound["cu_seqlens_q"], bound["cu_seqlens_k"], bound["max_seqlen_q"],
-            bound["max_seqlen_k"], bound["seqused_q"], bound["seqused_k"], bound.get("block_table"),
-        )  # fmt: skip
-        batch = len(bound["cu_seqlens_q"]) - 1
-    else:
-        dense(q, k, v)
-        batch = q.shape[0]
-    window = (bound["window_size_left"], bound["window_size_right"])
-    options(
-        q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
-        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"], None,
-    )  # fmt: skip
-    rng = bound["rng"]
-    if bound["dropout_p"] > 0 and rng is None:
-        raise ValueError("rng is None; dropout needs an int64 tensor (seed, offset)")
-    if rng is not None and (rng.dtype != torch.int64 or tuple(rng.shape) != (2,)):
-        raise ValueError(f"rng has shape {tuple(rng.shape)}, {rng.dtype}; expected int64 (2,)")
-    if "softmax_lse" in bound:
-        of_forward(bound)
-
-
-def of_forward(bound: dict[str, Any]) -> None:
-    """What backward is given of forward's results and their gradients; also asked by its fake."""
-    q = bound["q"]
-    *lead, rows, heads, _ = q.shape
-    for name in ("dout", "out"):
-        _like(name, bound[name], (*lead, rows, heads, bound["v"].shape[-1]), q.dtype)
-    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name in ("softmax_lse", "dlse"):
-        if bound[name] is not None:
-            _like(name, bound[name], (*lead, heads, rows), accumulator)
-
-
-def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
-    """A tensor given to an out overload fits the op's result; none is given where there is none."""
-    if given is None and result is None:
-        return
-    if result is None:
-        raise ValueError(f"{name} is given, but this call has no such result")
-    if given is None:
-        raise ValueError(f"{name} is None; this call needs {result.dtype} {tuple(result.shape)}")
-    _like(name, given, tuple(result.shape), result.dtype)
-    if given.device != result.device:
-        raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
-    own_memory(name, given)
-
-
-def own_memory(name: str, x: Tensor) -> None:
-    """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too."""
-    if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
-        raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
-
-
-def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
-    """No tensor given to an out overload begins where another one does, or an argument."""
-    read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
-    inputs = {name: bound.get(name) for name in read if name not in outputs}
-    names = {x.data_ptr(): name for name, x in inputs.items() if x is not None and x.numel() > 0}
-    for name, x in outputs.items():
-        other = name if x is None or x.numel() == 0 else names.setdefault(x.data_ptr(), name)
-        if other != name:
-            raise ValueError(f"{name} shares memory with {other}; give each its own")
-
-
 def tensor(name: str, x: Any) -> None:
     """Refuses what is no tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
+
+
+def flag(name: str, x: Any) -> None:
+    """Refuses what is no bool, or an int that stands for one."""
+    if not isinstance(x, (bool, int)):
+        raise TypeError(f"{name} is {_kind(x)}; expected a bool")
 
 
 def packed(name: str, x: Tensor, rank: int, parts: int, q: Tensor | None = None) -> None:
@@ -405,16 +342,6 @@ def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
             f"block_table has shape {tuple(x.shape)}; expected ({batch}, max_blocks), "
             "rows contiguous"
         )
-
-
-def _like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(x.shape) != shape or x.dtype != dtype:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, {x.dtype}; expected {shape}, {dtype}")
-
-
-def _flag(name: str, x: Any) -> None:
-    if not isinstance(x, (bool, int)):
-        raise TypeError(f"{name} is {_kind(x)}; expected a bool")
 
 
 def _number(name: str, x: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute import validate, validate_ops
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -288,7 +288,7 @@ def _new_keys(
     if k_cache is v_cache:
         raise ValueError("k_cache and v_cache are one tensor; k and v join caches of their own")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        validate.own_memory(name, cache)
+        validate_ops.own_memory(name, cache)
     if cu_seqlens_k_new is not None:
         entries = validate._indices("cu_seqlens_k_new", cu_seqlens_k_new, q)
         if entries != batch + 1:
