@@ -218,8 +218,10 @@ def test_short_keys_are_one_part():
 
 
 def test_sequences_of_one_block_have_a_cta_each():
-    work = Counter(part.cta for part in check([BLOCK_N] * 16, 1, 32, 8, 0, 0))
-    assert set(work.values()) == {1}
+    """If that is known of all: where one has two blocks, they are no parts."""
+    for unused, blocks in ((0, 1), (77, ONE_PART)):
+        work = Counter(part.cta for part in check([BLOCK_N] * 16, 1, 32, 8, 0, 0, unused=unused))
+        assert set(work.values()) == {blocks}
 
 
 def test_caches_of_one_block_need_no_room_for_parts():

@@ -62,10 +62,11 @@ struct Shares {
   }
 
   // Of `of_head` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
-  // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones.
+  // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones. If it is
+  // not, a unit of two grains may follow one of a single grain.
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
     const bool even = p.even_shares();
-    const int least = even && of_unit <= kOnePart ? of_unit : 1;
+    const int least = !even || of_unit > kOnePart ? 1 : alike ? of_unit : kOnePart;
     const int ctas = p.by_ctas_of_head.value;
     const int size = detail::at_least(p.by_ctas_of_head.quotient(of_head + ctas - 1), least);
     if (!even) return {even, of_head, size, ctas};
