@@ -92,8 +92,8 @@ def test_inductor_reads_views_of_one_tensor(device, axis):
         bounds.check_same_bits("out", compiled(q, caches, lengths), expected)
 
 
-# Until then code for two views of one tensor, whose shapes are compared and to which an op writes,
-# names a size that it never defines: so with any op that does, not with flash_cute's alone.
+# Before torch 2.13 inductor's code for two views of one tensor, whose shapes are compared and to
+# which an op writes, names a size that it never defines: so with any op that does.
 @pytest.mark.xfail(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
     raises=NameError,

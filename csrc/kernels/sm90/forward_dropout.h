@@ -12,7 +12,7 @@ constexpr int kDrawingWarps = 4;
 // Which elements dropout keeps, of two at a time: Hopper compares the halves of a word together.
 class Kept {
  public:
-  CUTE_DEVICE explicit Kept(int drop_below) : last_dropped_(drop_below - 1) {}
+  CUTE_DEVICE explicit Kept(int drop_below /* not 0 */) : last_dropped_(drop_below - 1) {}
 
   // Of a word of random bits those of key octets 1 and 3 in bits 0 and 16; turned left by a byte, of 0 and 2.
   CUTE_DEVICE uint32_t operator()(uint32_t word) const {
