@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 import flash_cute
 from flash_cute.testing import bounds
@@ -25,3 +28,16 @@ def check_same(got: CacheInputs, expected: CacheInputs) -> None:
         bounds.check_same_bits(name, a, b)
     for name in ("k_cache", "v_cache"):
         bounds.check_same_bits(name, got[name], expected[name])
+
+
+def check_order(steps: Callable[[Callable[[], None]], list[torch.Tensor]]) -> None:
+    """Steps on CUDA that depend on each other, `steps(pause)`, have the same bits as results if
+    nothing waits for the device between them, in eager and in a graph, as if all of them do."""
+    expected = steps(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps(lambda: None)
+    graph.replay()
+    for results in (captured, steps(lambda: None)):
+        for a, b in zip(results, expected, strict=True):
+            bounds.check_same_bits("results", a, b)
