@@ -90,13 +90,35 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   typename T::template MmaKeys<C.head_dim> mma_dk;
   typename T::template MmaKeys<C.head_dim_v> mma_dv;
   typename T::MmaQ mma_dq;
-  auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at), layout); };
-  auto operand_a = [&](const auto& mma, const auto& tensor) {  // (MMA,1,MMA_K), of the warpgroup
-    return mma.get_slice(afresh(group) * 128).partition_fragment_A(tensor);
+  // An operand of the warpgroup's products, which tells it of each buffer: (MMA,1,MMA_K).
+  auto operand = [&](auto& buffers, auto layout, auto partition) {
+    if constexpr (T::kHoldsDescriptors) {
+      Tensor held = with_unknown_descriptors(partition(group, shared_tiles(buffers, layout)));  // (MMA,1,MMA_K,buffer)
+      return [=](int buffer) { return held(_, _, _, buffer); };
+    } else {
+      return [=, &buffers](int buffer) {
+        return partition(afresh(group), make_tensor(make_smem_ptr(buffers[buffer]), layout));
+      };
+    }
   };
-  auto operand_b = [&](const auto& mma, const auto& tensor) {  // (MMA,1,MMA_K), of the warpgroup
-    return mma.get_slice(afresh(group) * 128).partition_fragment_B(tensor);
+  auto operand_a = [&](auto mma, auto& buffers, auto layout) {
+    return operand(buffers, layout, [=](int group, const auto& tiles) {
+      return mma.get_slice(group * 128).partition_fragment_A(tiles);
+    });
   };
+  auto operand_b = [&](auto mma, auto& buffers, auto layout) {
+    return operand(buffers, layout, [=](int group, const auto& tiles) {
+      return mma.get_slice(group * 128).partition_fragment_B(tiles);
+    });
+  };
+  auto tSsK = operand_a(mma_s, storage.k, typename T::LayoutK{});
+  auto tSsQ = operand_b(mma_s, storage.q, typename T::LayoutQ{});
+  auto tSsV = operand_a(mma_dp, storage.v, typename T::LayoutV{});
+  auto tSsdO = operand_b(mma_dp, storage.dout, typename T::LayoutDout{});
+  auto tVsdO = operand_b(mma_dv, storage.dout, typename T::LayoutDoutT{});
+  auto tKsQ = operand_b(mma_dk, storage.q, typename T::LayoutQt{});
+  auto tQsdS = operand_a(mma_dq, storage.ds, typename T::LayoutDs{});
+  auto tQsK = operand_b(mma_dq, storage.k, typename T::LayoutKt{});
   Tensor tSrS = partition_fragment_C(mma_s, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tSrdP = partition_fragment_C(mma_dp, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tKrdK = partition_fragment_C(mma_dk, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,1,1)
@@ -119,9 +141,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   // dQ of a step, from dS of all warpgroups.
   auto start_dq = [&](const Cursor<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
     storage.ring_ds.wait(at, ds_is_full);
-    Element* const ds = storage.ds[at.stage()];
-    start_product<GMMA::ScaleOut::Zero>(mma_dq, operand_a(mma_dq, shared(ds, typename T::LayoutDs{})),
-                                        operand_b(mma_dq, shared(storage.k[tile % 2], typename T::LayoutKt{})), tQrdQ);
+    start_product<GMMA::ScaleOut::Zero>(mma_dq, tQsdS(at.stage()), tQsK(tile % 2), tQrdQ);
   };
   auto send_dq = [&](const Cursor<2>& at, bool room, const auto& tQrdQ) {
     storage.ring_ds.release(at);
@@ -191,7 +211,6 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     constexpr auto kSum = kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
     const BackwardWork& work = storage.work[tile % 2];
     const int stage = at.stage();
-    Element *const q = storage.q[stage], *const dout = storage.dout[stage];
     const Cursor<2> at_ds{at.count}, before{at.count - 1};
     if constexpr (kFinishes) scale_gradients();
     Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1), of the tile before
@@ -200,12 +219,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.ring_q.wait(at, q_is_full);
     if (kFirst && !has_turn) take_turn();
     const bool dout_is_full = kAsksAhead && storage.ring_dout.is_full(at);
-    start_product<GMMA::ScaleOut::Zero>(mma_s, operand_a(mma_s, shared(storage.k[tile % 2], typename T::LayoutK{})),
-                                        operand_b(mma_s, shared(q, typename T::LayoutQ{})), tSrS);
+    start_product<GMMA::ScaleOut::Zero>(mma_s, tSsK(tile % 2), tSsQ(stage), tSrS);
     if constexpr (kFirst) storage.ring_v.wait({tile});
     storage.ring_dout.wait(at, dout_is_full);
-    start_product<GMMA::ScaleOut::Zero>(mma_dp, operand_a(mma_dp, shared(storage.v, typename T::LayoutV{})),
-                                        operand_b(mma_dp, shared(dout, typename T::LayoutDout{})), tSrdP);
+    start_product<GMMA::ScaleOut::Zero>(mma_dp, tSsV(0), tSsdO(stage), tSrdP);
     give_turn();
     if constexpr (kFinishes) send_dv(tile - 1, tVrV);
     const bool ds_is_empty = kAsksAhead && storage.ring_ds.is_empty(at_ds);
@@ -222,10 +239,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
               step.first_query, step.full, await_dp);
     if (step.last) storage.ring_v.release({tile});
     Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)
-    auto start_dv = [&] {
-      start_product<kSum>(mma_dv, as_register_operand(tSrP), operand_b(mma_dv, shared(dout, typename T::LayoutDoutT{})),
-                          tVrdV);
-    };
+    auto start_dv = [&] { start_product<kSum>(mma_dv, as_register_operand(tSrP), tVsdO(stage), tVrdV); };
     if constexpr (T::kManyQueries) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
     // After this wait nobody still reads dS of two steps before.
@@ -239,8 +253,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     take_turn();
     if constexpr (kFinishes) send_dk(tile - 1, tKrK);
     const bool room = kAsksAhead && kHasBefore && ring_dq.is_empty(at_ds);
-    start_product<kSum>(mma_dk, as_register_operand(tSrdS), operand_b(mma_dk, shared(q, typename T::LayoutQt{})),
-                        tKrdK);
+    start_product<kSum>(mma_dk, as_register_operand(tSrdS), tKsQ(stage), tKrdK);
     wait_products<1>(tVrdV);
     storage.ring_dout.release(at);
     if constexpr (kHasBefore) {

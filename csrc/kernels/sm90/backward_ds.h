@@ -10,46 +10,76 @@ namespace flash_cute::sm90 {
 template <KernelConfig C>
 class DsPlace {
   using T = BackwardTraits<C>;
+  using Layout = typename T::LayoutDs;  // (query,key)
   static constexpr int kRowBytes = 128, kVectorBytes = 16;  // of an atom of the swizzle, whose rows are 128 bytes wide
 
+  // Of the four matrices of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last two
+  // the later queries. Lanes have a row of a matrix each.
+  struct Row {
+    unsigned group, warp, later_keys, later_queries, row;
+
+    CUTE_HOST_DEVICE constexpr explicit Row(unsigned thread)
+        : group(thread / 128),
+          warp(thread / 32 % 4),
+          later_keys(thread / 8 % 2),
+          later_queries(thread % 32 / 16),
+          row(thread % 8) {}
+  };
+
  public:
-  CUTE_DEVICE explicit DsPlace(unsigned thread) {
-    const unsigned lane = thread % 32, warp = thread / 32 % 4, group = thread / 128;
-    // Of the four matrices of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last
-    // two the later queries. Lanes have a row of a matrix each.
-    const unsigned later_keys = lane / 8 % 2, later_queries = lane / 16, row = lane % 8;
+  CUTE_HOST_DEVICE constexpr explicit DsPlace(unsigned thread) : offset_(0) {
+    const Row at(thread);
     if constexpr (T::kManyQueries) {  // rows of queries; a warpgroup's 64 keys are an atom's width
-      offset_ = group * C.block_m * kRowBytes + (later_queries * 8 + row) * kRowBytes +
-                (((warp * 2 + later_keys) ^ row) * kVectorBytes);
+      offset_ = at.group * C.block_m * kRowBytes + (at.later_queries * 8 + at.row) * kRowBytes +
+                (((at.warp * 2 + at.later_keys) ^ at.row) * kVectorBytes);
     } else {  // rows of keys, with all queries
-      offset_ = (group * 64 + warp * 16 + later_keys * 8 + row) * kRowBytes + (later_queries ^ row) * kVectorBytes;
+      offset_ = (at.group * 64 + at.warp * 16 + at.later_keys * 8 + at.row) * kRowBytes +
+                (at.later_queries ^ at.row) * kVectorBytes;
     }
   }
 
   // Stores the rounded dS of the warpgroup (MMA=(2,2,N/8),1,1) in a tile.
   template <class Gradient>
   CUTE_DEVICE void store(typename T::Element* tile, const Gradient& gradient) const {
+    static_assert(agrees_with_layout());
     const uint32_t first = cast_smem_ptr_to_uint(tile) + offset_;
     Tensor pairs = recast<uint32_t>(gradient);  // ((1,2,N/8),1,1)
     CUTE_UNROLL
     for (int step = 0; step < C.block_m / 16; ++step) {
+      const uint32_t to = in_step(step, first);
       if constexpr (T::kManyQueries) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         first + step * 16 * kRowBytes),
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                      "r"(pairs(4 * step)), "r"(pairs(4 * step + 1)), "r"(pairs(4 * step + 2)), "r"(pairs(4 * step + 3))
                      : "memory");
       } else {
-        static_assert(C.block_m == 64, "queries are an atom's width");
-        asm volatile(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first ^ (step * 2 * kVectorBytes)),
-            "r"(pairs(4 * step)), "r"(pairs(4 * step + 1)), "r"(pairs(4 * step + 2)), "r"(pairs(4 * step + 3))
-            : "memory");
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs(4 * step)),
+                     "r"(pairs(4 * step + 1)), "r"(pairs(4 * step + 2)), "r"(pairs(4 * step + 3))
+                     : "memory");
       }
     }
   }
 
  private:
-  uint32_t offset_;
+  // The place in a step of what is at `first` in the first one.
+  CUTE_HOST_DEVICE static constexpr uint32_t in_step(int step, uint32_t first) {
+    static_assert(T::kManyQueries || C.block_m == 64, "queries are an atom's width");
+    return T::kManyQueries ? first + step * 16 * kRowBytes : first ^ (step * 2 * kVectorBytes);
+  }
+
+  static constexpr bool agrees_with_layout() {
+    for (int thread = 0; thread < 128 * T::kGroups; ++thread) {
+      const Row at(thread);
+      const int key = at.group * 64 + at.warp * 16 + at.later_keys * 8 + (T::kManyQueries ? 0 : at.row);
+      for (int step = 0; step < C.block_m / 16; ++step) {
+        const int query = step * 16 + at.later_queries * 8 + (T::kManyQueries ? at.row : 0);
+        const int plain = Layout{}.layout_b()(query, key) * sizeof(typename T::Element);
+        if (Layout{}.layout_a()(plain) != in_step(step, DsPlace(thread).offset_)) return false;
+      }
+    }
+    return true;
+  }
+
+  uint32_t offset_;  // bytes from a tile's begin, in its first step
 };
 
 }  // namespace flash_cute::sm90

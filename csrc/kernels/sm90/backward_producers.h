@@ -70,7 +70,7 @@ class Loader {
       ring_keys.expect(at_keys_, 0);
     } else {
       const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
-      load(Int<C.block_n>{}, kValues ? params_.v : params_.k, kValues ? storage_.v : storage_.k[at_keys_.stage()],
+      load(Int<C.block_n>{}, kValues ? params_.v : params_.k, pick<kValues>(storage_.k, storage_.v)[at_keys_.stage()],
            TMA::CacheHintSm90::EVICT_FIRST, {work.seq.k.offset, keys.last}, keys.first, work.tile.row, work.tile.head,
            work.tile.batch, [&](uint32_t bytes) { return ring_keys.expect(at_keys_, bytes); });
     }

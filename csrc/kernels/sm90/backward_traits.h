@@ -153,6 +153,9 @@ struct BackwardTraits {
   // Found by trying: with 128 queries a step dS lies by queries in shared memory, the exponentials run under dP, and dV
   // begins before dS is rounded; with 64 dS lies by keys, the exponentials wait for dP, and dV begins once dS is stored.
   static constexpr bool kManyQueries = C.block_m == 128;
+  // Descriptors of operands are held ready, or made anew for each product. The latter takes no registers, of which rules
+  // leave none, and with 128 queries a step it is faster, though it takes more instructions.
+  static constexpr bool kHoldsDescriptors = !kManyQueries && !C.rich();
   using LayoutDs = std::conditional_t<kManyQueries, RowsLayout<Element, C.block_m, C.block_n>,
                                       ColumnsLayout<Element, C.block_n, C.block_m>>;  // (query,key)
 
@@ -185,7 +188,7 @@ struct BackwardTraits {
 
   struct Storage {
     alignas(1024) Element k[2][C.block_n * C.head_dim];
-    alignas(1024) Element v[C.block_n * C.head_dim_v];
+    alignas(1024) Element v[1][C.block_n * C.head_dim_v];
     alignas(1024) Element q[C.stages][C.block_m * C.head_dim];
     alignas(1024) Element dout[C.stages][C.block_m * C.head_dim_v];
     alignas(1024) Element ds[2][C.block_n * C.block_m];

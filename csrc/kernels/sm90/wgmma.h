@@ -19,6 +19,12 @@ using RowsLayout =
                                               GMMA::Layout_K_SW64_Atom<Element>>{},
                            Shape<Int<kRows>, Int<kCols>>{}));  // (row,col)
 
+// Such tiles, of one buffer each: (row,col,buffer).
+template <class Layout, class Element, size_t kBuffers, size_t kSize>
+CUTE_DEVICE auto shared_tiles(Element (&buffers)[kBuffers][kSize], const Layout& layout) {
+  return make_tensor(make_smem_ptr(buffers[0]), append<3>(layout, make_layout(Int<kBuffers>{}, Int<kSize>{})));
+}
+
 // The same tile as the operand whose K runs along its rows.
 template <class Element, int kRows, int kCols>
 using ColumnsLayout =
@@ -46,6 +52,27 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
 CUTE_DEVICE int afresh(int value) {
   asm volatile("" : "+r"(value));
   return value;
+}
+
+// Descriptors of an operand in shared memory as numbers of which the compiler knows nothing. It moves on from one to the
+// next in one instruction then, of 64 bits; of CuTe's it knows the upper half, which it adds and brings along anew for each
+// product.
+struct Descriptors : GMMA::DescriptorIterator {
+  template <class Offset>
+  CUTE_DEVICE Descriptors operator+(const Offset& offset) const {
+    Descriptors moved = *this;
+    moved.desc_.desc_ += static_cast<uint32_t>(offset);  // the lower half holds what comes out
+    return moved;
+  }
+};
+
+// The same operand, by such descriptors: those that a warp's first lane has.
+template <class Operand>
+CUTE_DEVICE auto with_unknown_descriptors(const Operand& operand) {
+  Descriptors first{operand.data()};
+  uint32_t& upper = first.desc_.reg32_[1];
+  upper = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? upper : 0, 0);
+  return make_tensor(first, operand.layout());
 }
 
 // A product that joins a sum: acc = A B, or acc += A B, as mma says.
