@@ -25,8 +25,8 @@ Tensor allocate_decoded_parts(DecodeProblem& p, const KernelConfig& config, cons
   return workspace;
 }
 
-// A kernel of forward for prompts in chunks; null if none can, or decoding takes no longer. Where the caller says how keys
-// are parted, it is always decoding: results must not depend on the batch.
+// A kernel of forward for prompts in chunks; null if none can, or decoding takes no longer. Where the caller says how
+// keys are parted, it is always decoding: results must not depend on the batch.
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
   if (p.cache.leftpad != nullptr || !p.even_shares()) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);

@@ -56,8 +56,8 @@ void check_like_out(const View& t, const View& q, const View& v, const char* nam
 void check_shape(const View& t, const int64_t* expected, int dims, const char* name);
 void check_same_kind(const View& t, const View& q, const char* name);
 using NamedViews = std::initializer_list<std::pair<const View*, const char*>>;  // some of them null
-// Of tensors that are given for results: each element has its own place, and no tensor begins where another one does that
-// is written or read.
+// Of tensors that are given for results: each element has its own place, and no tensor begins where another one does
+// that is written or read.
 void check_outputs(NamedViews outputs, NamedViews inputs);
 void check_device(const View& t, const View& q, const char* name);
 

@@ -22,9 +22,9 @@ constexpr bool tiles_wait(DqOrder order) {
 // earlier. What has a pace of its own does not wait, too: both count in BwdProblem::turns.
 DqOrder dq_order(const KernelConfig& config, const BwdProblem& p);
 
-// Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through more
-// queries than the L2 cache holds, with their dO and sums of dQ. Pairs of CTAs do not gain by it, nor, in another way, do
-// sums in turns.
+// Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through
+// more queries than the L2 cache holds, with their dO and sums of dQ. Pairs of CTAs do not gain by it, nor, in another
+// way, do sums in turns.
 bool needs_pace(const KernelConfig& config, const BwdProblem& p);
 
 // In which order tiles of keys are taken, and which way each of them goes through its queries: see BackwardWork.

@@ -59,8 +59,8 @@ struct KernelConfig {
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
-  // Sm90 forward: a warpgroup draws random numbers for dropout, beside two that compute: a third leaves no registers for
-  // it. With so many threads one starts with 128 registers, of which O must be fewer.
+  // Sm90 forward: a warpgroup draws random numbers for dropout, beside two that compute: a third leaves no registers
+  // for it. With so many threads one starts with 128 registers, of which O must be fewer.
   constexpr bool draws() const {
     return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && rich() && warps == 8 && head_dim_v < 256;
   }
@@ -86,17 +86,18 @@ struct KernelConfig {
   // Backward: columns of the sums of dQ. Of 192 dims pairs have 64 twice.
   constexpr int dq_columns() const { return pair() ? 256 : head_dim; }
 
-  // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's products
-  // run. For wide heads exponentials are too few to matter.
+  // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's
+  // products run. For wide heads exponentials are too few to matter.
   constexpr bool ping_pong() const { return head_dim <= 128; }
 
-  // Sm90 forward: query heads of a group that can share a tile of queries, with 16 rows each at the least, those of a warp.
+  // Sm90 forward: query heads of a group that can share a tile of queries, with 16 rows each at the least, those of a
+  // warp.
   constexpr int most_heads() const {
     return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && block_m == 128 && cluster == 1 ? 8 : 1;
   }
 
-  // Sm90 forward: buffers of Q, two if O has room beside them, and whether O has shared memory of its own; else it takes
-  // V's. With both, the next Q need not wait for anything.
+  // Sm90 forward: buffers of Q, two if O has room beside them, and whether O has shared memory of its own; else it
+  // takes V's. With both, the next Q need not wait for anything.
   constexpr int stages_q() const { return hopper_bytes(2, true) <= kMostSharedMemory ? 2 : 1; }
   constexpr bool own_output() const { return hopper_bytes(stages_q(), true) <= kMostSharedMemory; }
 

@@ -9,7 +9,8 @@
 
 namespace flash_cute {
 
-// Takes a part off large shares, which each SM works through at its own pace, for CTAs that come later, with small shares.
+// Takes a part off large shares, which each SM works through at its own pace, for CTAs that come later, with small
+// shares.
 static void relieve_shares(DecodeProblem& p, int of_head) {
   constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // grains; parts of a share
   const int share = detail::ceil_div(of_head, p.ctas_of_head);

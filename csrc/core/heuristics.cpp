@@ -10,7 +10,8 @@ namespace flash_cute {
 namespace {
 
 // A kernel's speed where tiles are long, to compare with its alternatives, and what a tile costs beside its keys, as if
-// it had so many keys more. Fitted to measurements of plain kernels on an H200: docs/performance.md, "Choosing among rows".
+// it had so many keys more. Fitted to measurements of plain kernels on an H200: docs/performance.md, "Choosing among
+// rows".
 struct Speed {
   double rate, tile_keys;
 };
@@ -141,9 +142,10 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
 }
 
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
-// other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory gives
-// an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without any), one
-// does well for long ones, as CTAs that come late even shares out. Many kv heads of 64 dims have few CTAs each.
+// other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory
+// gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without
+// any), one does well for long ones, as CTAs that come late even shares out. Many kv heads of 64 dims have few CTAs
+// each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
   constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
@@ -154,8 +156,9 @@ static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& confi
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md, "Decoding".
-  // What reading the keys weighs, in rows of products: a tile that has all rows of a kv head, up to 64, is the cheapest.
+  // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md,
+  // "Decoding". What reading the keys weighs, in rows of products: a tile that has all rows of a kv head, up to 64, is
+  // the cheapest.
   constexpr double kRate = 345, kRowsOfReading = 40;
   constexpr double kOverlapped = 0.99;
   const FwdProblem& problem = p.fwd;
@@ -174,8 +177,8 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu) {
   constexpr double kAround = 15;  // microseconds that decoding takes beside its products
-  // Products of tiles of 32 rows and 128 dims take longer than reading, by a tenth: in so many microseconds that is what
-  // forward takes more to begin and to end. From pages they take longer anyway.
+  // Products of tiles of 32 rows and 128 dims take longer than reading, by a tenth: in so many microseconds that is
+  // what forward takes more to begin and to end. From pages they take longer anyway.
   constexpr double kLong = 75;
   constexpr int kFewRows = 16, kMoreRows = 32;  // of decoding's smaller tiles
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / p.fwd.heads_k);

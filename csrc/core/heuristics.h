@@ -7,17 +7,18 @@
 
 namespace flash_cute {
 
-// Whether two kernels differ in nothing but how they cut a problem into tiles, and which rules they have, so that either
-// may do what both can. (Backward's rows of one head dim are for GPUs with more or with less shared memory: there the first
-// that fits is best.)
+// Whether two kernels differ in nothing but how they cut a problem into tiles, and which rules they have, so that
+// either may do what both can. (Backward's rows of one head dim are for GPUs with more or with less shared memory:
+// there the first that fits is best.)
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
 // How many query heads of a group share a tile of queries in Hopper's forward, so that short sequences fill it.
 int heads_in_tile(const KernelConfig& config, const FwdProblem& problem);
 
-// What a forward problem costs on a GPU with `sms` multiprocessors, a number to compare alternatives by, with keys in the
-// number of parts that is best. Lengths of sequences that lie end to end are not known to the host: their mean stands for
-// them, and CTAs in clusters, where short sequences would leave some without work, are left out by an infinite cost.
+// What a forward problem costs on a GPU with `sms` multiprocessors, a number to compare alternatives by, with keys in
+// the number of parts that is best. Lengths of sequences that lie end to end are not known to the host: their mean
+// stands for them, and CTAs in clusters, where short sequences would leave some without work, are left out by an
+// infinite cost.
 struct ForwardPlan {
   double cost;
   int parts;
@@ -30,9 +31,9 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 // reading them.
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu);
 
-// Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small tile
-// of decoding's has all rows of a kv head, of 16 or, with some exceptions, 32 rows: reading the keys, which the cost of
-// forward leaves out, is what bounds both.
+// Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small
+// tile of decoding's has all rows of a kv head, of 16 or, with some exceptions, 32 rows: reading the keys, which the
+// cost of forward leaves out, is what bounds both.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu);
 
@@ -57,9 +58,9 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const
 }
 
 // Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy; or the
-// work on those tiles alone that the GPU's last turn is left with. More cost a pass that adds them up, and room for their
-// sums. Shares of heads come before shares of queries. Lengths of sequences that lie end to end count as their mean. Other
-// kernels have one part always.
+// work on those tiles alone that the GPU's last turn is left with. More cost a pass that adds them up, and room for
+// their sums. Shares of heads come before shares of queries. Lengths of sequences that lie end to end count as their
+// mean. Other kernels have one part always.
 QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 }  // namespace flash_cute

@@ -59,8 +59,8 @@ struct Sink {
   Element element = Element::None;
 };
 
-// Where tiles of queries are too few for a GPU, their keys are cut into parts (by Hopper's kernels; heuristics.h says into
-// how many), whose results kernels/passes/merge_parts.h merges.
+// Where tiles of queries are too few for a GPU, their keys are cut into parts (by Hopper's kernels; heuristics.h says
+// into how many), whose results kernels/passes/merge_parts.h merges.
 struct KeyParts {
   int count = 1;
   int columns = 0;  // of the kernel's tile of V
@@ -143,8 +143,8 @@ struct Rotary {
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 
-// How keys of a head are shared out, in grains (kernels/common/shares.h), if no tensor says how long sequences are: they
-// are alike.
+// How keys of a head are shared out, in grains (kernels/common/shares.h), if no tensor says how long sequences are:
+// they are alike.
 struct AlikeSequences {
   bool known = false;
   Divisor of_unit, of_sequence;
@@ -210,8 +210,9 @@ struct BwdProblem {
   int* turns;  // [b, h, rows / block_m, warps]: key tiles, of opened sums the first, that are done with a part of a
   // turn (of a warp on sm80, of an atom of dQ in sm90's pairs, else all), at its first tile of dQ. Without turns: Pace
   QueryParts parts;
-  // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then dV's, in
-  // the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k, rows / kPartRows].
+  // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then
+  // dV's, in the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k,
+  // rows / kPartRows].
   float* part_sums;
   int64_t slabs_of_head;  // of packed sequences
   float* dsink;  // result, [h]; null without a sink

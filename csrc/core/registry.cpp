@@ -100,8 +100,8 @@ static bool addressable(const DecodeProblem& p) {
   return addressable(p.fwd);
 }
 
-// What alternatives are weighed for. Where the caller says how keys are parted, a sequence's result must not depend on the
-// batch around it: nor may the kernel.
+// What alternatives are weighed for. Where the caller says how keys are parted, a sequence's result must not depend on
+// the batch around it: nor may the kernel.
 template <class P>
 static const FwdProblem& weighed(const P& p) {
   return forward_of(p);

@@ -1,5 +1,5 @@
-// Launching a kernel: its shared memory allowed once a device, its grid one-dimensional, errors returned. They are those
-// of the calls themselves: nobody asks for the last error, which may be an older one.
+// Launching a kernel: its shared memory allowed once a device, its grid one-dimensional, errors returned. They are
+// those of the calls themselves: nobody asks for the last error, which may be an older one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -80,8 +80,8 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
   return launch_grid<kKernel>({ctas, threads, smem_bytes}, {}, stream, params...);
 }
 
-// The same for a kernel that calls wait_for_kernel_before(): it overlaps with the one right before, where they can, from
-// the time on when that calls let_next_kernel_start(), or when its last CTAs end (kernels/common/overlap.h).
+// The same for a kernel that calls wait_for_kernel_before(): it overlaps with the one right before, where they can,
+// from the time on when that calls let_next_kernel_start(), or when its last CTAs end (kernels/common/overlap.h).
 template <auto kKernel, class... Params>
 cudaError_t launch_overlapping(const Grid& grid, cudaStream_t stream, const Params&... params) {
   bool can = false;

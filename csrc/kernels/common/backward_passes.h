@@ -18,9 +18,9 @@ CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch
          PaddedRows{block_m}.first_row(offset, p.fwd.sequences.cu_q ? batch : 0);
 }
 
-// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces. The last one
-// comes first: the kernel between the passes ends with the last heads, and begins with the first ones, whose numbers are
-// then still in the L2 cache.
+// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces. The
+// last one comes first: the kernel between the passes ends with the last heads, and begins with the first ones, whose
+// numbers are then still in the L2 cache.
 template <KernelConfig C>
 struct PassTile {
   int row, head, batch;

@@ -9,8 +9,8 @@
 
 namespace flash_cute {
 
-// `Place` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others, and
-// whether across(c) is column_offset(c).
+// `Place` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others,
+// and whether across(c) is column_offset(c).
 template <KernelConfig C, class Place>
 class ScoreGradients {
  public:

@@ -13,8 +13,8 @@ struct KeyTile {
   bool late_first;
 
   // Early keys first: under a causal mask they have the most queries. Or late ones, but not of the last heads, whose
-  // longest tiles would end long after all others. Tiles of several heads alternate, so that tiles of one head do not all
-  // start together, as many heads as the L2 cache holds the queries of.
+  // longest tiles would end long after all others. Tiles of several heads alternate, so that tiles of one head do not
+  // all start together, as many heads as the L2 cache holds the queries of.
   CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late = false,
                       int number = blockIdx.x) {
     const int tiles = ceil_div(p.seqlen_k, block_n);

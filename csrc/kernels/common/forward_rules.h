@@ -26,8 +26,9 @@ CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
   }
 }
 
-// Softcap, and ALiBi if `biased`: row r has slope(r), and its query stands distance(r) keys behind that of this thread's
-// first column. A factor is left out: rule_scale_log2(), by which the softmax multiplies without a pass of its own.
+// Softcap, and ALiBi if `biased`: row r has slope(r), and its query stands distance(r) keys behind that of this
+// thread's first column. A factor is left out: rule_scale_log2(), by which the softmax multiplies without a pass of its
+// own.
 template <bool kShortcuts, class Scores, class Slope, class Distance>
 CUTE_DEVICE void apply_rules(Scores&& scores, float cap, float scale, bool biased, Slope slope, Distance distance) {
   apply_cap<kShortcuts>(scores, cap, scale);

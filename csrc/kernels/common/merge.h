@@ -57,9 +57,9 @@ class MergedRow {
   float weight_[kCount], inverse_;
 };
 
-// A warp merges a row of parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim` columns
-// from there on, with a sink; kBatch parts are read at once. store(column, values) gets the result; its log-sum-exp is
-// returned. Again parts that saw no key may hold anything.
+// A warp merges a row of parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim`
+// columns from there on, with a sink; kBatch parts are read at once. store(column, values) gets the result; its
+// log-sum-exp is returned. Again parts that saw no key may hold anything.
 template <int kWidth, int kBatch, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;

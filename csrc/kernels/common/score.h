@@ -9,8 +9,8 @@
 
 namespace flash_cute {
 
-// tanh(x * inner) / x by a polynomial, by which tanh is off by 2^-24 for |x * inner| up to kSmall: without the unit that
-// exponentials need.
+// tanh(x * inner) / x by a polynomial, by which tanh is off by 2^-24 for |x * inner| up to kSmall: without the unit
+// that exponentials need.
 struct SmallTanh {
   static constexpr float kSmall = 0.25f;
 
@@ -39,8 +39,8 @@ struct SmallTanh {
     return __all_sync(0xffffffff, usual(inner) && top * fabsf(inner) <= kSmall);
   }
 
-  // The same, where OnlineSoftmax::positive_tops() are known. As unsigned integers, of which Hopper takes the largest of
-  // three at once, negative numbers are the largest, the lowest of them first.
+  // The same, where OnlineSoftmax::positive_tops() are known. As unsigned integers, of which Hopper takes the largest
+  // of three at once, negative numbers are the largest, the lowest of them first.
   template <class Tops, class Scores>
   CUTE_DEVICE static bool suits(const Tops& tops, const Scores& scores, float inner) {
     static_assert(decltype(size(scores))::value % 2 == 0);
@@ -97,9 +97,9 @@ CUTE_DEVICE float ruled(float score, const ScoreRules& rules, float softmax_scal
   return score - slope * float(abs(distance));
 }
 
-// Random bits of dropout: one Philox4x32-7 call serves the 16 elements of 32 queries x 32 keys whose places are the same
-// modulo 8. Each has 16 of its 128 bits: those of query octet y are in word y, those of key octet x start at its byte x
-// and go down, around the end of the word.
+// Random bits of dropout: one Philox4x32-7 call serves the 16 elements of 32 queries x 32 keys whose places are the
+// same modulo 8. Each has 16 of its 128 bits: those of query octet y are in word y, those of key octet x start at its
+// byte x and go down, around the end of the word.
 class Dropout {
  public:
   CUTE_DEVICE Dropout(const ScoreRules& rules, int64_t head_of_all)
@@ -136,8 +136,8 @@ class Dropout {
 };
 
 // Which of a thread's elements of an accumulator, kRows x kColumns, dropout keeps: f(r, c, keep). Rows are queries and
-// columns keys, or the other way round where kTransposed; row(r) and col(c) are their places. Rows lie 8 apart, two from
-// a multiple of 16 on, or four from a multiple of 32 on; so do pairs of neighbouring columns.
+// columns keys, or the other way round where kTransposed; row(r) and col(c) are their places. Rows lie 8 apart, two
+// from a multiple of 16 on, or four from a multiple of 32 on; so do pairs of neighbouring columns.
 template <bool kTransposed, int kRows, int kColumns, class Row, class Column, class F>
 CUTE_DEVICE void each_kept(const Dropout& dropout, Row row, Column col, F f) {
   constexpr int kDown = std::min(kRows, 4), kAcross = std::min(kColumns / 2, 4);  // octets that share bits

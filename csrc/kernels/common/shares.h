@@ -1,11 +1,11 @@
 // How the keys of all sequences are shared out among CTAs, worked out on the device: lengths are known there alone.
 //
 // A unit is a tile of query rows of one kv head of one sequence: the rows of its query heads, all heads of a query side
-// by side. A unit's keys come in blocks, and blocks in grains. Every kv head has as many CTAs, which do the same for all
-// heads: rows of all heads, which lie side by side in memory, are then read at about the same time. Grains are numbered
-// through all units of a head, and each of its CTAs takes as many grains that follow each other. Where the caller asks
-// for parts of his own, a grain is one of them; else a grain is one block, or as few as keep numbers of grains below
-// 2^31, and those that a CTA takes of a unit make one part.
+// by side. A unit's keys come in blocks, and blocks in grains. Every kv head has as many CTAs, which do the same for
+// all heads: rows of all heads, which lie side by side in memory, are then read at about the same time. Grains are
+// numbered through all units of a head, and each of its CTAs takes as many grains that follow each other. Where the
+// caller asks for parts of his own, a grain is one of them; else a grain is one block, or as few as keep numbers of
+// grains below 2^31, and those that a CTA takes of a unit make one part.
 #pragma once
 
 #include "kernels/common/cached_seq.h"
@@ -36,9 +36,9 @@ struct Grains {
   }
 };
 
-// Consecutive grains of a head that each of its CTAs takes. Some SMs get more of the memory's bandwidth than others: where
-// lengths are known and there is much to read, CTAs beyond those that run at once have small shares, for SMs that are done
-// early.
+// Consecutive grains of a head that each of its CTAs takes. Some SMs get more of the memory's bandwidth than others:
+// where lengths are known and there is much to read, CTAs beyond those that run at once have small shares, for SMs that
+// are done early.
 struct Shares {
   static constexpr int kOnePart = 2;  // so few grains of a unit are not worth parts
   static constexpr int kPart = 3;  // about as many take as long as what a part costs beside its grains
@@ -62,8 +62,8 @@ struct Shares {
   }
 
   // Of `of_head` grains, of which units of the first sequence have `of_unit`: where all sequences are as long, a little
-  // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones. If it is
-  // not, a unit of two grains may follow one of a single grain.
+  // larger shares may end where units do, and spare parts; if it is known that they are, `alike`, yet larger ones. If
+  // it is not, a unit of two grains may follow one of a single grain.
   FC_HOST_DEVICE static Shares of(const DecodeProblem& p, int of_head, int of_unit, bool alike = false) {
     const bool even = p.even_shares();
     const int least = !even || of_unit > kOnePart ? 1 : alike ? of_unit : kOnePart;
@@ -81,8 +81,8 @@ struct Shares {
   }
 };
 
-// The parts of one unit, and where in the workspace they are. With even shares a CTA has two slots, the first for a unit
-// that it goes on with, the second for one that it begins.
+// The parts of one unit, and where in the workspace they are. With even shares a CTA has two slots, the first for a
+// unit that it goes on with, the second for one that it begins.
 struct UnitParts {
   bool even;
   int count;

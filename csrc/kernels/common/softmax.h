@@ -49,8 +49,8 @@ struct OnlineSoftmax {
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
   float row_max[kRows];  // of scores, or 0 (see raise()); this thread's columns only, until rescale() or close()
   float row_sum[kRows][kChains];  // of weights; this thread's columns only, until close()
-  // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number, its
-  // rounding does not show. Before the first rescale() less than any score.
+  // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number,
+  // its rounding does not show. Before the first rescale() less than any score.
   float offset[kRows];
   // Largest scale_log2 * score for which the offset may stay. Rows whose maximum is huge have -inf: their offset is 0,
   // and rescale() makes the scores of every tile relative to row_max itself.
@@ -68,8 +68,9 @@ struct OnlineSoftmax {
 
   // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
   // (rows,dims) are rescaled to it, and the result is true for the whole warp. A maximum that rises little is let be:
-  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them. `then` is done in
-  // both cases, before they meet again: ptxas moves what comes after that past waits, and leaves what is in a branch.
+  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them. `then` is done
+  // in both cases, before they meet again: ptxas moves what comes after that past waits, and leaves what is in a
+  // branch.
   template <class Scores, class Output, class Bend = NoBend, class Then = Nothing>
   CUTE_DEVICE bool raise(Scores&& scores, Output&& output, const Bend& bend = {}, const Then& then = {}) {
     Tops top;
@@ -96,8 +97,8 @@ struct OnlineSoftmax {
     return false;
   }
 
-  // The largest of each row's scores and 0, of this thread's columns only. What is not negative has the order of its bits
-  // as integers, of which Hopper takes the largest of three at once, and what is negative is less as such, too.
+  // The largest of each row's scores and 0, of this thread's columns only. What is not negative has the order of its
+  // bits as integers, of which Hopper takes the largest of three at once, and what is negative is less as such, too.
   template <class Scores>
   CUTE_DEVICE static Tops positive_tops(const Scores& scores) {
     static_assert(decltype(size<1>(scores))::value % 2 == 0);
@@ -161,8 +162,8 @@ struct OnlineSoftmax {
     float damping, inverse;  // outputs are to be multiplied by both
   };
 
-  // Closes row r's sum, the sink's weight included; outputs get `factor` on top. It can do without the branch of an exact
-  // division, to run under the last product of outputs.
+  // Closes row r's sum, the sink's weight included; outputs get `factor` on top. It can do without the branch of an
+  // exact division, to run under the last product of outputs.
   template <bool kBranchless = false>
   CUTE_DEVICE Total close(int r, float sink /* -inf: none */, float factor) {
     row_max[r] = quad_max(row_max[r]);

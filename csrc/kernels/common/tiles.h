@@ -47,7 +47,8 @@ FC_HOST_DEVICE TileRange tile_range(int first, int last, int full_first, int ful
 }
 }  // namespace detail
 
-// Key tiles, counted from key `origin` on, that queries [row, row + rows) see; rows past the sequence's end do not count.
+// Key tiles, counted from key `origin` on, that queries [row, row + rows) see; rows past the sequence's end do not
+// count.
 FC_HOST_DEVICE TileRange key_tiles(const SeqInfo& seq, Band band, int row, int rows, int block_n, int origin = 0) {
   const int last_row = detail::at_most(row + rows, seq.q.length) - 1;
   const int shift = seq.shift() - origin, length = seq.k.length - origin;

@@ -7,8 +7,8 @@
 
 namespace flash_cute {
 
-// Writes what fits of the new rows into the cache, and rotated queries to fwd.q. The next kernel on the stream may start
-// before it ends.
+// Writes what fits of the new rows into the cache, and rotated queries to fwd.q. The next kernel on the stream may
+// start before it ends.
 cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

@@ -155,9 +155,9 @@ class StepLoader {
 
 // The order in which key tiles add to dQ, where it has to be the same every time: ascending. A turn is a warp's part of
 // kTurn tiles of dQ one after the other: passing it on is a fence for all that the warp has under way, but the longer
-// turns are, the further apart are the tiles that queries in the L2 cache have to last for. Each warp of a CTA waits for
-// the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger index: one of
-// them always goes on.
+// turns are, the further apart are the tiles that queries in the L2 cache have to last for. Each warp of a CTA waits
+// for the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger index:
+// one of them always goes on.
 class Turn {
  public:
   // Begins the turn with this counter of the key tiles that have had it, if it has not begun, and ends the one before.
@@ -168,8 +168,8 @@ class Turn {
     ask();
   }
 
-  // Waits until all key tiles before have had the turn. Nothing that they wrote is read, and no reduction is done before
-  // the branch that leads to it, so nothing has to be acquired.
+  // Waits until all key tiles before have had the turn. Nothing that they wrote is read, and no reduction is done
+  // before the branch that leads to it, so nothing has to be acquired.
   CUTE_DEVICE void wait(int tiles_before) {
     while (done_ < tiles_before) ask();
   }

@@ -84,8 +84,8 @@ constexpr bool kInRegisters = false;
 template <class Fragment>
 constexpr bool kInRegisters<RegisterOperand<Fragment>> = true;
 
-// acc += A B^T over the first steps, one in kShare of all. While the tensor cores work on one step, one or two others are
-// on their way: as many as kRoom registers hold.
+// acc += A B^T over the first steps, one in kShare of all. While the tensor cores work on one step, one or two others
+// are on their way: as many as kRoom registers hold.
 template <int kRoom, int kShare = 1, class Mma, class Accumulator, class A, class B>
 CUTE_DEVICE void product(const Mma& mma, Accumulator& acc, const A& a, const B& b) {
   constexpr int kSteps = B::kSteps / kShare;

@@ -43,7 +43,8 @@ class CacheCopy {
     } else {
       CUTE_NO_UNROLL
       for (int same = 0; same < kChunks * kRows; ++same) {
-        // ptxas of CUDA 13.0 makes an illegal instruction of a copy with a policy and a uniform register in its address.
+        // ptxas of CUDA 13.0 makes an illegal instruction of a copy with a policy and a uniform register in its
+        // address.
         const int i = kept(same);
         const int row = next_ + T::row(thread_) + i * T::kDown;
         const auto [page, row_of_page] = place_of(row, visible_.first <= row && row < visible_.last);
@@ -97,8 +98,8 @@ class CacheCopy {
       global = static_cast<const Element*>(m.ptr) + head * m.head + Of::row(thread) * m.row + Of::col(thread);
     }
 
-    // Vectors of kCount of the thread's rows, from row `first` on, which is at `from` for thread 0; zeros if its page is
-    // negative.
+    // Vectors of kCount of the thread's rows, from row `first` on, which is at `from` for thread 0; zeros if its page
+    // is negative.
     template <int kCount>
     CUTE_DEVICE void load(const Matrices& m, int first, int bytes, PageRow from, uint64_t policy) const {
       const Element* row = global + (from.page < 0 ? 0 : from.page * m.batch + from.row * m.row);

@@ -1,7 +1,7 @@
 // Attention of few queries over a key/value cache, for sm_80 and later: CTAs share the keys of all sequences out among
-// each other (flash decoding), and query heads of a group fill the rows of a tile, so that the cache is read once. Teams
-// of warps work on different keys at their own pace, each with its own ring of tiles; keys of the next part enter it
-// while those of the one before are computed.
+// each other (flash decoding), and query heads of a group fill the rows of a tile, so that the cache is read once.
+// Teams of warps work on different keys at their own pace, each with its own ring of tiles; keys of the next part enter
+// it while those of the one before are computed.
 #pragma once
 
 #include "core/counter.h"
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   cp_async_wait<C.stages - 2>();
   int stage = 0;
   for (unsigned n = 0;; ++n) {
-    // After this barrier Q of the part is visible to all, nobody still reads that of the one before, or its results, and
-    // one more part is described.
+    // After this barrier Q of the part is visible to all, nobody still reads that of the one before, or its results,
+    // and one more part is described.
     __syncthreads();
     const Part& part = storage.parts[n % T::kDescribed].part;
     if (part.grains == 0) return;

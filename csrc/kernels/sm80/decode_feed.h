@@ -51,8 +51,8 @@ CUTE_DEVICE FedPart seen_of(const DecodeProblem& p, Part part) {
 }
 
 // Asks for the keys and values of a CTA's first blocks to be in the L2 cache when they are copied. Neither they nor the
-// table of pages need be written yet: what the kernel before still writes passes through there, and a page that the table
-// does not name in the end is asked for in vain. Of a few blocks the copies themselves are as early.
+// table of pages need be written yet: what the kernel before still writes passes through there, and a page that the
+// table does not name in the end is asked for in vain. Of a few blocks the copies themselves are as early.
 template <KernelConfig C>
 CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed) {
   constexpr int kFew = 6, kMany = 32, kMost = 3;  // blocks

@@ -1,5 +1,5 @@
-// The way out of decoding's results: those of a part to the workspace, and if it is the last of its unit to be done, those
-// of all parts to the tensors.
+// The way out of decoding's results: those of a part to the workspace, and if it is the last of its unit to be done,
+// those of all parts to the tensors.
 #pragma once
 
 #include "kernels/common/forward_rules.h"

@@ -69,8 +69,8 @@ CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
   }
 }
 
-// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four matrices down the
-// outer dimension first, B along K first.
+// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four matrices down
+// the outer dimension first, B along K first.
 template <Side kSide, bool kTransposed>
 CUTE_DEVICE std::pair<uint32_t, uint32_t> lane_place() {
   constexpr bool kDownFirst = (kSide == Side::A) != kTransposed;

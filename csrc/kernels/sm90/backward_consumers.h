@@ -1,4 +1,5 @@
-// The warpgroups of Hopper's backward: products by wgmma, gradients of scores between them, and the way out of dK and dV.
+// The warpgroups of Hopper's backward: products by wgmma, gradients of scores between them, and the way out of dK and
+// dV.
 #pragma once
 
 #include "kernels/common/backward_scores.h"
@@ -75,10 +76,10 @@ enum class StepPlace {
   Inside,
 };
 
-// A warpgroup that computes the gradients of 64 keys, of one tile of keys after the other. Products hold up the warps that
-// issue them, nearly to their end, so that what hides the work on scores are the products of another warpgroup, half a step
-// away: none waits for the others' dS, but takes it a step late. So a tile's last dQ is computed, and dV and dK are sent
-// off, during the first step of the next tile: products do not pause between tiles.
+// A warpgroup that computes the gradients of 64 keys, of one tile of keys after the other. Products hold up the warps
+// that issue them, nearly to their end, so that what hides the work on scores are the products of another warpgroup,
+// half a step away: none waits for the others' dS, but takes it a step late. So a tile's last dQ is computed, and dV
+// and dK are sent off, during the first step of the next tile: products do not pause between tiles.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   using T = BackwardTraits<C>;
@@ -128,8 +129,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Cursor<C.stages> at;  // a step, of all tiles of this CTA
   uint32_t tile = 0;  // of keys, of this CTA
 
-  // A warpgroup's turn begins with dK's product and ends with the next step's dP: meanwhile the other one is at gradients
-  // of scores, and at products that need them. So they stay half a step apart.
+  // A warpgroup's turn begins with dK's product and ends with the next step's dP: meanwhile the other one is at
+  // gradients of scores, and at products that need them. So they stay half a step apart.
   static_assert(T::kGroups == 2);
   constexpr int kBoth = 2 * 128;
   bool has_turn = false;  // between two tiles
@@ -201,7 +202,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     wait_sent(tile);
   };
 
-  // Rules need the registers in which answers to what is asked ahead wait, and those of a tile that is not finished yet.
+  // Rules need the registers in which answers to what is asked ahead wait, and those of a tile that is not finished
+  // yet.
   constexpr bool kAsksAhead = !C.rich(), kFinishesBeside = !C.rich();
   bool q_is_full = false;
   // A step of a tile. The result is whether it was the last one.
@@ -310,8 +312,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     }
     CUTE_NO_UNROLL
     while (!is_last) is_last = add(cute::C<StepPlace::Inside>{});
-    // The next tile's keys come after both warpgroups' first step of this one: who has had no other ends its turn, or the
-    // other one could not take its own.
+    // The next tile's keys come after both warpgroups' first step of this one: who has had no other ends its turn, or
+    // the other one could not take its own.
     has_turn = work.steps() > 1;
     if (!has_turn) give_turn();
   }

@@ -5,16 +5,16 @@
 
 namespace flash_cute::sm90 {
 
-// Where a thread's rows of a warpgroup's dS begin in shared memory, and how its steps of 16 queries lie from there on. In
-// place of a tiled copy, which takes some 50 instructions to find it anew, in a step of 550.
+// Where a thread's rows of a warpgroup's dS begin in shared memory, and how its steps of 16 queries lie from there on.
+// In place of a tiled copy, which takes some 50 instructions to find it anew, in a step of 550.
 template <KernelConfig C>
 class DsPlace {
   using T = BackwardTraits<C>;
   using Layout = typename T::LayoutDs;  // (query,key)
   static constexpr int kRowBytes = 128, kVectorBytes = 16;  // of an atom of the swizzle, whose rows are 128 bytes wide
 
-  // Of the four matrices of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last two
-  // the later queries. Lanes have a row of a matrix each.
+  // Of the four matrices of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last
+  // two the later queries. Lanes have a row of a matrix each.
   struct Row {
     unsigned group, warp, later_keys, later_queries, row;
 

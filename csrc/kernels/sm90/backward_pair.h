@@ -1,7 +1,7 @@
-// Attention backward for Hopper and heads of more than 128 dims. A CTA's registers hold dK and dV of 64 keys, no more, for
-// which it would have to bring much through the L2 cache. So two CTAs, a cluster, have 128 keys together: each loads half
-// of every Q and dO for both, and they exchange dS, so that each sums up half of dQ's columns over all of the keys. Of
-// three warpgroups one computes P and dS, one sums up dV and one dK; the first two have dQ as well.
+// Attention backward for Hopper and heads of more than 128 dims. A CTA's registers hold dK and dV of 64 keys, no more,
+// for which it would have to bring much through the L2 cache. So two CTAs, a cluster, have 128 keys together: each
+// loads half of every Q and dO for both, and they exchange dS, so that each sums up half of dQ's columns over all of
+// the keys. Of three warpgroups one computes P and dS, one sums up dV and one dK; the first two have dQ as well.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -240,8 +240,8 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
       }
     }
 
-    // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an aligned
-    // barrier is for warps at the same instruction.
+    // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an
+    // aligned barrier is for warps at the same instruction.
     const BackwardWork& done = storage.work[afresh(tile.stage())];
     if (!done.range.empty()) {
       cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();

@@ -1,4 +1,5 @@
-// The threads of Hopper's backward for wide heads that load tiles by TMA, and those that give and end turns to add to dQ.
+// The threads of Hopper's backward for wide heads that load tiles by TMA, and those that give and end turns to add to
+// dQ.
 #pragma once
 
 #include "kernels/sm90/backward_pair_traits.h"
@@ -21,8 +22,8 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
   cutlass::arch::fence_view_async_shared();
 }
 
-// The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as dS, which
-// is 0 there, meets them.
+// The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as dS,
+// which is 0 there, meets them.
 template <KernelConfig C>
 CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage,
                            const BackwardWork& work, const Cursor<1>& tile) {
@@ -116,9 +117,9 @@ class QueryLoader {
   Cursor<C.stages> at_;
 };
 
-// Where tiles of keys wait for each other: the turns of the atoms that the CTA sums up, one after the other, in two lanes
-// of a warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other lane
-// would, too.
+// Where tiles of keys wait for each other: the turns of the atoms that the CTA sums up, one after the other, in two
+// lanes of a warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other
+// lane would, too.
 template <KernelConfig C, class Attempt>
 CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int place,
                                const Attempt& attempt) {

@@ -6,10 +6,11 @@
 
 namespace flash_cute::sm90 {
 
-// Where tiles of keys have a long way through queries, keeps CTAs near each other, so that what one brings into the L2 cache
-// is still there when the others come: on their own some are ahead, and further so with every tile, until each has to read
-// all from memory. A CTA counts its steps with everybody's, and where it is ahead of the mean it stays for a while: not
-// until the others come, as they need not be running. Where that does not help for long, they are not, and it waits no more.
+// Where tiles of keys have a long way through queries, keeps CTAs near each other, so that what one brings into the L2
+// cache is still there when the others come: on their own some are ahead, and further so with every tile, until each
+// has to read all from memory. A CTA counts its steps with everybody's, and where it is ahead of the mean it stays for
+// a while: not until the others come, as they need not be running. Where that does not help for long, they are not, and
+// it waits no more.
 class Pace {
   static constexpr uint32_t kOften = 16, kAhead = 16;  // steps
   static constexpr uint32_t kEnd = 1 << 23;  // steps that lift the mean so far that nobody waits any more
@@ -49,9 +50,9 @@ class Pace {
   int in_vain_ = 0;
 };
 
-// One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each step;
-// or V, and dO and its row sums. Rows in front of those that see anything, or are seen, arrive as zeros, as those behind
-// the sequence's end do: whatever they hold, it meets no product.
+// One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each
+// step; or V, and dO and its row sums. Rows in front of those that see anything, or are seen, arrive as zeros, as those
+// behind the sequence's end do: whatever they hold, it meets no product.
 template <KernelConfig C, bool kValues>
 class Loader {
   using T = BackwardTraits<C>;
@@ -179,8 +180,8 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
 }
 
 // A step's turn to add to dQ, or to one place of its columns, where key tiles wait for each other (DqOrder): by their
-// numbers, so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to add to,
-// and stores.
+// numbers, so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to add
+// to, and stores.
 template <KernelConfig C>
 class Turn {
  public:

@@ -30,15 +30,15 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do for a tile of keys, and in which order: it goes through the query heads of a query tile, then to the
-// next query tile. With several heads, tiles that run at once are to be at the same queries, which the L2 cache does not
-// hold for all heads at different places: also under a causal mask, where a tile's queries are those from its keys on. The
-// first tiles begin with the last queries, and end one after the other, late keys first. Those that follow begin with the
-// first queries that see them: a later start is at later queries, so that these tiles are at the same ones, too. So sets of
-// tiles that start together walk down and up by turns. Where a window ends to the left they cannot be at the same queries,
-// and go through one head after the other, each from its last queries on. With one head every tile begins with the first
-// queries that see it: under a causal mask those of a set are at different queries then, and do not add to the same sums
-// of dQ at once.
+// What a CTA has to do for a tile of keys, and in which order: it goes through the query heads of a query tile, then to
+// the next query tile. With several heads, tiles that run at once are to be at the same queries, which the L2 cache
+// does not hold for all heads at different places: also under a causal mask, where a tile's queries are those from its
+// keys on. The first tiles begin with the last queries, and end one after the other, late keys first. Those that follow
+// begin with the first queries that see them: a later start is at later queries, so that these tiles are at the same
+// ones, too. So sets of tiles that start together walk down and up by turns. Where a window ends to the left they
+// cannot be at the same queries, and go through one head after the other, each from its last queries on. With one head
+// every tile begins with the first queries that see it: under a causal mask those of a set are at different queries
+// then, and do not add to the same sums of dQ at once.
 //
 // In turns, windows of three quarters of the keys or more count as none: their tiles differ in length, and would wait
 // for each other at every head. Under a mask a set that walks up waits: each of its tiles begins where all earlier ones
@@ -46,18 +46,18 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // holds what tiles at different places need; with the tiles of twice as many heads together, half of a head's tiles run
 // at once, and are nearer to each other.
 //
-// Wherever key tiles wait for each other (DqOrder), late keys of one head come first, and begin with the first queries that
-// see them: under a causal mask these see no later keys, so that nobody waits for its first turn. But of the heads that are
-// taken last early keys come first, and begin with the last queries: their tiles are the longest. So it is in turns with
-// more heads, and with more tiles than start together: the wait is short for what comes after it. Where several heads wait
-// for the first tile alone, this is the one with the earliest keys, and sets walk down and up: tiles that are at the same
-// queries as the first one hardly wait.
+// Wherever key tiles wait for each other (DqOrder), late keys of one head come first, and begin with the first queries
+// that see them: under a causal mask these see no later keys, so that nobody waits for its first turn. But of the heads
+// that are taken last early keys come first, and begin with the last queries: their tiles are the longest. So it is in
+// turns with more heads, and with more tiles than start together: the wait is short for what comes after it. Where
+// several heads wait for the first tile alone, this is the one with the earliest keys, and sets walk down and up: tiles
+// that are at the same queries as the first one hardly wait.
 //
 // Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
-// leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be none.
-// A query tile of a head belongs to one part of each key tile that it sees, so that turns are counted as without parts.
-// Parts of a tile have numbers that follow each other, so that who comes before in turns was taken before, whatever part
-// it is.
+// leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be
+// none. A query tile of a head belongs to one part of each key tile that it sees, so that turns are counted as without
+// parts. Parts of a tile have numbers that follow each other, so that who comes before in turns was taken before,
+// whatever part it is.
 class BackwardWork {
  public:
   int cut;  // number of the tile among those that are cut, or less than 0
@@ -119,8 +119,8 @@ class BackwardWork {
   bool early_first_;
 };
 
-// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are among
-// those of a tile that is cut: an accumulator of all threads, then the next one.
+// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are
+// among those of a tile that is cut: an accumulator of all threads, then the next one.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE float* part_sums(const BwdProblem& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
                              int part) {
@@ -151,10 +151,11 @@ struct BackwardTraits {
   using LayoutDout = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (query,dim)
   using LayoutDoutT = ColumnsLayout<Element, C.block_m, C.head_dim_v>;  // (dim,query)
   // Found by trying: with 128 queries a step dS lies by queries in shared memory, the exponentials run under dP, and dV
-  // begins before dS is rounded; with 64 dS lies by keys, the exponentials wait for dP, and dV begins once dS is stored.
+  // begins before dS is rounded; with 64 dS lies by keys, the exponentials wait for dP, and dV begins once dS is
+  // stored.
   static constexpr bool kManyQueries = C.block_m == 128;
-  // Descriptors of operands are held ready, or made anew for each product. The latter takes no registers, of which rules
-  // leave none, and with 128 queries a step it is faster, though it takes more instructions.
+  // Descriptors of operands are held ready, or made anew for each product. The latter takes no registers, of which
+  // rules leave none, and with 128 queries a step it is faster, though it takes more instructions.
   static constexpr bool kHoldsDescriptors = !kManyQueries && !C.rich();
   using LayoutDs = std::conditional_t<kManyQueries, RowsLayout<Element, C.block_m, C.block_n>,
                                       ColumnsLayout<Element, C.block_n, C.block_m>>;  // (query,key)

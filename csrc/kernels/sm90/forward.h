@@ -1,6 +1,7 @@
-// Attention forward for Hopper: persistent CTAs, in which threads load and store tiles by TMA and two or three warpgroups
-// compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each other; keys that
-// lie in pages are loaded by warps. Kernels with dropout have one more warpgroup, which draws its random numbers.
+// Attention forward for Hopper: persistent CTAs, in which threads load and store tiles by TMA and two or three
+// warpgroups compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each
+// other; keys that lie in pages are loaded by warps. Kernels with dropout have one more warpgroup, which draws its
+// random numbers.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

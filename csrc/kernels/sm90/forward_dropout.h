@@ -1,5 +1,5 @@
-// Dropout in Hopper's forward: a warpgroup draws what is kept, as bits in shared memory, while others compute. A thread of
-// wgmma has 2 of the 4 rows that share a call of Philox; here every call serves all of its 16 elements.
+// Dropout in Hopper's forward: a warpgroup draws what is kept, as bits in shared memory, while others compute. A thread
+// of wgmma has 2 of the 4 rows that share a call of Philox; here every call serves all of its 16 elements.
 #pragma once
 
 #include "kernels/common/score.h"
@@ -26,9 +26,9 @@ class Kept {
   uint32_t last_dropped_;  // of 16-bit numbers
 };
 
-// Bits of a thread's columns, one row each, from the highest bits of bytes down, of which prmt makes masks: bytes 0 and 1
-// have the even and odd columns of key octets 0 and 1, bytes 2 and 3 of 2 and 3; each 32 keys have two bits of a byte, the
-// first for octets 0 and 2.
+// Bits of a thread's columns, one row each, from the highest bits of bytes down, of which prmt makes masks: bytes 0 and
+// 1 have the even and odd columns of key octets 0 and 1, bytes 2 and 3 of 2 and 3; each 32 keys have two bits of a
+// byte, the first for octets 0 and 2.
 
 // The warpgroup that draws, for each tile of keys, 32 queries a warp: those of two warps that compute.
 template <KernelConfig C>

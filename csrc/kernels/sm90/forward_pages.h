@@ -1,5 +1,5 @@
-// Keys and values of Hopper's forward that lie in pages: one warp loads the keys of each tile, another one its values, and
-// each lane the rows that lie together in a page.
+// Keys and values of Hopper's forward that lie in pages: one warp loads the keys of each tile, another one its values,
+// and each lane the rows that lie together in a page.
 #pragma once
 
 #include "kernels/common/cached_seq.h"

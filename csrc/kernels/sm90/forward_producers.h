@@ -96,8 +96,8 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
     int n = work.key_tiles - 1;
     auto load_v = [&] { load_keys<C, C.head_dim_v>(storage.ring_v, at_v, storage.v, params.v, work, n--); };
     if constexpr (!T::kOwnOutput) {
-      // After each of these waits the next buffer is free of O of the tile before. The barrier counts who has waited, too:
-      // where there are no keys, it would else be a turn ahead.
+      // After each of these waits the next buffer is free of O of the tile before. The barrier counts who has waited,
+      // too: where there are no keys, it would else be a turn ahead.
       for (auto& barrier : storage.out_left) {
         barrier.wait((at_q.count + 1) % 2);
         barrier.arrive();

@@ -34,7 +34,8 @@ struct Work {
   TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
   bool half[kGroups];  // the last of these: its first half at most
 
-  // `of_cluster` is the tile of `rows` queries in which the CTA's own, `rows_of_head` of each head, starts at `first_row`.
+  // `of_cluster` is the tile of `rows` queries in which the CTA's own, `rows_of_head` of each head, starts at
+  // `first_row`.
   CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
                    int part, const SeqInfo& seq, int block_n)
       : tile{first_row, of_cluster.head, of_cluster.batch},
@@ -123,7 +124,8 @@ struct ForwardTraits {
     cutlass::arch::ClusterBarrier out_left[kGroups];  // the cluster's have left a buffer of V, as V's thread knows
     Work<kGroups> work[kWorks];  // one is read until its tile's end, as many wait as there are Q, one is written
   };
-  // Where a warpgroup leaves O, after as many tiles of keys: where V of the tile before the last one was, or of the last.
+  // Where a warpgroup leaves O, after as many tiles of keys: where V of the tile before the last one was, or of the
+  // last.
   CUTE_DEVICE static Element* output(Storage& storage, int group, uint32_t key_tiles) {
     return kOwnOutput ? storage.out[group] : storage.v[(key_tiles + group) % C.stages];
   }

@@ -8,7 +8,8 @@
 
 namespace flash_cute::sm90 {
 
-// The compiler may not move reads and writes of shared memory past CUTLASS's barriers and fences, which do not tell it so.
+// The compiler may not move reads and writes of shared memory past CUTLASS's barriers and fences, which do not tell it
+// so.
 CUTE_DEVICE void keep_order() {
   asm volatile("" ::: "memory");
 }
@@ -23,8 +24,9 @@ struct Cursor {
   CUTE_DEVICE void advance() { ++count; }
 };
 
-// With kCluster > 1 each buffer is empty when consumers of all of a cluster's CTAs have read theirs. Who waits for a barrier has to be
-// counted at it or behind it: else it may go on by two phases, which have one parity, before he has looked.
+// With kCluster > 1 each buffer is empty when consumers of all of a cluster's CTAs have read theirs. Who waits for a
+// barrier has to be counted at it or behind it: else it may go on by two phases, which have one parity, before he has
+// looked.
 template <int kStages, int kCluster = 1>
 struct Ring {
   cutlass::arch::ClusterTransactionBarrier full[kStages];

@@ -7,8 +7,9 @@
 
 namespace flash_cute::sm90 {
 
-// Numbers of tiles, of which each goes to one taker: a CTA, or a cluster. A taker's first number is its place in the grid.
-// But where tiles wait for those with lower numbers, it is taken too: then the lower ones are with takers that run.
+// Numbers of tiles, of which each goes to one taker: a CTA, or a cluster. A taker's first number is its place in the
+// grid. But where tiles wait for those with lower numbers, it is taken too: then the lower ones are with takers that
+// run.
 struct TileNumbers {
   unsigned* counter;  // 0 before and after the kernel
   int tiles;
@@ -25,9 +26,9 @@ struct TileNumbers {
   CUTE_DEVICE int take() const { return given + static_cast<int>(atomicInc(counter, last)); }
 };
 
-// Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under
-// a causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is the
-// first of them.
+// Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under a
+// causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is
+// the first of them.
 struct TileOrder {
   int row_tiles, heads_in_tile;
   int heads, batch, heads_together, parts;  // heads: first ones of tiles

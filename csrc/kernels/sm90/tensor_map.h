@@ -19,8 +19,8 @@ namespace flash_cute::sm90 {
 
 using namespace cute;
 
-// Vectors of sequences as the TMA sees them: (dim, row, start, head, batch). `row` and `start` both step along rows, from
-// a base that lies `longest` rows early: row i of a sequence of `length` rows from `offset` on is
+// Vectors of sequences as the TMA sees them: (dim, row, start, head, batch). `row` and `start` both step along rows,
+// from a base that lies `longest` rows early: row i of a sequence of `length` rows from `offset` on is
 //
 //     row = longest - length + i,   start = offset + length.
 //
@@ -85,9 +85,9 @@ inline EncodeTiled find_encode_tiled() {
                                                                       : nullptr;
 }
 
-// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once, of `box_heads` heads: of each head
-// all rows, then those of the next one. Sequences have at most `longest` rows each, and `total` together where they lie
-// end to end: total is -1 for a dense tensor.
+// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once, of `box_heads` heads: of each
+// head all rows, then those of the next one. Sequences have at most `longest` rows each, and `total` together where
+// they lie end to end: total is -1 for a dense tensor.
 inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int head_dim, int longest, int64_t total,
                                    int heads, int batch, int box_rows, int tile_cols, int box_heads = 1) {
   static const EncodeTiled encode = find_encode_tiled();

@@ -47,16 +47,16 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
   return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(m), get<0, 1>(m), get<0>(l)), get<1>(m), get<1>(l)));
 }
 
-// A value of unknown origin: what follows from it is computed anew at every use, where otherwise the compiler would hold
-// it in registers through a loop.
+// A value of unknown origin: what follows from it is computed anew at every use, where otherwise the compiler would
+// hold it in registers through a loop.
 CUTE_DEVICE int afresh(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Descriptors of an operand in shared memory as numbers of which the compiler knows nothing. It moves on from one to the
-// next in one instruction then, of 64 bits; of CuTe's it knows the upper half, which it adds and brings along anew for each
-// product.
+// Descriptors of an operand in shared memory as numbers of which the compiler knows nothing. It moves on from one to
+// the next in one instruction then, of 64 bits; of CuTe's it knows the upper half, which it adds and brings along anew
+// for each product.
 struct Descriptors : GMMA::DescriptorIterator {
   template <class Offset>
   CUTE_DEVICE Descriptors operator+(const Offset& offset) const {

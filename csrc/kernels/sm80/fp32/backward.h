@@ -1,7 +1,7 @@
 // Attention backward of fp32 inputs for sm_80 and later, in two kernels of one pattern. A CTA owns a tile of rows and
-// meets the tiles of rows on the other side: where it owns keys of one kv head, it sums up dK and dV over the queries of
-// all its query heads; where it owns queries, it sums up dQ over the keys. Both compute scores and their gradients anew.
-// Every sum has one order, so that all gradients are deterministic.
+// meets the tiles of rows on the other side: where it owns keys of one kv head, it sums up dK and dV over the queries
+// of all its query heads; where it owns queries, it sums up dQ over the keys. Both compute scores and their gradients
+// anew. Every sum has one order, so that all gradients are deterministic.
 #pragma once
 
 #include "core/registry.h"
@@ -60,8 +60,8 @@ struct Place {
   int own, met;
 };
 
-// Products s of queries and keys become P with dropout, short of its factor; products dp of dO and V become the gradients
-// of s, short of the scale. Both (rows of the tile,rows that it meets).
+// Products s of queries and keys become P with dropout, short of its factor; products dp of dO and V become the
+// gradients of s, short of the scale. Both (rows of the tile,rows that it meets).
 template <bool kKeys, class Scores, class Statistic>
 CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, const Statistic* statistics, Place first,
                                int shift, float slope, const Dropout& dropout) {

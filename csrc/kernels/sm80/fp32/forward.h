@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   const HeadRows from_q(p.q, tile.batch, tile.head, seq.q.offset, p.head_dim);
   const HeadRows from_k(p.k, tile.batch, head_k, seq.k.offset, p.head_dim);
   const HeadRows from_v(p.v, tile.batch, head_k, seq.k.offset, p.head_dim_v);
-  // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n; with
-  // one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
+  // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n;
+  // with one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
   auto load_k = [&](int n, int stage) {
     if (n >= range.begin) load_tile<kThreads, C.block_n, C.head_dim>(storage.k[stage], from_k, n * C.block_n, keys);
   };

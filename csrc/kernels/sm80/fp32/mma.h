@@ -21,8 +21,8 @@ CUTE_DEVICE auto make_accumulator() {
   return make_tensor<float>(Shape<Shape<_2, _2>, Int<kPieces>, Int<kCols / 8>>{});  // (MMA,MMA_M,MMA_N)
 }
 
-// The TF32 number that is nearest; of the largest numbers the one below, as they would become infinite. Infinities and NaN
-// stay what they are.
+// The TF32 number that is nearest; of the largest numbers the one below, as they would become infinite. Infinities and
+// NaN stay what they are.
 CUTE_DEVICE uint32_t nearest_tf32(float x) {
   const uint32_t bits = __float_as_uint(x);
   return (bits + ((bits & 0x7fffffff) < 0x7f7ff000 ? 0x1000 : 0)) & 0xffffe000;
@@ -55,8 +55,9 @@ CUTE_DEVICE void mma_16x8x8(float* d, const uint32_t* a, const uint32_t* b) {
 
 enum class Side { A, B };
 
-// One operand of a product in pieces of 16 (outer) x 8 (K), from a shared tile of kRows x kCols whose rows are the outer
-// dimension. Of every kWarps pieces a warp has one. A lane reads every piece from one address, moved by constants.
+// One operand of a product in pieces of 16 (outer) x 8 (K), from a shared tile of kRows x kCols whose rows are the
+// outer dimension. Of every kWarps pieces a warp has one. A lane reads every piece from one address, moved by
+// constants.
 template <Side kSide, int kRows, int kCols, int kWarps>
 struct RowOperand {
   static constexpr int kSteps = kCols / 8;
@@ -90,8 +91,8 @@ struct RowOperand {
   }
 };
 
-// A B operand whose rows are K, in pieces of 8 (K) x 16 columns; kCols columns from `col` on are the warp's. K is in the
-// order in which accumulators hold columns: numbers 0 to 7 of a step are rows 0, 2, 4, 6, 1, 3, 5, 7.
+// A B operand whose rows are K, in pieces of 8 (K) x 16 columns; kCols columns from `col` on are the warp's. K is in
+// the order in which accumulators hold columns: numbers 0 to 7 of a step are rows 0, 2, 4, 6, 1, 3, 5, 7.
 template <int kRows, int kCols>
 struct ColumnOperand {
   static constexpr int kSteps = kRows / 8;
