@@ -149,10 +149,11 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
   constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
-  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return 1.01;
-  if (!p.known_to_be_alike()) return 1.9;
+  constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // found by trying
+  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
+  if (!p.known_to_be_alike()) return kOfUnknown;
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
-  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? 3.5 : 16;
+  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
