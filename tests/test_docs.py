@@ -111,6 +111,13 @@ def test_measured_tables_are_those_of_their_json(page):
     assert compared >= LEAST_FIGURES.get(page, 0)
 
 
+def test_every_result_stands_behind_something():
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    results = [path.name for path in (ROOT / "benchmarks" / "results").iterdir()]
+    assert len(results) > 100
+    assert [name for name in sorted(results) if f"benchmarks/results/{name})" not in text] == []
+
+
 def test_paths_exist():
     paths = [text for page in GUIDES for text in code(page) if looks_like_a_path(text)]
     assert len(paths) > 100
