@@ -1,6 +1,8 @@
 """Every kernel, dense and varlen, on small ragged problems: what ``tools/sanitize.sh`` watches.
 
-``python -m flash_cute.testing.smoke PART`` runs those kernels alone whose id contains PART.
+``python -m flash_cute.testing.smoke PART`` runs those kernels alone whose id contains PART. Each
+backward kernel needs a forward one among them: ``_sm80_`` has them, ``_sm90_`` has none for dropout
+at 256 dims.
 """
 
 from __future__ import annotations
