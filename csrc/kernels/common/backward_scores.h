@@ -32,12 +32,22 @@ class ScoreGradients {
       CUTE_UNROLL
       for (int i = 0; i < size(s); ++i) dp(i) *= s(i);
     }
-    if (full) return;
-    if constexpr (Place::kColumnsInOrder) {
-      hide_columns(s, dp, first_query + place_.query);
-    } else {
-      hide(s, dp, first_query + place_.query);
-    }
+    if (!full) hide(first_query, s, dp);
+  }
+
+  // The same without rules, in two steps: P in place of S, then dS in place of dP.
+  template <class Scores>
+  CUTE_DEVICE void weigh(Scores s, const float* lse_log2, int first_query, bool full) const {
+    exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
+    if (!full) hide(first_query, s);
+  }
+  template <class Scores>
+  CUTE_DEVICE void differentiate(const Scores& weights, Scores dp, const float* row_dot, int first_query,
+                                 bool full) const {
+    subtract(dp, row_dot);
+    CUTE_UNROLL
+    for (int i = 0; i < size(dp); ++i) dp(i) *= weights(i);
+    if (!full) hide(first_query, dp);
   }
 
  private:
@@ -126,30 +136,40 @@ class ScoreGradients {
         dropout, [&](int r) { return key_ + Place::down(r); }, [&](int c) { return query + Place::across(c); }, f);
   }
 
-  // Hidden elements are selected away: hidden keys and values may hold anything.
-  template <class Scores>
-  CUTE_DEVICE void hide(Scores& weights, Scores& ds, int query) const {
+  // Hidden elements of all `scores` are selected away: hidden keys and values may hold anything.
+  template <class... Scores>
+  CUTE_DEVICE void hide(int first_query, Scores&... scores) const {
+    const int query = first_query + place_.query;
+    if constexpr (Place::kColumnsInOrder) {
+      hide_columns(query, scores...);
+    } else {
+      hide_elements(query, scores...);
+    }
+  }
+
+  template <class First, class... Others>
+  CUTE_DEVICE void hide_elements(int query, First& first, Others&... others) const {
     CUTE_UNROLL
-    for (int r = 0; r < size<0>(weights); ++r) {
+    for (int r = 0; r < size<0>(first); ++r) {
       const auto [begin, end] = visible_columns(r, query);
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(weights); ++c) {
-        if (Place::across(c) < begin || Place::across(c) >= end) weights(r, c) = ds(r, c) = 0.f;
+      for (int c = 0; c < size<1>(first); ++c) {
+        if (Place::across(c) < begin || Place::across(c) >= end) ((first(r, c) = 0.f), ..., (others(r, c) = 0.f));
       }
     }
   }
 
   // The same where columns are at column_offset(): from a bit for each of them.
-  template <class Scores>
-  CUTE_DEVICE void hide_columns(Scores& weights, Scores& ds, int query) const {
-    static_assert(decltype(size<1>(weights))::value <= 32);
+  template <class First, class... Others>
+  CUTE_DEVICE void hide_columns(int query, First& first, Others&... others) const {
+    static_assert(decltype(size<1>(first))::value <= 32);
     CUTE_UNROLL
-    for (int r = 0; r < size<0>(weights); ++r) {
+    for (int r = 0; r < size<0>(first); ++r) {
       const auto [begin, end] = visible_columns(r, query);
       const uint32_t visible = low_bits(columns_before(end)) & ~low_bits(columns_before(begin));
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(weights); ++c) {
-        if (!(visible & (1u << c))) weights(r, c) = ds(r, c) = 0.f;
+      for (int c = 0; c < size<1>(first); ++c) {
+        if (!(visible & (1u << c))) ((first(r, c) = 0.f), ..., (others(r, c) = 0.f));
       }
     }
   }

@@ -39,23 +39,16 @@ CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) 
   tma_store_fence();
 }
 
-// Scales and rounds a gradient and sends it off; `barrier` is the warpgroup's.
+// Rounds a gradient of several products, 64 keys by kCols dims, into shared memory.
 template <int kCols, class Element, class Gradient>
-CUTE_DEVICE void store_gradient(const RaggedMap& map, Element* shared, Gradient& gradient, float factor,
-                                const KeyTile& tile, const SeqSpan& span, int thread, int barrier, int first_col = 0) {
+CUTE_DEVICE void write_products(Element* shared, Gradient& gradient, int thread) {
   constexpr int kProducts = decltype(size<2>(gradient))::value, kEach = kCols / kProducts;  // columns of each
   CUTE_UNROLL
   for (int n = 0; n < kProducts; ++n) {
     Tensor product = gradient(_, _, n);
     warpgroup_fence_operand(product);  // one product after the other, for want of registers
-    scale(product, factor);
     write_gradient<kEach>(shared + n * 64 * kEach, converted<Element>(product), thread);
   }
-  // After this barrier all rows are in shared memory.
-  cutlass::arch::NamedBarrier::sync(128, barrier);
-  if (thread != 0 || tile.row >= span.length) return;
-  map.store<64, kCols>(shared, span, tile.row, tile.head, tile.batch, first_col);
-  tma_store_arrive();
 }
 
 // Leaves a gradient of a warpgroup, over a part of the queries, to the pass that adds parts up.

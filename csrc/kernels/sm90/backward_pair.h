@@ -1,7 +1,7 @@
 // Attention backward for Hopper and heads of more than 128 dims. A CTA's registers hold dK and dV of 64 keys, no more,
 // for which it would have to bring much through the L2 cache. So two CTAs, a cluster, have 128 keys together: each
 // loads half of every Q and dO for both, and they exchange dS, so that each sums up half of dQ's columns over all of
-// the keys. Of three warpgroups one computes P and dS, one sums up dV and one dK; the first two have dQ as well.
+// the keys. Of three warpgroups one computes P and dS, one sums up dV and has dQ as well, and one sums up dK.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -31,7 +31,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.ring_q.init(8);
     storage.ring_dout.init(8);
     storage.ring_p.init(4, 4);
-    storage.ring_ds.init(12, 4);
+    storage.ring_ds.init(8, 4);
     storage.ring_ds_of_other.init(1);
     for (auto& ring : storage.ring_turn) ring.init(1);  // the lane that ends turns
     for (auto& ring : storage.ring_added) ring.init(1, 4);

@@ -56,7 +56,7 @@ struct PairTraits {
   }
 
   // Of a thread, together as many as the CTA has at its start.
-  static constexpr int kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 192, kKeyRegisters = 160;
+  static constexpr int kProducerRegisters = 32, kScoreRegisters = 128, kValueRegisters = 192, kKeyRegisters = 160;
   // Named barriers: of all warpgroups that compute, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 

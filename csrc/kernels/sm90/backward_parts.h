@@ -41,8 +41,14 @@ CUTE_DEVICE void add_parts(const BackwardParams& params, int cut, const KeyTile&
       for (int i = 0; i < size(sum); ++i) sum(i) += more[part][i];
     }
   }
-  store_gradient<kCols>(kValues ? params.dv : params.dk, shared, sum, 1.f, tile, span, threadIdx.x, 1, atom * kCols);
-  if (threadIdx.x == 0) tma_store_wait<0>();
+  write_gradient<kCols>(shared, converted<Element>(sum), threadIdx.x);
+  // After this barrier all rows are in shared memory.
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  (kValues ? params.dv : params.dk)
+      .template store<kPartRows, kCols>(shared, span, tile.row, tile.head, tile.batch, atom * kCols);
+  tma_store_arrive();
+  tma_store_wait<0>();
 }
 
 template <KernelConfig C>
