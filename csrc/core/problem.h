@@ -208,7 +208,7 @@ struct BwdProblem {
   Statistics row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of the kernel's own
   int* turns;  // [b, h, rows / block_m, warps]: key tiles, of opened sums the first, that are done with a part of a
-  // turn (of a warp on sm80, of an atom of dQ in sm90's pairs, else all), at its first tile of dQ. Without turns: Pace
+  // turn (of a warp on sm80, of a CTA in sm90's pairs, else all), at its first tile of dQ. Without turns: Pace
   QueryParts parts;
   // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then
   // dV's, in the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k,

@@ -19,7 +19,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    storage.ring_work.init(1 + C.warps + 4 * tiles_wait(params.dq_order));  // a loader, warps, lanes of turns
+    storage.ring_work.init(1 + C.warps + 2 * tiles_wait(params.dq_order));  // a loader, warps, threads of turns
     storage.ring_next.init(1);
     storage.taken = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
@@ -33,8 +33,8 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.ring_p.init(4, 4);
     storage.ring_ds.init(8, 4);
     storage.ring_ds_of_other.init(1);
-    for (auto& ring : storage.ring_turn) ring.init(1);  // the lane that ends turns
-    for (auto& ring : storage.ring_added) ring.init(1, 4);
+    storage.ring_turn.init(1);  // the thread that ends turns
+    storage.ring_added.init(1, 4);
     for (auto& of_tensor : storage.landed) {
       for (auto& barrier : of_tensor) barrier.init(1);
     }
@@ -69,11 +69,11 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
           load(*work);
         }
       }
-    } else if (const int lane = threadIdx.x % 32; tiles_wait(params.dq_order) && lane < 2) {
+    } else if (tiles_wait(params.dq_order) && elect_one_sync()) {
       if (warp == 2) {
-        give_turns<C>(params, storage, rank, lane);
+        give_turns<C>(params, storage, rank);
       } else {
-        end_turns<C>(params, storage, rank, lane);
+        end_turns<C>(params, storage, rank);
       }
     }
   } else if (group == 1) {

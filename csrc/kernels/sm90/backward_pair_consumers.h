@@ -6,11 +6,12 @@
 
 namespace flash_cute::sm90 {
 
-// Adds what a step's dS gives to an atom of dQ's columns that the CTA sums up. Key tiles add to it in global memory, or
-// the first one stores it. read() comes when nobody of the warpgroup still reads dS for it.
-template <KernelConfig C, bool kInner, class Read>
+// Adds what a step's dS gives to an atom of dQ's columns that the CTA sums up: to sums in global memory, or it begins
+// them. may_add() comes in between, when the warpgroup has read dS for it.
+template <KernelConfig C, bool kInner, class MayAdd>
 CUTE_DEVICE void add_dq(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
-                        const BackwardWork& work, const Cursor<1>& at, const BackwardStep& step, const Read& read) {
+                        const BackwardWork& work, const Cursor<1>& at, const BackwardStep& step,
+                        const MayAdd& may_add) {
   using T = PairTraits<C>;
   constexpr bool kOwnKeysOnly = kInner && T::kInnerShared;
   const int atom = T::dq_atom(rank, kInner);
@@ -28,17 +29,13 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename PairTraits<C>::St
     if constexpr (!kOwnKeysOnly) add(storage.ds[1], storage.k_of_other + (atom - rank * 2) * T::kTile);
   });
   wait_products<0>(acc);
-  read();
+  may_add();
 
   const BwdProblem& p = params.p;
-  const bool waits = tiles_wait(params.dq_order);
-  const Cursor<T::kTurns> turn{at.count};
-  // After this wait there are sums to add to, or this tile begins them.
-  if (waits) storage.ring_turn[kInner].wait(turn);
   const int64_t padded_row =
       first_padded_row(p, C.block_m, work.tile.batch, step.head, work.seq.q.offset) + step.first_query;
   float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank, kInner)) + afresh(threadIdx.x) % 128 * 4;
-  if (waits && storage.turn_is_first[kInner][turn.stage()]) {
+  if (tiles_wait(params.dq_order) && storage.turn_is_first[Cursor<T::kTurns>{at.count}.stage()]) {
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
       *reinterpret_cast<float4*>(sums + i * 128) = make_float4(acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
@@ -51,7 +48,6 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename PairTraits<C>::St
                    : "memory");
     }
   }
-  if (waits) storage.ring_added[kInner].publish(turn);
 }
 
 // P and dS of each step, for the other warpgroups; dS also for the other CTA. All others wait for them: so they are
@@ -197,8 +193,14 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
       ring_scores.release(of_scores);
       if constexpr (kValues) {
         storage.ring_ds.wait(of_scores);
-        add_dq<C, true>(params, storage, rank, work, of_scores, step, [] {});
+        const bool waits = tiles_wait(params.dq_order);
+        const Cursor<T::kTurns> turn{at.count};
+        add_dq<C, true>(params, storage, rank, work, of_scores, step, [&] {
+          // After this wait there are sums to add to, or this tile begins them.
+          if (waits) storage.ring_turn.wait(turn);
+        });
         add_dq<C, false>(params, storage, rank, work, of_scores, step, [&] { storage.ring_ds.release(of_scores); });
+        if (waits) storage.ring_added.publish(turn);
       }
     }
 

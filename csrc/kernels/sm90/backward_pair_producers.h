@@ -117,51 +117,40 @@ class QueryLoader {
   Cursor<C.stages> at_;
 };
 
-// Where tiles of keys wait for each other: the turns of the atoms that the CTA sums up, one after the other, in two
-// lanes of a warp, each with an atom of its own. `attempt` says whether a turn is over with. It may not wait: the other
-// lane would, too.
-template <KernelConfig C, class Attempt>
-CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int place,
-                               const Attempt& attempt) {
+// Where tiles of keys wait for each other, the CTA's turns to add to dQ, one after the other: f(turn, at).
+template <KernelConfig C, class F>
+CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
+                               const F& f) {
   // After this wait no turn has been taken but those of this kernel.
   wait_for_kernel_before();
   Cursor<PairTraits<C>::kTurns> at;
   for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
-    auto turn_of = [&](QueryStep step) { return Turn<C>(params, work, step, place); };
-    QueryStep step = work.first_step();
-    for (Turn<C> turn = turn_of(step); step.head < work.heads;) {
-      if (!attempt(turn, at)) continue;
-      at.advance();
-      step = work.after(step);
-      turn = turn_of(step);
+    for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
+      f(Turn<C>(params, work, step, rank), at);
     }
   });
 }
 
-// The lanes that say when atoms may be added.
+// The thread that says when there are sums to add to.
 template <KernelConfig C>
-CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
-                            bool inner) {
-  using T = PairTraits<C>;
-  for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
-    // A stage is empty when the turn that was given in it has ended.
-    if (!storage.ring_turn[inner].is_empty(at) || !turn.has_come()) return false;
-    storage.turn_is_first[inner][at.stage()] = turn.is_first();
-    storage.ring_turn[inner].expect(at, 0);
-    return true;
+CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
+  for_each_turn<C>(params, storage, rank, [&](const Turn<C>& turn, const auto& at) {
+    // After this wait the turn that was given in this stage has ended.
+    storage.ring_turn.wait_empty(at);
+    while (!turn.has_come()) continue;
+    storage.turn_is_first[at.stage()] = turn.is_first();
+    storage.ring_turn.expect(at, 0);
   });
 }
 
-// The lanes that say, to all, that they have been.
+// The thread that says, to all, that they have been added to.
 template <KernelConfig C>
-CUTE_DEVICE void end_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
-                           bool inner) {
-  using T = PairTraits<C>;
-  for_each_turn<C>(params, storage, T::dq_place(rank, inner), [&](const Turn<C>& turn, const Cursor<T::kTurns>& at) {
-    if (!storage.ring_added[inner].is_full(at)) return false;
+CUTE_DEVICE void end_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
+  for_each_turn<C>(params, storage, rank, [&](const Turn<C>& turn, const auto& at) {
+    // After this wait the warpgroup has added.
+    storage.ring_added.wait(at);
     if (turn.is_awaited()) turn.end();
-    storage.ring_turn[inner].empty[at.stage()].arrive();
-    return true;
+    storage.ring_turn.empty[at.stage()].arrive();
   });
 }
 

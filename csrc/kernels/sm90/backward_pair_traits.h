@@ -60,7 +60,7 @@ struct PairTraits {
   // Named barriers: of all warpgroups that compute, and of the threads of each.
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 
-  // Turns to add to an atom of dQ that may be given before one of them has ended.
+  // Turns to add to dQ that may be given before one of them has ended.
   static constexpr int kTurns = 4;
 
   // Of the other CTA's keys, those columns that meet its dS here.
@@ -86,8 +86,8 @@ struct PairTraits {
     Ring<1> ring_k, ring_v, ring_p;
     Ring<1, C.cluster> ring_ds;
     Ring<1> ring_ds_of_other;
-    Ring<kTurns> ring_turn[2], ring_added[2];  // turns to add to dQ, given and used: outer and inner
-    bool turn_is_first[2][kTurns];  // there are no sums to add to
+    Ring<kTurns> ring_turn, ring_added;  // turns to add to the CTA's columns of dQ, given and used
+    bool turn_is_first[kTurns];  // there are no sums to add to
     // Tiles of which a producer clears rows: of Q and of dO; and of K.
     cutlass::arch::ClusterTransactionBarrier landed[2][C.stages], landed_k;
   };

@@ -179,9 +179,9 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   }
 }
 
-// A step's turn to add to dQ, or to one place of its columns, where key tiles wait for each other (DqOrder): by their
-// numbers, so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to add
-// to, and stores.
+// A step's turn to add to dQ, or to the columns of one CTA of a pair, where key tiles wait for each other (DqOrder): by
+// their numbers, so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to
+// add to, and stores.
 template <KernelConfig C>
 class Turn {
  public:
