@@ -89,16 +89,6 @@ class ForwardRules {
     }
   }
 
-  // Whether softcap is all there is to do after the products: larger scores stay larger, so that the softmax can do it
-  // beside its scale.
-  CUTE_DEVICE bool only_bends() const { return scale_ > 0.f && cap_ > 0.f && cap_ < kMostBent && !biased_; }
-  // Whether it can with these scores.
-  template <class Tops, class Scores>
-  CUTE_DEVICE bool can_bend(const Tops& tops, const Scores& scores) const {
-    return SmallTanh::suits(tops, scores, scale_ / cap_);
-  }
-  CUTE_DEVICE SmallTanh bend() const { return SmallTanh(scale_ / cap_); }
-
   // What is left to do after the products. A factor stays out: scale_log2().
   template <class Scores, class Coordinates>
   CUTE_DEVICE void apply(Scores&& scores, const Coordinates& at, int row, int col) const {
@@ -112,7 +102,6 @@ class ForwardRules {
 
  private:
   static constexpr float kLeastScale = 1e-20f;
-  static constexpr float kMostBent = kHuge / 2;  // times 1 / ln 2 still less than what the softmax takes for huge
 
   // Of row r from this thread's first key.
   template <class Coordinates>
@@ -123,6 +112,45 @@ class ForwardRules {
   float cap_, scale_;
   bool biased_;
   float slope_;
+};
+
+// Softcap as the softmax can do it beside its scale, where it is all there is to do to scores and they are small: larger
+// ones stay larger, so that maxima are of scores before it. The host works it out, as kernels have no registers to keep
+// it in.
+struct SoftmaxCap {
+  bool is_possible = false;
+  float reach = 0.f;  // scores up to here are small
+  SmallTanh factor{0.f};  // of a score
+  SmallTanh weight{0.f};  // the same times what the softmax multiplies scores by
+
+  // A maximum that is asked for has to be exact, where positive_tops() is not: if it is negative.
+  static SoftmaxCap of(const FwdProblem& p) {
+    constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still less than what the softmax takes for huge
+    const float cap = p.rules.softcap, inner = p.softmax_scale / cap;
+    const bool is_alone = p.rules.alibi == nullptr && p.row_max.ptr == nullptr;
+    if (!(0.f < cap && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
+    const SmallTanh factor(inner);
+    return {true, SmallTanh::kSmall / inner, factor, factor.times(cap * kLog2e)};
+  }
+
+  // Whether all of a warp's scores are small, of which OnlineSoftmax::positive_tops() are known. As unsigned integers,
+  // of which Hopper takes the largest of three at once, negative numbers are the largest, the lowest of them first.
+  template <class Tops, class Scores>
+  CUTE_DEVICE bool suits(const Tops& tops, const Scores& scores) const {
+    constexpr int kChains = 4;
+    static_assert(decltype(size(scores))::value % 2 == 0);
+    unsigned most[kChains] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); i += 2) {
+      unsigned& of_chain = most[i / 2 % kChains];
+      of_chain = __vimax3_u32(of_chain, __float_as_uint(scores(i)), __float_as_uint(scores(i + 1)));
+    }
+    const float bottom = __uint_as_float(max(max(most[0], most[1]), max(most[2], most[3])));
+    bool small = fabsf(bottom) <= reach;
+    CUTE_UNROLL
+    for (int r = 0; r < Tops::kElements; ++r) small &= tops[r] <= reach;
+    return __all_sync(0xffffffff, small);
+  }
 };
 
 // Those of kColumns weights (rows,columns) from column `first` on that dropout does not keep become 0.

@@ -16,7 +16,7 @@ struct SmallTanh {
 
   float c0, c1, c2;
 
-  CUTE_DEVICE explicit SmallTanh(float inner) {
+  CUTE_HOST_DEVICE explicit SmallTanh(float inner) {
     const float square = inner * inner;
     c0 = 0.99999823f * inner;
     c1 = -0.33313174f * inner * square;
@@ -27,7 +27,7 @@ struct SmallTanh {
     const float x2 = x * x;
     return (c2 * x2 + c1) * x2 + c0;
   }
-  CUTE_DEVICE SmallTanh times(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
+  CUTE_HOST_DEVICE SmallTanh times(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
 
   // Whether it does for all of a warp's scores.
   template <class Scores>
@@ -39,30 +39,13 @@ struct SmallTanh {
     return __all_sync(0xffffffff, usual(inner) && top * fabsf(inner) <= kSmall);
   }
 
-  // The same, where OnlineSoftmax::positive_tops() are known. As unsigned integers, of which Hopper takes the largest
-  // of three at once, negative numbers are the largest, the lowest of them first.
-  template <class Tops, class Scores>
-  CUTE_DEVICE static bool suits(const Tops& tops, const Scores& scores, float inner) {
-    static_assert(decltype(size(scores))::value % 2 == 0);
-    unsigned most[kChains] = {};
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); i += 2) {
-      unsigned& of_chain = most[i / 2 % kChains];
-      of_chain = __vimax3_u32(of_chain, __float_as_uint(scores(i)), __float_as_uint(scores(i + 1)));
-    }
-    const float bottom = __uint_as_float(max(max(most[0], most[1]), max(most[2], most[3])));
-    bool small = usual(inner) && fabsf(bottom * inner) <= kSmall;
-    CUTE_UNROLL
-    for (int r = 0; r < Tops::kElements; ++r) small &= tops[r] * fabsf(inner) <= kSmall;
-    return __all_sync(0xffffffff, small);
-  }
+  // Whether fifth powers are still normal numbers.
+  CUTE_HOST_DEVICE static bool usual(float inner) { return 1e-7f <= fabsf(inner) && fabsf(inner) <= 1e7f; }
 
  private:
   static constexpr int kChains = 4;
 
-  // Whether fifth powers are still normal numbers.
-  CUTE_DEVICE static bool usual(float inner) { return 1e-7f <= fabsf(inner) && fabsf(inner) <= 1e7f; }
-  CUTE_DEVICE SmallTanh(float c0, float c1, float c2) : c0(c0), c1(c1), c2(c2) {}
+  CUTE_HOST_DEVICE SmallTanh(float c0, float c1, float c2) : c0(c0), c1(c1), c2(c2) {}
 };
 
 // tanh to about 2^-19 of itself: a softcap multiplies errors. The hardware's own is off by 2^-11.

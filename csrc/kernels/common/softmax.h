@@ -31,10 +31,7 @@ constexpr float kHuge = 0x1p24f;
 
 // Factors of scores that depend on the score, so that the product grows with it: none.
 struct NoBend {
-  float factor = 1.f;
-
-  CUTE_DEVICE float operator()(float) const { return factor; }
-  CUTE_DEVICE NoBend times(float other) const { return {factor * other}; }
+  CUTE_DEVICE float operator()(float) const { return 1.f; }
 };
 
 struct Nothing {
@@ -85,14 +82,10 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // The same with positive_tops() of the scores, which mostly are all there is to know: but if maxima are to be `exact`
-  // where they are negative, too.
+  // The same with positive_tops() of the scores, which mostly are all there is to know.
   template <class Scores, class Output, class Bend, class Then>
-  CUTE_DEVICE bool raise(Tops top, Scores&& scores, Output&& output, const Bend& bend, bool exact, const Then& then) {
-    bool known = true;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) known &= !exact || row_max[r] >= 0.f || top[r] > 0.f;
-    if (!takes(top, bend, known)) return raise(scores, output, bend, then);
+  CUTE_DEVICE bool raise(Tops top, Scores&& scores, Output&& output, const Bend& bend, const Then& then) {
+    if (!takes(top, bend)) return raise(scores, output, bend, then);
     then();
     return false;
   }
@@ -119,30 +112,33 @@ struct OnlineSoftmax {
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
-  template <class Scores, class Bend = NoBend>
-  CUTE_DEVICE void weigh(Scores&& scores, int first, int last, const Bend& bend = {}) {
-    const auto factor = bend.times(scale_log2);
+  template <class Scores>
+  CUTE_DEVICE void weigh(Scores&& scores, int first, int last) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int c = first; c < last; ++c) {
-        scores(r, c) = exp2_approx(exponent(scores(r, c), factor, r));
+        scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - offset[r]);
         row_sum[r][c % kChains] += scores(r, c);
       }
     }
   }
 
   // The same of a whole tile in two steps. The first makes scores exponents, and those of the first columns weights.
-  template <class Scores, class Bend = NoBend>
-  CUTE_DEVICE void begin_weights(Scores&& scores, int columns, const Bend& bend = {}) {
-    const auto factor = bend.times(scale_log2);
+  // `factor` of a score is what it is multiplied by.
+  template <class Scores, class Factor>
+  CUTE_DEVICE void begin_weights(Scores&& scores, int columns, const Factor& factor) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = exponent(scores(r, c), factor, r);
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = scores(r, c) * factor(scores(r, c)) - offset[r];
       CUTE_UNROLL
       for (int c = 0; c < columns; ++c) scores(r, c) = exp2_approx(scores(r, c));
     }
+  }
+  template <class Scores>
+  CUTE_DEVICE void begin_weights(Scores&& scores, int columns) {
+    begin_weights(scores, columns, [&](float) { return scale_log2; });
   }
   template <class Scores>
   CUTE_DEVICE void end_weights(Scores&& scores, int columns) {
@@ -207,12 +203,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Of the weight of a score of row r.
-  template <class Factor>
-  CUTE_DEVICE float exponent(float score, const Factor& factor, int r) const {
-    return score * factor(score) - offset[r];
-  }
-
   // The largest of row r's scores, of this thread's columns only.
   template <class Scores>
   CUTE_DEVICE static float top_of(const Scores& scores, int r) {
@@ -226,9 +216,10 @@ struct OnlineSoftmax {
     return part[0];
   }
 
-  // Bends maxima of new scores. If all offsets of the warp may stay under them, and `may` says so, they join row_max.
+  // Bends maxima of new scores. If all offsets of the warp may stay under them, they join row_max.
   template <class Bend>
-  CUTE_DEVICE bool takes(Tops& top, const Bend& bend, bool may = true) {
+  CUTE_DEVICE bool takes(Tops& top, const Bend& bend) {
+    bool may = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       top[r] *= bend(top[r]);

@@ -96,6 +96,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t tiles = params.order.tiles();
   params.page_size = Divisor(std::max(1, p.pages.size));
   params.page_rows = p.pages.together(C.block_n);
+  params.cap = SoftmaxCap::of(p);
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;

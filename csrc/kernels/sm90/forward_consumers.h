@@ -150,13 +150,13 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
       const int key = first_key(n);
       if constexpr (C.rich() && !decltype(masked)::value) {
-        if (rules.only_bends()) {
+        if (const SoftmaxCap& cap = params.cap; cap.is_possible) {
           const auto tops = T::Softmax::positive_tops(scores);
-          if (rules.can_bend(tops, scores)) {
+          if (cap.suits(tops, scores)) {
             fill(factors, 1.f);
             const bool rescaled = softmax.raise(
-                tops, scores, factors, rules.bend(), p.row_max.ptr != nullptr,
-                [&]() __attribute__((always_inline)) { softmax.begin_weights(scores, kEarly, rules.bend()); });
+                tops, scores, factors, cap.factor,
+                [&]() __attribute__((always_inline)) { softmax.begin_weights(scores, kEarly, cap.weight); });
             softmax.end_weights(scores, kEarly);
             return rescaled;
           }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "kernels/common/forward_rules.h"
 #include "kernels/common/rows.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
@@ -20,6 +21,7 @@ struct ForwardParams {
   TileOrder order;
   Divisor rows_of_head;  // of a tile of queries: all, or those of each of its heads
   TileNumbers numbers;  // of tiles of queries
+  SoftmaxCap cap;
 };
 
 // A tile of queries and what it has to do, from the producer to the consumers.
