@@ -10,7 +10,6 @@ namespace flash_cute::sm90 {
 template <KernelConfig C>
 class DsPlace {
   using T = BackwardTraits<C>;
-  using Layout = typename T::LayoutDs;  // (query,key)
   static constexpr int kRowBytes = 128, kVectorBytes = 16;  // of an atom of the swizzle, whose rows are 128 bytes wide
 
   // Of the four matrices of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last
@@ -67,13 +66,14 @@ class DsPlace {
   }
 
   static constexpr bool agrees_with_layout() {
+    constexpr typename T::LayoutDs layout{};  // (query,key)
     for (int thread = 0; thread < 128 * T::kGroups; ++thread) {
       const Row at(thread);
       const int key = at.group * 64 + at.warp * 16 + at.later_keys * 8 + (T::kManyQueries ? 0 : at.row);
       for (int step = 0; step < C.block_m / 16; ++step) {
         const int query = step * 16 + at.later_queries * 8 + (T::kManyQueries ? at.row : 0);
-        const int plain = Layout{}.layout_b()(query, key) * sizeof(typename T::Element);
-        if (Layout{}.layout_a()(plain) != in_step(step, DsPlace(thread).offset_)) return false;
+        const int plain = layout.layout_b()(query, key) * sizeof(typename T::Element);
+        if (layout.layout_a()(plain) != in_step(step, DsPlace(thread).offset_)) return false;
       }
     }
     return true;

@@ -204,11 +204,11 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
       }
     }
 
-    // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an
-    // aligned barrier is for warps at the same instruction.
     // Both anew at every use: in registers they would spill.
     auto thread = [&] { return afresh(threadIdx.x) % 128; };
     auto done = [&]() -> const BackwardWork& { return storage.work[afresh(tile.stage())]; };
+    // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an
+    // aligned barrier is for warps at the same instruction.
     if (!done().range.empty()) {
       cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
     }
