@@ -313,10 +313,10 @@ def test_pace_of_long_ways_alone():
         ((1, 8, 8, 65536, 1024, 128, 128), {}, "opened"),
         ((1, 8, 8, 65537, 1024, 128, 128), {}, "added"),  # whose CTAs are kept near each other
         # Pairs of CTAs.
-        ((16, 8, 8, 1024, 1024, 256, 256), {}, "opened"),
-        ((16, 8, 8, 1025, 1025, 256, 256), {}, "added"),
-        ((8, 8, 8, 2048, 2048, 192, 128), {"window_size_right": 0}, "opened"),
-        ((8, 8, 8, 2049, 2049, 192, 128), {"window_size_right": 0}, "added"),
+        ((32, 8, 8, 512, 512, 256, 256), {}, "opened"),
+        ((32, 8, 8, 513, 513, 256, 256), {}, "added"),
+        ((16, 8, 8, 1024, 1024, 192, 128), {"window_size_right": 0}, "opened"),
+        ((16, 8, 8, 1025, 1025, 192, 128), {"window_size_right": 0}, "added"),
         # Grouped heads, under a mask half of it, and windows that hide nothing.
         ((4, 32, 8, 4096, 4096, 128, 128), {}, "opened"),
         ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 0}, "opened"),

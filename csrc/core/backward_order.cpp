@@ -40,7 +40,7 @@ DqOrder dq_order(const KernelConfig& config, const BwdProblem& p) {
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
     seen = std::min(seen, before + f.band.right);
   }
-  int most = config.pair() ? 1024 : 4096;  // found by trying
+  int most = config.pair() ? 512 : 4096;  // found by trying
   if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
   return seen <= most ? DqOrder::Opened : DqOrder::Added;
 }
