@@ -39,18 +39,6 @@ CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) 
   tma_store_fence();
 }
 
-// Rounds a gradient of several products, 64 keys by kCols dims, into shared memory.
-template <int kCols, class Element, class Gradient>
-CUTE_DEVICE void write_products(Element* shared, Gradient& gradient, int thread) {
-  constexpr int kProducts = decltype(size<2>(gradient))::value, kEach = kCols / kProducts;  // columns of each
-  CUTE_UNROLL
-  for (int n = 0; n < kProducts; ++n) {
-    Tensor product = gradient(_, _, n);
-    warpgroup_fence_operand(product);  // one product after the other, for want of registers
-    write_gradient<kEach>(shared + n * 64 * kEach, converted<Element>(product), thread);
-  }
-}
-
 // Leaves a gradient of a warpgroup, over a part of the queries, to the pass that adds parts up.
 template <KernelConfig C, bool kValues, class Gradient>
 CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const BackwardWork& work, int thread) {

@@ -156,6 +156,18 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   }
 }
 
+// Rounds a gradient of several products, 64 keys by kCols dims, into shared memory.
+template <int kCols, class Element, class Gradient>
+CUTE_DEVICE void write_products(Element* shared, Gradient& gradient, int thread) {
+  constexpr int kProducts = decltype(size<2>(gradient))::value, kEach = kCols / kProducts;  // columns of each
+  CUTE_UNROLL
+  for (int n = 0; n < kProducts; ++n) {
+    Tensor product = gradient(_, _, n);
+    warpgroup_fence_operand(product);  // one product after the other, for want of registers
+    write_gradient<kEach>(shared + n * 64 * kEach, converted<Element>(product), thread);
+  }
+}
+
 // dV of the CTA's 64 keys, and two atoms of dQ; or their dK.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
