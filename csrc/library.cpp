@@ -86,6 +86,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(
       "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, bool "
       "lengths=False, bool pages=False, int sms=132, int memory_gb_s=4917, int smem_optin=232448) -> str");
+  m.def("preferred_decode_cluster(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim) -> int");
   m.def(
       "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
       "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int, int)");
@@ -106,6 +107,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("use_kernels", TORCH_BOX(&use_kernels));
   m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
   m.impl("preferred_kvcache", TORCH_BOX(&preferred_kvcache));
+  m.impl("preferred_decode_cluster", TORCH_BOX(&preferred_decode_cluster));
   m.impl("preferred_parts", TORCH_BOX(&preferred_parts));
   m.impl("preferred_dq_order", TORCH_BOX(&preferred_dq_order));
   m.impl("preferred_key_order", TORCH_BOX(&preferred_key_order));

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import kvcache_calls
 import pytest
 
 from flash_cute import library
-from flash_cute.testing import cases, kvcache
+from flash_cute.testing import cases, kernels, kvcache
 
 MakeInputs = Callable[..., cases.Inputs]
 
@@ -51,9 +51,13 @@ def make(device: str) -> MakeInputs:
     return make_supported
 
 
-@pytest.fixture
-def make_cache(device: str) -> Callable[..., kvcache.CacheInputs]:
-    """The same for `make_cache(case, seed=0)` over a key/value cache."""
+@pytest.fixture(params=kernels.decode_choices())
+def make_cache(
+    request: pytest.FixtureRequest, device: str
+) -> Iterator[Callable[..., kvcache.CacheInputs]]:
+    """The same for `make_cache(case, seed=0)` over a key/value cache, in every family's kernels."""
+    if device == "cpu" and request.param != "decode_":
+        pytest.skip("there are no kernels on the CPU")
 
     def make_supported(case: kvcache.CacheCase, seed: int = 0) -> kvcache.CacheInputs:
         inputs = kvcache.make_cache_inputs(case, device, seed)
@@ -66,4 +70,8 @@ def make_cache(device: str) -> Callable[..., kvcache.CacheInputs]:
             pytest.skip(f"refused on CUDA, as it should be: {missing}")
         return inputs
 
-    return make_supported
+    if device == "cpu":
+        yield make_supported
+    else:
+        with library.only(request.param, "fwd_", "bwd_"):
+            yield make_supported

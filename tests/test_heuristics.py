@@ -17,6 +17,7 @@ from flash_cute import library
 preferred = torch.ops.flash_cute.preferred_forward
 preferred_parts = torch.ops.flash_cute.preferred_parts
 preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
+preferred_decode_cluster = torch.ops.flash_cute.preferred_decode_cluster
 preferred_dq_order = torch.ops.flash_cute.preferred_dq_order
 preferred_key_order = torch.ops.flash_cute.preferred_key_order
 D128 = "fwd_sm90_bf16_plain_d128x128_"
@@ -117,11 +118,45 @@ def test_two_ctas_an_sm_over_a_cache_that_is_known_to_be_long(head_dim):
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize(("head_dim", "keys"), [(64, 1024), (128, 512)])
 def test_two_ctas_an_sm_over_a_short_cache(memory_gb_s, lengths, head_dim, keys):
-    """As soon as there are more tiles than SMs."""
+    """As soon as there are more tiles than SMs; up to then each has a CTA, in Hopper's kernels."""
     options = {"memory_gb_s": memory_gb_s, "lengths": lengths}
-    for batch, more, ctas in ((16, 0, "c1"), (17, 0, "c2"), (17, 1, "c1")):
+    for batch, more, ctas in ((16, 0, "c1_x8"), (17, 0, "c2"), (17, 1, "c1")):
         picked = preferred_kvcache(batch, 32, 8, 1, keys + more, head_dim, **options)
         assert picked.endswith(ctas)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ctas"),
+    [
+        # As many CTAs for a tile of queries as run at once, and have fewer keys each.
+        ((1, 32, 8, 1, 2048, 128), 8),
+        ((1, 32, 8, 1, 300, 128), 3),
+        ((1, 32, 8, 1, 100, 128), 1),
+        ((2, 32, 8, 1, 2048, 128), 6),
+        ((4, 32, 8, 1, 2048, 128), 3),
+        ((8, 32, 8, 1, 1024, 128), 2),
+        ((16, 32, 8, 1, 512, 128), 1),
+        ((1, 32, 8, 1, 8192, 64), 8),
+        ((1, 64, 8, 2, 2048, 128), 8),
+        ((1, 32, 8, 1, 1024, 256), 8),
+        # Long shares, and more tiles than SMs: keys are shared out evenly.
+        ((1, 32, 8, 1, 6144, 128), 8),
+        ((1, 32, 8, 1, 6145, 128), 0),
+        ((16, 32, 8, 1, 640, 128), 1),
+        ((16, 32, 8, 1, 641, 128), 0),
+        ((17, 32, 8, 1, 512, 128), 0),
+        # A kv head's rows in more than one tile.
+        ((1, 32, 8, 5, 2048, 128), 0),
+    ],
+)
+def test_clusters_over_a_short_cache(sizes, ctas):
+    hopper = "decode_sm90" in preferred_kvcache(*sizes)
+    assert (preferred_decode_cluster(*sizes) if hopper else 0) == ctas
+
+
+@pytest.mark.parametrize(("keys", "family"), [(8192, "decode_sm90"), (8193, "decode_sm80")])
+def test_clusters_over_a_longer_cache_that_may_not_be_full(keys, family):
+    assert preferred_kvcache(1, 32, 8, 1, keys, 128, lengths=True).startswith(family)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

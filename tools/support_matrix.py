@@ -79,7 +79,10 @@ class Row(NamedTuple):
         if self.op == "Fwd":
             return element * self.block_m * max(self.head_dim, self.head_dim_v) + self.stages * kv
         if self.op == "Decode":
-            return 2 * element * self.block_m * self.head_dim + self.stages * kv + 3072
+            tiles = self.stages * kv + element * self.block_m * self.head_dim
+            if self.arch == "Sm80":
+                return tiles + element * self.block_m * self.head_dim + 3072
+            return tiles + 2 * 4 * self.block_m * self.head_dim_v + 3072  # outputs of other CTAs
         q_dout = element * self.block_m * (self.head_dim + self.head_dim_v)
         if element == 4:
             return kv + self.stages * q_dout

@@ -70,7 +70,7 @@ void run(StableIValue* stack, bool joins) {
   if (const auto* forward = cheaper_forward(p, kernel.config, gpu)) {
     run_forward(p, *forward, a.q, gpu.sms);
   } else {
-    plan_decode(p, kernel.config, gpu.sms);
+    plan_decode(p, kernel.config, gpu);
     const Tensor workspace = allocate_decoded_parts(p, kernel.config, a.q);
     check_launch(kernel.config, kernel.launch(p, current_stream(a.q)));
   }

@@ -54,7 +54,8 @@ struct KernelConfig {
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
   int warps;       // of the CTA that do matrix products: all, but for the warpgroups that serve them on sm90
   int ctas;        // that an SM is to hold at once: bounds the registers of a thread
-  int cluster;     // CTAs side by side that load for each other (sm90: K and V forward, Q and dO backward), or 1
+  int cluster;     // CTAs side by side that load for each other (sm90: K and V forward, Q and dO backward), or 1;
+                   // sm90 decode: that share the keys of a tile of queries, at most
 
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
@@ -71,7 +72,9 @@ struct KernelConfig {
   }
 
   // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
-  constexpr int serving_warps() const { return arch == flash_cute::Arch::Sm90 ? (draws() ? 8 : 4) : 0; }
+  constexpr int serving_warps() const {
+    return arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Decode ? 0 : draws() ? 8 : 4;
+  }
   constexpr int threads() const { return (warps + serving_warps()) * 32; }
 
   // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
@@ -107,7 +110,10 @@ struct KernelConfig {
     const int kv = block_n * (head_dim + head_dim_v) * element;
     if (arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd) return hopper_bytes(stages_q(), own_output());
     if (op == flash_cute::Op::Fwd) return block_m * std::max(head_dim, head_dim_v) * element + stages * kv;
-    if (op == flash_cute::Op::Decode) return 2 * block_m * head_dim * element + stages * kv + kDecodeBookkeeping;
+    if (op == flash_cute::Op::Decode) {
+      const int q = block_m * head_dim * element, outputs = 2 * block_m * head_dim_v * static_cast<int>(sizeof(float));
+      return (arch == flash_cute::Arch::Sm90 ? q + outputs : 2 * q) + stages * kv + kDecodeBookkeeping;
+    }
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));

@@ -50,12 +50,52 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
   if (p.even_shares()) relieve_shares(p, of_head);
 }
 
-void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
+bool fits_l2(const DecodeProblem& p) {
+  constexpr int64_t kRoom = 40 * 1024 * 1024;  // bytes, of an H100's 50 MB
+  const FwdProblem& f = p.fwd;
+  const int64_t numbers = int64_t(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
+  return numbers * element_bytes(f.dtype) <= kRoom;
+}
+
+int ctas_of_unit(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
+  const FwdProblem& f = p.fwd;
+  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k));
+  const int64_t units = (rows + config.block_m - 1) / config.block_m * f.heads_k * f.batch;
+  const int blocks = detail::ceil_div(f.seqlen_k, config.block_n);
+  int best = 1;
+  for (int ctas = 2; ctas <= config.cluster; ++ctas) {
+    if (units <= gpu.clusters[ctas] && detail::ceil_div(blocks, ctas) < detail::ceil_div(blocks, best)) best = ctas;
+  }
+  return best;
+}
+
+// Gives each unit a cluster.
+static void give_units_clusters(DecodeProblem& p, const KernelConfig& config, int64_t tiles, const Device& gpu) {
+  const int ctas = ctas_of_unit(p, config, gpu);
+  p.alike.known = p.known_to_be_alike();
+  p.neighbours = ctas;
+  p.clusters.ctas = Divisor(ctas);
+  p.clusters.tiles = Divisor(static_cast<int>(std::max<int64_t>(1, tiles)));
+  for (p.clusters.column_bits = 0; (config.head_dim_v >> p.clusters.column_bits) > ctas;) ++p.clusters.column_bits;
+  p.ctas_of_head = p.fwd.batch * p.clusters.tiles.value * ctas;
+}
+
+// What is read once makes way for other data. But where all of it has room in the L2 cache, it may be there still when
+// it is read again: then a share stays, as lines that leave first have no place but each other's, if others fill the
+// cache; and not all of it, as keys that are read in order push each other out where there is a little too much of them.
+static float kept_in_l2(const DecodeProblem& p, const KernelConfig& config) {
+  constexpr float kShare = 0.75f;
+  if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several tiles of queries read it
+  return fits_l2(p) ? kShare : 0.f;
+}
+
+void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
   p.heads_k = Divisor(std::max(1, f.heads_k));
   p.group = Divisor(std::max(1, f.heads / f.heads_k));
   p.page_size = Divisor(std::max(1, f.pages.size));
+  p.kept = kept_in_l2(p, config);
   const bool even = p.even_shares();
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
   const int64_t units = int64_t(f.batch) * f.heads_k * tiles;
@@ -66,13 +106,14 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, int sms) {
     const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
     parts = (blocks + size - 1) / size;
   }
-  p.at_once = sms * config.ctas;
+  p.at_once = gpu.sms * config.ctas;
   p.ctas_of_head = std::max(1, p.at_once / std::max(1, f.heads_k));
   p.by_ctas_of_head = Divisor(p.ctas_of_head);
   p.neighbours = f.heads_k % 2 == 0 ? 2 : 1;
   p.grain_blocks = 1;
   p.slots = 0;
   if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
+  if (config.arch == Arch::Sm90) return give_units_clusters(p, config, tiles, gpu);
   if (!even && units * parts >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
   if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
   if (p.known_to_be_alike()) share_out_alike(p, config);
@@ -101,7 +142,7 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   p.cache.lengths = full ? nullptr : rows.data();
   p.num_splits = static_cast<int>(num_splits);
   p.split_size = static_cast<int>(split_size);
-  plan_decode(p, config, static_cast<int>(sms));
+  plan_decode(p, config, Device{.sms = static_cast<int>(sms)});
 
   int of_head = 0, of_first_unit = 1;
   for (int b = p.fwd.batch - 1; b >= 0; --b) {

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/passes/clusters.h"
+
 namespace flash_cute {
 namespace {
 
@@ -30,6 +32,21 @@ int memory_gb_s(int index) {
   return static_cast<int>(kTransfers * kilohertz * bits / kBitsOfByte / kKiloOfGiga);
 }
 
+std::array<int, kMostClustered + 1> clusters(int index) {
+  std::array<int, kMostClustered + 1> counts{};
+  int current = 0;
+  auto check = [](cudaError_t error) {
+    if (error != cudaSuccess) {
+      throw std::runtime_error(std::string("flash_cute: cannot ask for clusters: ") + cudaGetErrorString(error));
+    }
+  };
+  check(cudaGetDevice(&current));
+  check(cudaSetDevice(index));
+  for (int ctas = 1; ctas <= kMostClustered; ++ctas) check(clusters_at_once(ctas, counts[ctas]));
+  check(cudaSetDevice(current));
+  return counts;
+}
+
 }  // namespace
 
 const Device& device(int index) {
@@ -46,7 +63,9 @@ const Device& device(int index) {
         .smem_optin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
         .sms = attribute(cudaDevAttrMultiProcessorCount, index),
         .memory_gb_s = memory_gb_s(index),
+        .clusters = {},
     };
+    if (devices[index].capability == 90) devices[index].clusters = clusters(index);
   });
   return devices[index];
 }

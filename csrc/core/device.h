@@ -1,13 +1,20 @@
 // Facts about a GPU that choose and shape launches.
 #pragma once
 
+#include <array>
+
 namespace flash_cute {
+
+constexpr int kMostClustered = 8;  // CTAs of a cluster that every GPU with clusters can run
 
 struct Device {
   int capability;  // 10 * major + minor: 80, 86, 89, 90
   int smem_optin;  // bytes of shared memory that one CTA can have
   int sms;  // streaming multiprocessors
   int memory_gb_s;  // what its memory can give at most, in GB/s
+  // Clusters of n CTAs, an SM each, that run at once; 0 where there are no clusters. SMs come in groups that no cluster
+  // leaves, which are not alike.
+  std::array<int, kMostClustered + 1> clusters;
 };
 
 // Of the GPU with this index; asked of the driver once. Throws std::runtime_error.

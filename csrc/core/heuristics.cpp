@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "core/decode_plan.h"
 #include "kernels/common/tiles.h"
 
 namespace flash_cute {
@@ -81,8 +82,8 @@ constexpr double kWorthwhile = 0.95;
 }  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
-  return a.op != Op::Bwd && a.op == b.op && a.arch == b.arch && a.dtype == b.dtype && a.tier == b.tier &&
-         a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
+  return a.op != Op::Bwd && a.op == b.op && (a.arch == b.arch || a.op == Op::Decode) && a.dtype == b.dtype &&
+         a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
 }
 
 int heads_in_tile(const KernelConfig& config, const FwdProblem& problem) {
@@ -156,6 +157,19 @@ static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& confi
   return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
 }
 
+// Whether clusters of CTAs, each with a tile of query rows, take less time than CTAs that share all keys out evenly:
+// where all clusters run at once, a CTA has few blocks of keys, and the L2 cache has room for all of them. Where the
+// device alone knows lengths there may be fewer, and the other way takes longer to find out who has what.
+static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
+  constexpr int kMostKnown = 6, kMostUnknown = 8;  // blocks of 64 KB; found by trying: docs/performance.md, "Decoding"
+  const FwdProblem& f = p.fwd;
+  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / f.heads_k);
+  if (rows > config.block_m || int64_t(f.heads_k) * f.batch > gpu.clusters[1]) return false;
+  const int blocks = detail::ceil_div(f.seqlen_k, config.block_n);
+  const int blocks_of_cta = detail::ceil_div(blocks, ctas_of_unit(p, config, gpu));
+  return p.known_to_be_alike() ? blocks_of_cta <= kMostKnown && fits_l2(p) : blocks_of_cta <= kMostUnknown;
+}
+
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
   // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md,
   // "Decoding". What reading the keys weighs, in rows of products: a tile that has all rows of a kv head, up to 64, is
@@ -163,6 +177,7 @@ double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gp
   constexpr double kRate = 345, kRowsOfReading = 40;
   constexpr double kOverlapped = 0.99;
   const FwdProblem& problem = p.fwd;
+  if (config.arch == Arch::Sm90) return clusters_suit(config, p, gpu) ? 0 : std::numeric_limits<double>::infinity();
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
   const bool overlaps =

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/backward_order.h"
+#include "core/decode_plan.h"
 #include "core/heuristics.h"
 
 namespace flash_cute {
@@ -27,19 +28,19 @@ Device hopper(int64_t sms, int64_t memory_gb_s = 0, int64_t smem_optin = KernelC
   return {.capability = 90,
           .smem_optin = static_cast<int>(smem_optin),
           .sms = static_cast<int>(sms),
-          .memory_gb_s = static_cast<int>(memory_gb_s)};
+          .memory_gb_s = static_cast<int>(memory_gb_s),
+          .clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15}};  // an H100's
 }
 
-// The kernel of bf16 on Hopper for a problem, or null. Decoding has one family, of one tier, for all GPUs.
+// The kernel of bf16 on Hopper for a problem, or null. Decoding has one tier, and a family for all GPUs beside Hopper's.
 template <class P>
 const KernelConfig* hopper_kernel(Op op, const P& problem, const Device& gpu) {
   const FwdProblem& p = forward_of(problem);
-  const Arch arch = op == Op::Decode ? Arch::Sm80 : Arch::Sm90;
   const Tier tier = op == Op::Decode ? Tier::Rich : p.tier();
   auto fits = [&](const Row& row) {
     const KernelConfig& c = row.config;
-    return c.op == op && c.arch == arch && c.dtype == DType::BF16 && c.tier == tier && p.head_dim <= c.head_dim &&
-           p.head_dim_v <= c.head_dim_v;
+    return c.op == op && (c.arch == Arch::Sm90 || op == Op::Decode) && c.dtype == DType::BF16 && c.tier == tier &&
+           p.head_dim <= c.head_dim && p.head_dim_v <= c.head_dim_v;
   };
   const Row* const row = preferred(rows_of_configs(), fits, problem, gpu);
   return row == nullptr ? nullptr : &row->config;
@@ -108,6 +109,15 @@ std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int
   const KernelConfig* const forward = hopper_kernel(Op::Fwd, p.fwd, gpu);
   if (decode == nullptr || forward == nullptr) return "";
   return (forward_is_cheaper(*forward, *decode, p, gpu) ? forward : decode)->id();
+}
+
+int64_t preferred_decode_cluster(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
+                                 int64_t head_dim) {
+  DecodeProblem p{};
+  p.fwd = problem_of(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim, -1, -1, false);
+  const Device gpu = hopper(kSms);
+  const KernelConfig* const config = hopper_kernel(Op::Decode, p, gpu);
+  return config == nullptr ? 0 : ctas_of_unit(p, *config, gpu);
 }
 
 std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

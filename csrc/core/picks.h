@@ -23,6 +23,10 @@ std::string preferred_kvcache(int64_t batch, int64_t heads, int64_t heads_k, int
                               int64_t head_dim, bool lengths, bool pages, int64_t sms, int64_t memory_gb_s,
                               int64_t smem_optin);
 
+// CTAs of each cluster of Hopper's kernel of decoding, if it does such a call.
+int64_t preferred_decode_cluster(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q, int64_t seqlen_k,
+                                 int64_t head_dim);
+
 // Parts of heads and of queries that a plain backward of bf16 would have, and how many tiles before those; sizes as
 // above.
 std::tuple<int64_t, int64_t, int64_t> preferred_parts(int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,

@@ -152,6 +152,13 @@ struct AlikeSequences {
   int first_ctas = 0;  // of a head
 };
 
+// Clusters of CTAs with a unit each (kernels/sm90/decode.h).
+struct UnitClusters {
+  Divisor ctas;  // of a cluster
+  Divisor tiles;  // of query rows, of each kv head of a sequence
+  int column_bits = 0;  // 2^column_bits columns of outputs are merged by each of the first CTAs
+};
+
 struct DecodeProblem {
   // k and v are the caches, batch the stride of their pages; seqlen_k is the capacity, total_q counts dense rows too.
   FwdProblem fwd;
@@ -168,7 +175,9 @@ struct DecodeProblem {
   int neighbours;  // CTAs that follow each other and run on SMs side by side
   Divisor heads_k, group;  // kv heads, and query heads of each
   Divisor page_size;
+  float kept;  // share of what is read of K and V that the L2 cache keeps like other data; the rest leaves it first
   AlikeSequences alike;
+  UnitClusters clusters;
   // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/shares.h).
   int slots;
   float* part_out;  // [slots, block_m, head_dim_v of the tile]

@@ -119,11 +119,20 @@ static bool has_empty_columns(int head_dim, int tile_columns) {
   return head_dim <= tile_columns - atom_columns(tile_columns);
 }
 
+template <class P>
+static bool asks_for_parts(const P&) {
+  return false;
+}
+
+static bool asks_for_parts(const DecodeProblem& p) {
+  return !p.even_shares();
+}
+
 template <Op op>
 Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device& device) {
   const KernelConfig& config = kernel.config;
   const FwdProblem& problem = forward_of(asked);
-  const bool hopper = config.arch == Arch::Sm90;
+  const bool hopper = config.arch == Arch::Sm90, loads_tiles = hopper && op != Op::Decode;  // by TMA
   // Hopper's forward draws random numbers for tiles of keys from the first visible one on, which under such a window is
   // anywhere among the keys that share a call of Philox.
   const bool keys_shifted = hopper && op == Op::Fwd && problem.band.left < problem.seqlen_k - 1;
@@ -137,11 +146,12 @@ Refusal refusal(const Kernel<op>& kernel, const Problem<op>& asked, const Device
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
       .gpu = hopper ? device.capability != 90 : static_cast<int>(config.arch) > device.capability,
       .shared_memory = config.smem_bytes() > device.smem_optin,
-      .tensor_map = hopper && !addressable(asked),
-      .empty_columns = hopper && (has_empty_columns(problem.head_dim, config.head_dim) ||
-                                  has_empty_columns(problem.head_dim_v, config.head_dim_v)),
+      .tensor_map = loads_tiles && !addressable(asked),
+      .empty_columns = loads_tiles && (has_empty_columns(problem.head_dim, config.head_dim) ||
+                                       has_empty_columns(problem.head_dim_v, config.head_dim_v)),
       .pages = op == Op::Fwd && problem.pages.ids != nullptr && !reads_pages,
       .dropout = problem.rules.rng != nullptr && (!config.drops() || keys_shifted),
+      .parts = hopper && asks_for_parts(asked),
       .set_aside = !kernel.in_use,
   };
 }
@@ -162,6 +172,7 @@ std::string explain(const Refusal& refusal) {
   add(refusal.empty_columns, "its tiles are wider by 64 columns or more (by 32, if 96 wide)");
   add(refusal.pages, "does not read pages, or none of this size, or not in a window that is bounded to the left");
   add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
+  add(refusal.parts, "shares keys out in its own way, without num_splits and split_size");
   add(refusal.set_aside, "set aside by use_kernels()");
   return reasons;
 }

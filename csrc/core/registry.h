@@ -31,11 +31,12 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels();
 
 // What keeps a kernel from doing a problem on a device.
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, set_aside;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, parts;
+  bool set_aside;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || set_aside;
+           dropout || parts || set_aside;
   }
 };
 

@@ -56,6 +56,14 @@ def forward_families(device: torch.device) -> list[str]:
     return sorted(built & {"fwd_sm80_", "fwd_sm90_"} if major_minor == (9, 0) else {"fwd_sm80_"})
 
 
+def decode_choices() -> list[str]:
+    """What ids of decoding's kernels begin with: of all, and of those that every GPU has, where
+    this one has others, too, which do most small problems."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    others = any(kernel.startswith("decode_sm90_") for kernel in library.kernels())
+    return ["decode_", "decode_sm80_"] if hopper and others else ["decode_"]
+
+
 def parse(kernel: str) -> Kernel:
     """The kernel with this id. Raises ValueError for what is none."""
     match = _ID.fullmatch(kernel)

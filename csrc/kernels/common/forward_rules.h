@@ -10,8 +10,8 @@ namespace flash_cute {
 // for scores that are small, as they mostly are under a softcap.
 template <bool kShortcuts, class Scores>
 CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
-  const float inner = scale / cap;
   if (cap > 0.f) {
+    const float inner = scale / cap;
     if (kShortcuts && SmallTanh::suits(scores, inner)) {
       const SmallTanh factor(inner);
       CUTE_UNROLL

@@ -12,49 +12,48 @@ CUTE_DEVICE float warp_max(float x) {
   return x;
 }
 
-// A thread merges a row of kCount results, whose log-sum-exps are given, with a sink, which is a result without output.
-// Those that saw no key, with -inf, may hold anything.
+// A thread merges a row of kCount results, whose sums are given, with a sink, which is a result without output.
 template <int kCount>
 class MergedRow {
  public:
-  float lse;
-
-  CUTE_DEVICE MergedRow(const float (&lses)[kCount], float sink) {
-    float top = sink;
+  CUTE_DEVICE explicit MergedRow(const RowSum (&sums)[kCount], float sink = -INFINITY) {
+    float top = fmaxf(sink * kLog2e, -FLT_MAX);
+    CUTE_UNROLL
+    for (int n = 0; n < kCount; ++n) top = fmaxf(top, sums[n].reference);
+    sum_ = {top, exp2_approx(sink * kLog2e - top)};
     CUTE_UNROLL
     for (int n = 0; n < kCount; ++n) {
-      weight_[n] = lses[n];
-      top = fmaxf(top, weight_[n]);
+      weight_[n] = exp2_approx(sums[n].reference - top);
+      sum_.value += weight_[n] * sums[n].value;
     }
-    const float base = top == -INFINITY ? 0.f : top;
-    float total = exp2_approx((sink - base) * kLog2e);
-    CUTE_UNROLL
-    for (int n = 0; n < kCount; ++n) {
-      weight_[n] = exp2_approx((weight_[n] - base) * kLog2e);
-      total += weight_[n];
-    }
-    lse = total == 0.f ? -INFINITY : base + __log2f(total) * kLn2;
-    inverse_ = total == 0.f ? 0.f : __fdividef(1.f, total);
   }
 
-  // Of kWidth numbers that lie at from(n) in each result.
+  CUTE_DEVICE const RowSum& sum() const { return sum_; }
+  CUTE_DEVICE float lse() const {
+    return sum_.value == 0.f ? -INFINITY : (sum_.reference + __log2f(sum_.value)) * kLn2;
+  }
+  // Outputs are to be multiplied by it in the end.
+  CUTE_DEVICE float inverse() const { return sum_.value == 0.f ? 0.f : __fdividef(1.f, sum_.value); }
+
+  // Of kWidth numbers that lie at from(n) in each result, times `factor`.
   template <int kWidth, class From>
-  CUTE_DEVICE auto sum(From from) const {
-    cutlass::Array<float, kWidth> sum;
-    sum.fill(0.f);
+  CUTE_DEVICE auto outputs(float factor, From from) const {
+    cutlass::Array<float, kWidth> outputs;
+    outputs.fill(0.f);
     CUTE_UNROLL
     for (int n = 0; n < kCount; ++n) {
       const auto values = *reinterpret_cast<const cutlass::AlignedArray<float, kWidth>*>(from(n));
       CUTE_UNROLL
-      for (int e = 0; e < kWidth; ++e) sum[e] += weight_[n] == 0.f ? 0.f : weight_[n] * values[e];
+      for (int e = 0; e < kWidth; ++e) outputs[e] += weight_[n] * values[e];
     }
     CUTE_UNROLL
-    for (int e = 0; e < kWidth; ++e) sum[e] *= inverse_;
-    return sum;
+    for (int e = 0; e < kWidth; ++e) outputs[e] *= factor;
+    return outputs;
   }
 
  private:
-  float weight_[kCount], inverse_;
+  RowSum sum_;
+  float weight_[kCount];
 };
 
 // A warp merges a row of parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim`

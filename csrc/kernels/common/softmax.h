@@ -38,6 +38,12 @@ struct Nothing {
   CUTE_DEVICE void operator()() const {}
 };
 
+// The sum of a row's weights is `value` * 2^reference, and outputs that are not divided by it are relative to
+// 2^reference, too.
+struct RowSum {
+  float reference, value;
+};
+
 // The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
@@ -152,6 +158,16 @@ struct OnlineSoftmax {
     }
   }
 
+  // Row r's sum, of all columns, for outputs that are not divided yet.
+  CUTE_DEVICE RowSum sum(int r) {
+    row_max[r] = quad_max(row_max[r]);
+    CUTE_UNROLL
+    for (int i = 1; i < kChains; ++i) row_sum[r][0] += row_sum[r][i];
+    row_sum[r][0] = quad_sum(row_sum[r][0]);
+    if (limit[r] == -INFINITY) offset[r] = at_least_finite(row_max[r] * scale_log2);
+    return {offset[r], row_sum[r][0]};
+  }
+
   // What is left of a row when all weights have joined its sum.
   struct Total {
     float lse;  // natural log
@@ -162,15 +178,11 @@ struct OnlineSoftmax {
   // exact division, to run under the last product of outputs.
   template <bool kBranchless = false>
   CUTE_DEVICE Total close(int r, float sink /* -inf: none */, float factor) {
-    row_max[r] = quad_max(row_max[r]);
-    CUTE_UNROLL
-    for (int i = 1; i < kChains; ++i) row_sum[r][0] += row_sum[r][i];
-    row_sum[r][0] = quad_sum(row_sum[r][0]);
-    if (limit[r] == -INFINITY) offset[r] = at_least_finite(row_max[r] * scale_log2);
-    const float top = fmaxf(offset[r], sink * kLog2e);
+    const RowSum own = sum(r);
+    const float top = fmaxf(own.reference, sink * kLog2e);
     // Where the sink outweighs all keys; its square may be too small for a float.
-    const float damping = exp2_approx((offset[r] - top) * 0.5f);
-    const float total = row_sum[r][0] * damping * damping + exp2_approx(sink * kLog2e - top);
+    const float damping = exp2_approx((own.reference - top) * 0.5f);
+    const float total = own.value * damping * damping + exp2_approx(sink * kLog2e - top);
     const float weight = factor * damping, inverse = kBranchless ? __fdividef(weight, total) : weight / total;
     return {total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2, damping, total == 0.f ? 0.f : inverse};
   }

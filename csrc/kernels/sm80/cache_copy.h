@@ -11,13 +11,12 @@ namespace flash_cute::sm80 {
 template <class Element, int kThreads, int kKeys, int kCols, int kColsV>
 class CacheCopy {
  public:
-  // Tiles go to `k` and `v`; each of a sequence starts `step` rows behind the one before. Those that are read `once`
-  // make way for others in the L2 cache.
-  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, bool once, Element* k, Element* v, int thread)
+  // Tiles go to `k` and `v`; each of a sequence starts `step` rows behind the one before.
+  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, Element* k, Element* v, int thread)
       : p_(p),
         step_(step),
         thread_(thread),
-        policy_(l2_policy(once)),
+        policy_(l2_policy(p.kept)),
         k_(p.fwd.head_dim, k, thread),
         v_(p.fwd.head_dim_v, v, thread) {}
 

@@ -97,8 +97,7 @@ class KeyFeed {
 
  public:
   CUTE_DEVICE KeyFeed(const DecodeProblem& p, typename T::Storage& storage, int team, int thread)
-      : copy_(p, C.block_n, p.fwd.seqlen_q * p.group.value <= C.block_m, storage.ring[0][team].k,
-              storage.ring[0][team].v, thread),
+      : copy_(p, C.block_n, storage.ring[0][team].k, storage.ring[0][team].v, thread),
         parts_(storage.parts),
         first_key_(team * T::kKeys) {}
 

@@ -104,7 +104,6 @@ CUTE_DEVICE void merge_parts(const DecodeProblem& p, const Part& part) {
 // most wait for the last team.
 template <KernelConfig C>
 class TeamMerge {
-  using Storage = typename DecodeTraits<C>::Storage;
   static constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
 
  public:
@@ -112,6 +111,7 @@ class TeamMerge {
       : p_(p), part_(part), count_(rows_of(p, part, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
 
   // The results are where the teams' tiles of `stage` were.
+  template <class Storage>
   CUTE_DEVICE void operator()(Storage& storage, int stage) const {
     if (threadIdx.x < count_) merge(storage, stage, threadIdx.x, first_);
     CUTE_NO_UNROLL
@@ -121,14 +121,15 @@ class TeamMerge {
  private:
   CUTE_DEVICE RowPlace<C> place_of(int i) const { return {p_, part_, i / kAcross, part_.all.count == 1}; }
 
+  template <class Storage>
   CUTE_DEVICE void merge(Storage& storage, int stage, int i, const RowPlace<C>& place) const {
     const int row = i / kAcross, column = i % kAcross * kTogether;
-    const MergedRow<DecodeTraits<C>::kTeams> merged(storage.lse[row], place.sink);
-    const auto sum = merged.template sum<kTogether>([&](int team) {
+    const MergedRow<DecodeTraits<C>::kTeams> merged(storage.sums[row], place.sink);
+    const auto outputs = merged.template outputs<kTogether>(merged.inverse(), [&](int team) {
       return storage.ring[stage][team].results() + row * C.head_dim_v + result_column(row, column);
     });
-    if (column == 0) *place.lse = merged.lse;
-    if (column < p_.fwd.head_dim_v) place.visit([&](auto* to) { store(to + column, sum); });
+    if (column == 0) *place.lse = merged.lse();
+    if (column < p_.fwd.head_dim_v) place.visit([&](auto* to) { store(to + column, outputs); });
   }
 
   const DecodeProblem& p_;
@@ -179,17 +180,18 @@ CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& ou
   }
 }
 
-// A team's outputs (rows,dims) and log-sum-exps of the part's rows for the others of its CTA.
-template <KernelConfig C, class Output, class Lse, class Coordinates>
-CUTE_DEVICE void share_rows(typename DecodeTraits<C>::Storage& storage, int stage, int team, int rows,
-                            const Output& output, const Lse& lse, const Coordinates& at) {
+// A team's outputs (rows,dims), not divided yet, and sums of the part's rows for the others of its CTA.
+template <KernelConfig C, class Storage, class Output, class Softmax, class Coordinates>
+CUTE_DEVICE void share_rows(Storage& storage, int stage, int team, int rows, const Output& output, Softmax& softmax,
+                            const Coordinates& at) {
   float* const results = storage.ring[stage][team].results();
   const int first_column = get<1>(at(0, 0));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
+    const RowSum sum = softmax.sum(r);
     const int row = get<0>(at(r, 0));
-    if (row >= rows) break;
-    if (first_column == 0) storage.lse[row][team] = lse[r];
+    if (row >= rows) continue;
+    if (first_column == 0) storage.sums[row][team] = sum;
     constexpr int kBases = 4;  // columns that lie a multiple of 32 apart do so in shared memory, too
     CUTE_UNROLL
     for (int base = 0; base < kBases; ++base) {

@@ -58,7 +58,7 @@ struct DecodeTraits {
     Tile ring[C.stages][kTeams];
     FedPart parts[kDescribed];  // by turns
     PartsOf<C> more_parts;  // not described yet
-    alignas(16) float lse[C.block_m][kTeams];
+    alignas(16) RowSum sums[C.block_m][kTeams];
     bool last;  // whether the part is the last of its unit to be done
   };
   static constexpr int kStageBytes = kTeams * sizeof(Tile);

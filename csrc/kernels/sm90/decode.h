@@ -1,0 +1,224 @@
+// Attention of few queries over a short key/value cache: a cluster of CTAs has a tile of query rows of one kv head of
+// one sequence, and shares its keys out among its CTAs, which merge their results in each other's shared memory.
+// Nothing goes through global memory, and nobody asks what others do: of a call that takes a few microseconds most
+// would be that. Longer caches are for kernels/sm80/decode.h, which shares keys out evenly.
+#pragma once
+
+#include "core/registry.h"
+#include "kernels/common/overlap.h"
+#include "kernels/launch.h"
+#include "kernels/passes/append.h"
+#include "kernels/passes/gaps.h"
+#include "kernels/sm80/decode_attend.h"
+#include "kernels/sm90/ring.h"
+
+namespace flash_cute::sm90 {
+
+using namespace cute;
+
+template <KernelConfig C>
+struct DecodeTraits : sm80::DecodeTraits<C> {
+  using Base = sm80::DecodeTraits<C>;
+
+  struct Storage {
+    alignas(128) typename Base::Element q[C.block_m * C.head_dim];
+    typename Base::Tile ring[C.stages][Base::kTeams];
+    alignas(16) RowSum sums[C.block_m][Base::kTeams];
+    // What the cluster's CTAs hand over to this one: their sums, and of outputs the columns that this one merges, CTA
+    // i's from i * columns on. All of it is counted at `handed_over`.
+    alignas(16) RowSum sums_of_ctas[C.block_m][C.cluster];
+    alignas(16) float outputs[C.block_m][2 * C.head_dim_v];  // fewer than twice as many CTAs as merge hand over
+    cutlass::arch::ClusterTransactionBarrier handed_over;
+  };
+  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+};
+
+// This CTA among those of its cluster, and what each merges.
+struct Place {
+  int ctas, unit, rank;
+  int column_bits;
+
+  CUTE_DEVICE explicit Place(const UnitClusters& clusters)
+      : ctas(clusters.ctas.value),
+        unit(clusters.ctas.quotient(blockIdx.x)),
+        rank(static_cast<int>(blockIdx.x) - unit * ctas),
+        column_bits(clusters.column_bits) {}
+
+  CUTE_DEVICE int columns() const { return 1 << column_bits; }
+};
+
+// The CTA's share of the keys, which is a part to sm80's functions, and the keys that its queries see.
+template <KernelConfig C>
+CUTE_DEVICE sm80::FedPart share_of_cta(const DecodeProblem& p, const Place& place) {
+  const int tile = p.heads_k.quotient(place.unit);  // of all sequences
+  Part part;
+  part.head_k = place.unit - tile * p.fwd.heads_k;
+  part.b = p.clusters.tiles.quotient(tile);
+  part.row = (tile - part.b * p.clusters.tiles.value) * C.block_m;
+  part.seq = cached_seq(p, part.b);
+  part.grains = part.all.count = 1;
+  const RowSpan queries = sm80::queries_of(p, part, C.block_m);
+  const RowSpan keys = visible_keys(part.seq, p.fwd.band, queries.first, queries.last - queries.first);
+  const int first = keys.first / C.block_n, blocks = max(0, ceil_div(keys.last, C.block_n) - first);
+  const int share = p.clusters.ctas.quotient(blocks + place.ctas - 1);
+  part.first = first + min(place.rank * share, blocks);
+  part.last = first + min((place.rank + 1) * share, blocks);
+  return {part, keys};
+}
+
+// Loads a team's tiles of a share, one after the other.
+template <KernelConfig C>
+class ShareFeed {
+  using T = DecodeTraits<C>;
+
+ public:
+  CUTE_DEVICE ShareFeed(const DecodeProblem& p, typename T::Storage& storage, const sm80::FedPart& share, int team,
+                        int thread)
+      : copy_(p, C.block_n, storage.ring[0][team].k, storage.ring[0][team].v, thread),
+        left_(share.part.last - share.part.first) {
+    const auto& [part, keys] = share;
+    const int row = static_cast<int>(part.seq.k.offset);  // of key 0
+    copy_.begin(part.b, part.head_k, {row + keys.first, row + keys.last},
+                row + part.first * C.block_n + team * T::kKeys);
+  }
+
+  // Starts the copy of the next tile, if there is one, to a stage.
+  CUTE_DEVICE void load(int stage) {
+    if (left_ == 0) return;
+    copy_.load(stage * T::kStageBytes);
+    --left_;
+  }
+
+ private:
+  typename T::Copy copy_;
+  int left_;
+};
+
+// Stores two numbers in the shared memory of a CTA of the cluster, at the address that `to` has here, and counts them
+// at its barrier.
+CUTE_DEVICE void hand_over(int cta, void* to, float x, float y, void* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                   cute::set_block_rank(cast_smem_ptr_to_uint(to), cta)),
+               "f"(x), "f"(y), "r"(cute::set_block_rank(cast_smem_ptr_to_uint(barrier), cta))
+               : "memory");
+}
+
+// Merges what the teams have left in the tiles of `stage`, and hands each column over to the CTA that merges it.
+template <KernelConfig C>
+CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int stage, int rows, const Place& place) {
+  using T = DecodeTraits<C>;
+  constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
+  const int columns = place.columns(), mergers = C.head_dim_v >> place.column_bits;
+  CUTE_NO_UNROLL
+  for (int i = threadIdx.x; i < rows * kAcross; i += C.threads()) {
+    const int row = i / kAcross, column = i % kAcross * kTogether;
+    const MergedRow<T::kTeams> merged(storage.sums[row]);
+    const auto outputs = merged.template outputs<kTogether>(1.f, [&](int team) {
+      return storage.ring[stage][team].results() + row * C.head_dim_v + sm80::result_column(row, column);
+    });
+    hand_over(column >> place.column_bits, &storage.outputs[row][place.rank * columns + (column & (columns - 1))],
+              outputs[0], outputs[1], &storage.handed_over);
+    if (i % kAcross < mergers) {
+      hand_over(i % kAcross, &storage.sums_of_ctas[row][place.rank], merged.sum().reference, merged.sum().value,
+                &storage.handed_over);
+    }
+  }
+}
+
+// Merges this CTA's columns of what the cluster's CTAs hand over.
+template <KernelConfig C>
+CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
+                            int rows, const Place& place) {
+  constexpr int kTogether = 2;
+  const int columns = place.columns(), across = columns / kTogether;
+  CUTE_NO_UNROLL
+  for (int i = threadIdx.x; i < rows * across; i += C.threads()) {
+    const int row = i / across, column = i % across * kTogether;
+    const sm80::RowPlace<C> to(p, part, row, true);
+    // After this the results of all CTAs are there.
+    storage.handed_over.wait(0);
+    keep_order();
+    RowSum sums[C.cluster];
+    float2 outputs[C.cluster];
+    CUTE_UNROLL
+    for (int n = 0; n < C.cluster; ++n) {
+      const bool there = n < place.ctas;
+      sums[n] = there ? storage.sums_of_ctas[row][n] : RowSum{-FLT_MAX, 0.f};
+      const float* from = &storage.outputs[row][n * columns + column];
+      outputs[n] = there ? *reinterpret_cast<const float2*>(from) : float2{0.f, 0.f};
+    }
+    const MergedRow<C.cluster> merged(sums, to.sink);
+    const auto all = merged.template outputs<kTogether>(merged.inverse(), [&](int n) { return &outputs[n].x; });
+    const int to_column = place.rank * columns + column;
+    if (to_column == 0) *to.lse = merged.lse();
+    if (to_column < p.fwd.head_dim_v) to.visit([&](auto* out) { sm80::store(out + to_column, all); });
+  }
+}
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeProblem p) {
+  using T = DecodeTraits<C>;
+  extern __shared__ __align__(128) char smem[];
+  auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
+  const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
+  const Place place(p.clusters);
+  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    storage.handed_over.init(1);
+    cutlass::arch::fence_barrier_init();
+  }
+  cute::cluster_arrive_relaxed();
+  // After this lengths and the table of pages can be read. The append leaves them alone, and lets this kernel start when
+  // all before has ended.
+  if ((!p.alike.known || p.fwd.pages.ids != nullptr) && !p.appends()) wait_for_kernel_before();
+  const sm80::FedPart share = share_of_cta<C>(p, place);
+  const Part& part = share.part;
+  const int rows = sm80::rows_of(p, part, C.block_m);
+  if (threadIdx.x == 0) {
+    constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
+    storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
+  }
+  ShareFeed<C> feed(p, storage, share, team, thread);
+  // After this the first tile's keys can be read.
+  if (!sm80::was_in_cache<C>(p, part)) wait_for_kernel_before();
+  feed.load(0);
+  // After this new keys have joined the cache, and queries are rotated.
+  wait_for_kernel_before();
+  sm80::load_queries<C>(p, part, storage.q);
+  cp_async_fence();
+  CUTE_NO_UNROLL
+  for (int i = 1; i < C.stages - 1; ++i) {
+    feed.load(i);
+    cp_async_fence();
+  }
+  cp_async_wait<C.stages - 2>();
+  // After this barrier Q is visible to all.
+  __syncthreads();
+  int stage = 0;
+  sm80::attend<C>(p, part, storage, feed, storage.q, team, thread, stage);
+  stage = stage == 0 ? C.stages - 1 : stage - 1;
+  // After this the results of all teams are there.
+  __syncthreads();
+  if (place.ctas == 1) return sm80::TeamMerge<C>(p, part)(storage, stage);
+  // After this all CTAs of the cluster run, and their barriers count.
+  cute::cluster_wait();
+  merge_teams<C>(storage, stage, rows, place);
+  if (place.rank << place.column_bits >= C.head_dim_v) return;
+  merge_ctas<C>(p, part, storage, rows, place);
+}
+
+}  // namespace flash_cute::sm90
+
+namespace flash_cute {
+
+template <KernelConfig C>
+cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+  if (cudaError_t e = fill_gaps(p.fwd, stream)) return e;
+  if (p.appends()) {
+    if (cudaError_t e = append_keys(p, stream)) return e;
+  }
+  if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
+  return launch_overlapping<sm90::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.neighbours}, stream, p);
+}
+
+}  // namespace flash_cute
