@@ -138,7 +138,8 @@ def test_two_ctas_an_sm_over_a_short_cache(memory_gb_s, lengths, head_dim, keys)
         ((16, 32, 8, 1, 512, 128), 1),
         ((1, 32, 8, 1, 8192, 64), 8),
         ((1, 64, 8, 2, 2048, 128), 8),
-        ((1, 32, 8, 1, 1024, 256), 8),
+        ((1, 32, 8, 1, 4096, 256), 8),
+        ((1, 32, 8, 1, 4097, 256), 0),
         # Long shares, and more tiles than SMs: keys are shared out evenly.
         ((1, 32, 8, 1, 6144, 128), 8),
         ((1, 32, 8, 1, 6145, 128), 0),

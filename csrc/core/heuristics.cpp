@@ -161,13 +161,15 @@ static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& confi
 // where all clusters run at once, a CTA has few blocks of keys, and the L2 cache has room for all of them. Where the
 // device alone knows lengths there may be fewer, and the other way takes longer to find out who has what.
 static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  constexpr int kMostKnown = 6, kMostUnknown = 8;  // blocks of 64 KB; found by trying: docs/performance.md, "Decoding"
+  // Blocks of 64 KB; found by trying: docs/performance.md, "Decoding". Of wide heads the other way has half the warps.
+  constexpr int kMostKnown = 6, kMostWide = 8, kMostUnknown = 8;
   const FwdProblem& f = p.fwd;
   const int64_t rows = int64_t(f.seqlen_q) * (f.heads / f.heads_k);
   if (rows > config.block_m || int64_t(f.heads_k) * f.batch > gpu.clusters[1]) return false;
   const int blocks = detail::ceil_div(f.seqlen_k, config.block_n);
   const int blocks_of_cta = detail::ceil_div(blocks, ctas_of_unit(p, config, gpu));
-  return p.known_to_be_alike() ? blocks_of_cta <= kMostKnown && fits_l2(p) : blocks_of_cta <= kMostUnknown;
+  if (!p.known_to_be_alike()) return blocks_of_cta <= kMostUnknown;
+  return blocks_of_cta <= (config.head_dim > 128 ? kMostWide : kMostKnown) && fits_l2(p);
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
