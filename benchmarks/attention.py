@@ -24,6 +24,7 @@ from .suites import SUITES, Case, Inputs, make_inputs
 from .truth import Truth, check, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
+_BYTES_OF_CACHES = 8 << 30
 _WITHOUT = " without the feature"
 _OTHERS, _IS_OTHER = f"{OURS}:PART, NAME=LIBRARY", rf"{OURS}:|(?!{OURS}=)\w+="
 
@@ -37,21 +38,28 @@ class Session:
     monitor: timing.Monitor
     rounds: int
     round_ms: float
+    caches: int = 1  # of which calls of a graph read one each by turns
 
 
 def prepare(
-    candidate: Candidate, case: Case, x: Inputs, direction: str, truths: list[Truth]
+    candidate: Candidate,
+    case: Case,
+    x: Inputs,
+    direction: str,
+    truths: list[Truth],
+    others: Sequence[Inputs] = (),
 ) -> tuple[dict[str, Any], list[Work]]:
     """A candidate's entry in the report after one checked call, and the work to time if right.
 
-    For a case with a feature, the one that it is measured beside is the second work.
+    For a case with a feature, the one that it is measured beside is the second work. Calls of a
+    graph take x and the others by turns.
     """
     try:
         _poison(x)
         make = candidate.forward if direction == "fwd" else candidate.backward
         brief = case.brief and x.q.is_cuda
-        kept = partial(captured, calls=case.calls_a_graph) if brief else lambda work: work
-        work = kept(make(case, x))
+        kept = partial(captured, calls=case.calls_a_graph) if brief else lambda works: works[0]
+        work = kept([make(case, inputs) for inputs in (x, *others)])
         with work.scope():
             results = work.results(work.run())
         names = ("out",) if direction == "fwd" else _GRADIENTS
@@ -59,7 +67,7 @@ def prepare(
         errors, fault = check(case, named, truths if work.comparable else None)
         works = [work]
         if case.feature:
-            works.append(kept(make(case.beside, replace(x, options={}))))
+            works.append(kept([make(case.beside, replace(i, options={})) for i in (x, *others)]))
     except NotImplementedError as error:
         return {"status": "unsupported", "message": describe(error)}, []
     except Exception as error:
@@ -77,7 +85,12 @@ def _poison(x: Inputs) -> None:
 
 
 def measure(
-    session: Session, case: Case, x: Inputs, direction: str, truths: list[Truth]
+    session: Session,
+    case: Case,
+    x: Inputs,
+    direction: str,
+    truths: list[Truth],
+    others: Sequence[Inputs] = (),
 ) -> dict[str, Any]:
     """One row of the report: every candidate on one case in one direction.
 
@@ -86,7 +99,7 @@ def measure(
     entries: dict[str, dict[str, Any]] = {}
     works: dict[str, Work] = {}
     for name, candidate in session.candidates.items():
-        entries[name], prepared = prepare(candidate, case, x, direction, truths)
+        entries[name], prepared = prepare(candidate, case, x, direction, truths, others)
         works.update(zip((name, name + _WITHOUT), prepared, strict=False))
     measured = timing.interleave(
         works, session.rounds, session.round_ms, session.device, session.monitor
@@ -139,11 +152,21 @@ def measure_case(
     try:
         x = make_inputs(case, session.device, seed)
         truths = reference(case, x, "bwd" in directions, seed)
+        others = _other_caches(session, case, x, seed)
     except Exception as error:
         entry = {"status": "failed", "message": f"the case could not be set up: {describe(error)}"}
         entries = {name: dict(entry) for name in session.candidates}
         return [_row(case, direction, entries) for direction in directions]
-    return [measure(session, case, x, direction, truths) for direction in directions]
+    return [measure(session, case, x, direction, truths, others) for direction in directions]
+
+
+def _other_caches(session: Session, case: Case, x: Inputs, seed: int) -> list[Inputs]:
+    """Further keys and values for the same queries, as many as asked for and as find room."""
+    if not case.cached:
+        return []
+    count = min(session.caches, max(2, _BYTES_OF_CACHES // case.kv_bytes()), case.calls_a_graph)
+    made = (make_inputs(case, session.device, (seed + i) % 2**31) for i in range(1, count))
+    return [replace(x, k=other.k, v=other.v) for other in made]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,7 +174,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = options.device
     candidates, missing = load([OURS, *options.rivals], device, options.kernels)
     monitor = timing.Monitor(device)
-    session = Session(candidates, device, monitor, options.rounds, options.round_ms)
+    session = Session(candidates, device, monitor, options.rounds, options.round_ms, options.caches)
     result: dict[str, Any] = {
         "command": "python -m benchmarks.attention " + _without_folders(options),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -163,6 +186,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "rounds": options.rounds,
             "round_ms": options.round_ms,
             "seed": options.seed,
+            "caches": options.caches,
         },
         "missing": missing,
         "results": [],
@@ -209,6 +233,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--match", default="", help="regular expression: measure these cases only")
     parser.add_argument("--rounds", type=int, help="default 5, sustained 7 (its least)")
     parser.add_argument("--sustained", action="store_true", help="rounds of 0.3 s, not 50 ms")
+    parser.add_argument(
+        "--caches",
+        type=int,
+        default=8,
+        help="of keys and values, of which calls of a graph read one each by turns (default: 8)",
+    )
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N or cpu")
     parser.add_argument("--seed", type=int, help="of the inputs; default: a fresh one, recorded")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
@@ -234,6 +264,8 @@ def _complete(options: argparse.Namespace) -> None:
     least = timing.SUSTAINED_ROUNDS if options.sustained else 1
     if options.rounds is None:
         options.rounds = timing.SUSTAINED_ROUNDS if options.sustained else 5
+    if options.caches < 1:
+        raise ValueError(f"--caches {options.caches}: expected 1 or more")
     if options.rounds < least:
         raise ValueError(f"--rounds {options.rounds}: at least {least} are needed")
     options.round_ms = timing.SUSTAINED_MS if options.sustained else timing.BURST_MS

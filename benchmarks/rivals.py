@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -60,25 +60,28 @@ class Candidate(Protocol):
     def backward(self, case: Case, x: Inputs) -> Work: ...
 
 
-def captured(work: Work, calls: int) -> Work:
-    """The work as replays of a CUDA graph of so many calls, one after the other."""
+def captured(works: Sequence[Work], calls: int) -> Work:
+    """Replays of a CUDA graph of so many calls, one after the other, of the works by turns; the
+    last call, whose results it has, is of the first work."""
+    first = works[0]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with work.scope():
+    with first.scope():
         with torch.cuda.stream(stream):
-            work.run()  # what happens once, like allocations that stay, is no part of the graph
+            for work in works:
+                work.run()  # what happens once, like allocations that stay, is no part of the graph
         with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                value = work.run()
+            for i in reversed(range(calls)):
+                value = works[i % len(works)].run()
     torch.cuda.current_stream().wait_stream(stream)
-    for result in work.results(value):  # whose memory is the graph's own
+    for result in first.results(value):  # whose memory is the graph's own
         result.detach().fill_(torch.nan)
 
-    def replay(_inputs: Work = work) -> Any:  # the graph reads tensors that the work alone may hold
+    def replay(_inputs: Sequence[Work] = works) -> Any:  # the graph reads their tensors
         graph.replay()
         return value
 
-    return Work(replay, work.results, comparable=work.comparable, calls=calls)
+    return Work(replay, first.results, comparable=first.comparable, calls=calls)
 
 
 def _need_plain(case: Case, *known: str) -> None:

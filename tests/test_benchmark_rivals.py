@@ -93,6 +93,42 @@ def test_another_build_is_measured_by_its_ops(tmp_path):
         assert attention.prepare(build, case, x, "fwd", truths)[0]["status"] == "ok"
 
 
+def test_calls_of_a_graph_have_caches_of_their_own(monkeypatch):
+    case = suites.Case.parse("bf16 b2 h4/2 q1 k64 d64/64 full")
+    x = suites.make_inputs(case, CPU, seed=5)
+
+    def others(case: suites.Case, caches: int) -> list[suites.Inputs]:
+        session = attention.Session({}, CPU, timing.Monitor(CPU), 1, 1.0, caches)
+        return attention._other_caches(session, case, x, seed=5)
+
+    made = others(case, 4)
+    assert len(made) == 3 and others(case, 1) == []
+    assert len(others(case, 99)) == case.calls_a_graph - 1
+    assert all(other.q is x.q and other.options is x.options for other in made)
+    keys = [x.k, x.v, *(t for other in made for t in (other.k, other.v))]
+    assert all(not torch.equal(a, b) for i, a in enumerate(keys) for b in keys[:i])
+    monkeypatch.setattr(attention, "_BYTES_OF_CACHES", 1)
+    assert len(others(case, 4)) == 1  # one more cache at the least
+    assert others(SUITES["smoke"][0], 4) == []  # no cache
+
+
+def test_a_graph_runs_works_by_turns_and_has_the_results_of_the_first(cuda):
+    seen = torch.zeros(3, device=cuda)
+    results = [torch.zeros(1, device=cuda) for _ in range(3)]
+
+    def work(i: int) -> rivals.Work:
+        def run() -> tuple[torch.Tensor]:
+            seen[i] += 1
+            return (results[i].copy_(seen[i]),)
+
+        return rivals.Work(run, tuple)
+
+    graph = rivals.captured([work(i) for i in range(3)], 8)
+    assert results[0].isnan() and seen.tolist() == [1, 1, 1]
+    assert graph.run()[0] is results[0] and graph.calls == 8
+    assert seen.tolist() == [4, 4, 3] and results[0].item() == 4
+
+
 def test_a_library_with_a_python_function_is_loaded_from_its_folder(monkeypatch, tmp_path):
     folder = tmp_path / "fa3fp8"
     folder.mkdir()
