@@ -247,6 +247,25 @@ def test_softcap_of_small_scores_beside_large_ones(make, softmax_scale, dim):
     bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("large", [False, True])
+def test_scores_that_rise_under_softcap(make, large, dim, dtype):
+    """From key to key by less than what CUDA lets be, and in the end by more; of other rows they
+    fall, and are all 0, or negative. Where some are large it goes another way in between."""
+    inputs = make(Case(seqlen_q=200, seqlen_k=700, dim=dim, softcap=100.0, dtype=dtype))
+    scores = torch.linspace(24, -12, 700, device=inputs.k.device)  # CUDA begins with the last keys
+    if large:
+        scores[300:320] = 60.0
+    inputs.k.copy_(scores[None, :, None, None] / math.sqrt(dim))
+    inputs.q.fill_(1)
+    inputs.q[:, 3::4] = -1
+    inputs.q[:, 2::16] = 0
+    inputs.q[:, 64:128] /= 8
+    out, lse, _, _ = inputs.forward()
+    bounds.check_forward(out, lse, bounds.forward_oracle(inputs))
+
+
 def test_huge_score_after_small_ones(make):
     """The last key's score is huge, in a tile that forward meets first on CUDA; and the first's."""
     for key in (0, -1):

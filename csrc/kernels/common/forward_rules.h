@@ -122,34 +122,25 @@ struct SoftmaxCap {
   float reach = 0.f;  // scores up to here are small
   SmallTanh factor{0.f};  // of a score
   SmallTanh weight{0.f};  // the same times what the softmax multiplies scores by
+  float most_weight = 0.f;  // of which this is the largest: that of score 0
 
-  // A maximum that is asked for has to be exact, where positive_tops() is not: if it is negative.
+  // Maxima that are asked for have to be known, which takes longer than magnitudes do.
   static SoftmaxCap of(const FwdProblem& p) {
     constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still less than what the softmax takes for huge
     const float cap = p.rules.softcap, inner = p.softmax_scale / cap;
     const bool is_alone = p.rules.alibi == nullptr && p.row_max.ptr == nullptr;
     if (!(0.f < cap && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
-    const SmallTanh factor(inner);
-    return {true, SmallTanh::kSmall / inner, factor, factor.times(cap * kLog2e)};
+    const SmallTanh factor(inner), weight = factor.times(cap * kLog2e);
+    return {true, SmallTanh::kSmall / inner, factor, weight, weight(0.f)};
   }
 
-  // Whether all of a warp's scores are small, of which OnlineSoftmax::positive_tops() are known. As unsigned integers,
-  // of which Hopper takes the largest of three at once, negative numbers are the largest, the lowest of them first.
-  template <class Tops, class Scores>
-  CUTE_DEVICE bool suits(const Tops& tops, const Scores& scores) const {
-    constexpr int kChains = 4;
-    static_assert(decltype(size(scores))::value % 2 == 0);
-    unsigned most[kChains] = {};
+  // Whether scores of these OnlineSoftmax::magnitudes() are small, as far as this thread knows.
+  template <class Tops>
+  CUTE_DEVICE bool suits(const Tops& magnitudes) const {
+    bool does = true;
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); i += 2) {
-      unsigned& of_chain = most[i / 2 % kChains];
-      of_chain = __vimax3_u32(of_chain, __float_as_uint(scores(i)), __float_as_uint(scores(i + 1)));
-    }
-    const float bottom = __uint_as_float(max(max(most[0], most[1]), max(most[2], most[3])));
-    bool small = fabsf(bottom) <= reach;
-    CUTE_UNROLL
-    for (int r = 0; r < Tops::kElements; ++r) small &= tops[r] <= reach;
-    return __all_sync(0xffffffff, small);
+    for (int r = 0; r < Tops::kElements; ++r) does &= magnitudes[r] <= reach;
+    return does;
   }
 };
 

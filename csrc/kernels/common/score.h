@@ -23,7 +23,7 @@ struct SmallTanh {
     c2 = 0.12730211f * inner * square * square;
   }
 
-  CUTE_DEVICE float operator()(float x) const {
+  CUTE_HOST_DEVICE float operator()(float x) const {
     const float x2 = x * x;
     return (c2 * x2 + c1) * x2 + c0;
   }

@@ -88,27 +88,29 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // The same with positive_tops() of the scores, which mostly are all there is to know.
-  template <class Scores, class Output, class Bend, class Then>
-  CUTE_DEVICE bool raise(Tops top, Scores&& scores, Output&& output, const Bend& bend, const Then& then) {
-    if (!takes(top, bend)) return raise(scores, output, bend, then);
-    then();
-    return false;
+  // Whether scores of such magnitudes() would be let be, as far as this thread knows, if none is multiplied by more than
+  // `most`. Then maxima need not be known, unless somebody asks for them.
+  CUTE_DEVICE bool lets_be(const Tops& magnitudes, float most) const {
+    bool does = true;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) does &= magnitudes[r] * most <= limit[r];
+    return does;
   }
 
-  // The largest of each row's scores and 0, of this thread's columns only. What is not negative has the order of its
-  // bits as integers, of which Hopper takes the largest of three at once, and what is negative is less as such, too.
+  // The largest magnitude of each row's scores, of this thread's columns only. What is not negative has the order of its
+  // bits as integers, of which Hopper takes the largest of three at once.
   template <class Scores>
-  CUTE_DEVICE static Tops positive_tops(const Scores& scores) {
-    static_assert(decltype(size<1>(scores))::value % 2 == 0);
+  CUTE_DEVICE static Tops magnitudes(const Scores& scores) {
+    static_assert(decltype(size<1>(scores))::value % 4 == 0);
     Tops top;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      auto larger = [&](int c) { return __float_as_int(fmaxf(fabsf(scores(r, c)), fabsf(scores(r, c + 1)))); };
       int part[kChains] = {};
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); c += 2) {
-        int& most = part[c / 2 % kChains];
-        most = __vimax3_s32(most, __float_as_int(scores(r, c)), __float_as_int(scores(r, c + 1)));
+      for (int c = 0; c < size<1>(scores); c += 4) {
+        int& most = part[c / 4 % kChains];
+        most = __vimax3_s32(most, larger(c), larger(c + 2));
       }
       CUTE_UNROLL
       for (int i = 1; i < kChains; ++i) part[0] = max(part[0], part[i]);

@@ -151,13 +151,22 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       const int key = first_key(n);
       if constexpr (C.rich() && !decltype(masked)::value) {
         if (const SoftmaxCap& cap = params.cap; cap.is_possible) {
-          const auto tops = T::Softmax::positive_tops(scores);
-          if (cap.suits(tops, scores)) {
+          const auto magnitudes = T::Softmax::magnitudes(scores);
+          const bool suits = cap.suits(magnitudes);
+          const bool lets_be = __all_sync(~0u, suits & softmax.lets_be(magnitudes, cap.most_weight));
+          if (lets_be || __all_sync(~0u, suits)) {
+            constexpr int kAll = decltype(size<1>(scores))::value;  // more to do hides the wait behind it
+            auto begin_weights = [&]() __attribute__((always_inline)) {
+              softmax.begin_weights(scores, kAll, cap.weight);
+            };
             fill(factors, 1.f);
-            const bool rescaled = softmax.raise(
-                tops, scores, factors, cap.factor,
-                [&]() __attribute__((always_inline)) { softmax.begin_weights(scores, kEarly, cap.weight); });
-            softmax.end_weights(scores, kEarly);
+            bool rescaled = false;
+            if (lets_be) {
+              begin_weights();
+            } else {
+              rescaled = softmax.raise(scores, factors, cap.factor, begin_weights);
+            }
+            softmax.end_weights(scores, kAll);
             return rescaled;
           }
         }
