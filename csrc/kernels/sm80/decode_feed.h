@@ -1,6 +1,8 @@
 // The keys and values of a CTA's parts, on their way to shared memory without a pause between one part and the next.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/sm80/decode_traits.h"
 
 namespace flash_cute::sm80 {
@@ -50,20 +52,35 @@ CUTE_DEVICE FedPart seen_of(const DecodeProblem& p, Part part) {
   return {part, keys};
 }
 
+// How many of a CTA's first blocks of keys are asked for ahead, of so many; found by trying: docs/performance.md,
+// "Decoding". Of a few the copies themselves are as early. Where lengths are known CTAs start by their numbers while the
+// kernel before ends, and those that start early would be in the way of those that still read for it.
+template <KernelConfig C>
+struct Expected {
+  static constexpr int kOfFew = 3, kOfMany = 2, kEarly = C.ctas == 1 ? 2 : 1, kLate = 3 * kEarly;
+  static constexpr int kMost = std::max(kOfFew, kLate);
+
+  CUTE_DEVICE static int of(const DecodeProblem& p, int blocks) {
+    if (blocks < 6) return 0;
+    if (!p.alike.known || p.appends()) return blocks < 32 ? kOfFew : kOfMany;
+    if (blocks < 12) return kOfFew;
+    return 2 * static_cast<int>(blockIdx.x) < p.at_once ? kEarly : kLate;
+  }
+};
+
 // Asks for the keys and values of a CTA's first blocks to be in the L2 cache when they are copied. Neither they nor the
 // table of pages need be written yet: what the kernel before still writes passes through there, and a page that the
-// table does not name in the end is asked for in vain. Of a few blocks the copies themselves are as early.
+// table does not name in the end is asked for in vain.
 template <KernelConfig C>
 CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed) {
-  constexpr int kFew = 6, kMany = 32, kMost = 3;  // blocks
   constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
-  constexpr int kTurns = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
+  constexpr int kTurns = cute::ceil_div(Expected<C>::kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
   const Part& part = fed.part;
-  const int blocks = part.last - part.first;
-  if (blocks < kFew) return;
+  const int blocks = Expected<C>::of(p, part.last - part.first);
+  if (blocks == 0) return;
   const int first = max(fed.keys.first, part.first * C.block_n);
-  const int last = min(fed.keys.last, (part.first + (blocks < kMany ? kMost : kMost - 1)) * C.block_n);
+  const int last = min(fed.keys.last, (part.first + blocks) * C.block_n);
   const Pages& pages = p.fwd.pages;
   auto key_of = [&](int turn) { return first + static_cast<int>(threadIdx.x + turn * C.threads()) / kAcross; };
   auto row_of = [&](int turn) { return static_cast<int>(part.seq.k.offset) + key_of(turn); };
