@@ -109,9 +109,28 @@ def test_clusters_over_a_short_cache(sizes, ctas):
     assert (preferred_decode_cluster(*sizes) if hopper else 0) == ctas
 
 
-@pytest.mark.parametrize(("keys", "family"), [(8192, "decode_sm90"), (8193, "decode_sm80")])
-def test_clusters_over_a_longer_cache_that_may_not_be_full(keys, family):
-    assert preferred_kvcache(1, 32, 8, 1, keys, 128, lengths=True).startswith(family)
+@pytest.mark.parametrize(
+    ("batch", "memory_gb_s", "head_dim", "most_keys"),
+    [
+        (1, 4916, 128, 8192),
+        (1, 4916, 64, 16384),
+        (1, 3352, 256, 4096),
+        # One sequence, where memory gives an SM less than 30 GB/s.
+        (1, 3352, 128, 20480),
+        (1, 3352, 64, 40960),
+        (2, 3352, 128, 6144),
+    ],
+)
+def test_clusters_over_a_longer_cache_that_may_not_be_full(batch, memory_gb_s, head_dim, most_keys):
+    options = {"lengths": True, "memory_gb_s": memory_gb_s}
+    for keys, family in ((most_keys, "decode_sm90"), (most_keys + 1, "decode_sm80")):
+        assert preferred_kvcache(batch, 32, 8, 1, keys, head_dim, **options).startswith(family)
+
+
+def test_clusters_over_a_longer_cache_need_many_ctas():
+    options = {"lengths": True, "memory_gb_s": 3352}
+    for heads_k, family in ((2, "decode_sm80"), (8, "decode_sm90")):
+        assert preferred_kvcache(1, 16, heads_k, 1, 16384, 128, **options).startswith(family)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

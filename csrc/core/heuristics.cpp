@@ -142,33 +142,42 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
   return config.ctas * (config.smem_bytes() + kKept) <= gpu.smem_optin + kKept;
 }
 
+// Whether the memory gives an SM much: an H200 37 GB/s, an H100 25.
+static bool gives_much(const Device& gpu) {
+  constexpr int kMuch = 30;
+  return gpu.memory_gb_s >= kMuch * gpu.sms;
+}
+
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
 // other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory
-// gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without
-// any), one does well for long ones, as CTAs that come late even shares out. Many kv heads of 64 dims have few CTAs
-// each.
+// gives an SM much, one does well for long ones, as CTAs that come late even shares out; where it does not, one CTA an
+// SM of 8 kv heads would leave four of 132 without any. Many kv heads of 64 dims have few CTAs each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
-  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
+  constexpr int kManyHeads = 32;
   constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
   constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // found by trying
   if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
   if (!p.known_to_be_alike()) return kOfUnknown;
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
-  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
+  return few_ctas || !gives_much(gpu) ? kOfLong : kOfLongWithMuch;
 }
 
 // Whether clusters of CTAs, each with a tile of query rows, take less time than CTAs that share all keys out evenly:
 // where all clusters run at once, a CTA has few blocks of keys, and the L2 cache has room for all of them. Where the
-// device alone knows lengths there may be fewer, and the other way takes longer to find out who has what.
+// device alone knows lengths there may be fewer, and the other way takes longer to find out who has what; one sequence
+// is never behind others, and half of the SMs read as fast as all do where memory gives an SM little.
 static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
   // Blocks of 64 KB; found by trying: docs/performance.md, "Decoding". Of wide heads the other way has half the warps.
-  constexpr int kMostKnown = 6, kMostWide = 8, kMostUnknown = 8;
+  constexpr int kMostKnown = 6, kMostWide = 8, kMostUnknown = 8, kMostAlone = 20;
+  constexpr int kMostSms = 3;  // of the GPU, for each CTA of one sequence
   const FwdProblem& f = p.fwd;
   const int64_t rows = int64_t(f.seqlen_q) * (f.heads / f.heads_k);
   if (rows > config.block_m || int64_t(f.heads_k) * f.batch > gpu.clusters[1]) return false;
   const int blocks = detail::ceil_div(f.seqlen_k, config.block_n);
-  const int blocks_of_cta = detail::ceil_div(blocks, ctas_of_unit(p, config, gpu));
-  if (!p.known_to_be_alike()) return blocks_of_cta <= kMostUnknown;
+  const int ctas = ctas_of_unit(p, config, gpu), blocks_of_cta = detail::ceil_div(blocks, ctas);
+  const bool alone =
+      f.batch == 1 && config.head_dim <= 128 && !gives_much(gpu) && int64_t(f.heads_k) * ctas * kMostSms >= gpu.sms;
+  if (!p.known_to_be_alike()) return blocks_of_cta <= (alone ? kMostAlone : kMostUnknown);
   return blocks_of_cta <= (config.head_dim > 128 ? kMostWide : kMostKnown) && fits_l2(p);
 }
 
