@@ -16,7 +16,7 @@ DECODE64 = "decode_sm80_bf16_rich_d64x64_"
     ("sizes", "expected"),
     [
         # A token: one CTA an SM, or two that take turns where an SM gets many tiles.
-        ((16, 32, 8, 1, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
+        ((17, 32, 8, 1, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
         ((66, 32, 32, 1, 8192, 128), DECODE128 + "m16_n64_s3_w4_c2"),
         ((65, 32, 32, 1, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
         ((15, 32, 32, 1, 8192, 64), DECODE64 + "m16_n128_s3_w4_c2"),
@@ -25,7 +25,7 @@ DECODE64 = "decode_sm80_bf16_rich_d64x64_"
         ((1, 32, 8, 1, 32768, 200), "decode_sm80_bf16_rich_d256x256_m16_n64_s3_w4_c1"),
         # Chunks of prompts: forward's kernels, for more rows than decoding's smaller tiles have, or
         # of 32 rows and 128 dims where products count.
-        ((8, 32, 8, 4, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
+        ((9, 32, 8, 4, 8192, 128), DECODE128 + "m16_n128_s3_w8_c1"),
         ((8, 32, 8, 5, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
         ((8, 32, 8, 8, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
         ((8, 32, 8, 9, 8192, 128), D128 + "m128_n128_s2_w8_c1_x1"),
@@ -92,45 +92,52 @@ def test_two_ctas_an_sm_over_a_short_cache(memory_gb_s, lengths, head_dim, keys)
         ((16, 32, 8, 1, 512, 128), 1),
         ((1, 32, 8, 1, 8192, 64), 8),
         ((1, 64, 8, 2, 2048, 128), 8),
-        ((1, 32, 8, 1, 4096, 256), 8),
-        ((1, 32, 8, 1, 4097, 256), 0),
         # Long shares, and more tiles than SMs: keys are shared out evenly.
-        ((1, 32, 8, 1, 6144, 128), 8),
-        ((1, 32, 8, 1, 6145, 128), 0),
-        ((16, 32, 8, 1, 640, 128), 1),
-        ((16, 32, 8, 1, 641, 128), 0),
+        ((1, 32, 8, 1, 10240, 128), 8),
+        ((1, 32, 8, 1, 10241, 128), 0),
+        ((4, 32, 8, 1, 7680, 64), 3),
+        ((4, 32, 8, 1, 7681, 64), 0),
+        ((1, 32, 8, 1, 6144, 256), 8),
+        ((1, 32, 8, 1, 6145, 256), 0),
         ((17, 32, 8, 1, 512, 128), 0),
+        # Where nearly all SMs have a CTA shares may be longer.
+        ((8, 32, 8, 1, 16384, 128), 2),
+        ((8, 32, 8, 1, 16385, 128), 0),
+        ((16, 64, 8, 1, 8192, 128), 1),
+        ((16, 64, 8, 1, 8193, 128), 0),
+        ((15, 32, 8, 1, 8192, 128), 1),
+        ((8, 32, 8, 4, 8192, 128), 2),
+        ((14, 32, 8, 1, 8192, 128), 0),
         # A kv head's rows in more than one tile.
         ((1, 32, 8, 5, 2048, 128), 0),
     ],
 )
-def test_clusters_over_a_short_cache(sizes, ctas):
+def test_clusters_over_a_cache(sizes, ctas):
     hopper = "decode_sm90" in preferred_kvcache(*sizes)
     assert (preferred_decode_cluster(*sizes) if hopper else 0) == ctas
 
 
 @pytest.mark.parametrize(
-    ("batch", "memory_gb_s", "head_dim", "most_keys"),
+    ("batch", "head_dim", "most_keys"),
     [
-        (1, 4916, 128, 8192),
-        (1, 4916, 64, 16384),
-        (1, 3352, 256, 4096),
-        # One sequence, where memory gives an SM less than 30 GB/s.
-        (1, 3352, 128, 20480),
-        (1, 3352, 64, 40960),
-        (2, 3352, 128, 6144),
+        # One sequence.
+        (1, 128, 20480),
+        (1, 64, 40960),
+        (1, 256, 4096),
+        (2, 128, 6144),
+        (16, 128, 1024),
     ],
 )
-def test_clusters_over_a_longer_cache_that_may_not_be_full(batch, memory_gb_s, head_dim, most_keys):
-    options = {"lengths": True, "memory_gb_s": memory_gb_s}
+def test_clusters_over_a_cache_that_may_not_be_full(batch, head_dim, most_keys):
     for keys, family in ((most_keys, "decode_sm90"), (most_keys + 1, "decode_sm80")):
-        assert preferred_kvcache(batch, 32, 8, 1, keys, head_dim, **options).startswith(family)
+        kernel = preferred_kvcache(batch, 32, 8, 1, keys, head_dim, lengths=True)
+        assert kernel.startswith(family)
 
 
 def test_clusters_over_a_longer_cache_need_many_ctas():
-    options = {"lengths": True, "memory_gb_s": 3352}
     for heads_k, family in ((2, "decode_sm80"), (8, "decode_sm90")):
-        assert preferred_kvcache(1, 16, heads_k, 1, 16384, 128, **options).startswith(family)
+        kernel = preferred_kvcache(1, 16, heads_k, 1, 16384, 128, lengths=True)
+        assert kernel.startswith(family)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -50,13 +50,6 @@ static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
   if (p.even_shares()) relieve_shares(p, of_head);
 }
 
-bool fits_l2(const DecodeProblem& p) {
-  constexpr int64_t kRoom = 40 * 1024 * 1024;  // bytes, of an H100's 50 MB
-  const FwdProblem& f = p.fwd;
-  const int64_t numbers = int64_t(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
-  return numbers * element_bytes(f.dtype) <= kRoom;
-}
-
 int ctas_of_unit(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   const FwdProblem& f = p.fwd;
   const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k));
@@ -78,6 +71,14 @@ static void give_units_clusters(DecodeProblem& p, const KernelConfig& config, in
   p.clusters.tiles = Divisor(static_cast<int>(std::max<int64_t>(1, tiles)));
   for (p.clusters.column_bits = 0; (config.head_dim_v >> p.clusters.column_bits) > ctas;) ++p.clusters.column_bits;
   p.ctas_of_head = p.fwd.batch * p.clusters.tiles.value * ctas;
+}
+
+// Whether the L2 cache has room for all keys and values that there can be.
+static bool fits_l2(const DecodeProblem& p) {
+  constexpr int64_t kRoom = 40 * 1024 * 1024;  // bytes, of an H100's 50 MB
+  const FwdProblem& f = p.fwd;
+  const int64_t numbers = int64_t(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
+  return numbers * element_bytes(f.dtype) <= kRoom;
 }
 
 // What is read once makes way for other data. But where all of it has room in the L2 cache, it may be there still when

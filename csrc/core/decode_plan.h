@@ -10,9 +10,6 @@
 
 namespace flash_cute {
 
-// Whether the L2 cache has room for all keys and values that there can be.
-bool fits_l2(const DecodeProblem& p);
-
 // Of how many CTAs the clusters are, each with a tile of query rows of one kv head of one sequence, where the GPU has
 // room for all of them at once: as few as have the least keys each. 1 where it has not.
 int ctas_of_unit(const DecodeProblem& p, const KernelConfig& config, const Device& gpu);

@@ -163,22 +163,22 @@ static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& confi
 }
 
 // Whether clusters of CTAs, each with a tile of query rows, take less time than CTAs that share all keys out evenly:
-// where all clusters run at once, a CTA has few blocks of keys, and the L2 cache has room for all of them. Where the
-// device alone knows lengths there may be fewer, and the other way takes longer to find out who has what; one sequence
-// is never behind others, and half of the SMs read as fast as all do where memory gives an SM little.
+// where all clusters run at once, and a CTA has few blocks of keys, or nearly all SMs have a CTA. Where the device alone
+// knows lengths a few CTAs may have all that there is to read, and the other way takes longer to find out who has what;
+// one sequence is never behind others.
 static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
   // Blocks of 64 KB; found by trying: docs/performance.md, "Decoding". Of wide heads the other way has half the warps.
-  constexpr int kMostKnown = 6, kMostWide = 8, kMostUnknown = 8, kMostAlone = 20;
-  constexpr int kMostSms = 3;  // of the GPU, for each CTA of one sequence
+  constexpr int kMost = 10, kMostWide = 12, kMostOnAllSms = 64, kMostUnknown = 8, kMostAlone = 20;
+  constexpr double kAll = 0.9, kMany = 0.3;  // of the SMs
   const FwdProblem& f = p.fwd;
-  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / f.heads_k);
-  if (rows > config.block_m || int64_t(f.heads_k) * f.batch > gpu.clusters[1]) return false;
-  const int blocks = detail::ceil_div(f.seqlen_k, config.block_n);
-  const int ctas = ctas_of_unit(p, config, gpu), blocks_of_cta = detail::ceil_div(blocks, ctas);
-  const bool alone =
-      f.batch == 1 && config.head_dim <= 128 && !gives_much(gpu) && int64_t(f.heads_k) * ctas * kMostSms >= gpu.sms;
-  if (!p.known_to_be_alike()) return blocks_of_cta <= (alone ? kMostAlone : kMostUnknown);
-  return blocks_of_cta <= (config.head_dim > 128 ? kMostWide : kMostKnown) && fits_l2(p);
+  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / f.heads_k), units = int64_t(f.heads_k) * f.batch;
+  if (rows > config.block_m || units > gpu.clusters[1]) return false;
+  const int ctas = ctas_of_unit(p, config, gpu);
+  const int blocks_of_cta = detail::ceil_div(detail::ceil_div(f.seqlen_k, config.block_n), ctas);
+  const double busy = double(units) * ctas / gpu.sms;
+  const bool wide = config.head_dim > 128;
+  if (p.known_to_be_alike()) return blocks_of_cta <= (busy > kAll ? kMostOnAllSms : wide ? kMostWide : kMost);
+  return blocks_of_cta <= (f.batch == 1 && busy > kMany && !wide ? kMostAlone : kMostUnknown);
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {

@@ -42,7 +42,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   // After this barrier the first part is described.
   __syncthreads();
   // CTAs that come late start when the kernel before has long ended.
-  if (blockIdx.x < p.at_once) expect_keys<C>(p, storage.parts[0]);
+  if (blockIdx.x < p.at_once) {
+    const FedPart& first = storage.parts[0];
+    expect_keys<Expected<C>::kMost, C>(p, first, Expected<C>::of(p, first.part.last - first.part.first));
+  }
   // After this the first tile's keys can be read, and the table of pages.
   if (!was_in_cache<C>(p, storage.parts[0].part)) wait_for_kernel_before();
   feed.load(0);

@@ -71,16 +71,15 @@ struct Expected {
   }
 };
 
-// Asks for the keys and values of a CTA's first blocks to be in the L2 cache when they are copied. Neither they nor the
-// table of pages need be written yet: what the kernel before still writes passes through there, and a page that the
-// table does not name in the end is asked for in vain.
-template <KernelConfig C>
-CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed) {
+// Asks for the keys and values of a CTA's first blocks, no more than kMost, to be in the L2 cache when they are copied.
+// Neither they nor the table of pages need be written yet: what the kernel before still writes passes through there, and
+// a page that the table does not name in the end is asked for in vain.
+template <int kMost, KernelConfig C>
+CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed, int blocks) {
   constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
-  constexpr int kTurns = cute::ceil_div(Expected<C>::kMost * C.block_n * kAcross, C.threads());
+  constexpr int kTurns = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
   const Part& part = fed.part;
-  const int blocks = Expected<C>::of(p, part.last - part.first);
   if (blocks == 0) return;
   const int first = max(fed.keys.first, part.first * C.block_n);
   const int last = min(fed.keys.last, (part.first + blocks) * C.block_n);

@@ -1,7 +1,7 @@
 // Attention of few queries over a short key/value cache: a cluster of CTAs has a tile of query rows of one kv head of
 // one sequence, and shares its keys out among its CTAs, which merge their results in each other's shared memory.
 // Nothing goes through global memory, and nobody asks what others do: of a call that takes a few microseconds most
-// would be that. Longer caches are for kernels/sm80/decode.h, which shares keys out evenly.
+// would be that. kernels/sm80/decode.h shares keys out evenly, for longer caches that would leave SMs without work.
 #pragma once
 
 #include "core/registry.h"
@@ -10,6 +10,7 @@
 #include "kernels/passes/append.h"
 #include "kernels/passes/gaps.h"
 #include "kernels/sm80/decode_attend.h"
+#include "kernels/sm80/decode_feed.h"
 #include "kernels/sm90/ring.h"
 
 namespace flash_cute::sm90 {
@@ -94,6 +95,14 @@ class ShareFeed {
   int left_;
 };
 
+// Whether a CTA asks for its first block of keys ahead; found by trying: docs/performance.md, "Decoding". Where a tensor
+// has the lengths it has waited anyway. Of one block or two the copies themselves are as early. Where CTAs are few many
+// start on SMs that have nothing else to do, and would be in the way of the kernel before.
+CUTE_DEVICE bool expects_keys(const DecodeProblem& p, const Part& part) {
+  constexpr int kFew = 3;
+  return p.alike.known && part.last - part.first >= kFew && 3 * p.ctas() >= 2 * p.at_once;
+}
+
 // Stores two numbers in the shared memory of a CTA of the cluster, at the address that `to` has here, and counts them
 // at its barrier.
 CUTE_DEVICE void hand_over(int cta, void* to, float x, float y, void* barrier) {
@@ -168,9 +177,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     cutlass::arch::fence_barrier_init();
   }
   cute::cluster_arrive_relaxed();
-  // After this lengths and the table of pages can be read. The append leaves them alone, and lets this kernel start when
-  // all before has ended.
-  if ((!p.alike.known || p.fwd.pages.ids != nullptr) && !p.appends()) wait_for_kernel_before();
+  // After this lengths can be read. The append leaves them alone, and lets this kernel start when all before has ended.
+  if (!p.alike.known && !p.appends()) wait_for_kernel_before();
   const sm80::FedPart share = share_of_cta<C>(p, place);
   const Part& part = share.part;
   const int rows = sm80::rows_of(p, part, C.block_m);
@@ -178,6 +186,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
     storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
+  if (expects_keys(p, part)) sm80::expect_keys<1, C>(p, share, 1);
+  // After this the table of pages can be read.
+  if (p.fwd.pages.ids != nullptr && !p.appends()) wait_for_kernel_before();
   ShareFeed<C> feed(p, storage, share, team, thread);
   // After this the first tile's keys can be read.
   if (!sm80::was_in_cache<C>(p, part)) wait_for_kernel_before();
