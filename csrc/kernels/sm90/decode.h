@@ -1,7 +1,7 @@
-// Attention of few queries over a short key/value cache: a cluster of CTAs has a tile of query rows of one kv head of
-// one sequence, and shares its keys out among its CTAs, which merge their results in each other's shared memory.
-// Nothing goes through global memory, and nobody asks what others do: of a call that takes a few microseconds most
-// would be that. kernels/sm80/decode.h shares keys out evenly, for longer caches that would leave SMs without work.
+// Attention of few queries over a key/value cache: a cluster of CTAs has a tile of query rows of one kv head of one
+// sequence, and shares its keys out among its CTAs, which merge their results in each other's shared memory. Nothing
+// goes through global memory, and nobody asks what others do: of a call that takes a few microseconds most would be
+// that. kernels/sm80/decode.h shares keys out evenly, for longer caches that would leave SMs without work.
 #pragma once
 
 #include "core/registry.h"
