@@ -142,24 +142,19 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
   return config.ctas * (config.smem_bytes() + kKept) <= gpu.smem_optin + kKept;
 }
 
-// Whether the memory gives an SM much: an H200 37 GB/s, an H100 25.
-static bool gives_much(const Device& gpu) {
-  constexpr int kMuch = 30;
-  return gpu.memory_gb_s >= kMuch * gpu.sms;
-}
-
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
 // other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory
-// gives an SM much, one does well for long ones, as CTAs that come late even shares out; where it does not, one CTA an
-// SM of 8 kv heads would leave four of 132 without any. Many kv heads of 64 dims have few CTAs each.
+// gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without
+// any), one does well for long ones, as CTAs that come late even shares out. Many kv heads of 64 dims have few CTAs
+// each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
-  constexpr int kManyHeads = 32;
+  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
   constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
   constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // found by trying
   if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
   if (!p.known_to_be_alike()) return kOfUnknown;
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
-  return few_ctas || !gives_much(gpu) ? kOfLong : kOfLongWithMuch;
+  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
 }
 
 // Whether clusters of CTAs, each with a tile of query rows, take less time than CTAs that share all keys out evenly:

@@ -75,7 +75,7 @@ struct Expected {
 // Neither they nor the table of pages need be written yet: what the kernel before still writes passes through there, and
 // a page that the table does not name in the end is asked for in vain.
 template <int kMost, KernelConfig C>
-CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed, int blocks) {
+CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed, int blocks = kMost) {
   constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
   constexpr int kTurns = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);

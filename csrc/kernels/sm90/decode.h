@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
     storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
-  if (expects_keys(p, part)) sm80::expect_keys<1, C>(p, share, 1);
-  // After this the table of pages can be read.
+  if (expects_keys(p, part)) sm80::expect_keys<1, C>(p, share);
+  // After this the table of pages can be read, which the append leaves alone, too.
   if (p.fwd.pages.ids != nullptr && !p.appends()) wait_for_kernel_before();
   ShareFeed<C> feed(p, storage, share, team, thread);
   // After this the first tile's keys can be read.
