@@ -353,3 +353,35 @@ def test_calls_wait_for_what_comes_right_before(cuda, page_size, given, splits):
         return outs
 
     check_order(steps)
+
+
+@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+def test_lengths_come_from_the_call_right_before(cuda, name):
+    """A kernel looks at lengths before it may rely on them, while the one before still writes them:
+    its LSE, whose bits are beyond the capacity where it is positive, and below 0 where it is
+    not."""
+    kernel, batch, keys = parse(name), 6, 3000
+    sizes = {"lengths": (keys,) * batch, "capacity": keys, "dim": kernel.dim, "dim_v": kernel.dim_v}
+    before, after = (
+        make_cache_inputs(CacheCase(heads=h, heads_k=h_k, dtype=kernel.dtype, **sizes), cuda)
+        for h, h_k in ((1, 1), (8, 2))
+    )
+    key = before["k_cache"][:, :1].clone()
+    alike = key.expand_as(before["k_cache"]).contiguous()
+    before = before.changed(k_cache=alike, softmax_scale=1.0)
+    signs = torch.randint(0, 2, (20, batch, 1, 1, 1), device=cuda).to(kernel.dtype) * 2 - 1
+
+    def steps(pause: Any) -> list[torch.Tensor]:
+        outs = []
+        for sign in signs:
+            lse = before.changed(q=sign * key).run()[1]
+            pause()
+            outs.append(after.changed(cache_seqlens=lse.view(torch.int32).flatten()).run()[0])
+            pause()
+        return outs
+
+    with library.only(name):
+        check_order(steps)
+        outs = steps(torch.cuda.synchronize)
+    for sign, out in zip(signs, outs, strict=True):
+        assert torch.equal(out.flatten(1).any(1), sign.flatten() > 0)

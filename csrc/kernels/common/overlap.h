@@ -6,6 +6,15 @@
 
 namespace flash_cute {
 
+// Whether kernels can, here.
+__device__ constexpr bool kernels_overlap() {
+#if __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
+#endif
+}
+
 // After this everything that the kernel before has written is visible.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900

@@ -130,20 +130,12 @@ __device__ void count_keys(const DecodeProblem& p) {
 
 struct AllMovers {
   Movers of[kKinds];
+  bool are_early;  // at work before the kernel before has ended, and so is the next kernel
 };
 
-// The first CTAs append keys, those that follow values, and the others rotate queries.
+// Moves an item to its place, if it has one, or goes all the way but for that.
 template <class Element, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    append_and_rotate(const __grid_constant__ DecodeProblem p, const __grid_constant__ AllMovers movers) {
-  const int cta = static_cast<int>(blockIdx.x);
-  const int kind = (cta >= movers.of[kKeys].end) + (cta >= movers.of[kValues].end);
-  const Item item(movers.of[kind], cta - (kind == kKeys ? 0 : movers.of[kind - 1].end), kWidth);
-  // After this what comes before has ended, and so it has for the next kernel when that starts.
-  wait_for_kernel_before();
-  let_next_kernel_start();
-  if (cta == 0 && p.added.lengths != nullptr) count_keys(p);
-  if (!item.exists) return;
+__device__ void move(const DecodeProblem& p, int kind, const Item& item, bool arrives) {
   const bool is_query = kind == kQueries;
   const Source source = source_of(p, is_query, static_cast<int>(item.row));
   if (!source.exists) return;
@@ -167,8 +159,31 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<Element*>(to.ptr) + target.batch * to.batch + target.row * to.row + item.head * to.head;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(out + first));
   if (turns) turn_pairs(x, p.rotary, target.position, item.pair);
+  if (!arrives) return;
   *reinterpret_cast<Vector<Element, kWidth>*>(out + first) = x[0];
   *reinterpret_cast<Vector<Element, kWidth>*>(out + second) = x[1];
+}
+
+// The first CTAs append keys, those that follow values, and the others rotate queries.
+template <class Element, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    append_and_rotate(const __grid_constant__ DecodeProblem p, const __grid_constant__ AllMovers movers) {
+  if (movers.are_early) let_next_kernel_start();
+  const int cta = static_cast<int>(blockIdx.x);
+  const int kind = (cta >= movers.of[kKeys].end) + (cta >= movers.of[kValues].end);
+  const Item item(movers.of[kind], cta - (kind == kKeys ? 0 : movers.of[kind - 1].end), kWidth);
+  // What is read in a first turn may still be written, but then instructions and most of the data are near.
+#pragma unroll 1
+  for (int turn = movers.are_early ? 0 : 1; turn < 2; ++turn) {
+    const bool arrives = turn == 1;
+    if (arrives) {
+      // After this what comes before has ended, and so it has for the next kernel when that starts.
+      wait_for_kernel_before();
+      let_next_kernel_start();
+    }
+    if (item.exists) move<Element, kWidth>(p, kind, item, arrives);
+  }
+  if (cta == 0 && p.added.lengths != nullptr) count_keys(p);
 }
 
 bool on_boundary(const void* ptr) {
@@ -185,30 +200,34 @@ bool can_move(const DecodeProblem& p, int width) {
 }
 
 template <class Element, int kWidth>
-cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
+cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, bool next_waits) {
+  constexpr int kShare = 16;  // of the CTAs of the next kernel: those whose room is taken here end later than others
   const FwdProblem& f = p.fwd;
   AllMovers movers{{Movers::of(p.added.total, f.heads_k, f.head_dim, kWidth),
                     Movers::of(p.added.total, f.heads_k, f.head_dim_v, kWidth),
-                    Movers::of(p.rotary.cos == nullptr || f.heads == 0 ? 0 : f.total_q, f.heads, f.head_dim, kWidth)}};
+                    Movers::of(p.rotary.cos == nullptr || f.heads == 0 ? 0 : f.total_q, f.heads, f.head_dim, kWidth)},
+                   false};
   int64_t ctas = 0;
   for (Movers& some : movers.of) {
     ctas += some.ctas();
     if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
     some.end = static_cast<int>(ctas);
   }
+  movers.are_early = next_waits && kShare * ctas <= p.at_once;
   return launch_overlapping<append_and_rotate<Element, kWidth>>({ctas, kThreads, 0}, stream, p, movers);
 }
 
 template <class Element>
-cudaError_t launch(const DecodeProblem& p, cudaStream_t stream) {
+cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, bool next_waits) {
   constexpr int kWide = 8;
-  return can_move(p, kWide) ? launch<Element, kWide>(p, stream) : launch<Element, 1>(p, stream);
+  return can_move(p, kWide) ? launch<Element, kWide>(p, stream, next_waits) : launch<Element, 1>(p, stream, next_waits);
 }
 
 }  // namespace
 
-cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream) {
-  return p.fwd.dtype == DType::FP16 ? launch<cutlass::half_t>(p, stream) : launch<cutlass::bfloat16_t>(p, stream);
+cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream, bool next_waits) {
+  const auto append = p.fwd.dtype == DType::FP16 ? launch<cutlass::half_t> : launch<cutlass::bfloat16_t>;
+  return append(p, stream, next_waits);
 }
 
 }  // namespace flash_cute

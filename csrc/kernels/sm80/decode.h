@@ -24,12 +24,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
   constexpr int kDescriber = C.threads() - 32;  // a thread
   let_next_kernel_start();
-  // After this lengths can be read. The append leaves them alone, and lets this kernel start when all before has ended.
-  if (!p.alike.known && !p.appends()) wait_for_kernel_before();
-  if (threadIdx.x >= kDescriber) {
-    const PartsOf<C> parts = parts_of_cta<C>(p);
-    if (threadIdx.x == kDescriber) storage.more_parts = parts;
-  }
   auto describe = [&](int i) {
     if (threadIdx.x != kDescriber) return;
     PartsOf<C> parts = storage.more_parts;
@@ -38,19 +32,32 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     storage.parts[i] = part.grains > 0 ? seen_of<C>(p, part) : FedPart{part, {}};
   };
   KeyFeed<C> feed(p, storage, team, thread);
-  describe(0);
-  // After this barrier the first part is described.
-  __syncthreads();
-  // CTAs that come late start when the kernel before has long ended.
-  if (blockIdx.x < p.at_once) {
-    const FedPart& first = storage.parts[0];
-    expect_keys<Expected<C>::kMost, C>(p, first, Expected<C>::of(p, first.part.last - first.part.first));
+  // Lengths in a tensor may still be written: what they say at first is good for asking for keys ahead.
+  const int turns = p.alike.known || !kernels_overlap() ? 1 : 2;
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < turns; ++turn) {
+    if (turn > 0) {
+      // After this lengths can be read.
+      wait_for_kernel_before();
+      // After this barrier nobody still reads what they said at first.
+      __syncthreads();
+    }
+    if (threadIdx.x >= kDescriber) {
+      const PartsOf<C> parts = parts_of_cta<C>(p);
+      if (threadIdx.x == kDescriber) storage.more_parts = parts;
+    }
+    describe(0);
+    // After this barrier the first part is described.
+    __syncthreads();
+    // CTAs that come late start when the kernel before has long ended.
+    if (turn == 0 && blockIdx.x < p.at_once) {
+      const FedPart& first = storage.parts[0];
+      expect_keys<Expected<C>::kMost, C>(p, first, Expected<C>::of(p, first.part.last - first.part.first));
+    }
   }
-  // After this the first tile's keys can be read, and the table of pages.
-  if (!was_in_cache<C>(p, storage.parts[0].part)) wait_for_kernel_before();
-  feed.load(0);
-  // After this new keys have joined the cache, and queries are rotated.
+  // After this keys can be read, new ones among them, and so can queries, which are rotated.
   wait_for_kernel_before();
+  feed.load(0);
   load_queries<C>(p, storage.parts[0].part, storage.q[0]);
   cp_async_fence();
   CUTE_NO_UNROLL
@@ -100,7 +107,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     if (cudaError_t e = zeroed_counters(decode.arrived, p.ctas(), stream)) return e;
   }
   if (p.appends()) {
-    if (cudaError_t e = append_keys(p, stream)) return e;
+    if (cudaError_t e = append_keys(p, stream, true)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
   return launch_overlapping<sm80::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.neighbours}, stream, decode);

@@ -6,14 +6,6 @@
 
 namespace flash_cute::sm80 {
 
-// Whether the first tile of a part lies before the rows that the append writes: then it need not wait for the append,
-// which lets this kernel start when all before it has ended.
-template <KernelConfig C>
-CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const Part& part) {
-  if (!p.appends() || part.grains == 0) return false;
-  return (part.first + 1) * C.block_n <= part.seq.k.length - new_rows(p.added, part.b).length;
-}
-
 // Starts the copy of the rows of Q of a part's unit.
 template <KernelConfig C>
 CUTE_DEVICE void load_queries(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Element* shared) {

@@ -53,20 +53,18 @@ CUTE_DEVICE FedPart seen_of(const DecodeProblem& p, Part part) {
 }
 
 // How many of a CTA's first blocks of keys are asked for ahead; found by trying: docs/performance.md, "Decoding". Of few
-// the copies themselves are as early. Where lengths are known CTAs start by their numbers while the kernel before ends,
-// and those that start early would be in the way of those that still read for it.
+// the copies themselves are as early. CTAs start by their numbers while the kernel before ends, and those that start
+// early would be in the way of those that still read for it.
 template <KernelConfig C>
 struct Expected {
-  static constexpr int kOfSome = 3, kOfMany = 2, kEarly = C.ctas == 1 ? 2 : 1, kLate = 3 * kEarly;
+  static constexpr int kOfSome = 3, kEarly = C.ctas == 1 ? 2 : 1, kLate = 3 * kEarly;
   static constexpr int kMost = std::max(kOfSome, kLate);
 
   // Of so many.
   CUTE_DEVICE static int of(const DecodeProblem& p, int blocks) {
-    constexpr int kFew = 6, kMany = 32, kManyOfOverlapping = 12;
-    const bool overlaps = p.alike.known && !p.appends();
+    constexpr int kFew = 6, kMany = 12;
     if (blocks < kFew) return 0;
-    if (blocks < (overlaps ? kManyOfOverlapping : kMany)) return kOfSome;
-    if (!overlaps) return kOfMany;
+    if (blocks < kMany) return kOfSome;
     return 2 * static_cast<int>(blockIdx.x) < p.at_once ? kEarly : kLate;
   }
 };

@@ -95,12 +95,20 @@ class ShareFeed {
   int left_;
 };
 
-// Whether a CTA asks for its first block of keys ahead; found by trying: docs/performance.md, "Decoding". Where a tensor
-// has the lengths it has waited anyway. Of one block or two the copies themselves are as early. Where CTAs are few many
-// start on SMs that have nothing else to do, and would be in the way of the kernel before.
+// Whether the first tile of a part lies before the rows that the append writes: then it need not wait for the append,
+// which lets this kernel start when all before it has ended.
+template <KernelConfig C>
+CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const Part& part) {
+  if (!p.appends() || part.grains == 0) return false;
+  return (part.first + 1) * C.block_n <= part.seq.k.length - new_rows(p.added, part.b).length;
+}
+
+// Whether a CTA asks for its first block of keys ahead; found by trying: docs/performance.md, "Decoding". Of one block or
+// two the copies themselves are as early. Where CTAs are few many start on SMs that have nothing else to do, and would be
+// in the way of the kernel before.
 CUTE_DEVICE bool expects_keys(const DecodeProblem& p, const Part& part) {
   constexpr int kFew = 3;
-  return p.alike.known && part.last - part.first >= kFew && 3 * p.ctas() >= 2 * p.at_once;
+  return part.last - part.first >= kFew && 3 * p.ctas() >= 2 * p.at_once;
 }
 
 // Stores two numbers in the shared memory of a CTA of the cluster, at the address that `to` has here, and counts them
@@ -177,21 +185,27 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     cutlass::arch::fence_barrier_init();
   }
   cute::cluster_arrive_relaxed();
-  // After this lengths can be read. The append leaves them alone, and lets this kernel start when all before has ended.
-  if (!p.alike.known && !p.appends()) wait_for_kernel_before();
-  const sm80::FedPart share = share_of_cta<C>(p, place);
+  sm80::FedPart share = share_of_cta<C>(p, place);
+  // The append leaves lengths alone, and lets this kernel start when all before has ended.
+  if (!p.alike.known && !p.appends()) {
+    // Lengths in a tensor may still be written: what they say at first is good for asking for keys ahead.
+    if (expects_keys(p, share.part)) sm80::expect_keys<1, C>(p, share);
+    // After this lengths can be read.
+    wait_for_kernel_before();
+    share = share_of_cta<C>(p, place);
+  }
   const Part& part = share.part;
   const int rows = sm80::rows_of(p, part, C.block_m);
   if (threadIdx.x == 0) {
     constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
     storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
-  if (expects_keys(p, part)) sm80::expect_keys<1, C>(p, share);
+  if (p.alike.known && expects_keys(p, part)) sm80::expect_keys<1, C>(p, share);
   // After this the table of pages can be read, which the append leaves alone, too.
   if (p.fwd.pages.ids != nullptr && !p.appends()) wait_for_kernel_before();
   ShareFeed<C> feed(p, storage, share, team, thread);
   // After this the first tile's keys can be read.
-  if (!sm80::was_in_cache<C>(p, part)) wait_for_kernel_before();
+  if (!was_in_cache<C>(p, part)) wait_for_kernel_before();
   feed.load(0);
   // After this new keys have joined the cache, and queries are rotated.
   wait_for_kernel_before();
