@@ -57,11 +57,14 @@ const std::string kFwdKvcache =
     "bool rotary_interleaved=True, " + kSplits;
 const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " + kPlaces + kCacheScore + kSplits;
 
-const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)";
-const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)";
+const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor? row_max, Tensor? softmax)";
+const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsink, Tensor softmax_d)";
 const std::string kOutAndLse = " -> (Tensor out, Tensor softmax_lse)";
-const std::string kFwdOut = ", *, Tensor(a!) out, Tensor(b!) softmax_lse) -> ()";
-const std::string kBwdOut = ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None) -> ()";
+const std::string kFwdOut =
+    ", *, Tensor(a!) out, Tensor(b!)? softmax_lse=None, Tensor(c!)? row_max=None, Tensor(d!)? softmax=None) -> ()";
+const std::string kBwdOut =
+    ", *, Tensor(a!)? dq=None, Tensor(b!)? dk=None, Tensor(c!)? dv=None, Tensor(d!)? dsink=None, "
+    "Tensor(e!)? softmax_d=None) -> ()";
 
 }  // namespace
 

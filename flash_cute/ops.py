@@ -337,22 +337,23 @@ def _cpu_kernel(op: Any, function: Callable[..., Results]) -> Callable[..., Resu
     return kernel
 
 
-def _into(op: Any, out_overload: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
+def _into(op: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
     """The CPU kernel of an out overload: computes, then copies into the tensors given."""
     names = [result.name for result in op._schema.returns]
-    outputs = [argument.name for argument in out_overload._schema.arguments if argument.is_out]
 
     def out_kernel(*args: Any, **given: Tensor | None) -> None:
-        results = dict(zip(names, kernel(*args), strict=True))
+        bound = bind(op, args)
+        outputs = {name: x for name, x in given.items() if x is not None}
         for name in ("row_max", "softmax"):
-            if results.get(name) is not None:
-                raise ValueError(f"return_{name}: the out overload has nowhere to put it")
-        for name in outputs:
-            validate_ops.output(name, given.get(name), results[name])
-        validate_ops.apart(given, bind(out_overload, args))
-        for name, x in given.items():
-            if x is not None:
-                x.copy_(results[name])
+            if bound.get(f"return_{name}") and name not in outputs:
+                raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
+        asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in outputs}
+        results = dict(zip(names, kernel(*(bound | asked).values()), strict=True))
+        for name in outputs.keys() | {"dsink"} & results.keys():  # dsink goes with sink
+            validate_ops.output(name, outputs.get(name), results[name])
+        validate_ops.apart(outputs, bound)
+        for name, x in outputs.items():
+            x.copy_(results[name])
 
     return out_kernel
 
@@ -382,7 +383,7 @@ def _register() -> torch.library.Library:
         kernel = _cpu_kernel(op, function)
         library.impl(name, kernel, "CPU")
         out_overload = getattr(_ops, name).out
-        library.impl(f"{name}.out", _into(op, out_overload, kernel), "CPU")
+        library.impl(f"{name}.out", _into(op, kernel), "CPU")
         for key in ("Autograd", "ADInplaceOrView"):  # the second alone in inference mode
             library.impl(f"{name}.out", _reject_gradients(out_overload, _OUT_OVERLOADS), key)
         torch.library.register_fake(f"flash_cute::{name}.out", lambda *_, **__: None)

@@ -36,10 +36,16 @@ ARGUMENTS = {
     "varlen_bwd": f"{SAVED}{SEQUENCES}Tensor? dlse=None, {SCORE}bool deterministic=False, "
     "bool allow_tf32=False",
 }
-FWD_OUTPUTS = "Tensor(a!) out, Tensor(b!) softmax_lse"
-BWD_OUTPUTS = "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsink=None"
-FWD_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor softmax)"
-BWD_RESULTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor softmax_d)"
+FWD_OUTPUTS = (
+    "Tensor(a!) out, Tensor(b!)? softmax_lse=None, Tensor(c!)? row_max=None, "
+    "Tensor(d!)? softmax=None"
+)
+BWD_OUTPUTS = (
+    "Tensor(a!)? dq=None, Tensor(b!)? dk=None, Tensor(c!)? dv=None, Tensor(d!)? dsink=None, "
+    "Tensor(e!)? softmax_d=None"
+)
+FWD_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor? row_max, Tensor? softmax)"
+BWD_RESULTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor? dsink, Tensor softmax_d)"
 FEATURES: dict[str, Any] = {
     "softcap": 3.0,
     "alibi": "batch",

@@ -43,7 +43,7 @@ Matrices gradient(const View& t, const View& of, const char* name) {
 
 float* sink_gradient(const View& t, const View& q, int heads) {
   check_device(t, q, "dsink");
-  FC_CHECK(t.dtype == ScalarType::Float && t.dims == 1 && t.size(0) == heads && (heads <= 1 || t.stride(0) == 1),
+  FC_CHECK(t.dtype == ScalarType::Float && t.dims == 1 && t.size(0) == heads && is_contiguous(t),
            "dsink must be a contiguous fp32 (", heads, ",)");
   return static_cast<float*>(t.ptr);
 }
@@ -96,10 +96,10 @@ void functional(StableIValue* stack, bool varlen) {
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
   const Tensor dq = allocate_like(a.fwd.q), dk = allocate_like(a.fwd.k), dv = allocate_like(a.fwd.v);
   const Tensor softmax_d = allocate_statistics(a.fwd.q);
-  Tensor dsink;  // undefined, None in Python, without a sink
+  std::optional<Tensor> dsink;
   if (p.fwd.sink.ptr != nullptr) {
     dsink = allocate(a.fwd.q, {p.fwd.heads}, ScalarType::Float);
-    p.dsink = static_cast<float*>(dsink.data_ptr());
+    p.dsink = static_cast<float*>(dsink->data_ptr());
   }
   run(p, a.fwd, View(dq), View(dk), View(dv), View(softmax_d));
   in.put(dq, dk, dv, dsink, softmax_d);
@@ -108,21 +108,21 @@ void functional(StableIValue* stack, bool varlen) {
 void into(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const BwdArguments a = take_bwd(in, varlen);
-  const View dq = in.view(), dk = in.view(), dv = in.view();
-  const std::optional<View> dsink = in.optional_view();
-  check_outputs({{&dq, "dq"}, {&dk, "dk"}, {&dv, "dv"}, {dsink ? &*dsink : nullptr, "dsink"}},
-                {{&a.fwd.q, "q"},
-                 {&a.fwd.k, "k"},
-                 {&a.fwd.v, "v"},
-                 {&a.dout, "dout"},
-                 {&a.out, "out"},
-                 {&a.softmax_lse, "softmax_lse"},
-                 {a.dlse ? &*a.dlse : nullptr, "dlse"}});
+  const std::optional<View> dq = in.optional_view(), dk = in.optional_view(), dv = in.optional_view(),
+                            dsink = in.optional_view(), softmax_d = in.optional_view();
+  check_outputs({named(dq, "dq"), named(dk, "dk"), named(dv, "dv"), named(dsink, "dsink"),
+                 named(softmax_d, "softmax_d")},
+                {named(a.fwd.q, "q"), named(a.fwd.k, "k"), named(a.fwd.v, "v"), named(a.dout, "dout"),
+                 named(a.out, "out"), named(a.softmax_lse, "softmax_lse"), named(a.dlse, "dlse")});
   BwdProblem p = make_problem(a);
   FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink must be given if and only if sink is");
   if (dsink) p.dsink = sink_gradient(*dsink, a.fwd.q, p.fwd.heads);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
-  run(p, a.fwd, dq, dk, dv, View(allocate_statistics(a.fwd.q)));
+  auto or_scratch = [](const std::optional<View>& given, const View& like) {
+    return given ? *given : View(allocate_like(like));
+  };
+  run(p, a.fwd, or_scratch(dq, a.fwd.q), or_scratch(dk, a.fwd.k), or_scratch(dv, a.fwd.v),
+      softmax_d ? *softmax_d : View(allocate_statistics(a.fwd.q)));
 }
 
 }  // namespace

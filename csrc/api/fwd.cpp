@@ -9,47 +9,74 @@
 namespace flash_cute {
 namespace {
 
-void run(FwdProblem& p, const FwdArguments& a, const View& out, const View& softmax_lse) {
-  check_like_out(out, a.q, a.v, "out");
-  p.out = matrices(out, "out");
-  p.lse = statistics(softmax_lse, "softmax_lse", a.q);
-  const Device& gpu = device(a.q.device);
+// Where results go; what is missing was not asked for.
+struct FwdResults {
+  View out, softmax_lse;
+  std::optional<View> row_max, softmax;
+};
+
+void launch(FwdProblem& p, const View& q) {
+  const Device& gpu = device(q.device);
   const auto& kernel = select(fwd_kernels(), p, gpu);
-  const Tensor parts = allocate_parts(p, kernel.config, a.q, gpu.sms);
-  const cudaError_t error = kernel.launch(p, current_stream(a.q));
+  const Tensor parts = allocate_parts(p, kernel.config, q, gpu.sms);
+  const cudaError_t error = kernel.launch(p, current_stream(q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }
 
-// Undefined tensors, None in Python, stand for what was not asked for.
+// Row maxima under a softcap cost a launch of their own: a kernel that has to know them rounds differently, and out and
+// lse must not depend on what else is returned.
+void launch_for_row_max(FwdProblem p, const View& q, const View& v, const View& row_max) {
+  const Tensor out = allocate_out(q, v), softmax_lse = allocate_statistics(q);
+  p.out = matrices(View(out), "out");
+  p.lse = statistics(View(softmax_lse), "softmax_lse", q);
+  p.row_max = statistics(row_max, "row_max", q);
+  launch(p, q);
+}
+
+void run(FwdProblem& p, const FwdArguments& a, const FwdResults& results) {
+  check_like_out(results.out, a.q, a.v, "out");
+  p.out = matrices(results.out, "out");
+  p.lse = statistics(results.softmax_lse, "softmax_lse", a.q);
+  const bool apart = results.row_max && p.rules.softcap > 0;
+  if (apart) launch_for_row_max(p, a.q, a.v, *results.row_max);
+  if (results.row_max && !apart) p.row_max = statistics(*results.row_max, "row_max", a.q);
+  if (results.softmax) {
+    const int64_t expected[] = {p.batch, p.heads, p.seqlen_q, p.seqlen_k};
+    check_same_kind(*results.softmax, a.q, "softmax");
+    check_shape(*results.softmax, expected, 4, "softmax");
+    FC_CHECK(is_contiguous(*results.softmax), "softmax must be contiguous");
+    p.softmax = results.softmax->ptr;
+  }
+  launch(p, a.q);
+}
+
 void functional(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const FwdArguments a = take_fwd(in, varlen);
   FwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
   const Tensor out = allocate_out(a.q, a.v), softmax_lse = allocate_statistics(a.q);
-  Tensor row_max, softmax;
-  if (a.return_row_max) {
-    row_max = allocate_statistics(a.q);
-    p.row_max = statistics(View(row_max), "row_max", a.q);
-  }
-  if (a.return_softmax) {
-    softmax = allocate(a.q, {p.batch, p.heads, p.seqlen_q, p.seqlen_k}, a.q.dtype);
-    p.softmax = softmax.data_ptr();
-  }
-  run(p, a, View(out), View(softmax_lse));
+  std::optional<Tensor> row_max, softmax;
+  if (a.return_row_max) row_max = allocate_statistics(a.q);
+  if (a.return_softmax) softmax = allocate(a.q, {p.batch, p.heads, p.seqlen_q, p.seqlen_k}, a.q.dtype);
+  run(p, a, {View(out), View(softmax_lse), view_of(row_max), view_of(softmax)});
   in.put(out, softmax_lse, row_max, softmax);
 }
 
 void into(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const FwdArguments a = take_fwd(in, varlen);
-  const View out = in.view(), softmax_lse = in.view();
-  check_outputs({{&out, "out"}, {&softmax_lse, "softmax_lse"}}, {{&a.q, "q"}, {&a.k, "k"}, {&a.v, "v"}});
-  FC_CHECK(!a.return_row_max, "return_row_max: the out overload has nowhere to put it");
-  FC_CHECK(!a.return_softmax, "return_softmax: the out overload has nowhere to put it");
+  const View out = in.view();
+  const std::optional<View> softmax_lse = in.optional_view(), row_max = in.optional_view(),
+                            softmax = in.optional_view();
+  check_outputs({named(out, "out"), named(softmax_lse, "softmax_lse"), named(row_max, "row_max"),
+                 named(softmax, "softmax")},
+                {named(a.q, "q"), named(a.k, "k"), named(a.v, "v")});
+  FC_CHECK(!a.return_row_max || row_max, "return_row_max: the out overload needs row_max, a buffer for it");
+  FC_CHECK(!a.return_softmax || softmax, "return_softmax: the out overload needs softmax, a buffer for it");
   FwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
-  run(p, a, out, softmax_lse);
+  run(p, a, {out, softmax_lse ? *softmax_lse : View(allocate_statistics(a.q)), row_max, softmax});
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ Pages make_pages(const KvcacheArguments& a, int batch) {
     const View& table = *a.block_table;
     check_device(table, q, "block_table");
     FC_CHECK(table.dtype == ScalarType::Int && table.dims == 2 && table.size(0) == batch &&
-                 (table.size(1) <= 1 || table.stride(1) == 1),
+                 is_last_contiguous(table),
              "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
     pages.ids = static_cast<const int*>(table.ptr);
     pages.batch = table.stride(0);
@@ -74,7 +74,7 @@ Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
   for (const View* t : {&*a.rotary_cos, &*a.rotary_sin}) {
     check_same_kind(*t, a.q, "rotary_cos or rotary_sin");
     check_shape(*t, a.rotary_cos->sizes, a.rotary_cos->dims, "rotary_sin");
-    FC_CHECK(t->dims == 2 && t->stride(1) == 1 && t->stride(0) == t->size(1) && t->size(0) > 0 && t->size(1) > 0 &&
+    FC_CHECK(t->dims == 2 && is_contiguous(*t) && t->size(0) > 0 && t->size(1) > 0 &&
                  2 * t->size(1) <= head_dim,
              "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2)");
   }

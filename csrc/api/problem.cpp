@@ -1,5 +1,6 @@
 #include "api/problem.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/heuristics.h"
@@ -37,6 +38,14 @@ Band band_of(const Score& score) {
   return {bound(score.window_size_left), score.is_causal ? 0 : bound(score.window_size_right)};
 }
 
+// Probabilities of dropout are multiples of 1 / kDropSteps. Only p = 1 drops everything; what is kept is scaled by the
+// rate that is drawn, so that its mean stays.
+constexpr int kDropSteps = 65536;
+int drop_below_of(double dropout_p) {
+  if (dropout_p == 1) return kDropSteps;
+  return std::min(static_cast<int>(std::nearbyint(dropout_p * kDropSteps)), kDropSteps - 1);
+}
+
 ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
   ScoreRules rules;
   rules.softcap = static_cast<float>(score.softcap);
@@ -49,20 +58,20 @@ ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
     FC_CHECK(slopes.dtype == ScalarType::Float && (each_batch || slopes.dims == 1) &&
                  slopes.size(slopes.dims - 1) == heads && (!each_batch || slopes.size(0) == batch),
              "alibi_slopes must be fp32 (", heads, ") or (", batch, ", ", heads, ")");
-    FC_CHECK(slopes.stride(slopes.dims - 1) == 1 || heads <= 1, "alibi_slopes' last dimension must be contiguous");
+    FC_CHECK(is_last_contiguous(slopes), "alibi_slopes' last dimension must be contiguous");
     rules.alibi = static_cast<const float*>(slopes.ptr);
     rules.alibi_batch = each_batch ? slopes.stride(0) : 0;
   }
   FC_CHECK(0 <= score.dropout_p && score.dropout_p <= 1, "dropout_p is ", score.dropout_p, "; expected [0, 1]");
   if (score.dropout_p > 0) {
-    FC_CHECK(score.rng, "rng is None; dropout needs an int64 tensor (seed, offset)");
+    FC_CHECK(score.rng, "rng is None; dropout needs an int64 tensor (seed, offset), e.g. flash_cute.rng_state()");
     const View& rng = *score.rng;
     check_device(rng, q, "rng");
-    FC_CHECK(rng.dtype == ScalarType::Long && rng.dims == 1 && rng.size(0) == 2 && rng.stride(0) == 1,
+    FC_CHECK(rng.dtype == ScalarType::Long && rng.dims == 1 && rng.size(0) == 2 && is_contiguous(rng),
              "rng must be a contiguous int64 (2,)");
-    rules.drop_below = static_cast<int>(std::nearbyint(score.dropout_p * 65536));
+    rules.drop_below = drop_below_of(score.dropout_p);
     if (rules.drop_below > 0) rules.rng = static_cast<const int64_t*>(rng.ptr);
-    rules.keep_scale = rules.drop_below < 65536 ? static_cast<float>(1 / (1 - score.dropout_p)) : 0.f;
+    rules.keep_scale = rules.drop_below < kDropSteps ? float(kDropSteps) / float(kDropSteps - rules.drop_below) : 0.f;
   }
   return rules;
 }
@@ -70,7 +79,7 @@ ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
 Sink sink_of(const std::optional<View>& sink, const View& q, int heads) {
   if (!sink) return {};
   check_device(*sink, q, "sink");
-  FC_CHECK(sink->dims == 1 && sink->size(0) == heads && (heads <= 1 || sink->stride(0) == 1),
+  FC_CHECK(sink->dims == 1 && sink->size(0) == heads && is_contiguous(*sink),
            "sink must be a contiguous (", heads, ",)");
   switch (sink->dtype) {
     case ScalarType::Float:

@@ -53,6 +53,10 @@ bool is_contiguous(const View& t) {
   return true;
 }
 
+bool is_last_contiguous(const View& t) {
+  return t.size(t.dims - 1) <= 1 || t.stride(t.dims - 1) == 1 || t.numel() == 0;
+}
+
 Tensor allocate(const View& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return allocate(like, sizes.begin(), static_cast<int>(sizes.size()), dtype);
 }
@@ -76,8 +80,7 @@ Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dty
 Matrices matrices(const View& t, const char* name) {
   const int dims = t.dims;
   FC_CHECK(dims == 3 || dims == 4, name, " has ", dims, " dimensions; expected 3 or 4");
-  FC_CHECK(t.stride(dims - 1) == 1 || t.size(dims - 1) <= 1, name,
-           "'s last dimension must be contiguous; its stride is ", t.stride(dims - 1));
+  FC_CHECK(is_last_contiguous(t), name, "'s last dimension must be contiguous; its stride is ", t.stride(dims - 1));
   Matrices m{.ptr = t.ptr,
              .batch = dims == 4 ? step(t, 0) : 0,
              .row = step(t, dims - 3),

@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <initializer_list>
+#include <optional>
 #include <utility>
 
 #include "core/problem.h"
@@ -38,12 +39,18 @@ struct View {
   void* ptr;
 };
 
+inline std::optional<View> view_of(const std::optional<Tensor>& t) {
+  return t ? std::optional<View>(*t) : std::nullopt;
+}
+
 // An uninitialised contiguous tensor on the GPU of `like`.
 Tensor allocate(const View& like, std::initializer_list<int64_t> sizes, ScalarType dtype);
 Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dtype);
 
-// Whether elements lie end to end.
+// Whether elements lie end to end, and whether those of the last dimension do. Strides of a tensor without elements, or
+// of a dimension of size 1, say nothing.
 bool is_contiguous(const View& t);
+bool is_last_contiguous(const View& t);
 
 // (b, s, h, d), or (rows, h, d) of all sequences. The last dimension must be contiguous.
 Matrices matrices(const View& t, const char* name);
@@ -55,7 +62,14 @@ Statistics statistics(const View& t, const char* name, const View& q);
 void check_like_out(const View& t, const View& q, const View& v, const char* name);
 void check_shape(const View& t, const int64_t* expected, int dims, const char* name);
 void check_same_kind(const View& t, const View& q, const char* name);
-using NamedViews = std::initializer_list<std::pair<const View*, const char*>>;  // some of them null
+using NamedView = std::pair<const View*, const char*>;  // null: not given
+using NamedViews = std::initializer_list<NamedView>;
+inline NamedView named(const View& t, const char* name) {
+  return {&t, name};
+}
+inline NamedView named(const std::optional<View>& t, const char* name) {
+  return {t ? &*t : nullptr, name};
+}
 // Of tensors that are given for results: each element has its own place, and no tensor begins where another one does
 // that is written or read.
 void check_outputs(NamedViews outputs, NamedViews inputs);

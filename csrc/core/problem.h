@@ -46,7 +46,7 @@ struct ScoreRules {
   int64_t alibi_batch = 0;
   const int64_t* rng = nullptr;     // {seed, offset} of dropout; null: off
   int drop_below = 0;               // of 65536: probabilities whose random number is below are dropped
-  float keep_scale = 1.f;           // 1 / (1 - dropout_p); 0 where everything is dropped
+  float keep_scale = 1.f;           // 65536 / (65536 - drop_below); 0 where everything is dropped
 
   // Factor that backward's kernels leave out of the gradients of scores, and put into dK and dQ in the end.
   constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }
