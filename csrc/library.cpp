@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "boundary.h"
 #include "core/decode_plan.h"
 #include "core/picks.h"
 #ifdef FLASH_CUTE_CUDA
@@ -106,29 +107,29 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
-  m.impl("kernels", TORCH_BOX(&kernels));
-  m.impl("use_kernels", TORCH_BOX(&use_kernels));
-  m.impl("preferred_forward", TORCH_BOX(&preferred_forward));
-  m.impl("preferred_kvcache", TORCH_BOX(&preferred_kvcache));
-  m.impl("preferred_decode_cluster", TORCH_BOX(&preferred_decode_cluster));
-  m.impl("preferred_parts", TORCH_BOX(&preferred_parts));
-  m.impl("preferred_dq_order", TORCH_BOX(&preferred_dq_order));
-  m.impl("preferred_key_order", TORCH_BOX(&preferred_key_order));
-  m.impl("decode_parts", TORCH_BOX(&decode_parts));
+  m.impl("kernels", &guarded<TORCH_BOX(&kernels)>);
+  m.impl("use_kernels", &guarded<TORCH_BOX(&use_kernels)>);
+  m.impl("preferred_forward", &guarded<TORCH_BOX(&preferred_forward)>);
+  m.impl("preferred_kvcache", &guarded<TORCH_BOX(&preferred_kvcache)>);
+  m.impl("preferred_decode_cluster", &guarded<TORCH_BOX(&preferred_decode_cluster)>);
+  m.impl("preferred_parts", &guarded<TORCH_BOX(&preferred_parts)>);
+  m.impl("preferred_dq_order", &guarded<TORCH_BOX(&preferred_dq_order)>);
+  m.impl("preferred_key_order", &guarded<TORCH_BOX(&preferred_key_order)>);
+  m.impl("decode_parts", &guarded<TORCH_BOX(&decode_parts)>);
 }
 
 #ifdef FLASH_CUTE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
-  m.impl("fwd", &fwd);
-  m.impl("fwd.out", &fwd_out);
-  m.impl("bwd", &bwd);
-  m.impl("bwd.out", &bwd_out);
-  m.impl("varlen_fwd", &varlen_fwd);
-  m.impl("varlen_fwd.out", &varlen_fwd_out);
-  m.impl("varlen_bwd", &varlen_bwd);
-  m.impl("varlen_bwd.out", &varlen_bwd_out);
-  m.impl("fwd_kvcache", &fwd_kvcache);
-  m.impl("attend_kvcache", &attend_kvcache);
-  m.impl("combine", &combine);
+  m.impl("fwd", &guarded<&fwd>);
+  m.impl("fwd.out", &guarded<&fwd_out>);
+  m.impl("bwd", &guarded<&bwd>);
+  m.impl("bwd.out", &guarded<&bwd_out>);
+  m.impl("varlen_fwd", &guarded<&varlen_fwd>);
+  m.impl("varlen_fwd.out", &guarded<&varlen_fwd_out>);
+  m.impl("varlen_bwd", &guarded<&varlen_bwd>);
+  m.impl("varlen_bwd.out", &guarded<&varlen_bwd_out>);
+  m.impl("fwd_kvcache", &guarded<&fwd_kvcache>);
+  m.impl("attend_kvcache", &guarded<&attend_kvcache>);
+  m.impl("combine", &guarded<&combine>);
 }
 #endif

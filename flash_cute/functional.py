@@ -334,7 +334,7 @@ def _attend(
         or (sink is not None and sink.requires_grad)
     )
     if q.is_cuda:
-        validate.cuda(q, v, sink, paged=len(sequences) > 0 and sequences[-1] is not None)
+        validate.cuda(q, v, sink)
     rng = None
     if dropout_p > 0.0:
         rng = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device, generator=generator)

@@ -164,8 +164,8 @@ def options(
         raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
 
 
-def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) -> None:
-    """Refuses what the CUDA kernels do not do (yet); ``paged``: there is a block_table."""
+def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
+    """Refuses what the CUDA kernels do not do (yet)."""
     cuda_build_and_sink(sink)
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
@@ -177,10 +177,6 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) 
         raise NotImplementedError(
             f"{name}'s head dim {x.shape[-1]} is not supported on CUDA yet; the largest is "
             f"{CUDA_MAX_HEAD_DIM}; run on the CPU"
-        )
-    if paged:
-        raise NotImplementedError(
-            "block_table is not supported on CUDA yet; gather k and v, or run on the CPU"
         )
 
 

@@ -307,7 +307,7 @@ def test_refusals_on_cuda_name_the_argument(monkeypatch, name):
     monkeypatch.setattr(validate, "has_cuda_kernels", lambda: True)
     function, change, word = REFUSED_ON_CUDA[name]
     arguments = good_arguments(function, "cpu")
-    validate.cuda(arguments["q"], arguments["v"], torch.ones(4), paged=False)
+    validate.cuda(arguments["q"], arguments["v"], torch.ones(4))
     changed = arguments | change(arguments)
     with pytest.raises(NotImplementedError, match=word):
         validate.cuda(changed["q"], changed["v"], changed.get("sink"), "block_table" in changed)

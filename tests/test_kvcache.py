@@ -20,7 +20,7 @@ LONG = {"lengths": (257, 0, 1000, 64, 1), "heads": 8, "heads_k": 2, "dim": 128, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 80, 96, 192, 256])
+@pytest.mark.parametrize("dim", [64, 128, 80, 96, 192, 256, 59, 1])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (16, 1), (48, 2)], ids=str)
 def test_one_query(make_cache, dtype, dim, heads):
     case = CacheCase(
@@ -32,7 +32,7 @@ def test_one_query(make_cache, dtype, dim, heads):
 FACTORS = {
     "dtype": DTYPES,
     "heads": [(4, 4), (8, 2), (20, 1)],
-    "dim": [(64, 64), (128, 128), (128, 64), (40, 56), (192, 128), (256, 256)],
+    "dim": [(64, 64), (128, 128), (128, 64), (40, 56), (192, 128), (256, 256), (59, 111)],
     "seqlens_q": [1, 3, 70, (1, 0, 5, 33)],
     "seqlens_new": [0, 1, 3, (1, 0, 5, 33)],
     "page_size": [None, 1, 16, 100, 256],

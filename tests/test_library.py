@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from flash_cute import library
 
@@ -57,11 +58,53 @@ def test_library_in_use_is_stable():
     assert tool("check_library").problems(library.find(), all_kernels=False) == []
 
 
-def test_a_library_with_libstdcxx_inside_is_reported(monkeypatch):
-    checker = tool("check_library")
-    monkeypatch.setattr(checker, "_needed", lambda _: ["libtorch.so", "libm.so.6", "libc.so.6"])
-    (problem,) = checker.problems(library.find(), all_kernels=False)
-    assert "libstdc++" in problem
+RAISE = """
+import torch
+torch.ops.load_library({path!r})
+for lengths in ("abc", "", "1,x"):
+    try:
+        torch.ops.flash_cute.decode_parts(lengths, 1, 1, 1, 1, 1, 1)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_an_error_of_cpp_is_a_runtime_error():
+    with pytest.raises(RuntimeError, match="stoi"):
+        torch.ops.flash_cute.decode_parts("abc", 1, 1, 1, 1, 1, 1)
+
+
+def test_an_error_of_cuda_code_is_a_runtime_error(cuda):
+    q = torch.zeros(2, 8, 4, 32, device=cuda, dtype=torch.float16)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="q and k differ in batch size"):
+            torch.ops.flash_cute.fwd(q, q[:1], q)
+        with pytest.raises(RuntimeError, match="q and k differ in batch size"):
+            torch.ops.flash_cute.bwd(q, q, q[:1], q, q, torch.zeros(2, 4, 8, device=cuda))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_errors_pass_where_the_cpp_runtime_is_inside(tmp_path):
+    """As compilers with a prefix of their own link it, which have no shared one on the path."""
+    torch_path = Path(torch.__file__).parent
+    core = [ROOT / "csrc" / "core" / f"{name}.cpp" for name in
+            ("backward_order", "decode_plan", "heuristics", "picks")]  # fmt: skip
+    built = tmp_path / "libstatic.so"
+    subprocess.run(
+        ["c++", "-std=c++20", "-shared", "-fPIC", "-O0", "-fvisibility=hidden",
+         "-static-libstdc++", "-static-libgcc", "-DFLASH_CUTE_NAMESPACE=flash_cute",
+         "-DTORCH_TARGET_VERSION=0x020a000000000000", "-I", ROOT / "csrc",
+         "-isystem", torch_path / "include", "-L", torch_path / "lib",
+         f"-Wl,--version-script={ROOT / 'cmake' / 'exports.map'}",
+         ROOT / "csrc" / "library.cpp", *core, "-Wl,--no-as-needed", "-ltorch", "-o", built],
+        check=True,
+    )  # fmt: skip
+    assert tool("check_library").problems(built, all_kernels=False) == []
+    run = subprocess.run(
+        [sys.executable, "-c", RAISE.format(path=str(built))], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("stoi") >= 2
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")

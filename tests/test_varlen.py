@@ -12,6 +12,7 @@ import torch
 
 from flash_cute.testing import bounds, memory
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
+from flash_cute.testing.verify import verify_families
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAN = math.nan
@@ -206,6 +207,24 @@ def test_pages(make, page_size, is_causal):
         lengths_q=(1, 70, 3, 2), lengths_k=(65, 130, 0, 5), page_size=page_size, is_causal=is_causal
     )
     check(make(case))
+
+
+PAGED = {
+    "dropout": {"dropout_p": 0.3, "window": (50, 3)},
+    "everything": {"dropout_p": 0.3, "softcap": 4.0, "alibi": "batch", "sink": True, "heads": 4},
+    "softcap": {"softcap": 4.0, "is_causal": True},
+    "used_q": {"used_q": (1, 50, 3, 0), "sink": True},
+    "odd_dims": {"dim": 59, "dim_v": 111},
+    "fp32": {"dtype": torch.float32, "alibi": "heads"},
+    "cut": {"max_seqlen": 64},
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_features_over_pages(make, name):
+    """Whatever the kernels over a cache do not do, too; `verify` asks for all that is returned."""
+    lengths = {"lengths_q": (1, 70, 3, 2), "lengths_k": (65, 130, 0, 5)}
+    verify_families(make(VarlenCase(**lengths, page_size=16, **PAGED[name])))
 
 
 def test_pages_with_used_lengths(make):

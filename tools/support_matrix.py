@@ -36,10 +36,10 @@ FEATURES = {
     "grouped-query heads (GQA, MQA)": (YES, YES),
     "packed qkv and kv": (YES, YES),
     "sequences of different lengths, `seqused_q`, `seqused_k`": (YES, YES),
-    "paged keys and values (`block_table`), forward": (YES, NO),
+    "paged keys and values (`block_table`), forward": (YES, YES),
     "key/value cache (`flash_attn_with_kvcache`), forward": (
         YES,
-        "fp16, bf16, head dim a multiple of 8 up to {cached}",
+        "fp16, bf16, head dim up to {cached}",
     ),
     "`softmax_lse` and its gradient": (YES, YES),
     "softcap": (YES, YES),

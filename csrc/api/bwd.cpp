@@ -110,10 +110,10 @@ void into(StableIValue* stack, bool varlen) {
   const BwdArguments a = take_bwd(in, varlen);
   const std::optional<View> dq = in.optional_view(), dk = in.optional_view(), dv = in.optional_view(),
                             dsink = in.optional_view(), softmax_d = in.optional_view();
-  check_outputs({named(dq, "dq"), named(dk, "dk"), named(dv, "dv"), named(dsink, "dsink"),
-                 named(softmax_d, "softmax_d")},
-                {named(a.fwd.q, "q"), named(a.fwd.k, "k"), named(a.fwd.v, "v"), named(a.dout, "dout"),
-                 named(a.out, "out"), named(a.softmax_lse, "softmax_lse"), named(a.dlse, "dlse")});
+  check_outputs(
+      {named(dq, "dq"), named(dk, "dk"), named(dv, "dv"), named(dsink, "dsink"), named(softmax_d, "softmax_d")},
+      {named(a.fwd.q, "q"), named(a.fwd.k, "k"), named(a.fwd.v, "v"), named(a.dout, "dout"), named(a.out, "out"),
+       named(a.softmax_lse, "softmax_lse"), named(a.dlse, "dlse")});
   BwdProblem p = make_problem(a);
   FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink must be given if and only if sink is");
   if (dsink) p.dsink = sink_gradient(*dsink, a.fwd.q, p.fwd.heads);

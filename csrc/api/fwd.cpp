@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"
+#include "api/fwd.h"
 #include "api/problem.h"
 #include "api/tensors.h"
 #include "core/registry.h"
@@ -25,11 +26,11 @@ void launch(FwdProblem& p, const View& q) {
 
 // Row maxima under a softcap cost a launch of their own: a kernel that has to know them rounds differently, and out and
 // lse must not depend on what else is returned.
-void launch_for_row_max(FwdProblem p, const View& q, const View& v, const View& row_max) {
+void launch_for_row_max(FwdProblem p, const View& q, const View& v) {
   const Tensor out = allocate_out(q, v), softmax_lse = allocate_statistics(q);
   p.out = matrices(View(out), "out");
   p.lse = statistics(View(softmax_lse), "softmax_lse", q);
-  p.row_max = statistics(row_max, "row_max", q);
+  p.softmax = nullptr;
   launch(p, q);
 }
 
@@ -37,9 +38,7 @@ void run(FwdProblem& p, const FwdArguments& a, const FwdResults& results) {
   check_like_out(results.out, a.q, a.v, "out");
   p.out = matrices(results.out, "out");
   p.lse = statistics(results.softmax_lse, "softmax_lse", a.q);
-  const bool apart = results.row_max && p.rules.softcap > 0;
-  if (apart) launch_for_row_max(p, a.q, a.v, *results.row_max);
-  if (results.row_max && !apart) p.row_max = statistics(*results.row_max, "row_max", a.q);
+  if (results.row_max) p.row_max = statistics(*results.row_max, "row_max", a.q);
   if (results.softmax) {
     const int64_t expected[] = {p.batch, p.heads, p.seqlen_q, p.seqlen_k};
     check_same_kind(*results.softmax, a.q, "softmax");
@@ -47,7 +46,11 @@ void run(FwdProblem& p, const FwdArguments& a, const FwdResults& results) {
     FC_CHECK(is_contiguous(*results.softmax), "softmax must be contiguous");
     p.softmax = results.softmax->ptr;
   }
-  launch(p, a.q);
+  if (p.pages.ids != nullptr) {
+    attend_pages(p, a.q, a.k, a.v);
+  } else {
+    run_forward(p, a.q, a.v);
+  }
 }
 
 void functional(StableIValue* stack, bool varlen) {
@@ -69,9 +72,9 @@ void into(StableIValue* stack, bool varlen) {
   const View out = in.view();
   const std::optional<View> softmax_lse = in.optional_view(), row_max = in.optional_view(),
                             softmax = in.optional_view();
-  check_outputs({named(out, "out"), named(softmax_lse, "softmax_lse"), named(row_max, "row_max"),
-                 named(softmax, "softmax")},
-                {named(a.q, "q"), named(a.k, "k"), named(a.v, "v")});
+  check_outputs(
+      {named(out, "out"), named(softmax_lse, "softmax_lse"), named(row_max, "row_max"), named(softmax, "softmax")},
+      {named(a.q, "q"), named(a.k, "k"), named(a.v, "v")});
   FC_CHECK(!a.return_row_max || row_max, "return_row_max: the out overload needs row_max, a buffer for it");
   FC_CHECK(!a.return_softmax || softmax, "return_softmax: the out overload needs softmax, a buffer for it");
   FwdProblem p = make_problem(a);
@@ -80,6 +83,14 @@ void into(StableIValue* stack, bool varlen) {
 }
 
 }  // namespace
+
+void run_forward(FwdProblem& p, const View& q, const View& v) {
+  if (p.row_max.ptr != nullptr && p.rules.softcap > 0) {
+    launch_for_row_max(p, q, v);
+    p.row_max = {};
+  }
+  launch(p, q);
+}
 
 void fwd(StableIValue* stack, uint64_t, uint64_t) {
   functional(stack, false);

@@ -1,7 +1,11 @@
-// torch.ops.flash_cute.fwd_kvcache and attend_kvcache: check, allocate, describe the problem, select a kernel, launch.
+// torch.ops.flash_cute.fwd_kvcache and attend_kvcache, and varlen_fwd over pages: check, allocate, describe the problem,
+// select a kernel, launch.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+
 #include "api/api.h"
+#include "api/fwd.h"
 #include "api/kvcache_problem.h"
 #include "api/problem.h"
 #include "api/tensors.h"
@@ -9,6 +13,7 @@
 #include "core/heuristics.h"
 #include "core/registry.h"
 #include "kernels/passes/append.h"
+#include "kernels/passes/pages.h"
 
 namespace flash_cute {
 namespace {
@@ -39,7 +44,33 @@ void check_launch(const KernelConfig& config, cudaError_t error) {
   FC_CHECK(error == cudaSuccess, config.id(), ": ", cudaGetErrorString(error));
 }
 
-void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q, int sms) {
+// Whether the kernels over a cache can read it: they move vectors of 16 bytes.
+bool has_vectors(const DecodeProblem& p) {
+  const FwdProblem& f = p.fwd;
+  const bool q = f.q.vectors || p.rotary.cos != nullptr;
+  return q && f.k.vectors && f.v.vectors && f.head_dim % 8 == 0 && f.head_dim_v % 8 == 0;
+}
+
+// Runs a kernel that reads no pages on keys that are laid out anew, `rows` for each sequence.
+void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k, const View& v) {
+  FwdProblem f = p.fwd;
+  const Tensor gathered_k = allocate(k, {f.batch, rows, f.heads_k, f.head_dim}, k.dtype);
+  const Tensor gathered_v = allocate(v, {f.batch, rows, f.heads_k, f.head_dim_v}, v.dtype);
+  const Tensor lengths = allocate(q, {f.batch}, ScalarType::Int);
+  const GatheredKeys to{matrices(View(gathered_k), "k"), matrices(View(gathered_v), "v"), rows,
+                        static_cast<int*>(lengths.data_ptr())};
+  const cudaError_t error = gather_pages(p, to, current_stream(q));
+  FC_CHECK(error == cudaSuccess, "gather_pages: ", cudaGetErrorString(error));
+  f.k = to.k;
+  f.v = to.v;
+  f.pages = {};
+  f.seqlen_k = rows;
+  f.total_k = int64_t(f.batch) * rows;
+  f.sequences.used_k = to.lengths;
+  run_forward(f, q, v);
+}
+
+void run_in_pages(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q, int sms) {
   const cudaStream_t stream = current_stream(q);
   const Tensor parts = allocate_parts(p.fwd, kernel.config, q, sms);
   p.fwd.sequences.used_k = p.cache.lengths;
@@ -52,6 +83,19 @@ void run_forward(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q,
   check_launch(kernel.config, kernel.launch(p.fwd, stream));
 }
 
+// Runs the kernel over a cache that takes least time.
+void run_cached(DecodeProblem& p, const View& q) {
+  const Device& gpu = device(q.device);
+  const auto& kernel = select(decode_kernels(), p, gpu);
+  if (const auto* forward = cheaper_forward(p, kernel.config, gpu)) {
+    run_in_pages(p, *forward, q, gpu.sms);
+  } else {
+    plan_decode(p, kernel.config, gpu);
+    const Tensor workspace = allocate_decoded_parts(p, kernel.config, q);
+    check_launch(kernel.config, kernel.launch(p, current_stream(q)));
+  }
+}
+
 void run(StableIValue* stack, bool joins) {
   Stack in(stack);
   const KvcacheArguments a = take_kvcache(in, joins);
@@ -60,24 +104,58 @@ void run(StableIValue* stack, bool joins) {
   const Tensor out = allocate_out(a.q, a.v_cache), softmax_lse = allocate_statistics(a.q);
   p.fwd.out = matrices(View(out), "out");
   p.fwd.lse = statistics(View(softmax_lse), "softmax_lse", a.q);
-  const Device& gpu = device(a.q.device);
-  const auto& kernel = select(decode_kernels(), p, gpu);
   Tensor rotated;
   if (p.rotary.cos != nullptr) {
     rotated = allocate_out(a.q, a.q);
     p.fwd.q = matrices(View(rotated), "q");
   }
-  if (const auto* forward = cheaper_forward(p, kernel.config, gpu)) {
-    run_forward(p, *forward, a.q, gpu.sms);
+  if (p.fwd.head_dim % 8 != 0 || p.fwd.head_dim_v % 8 != 0) {
+    if (p.appends()) {
+      const cudaError_t error = append_keys(p, current_stream(a.q));
+      FC_CHECK(error == cudaSuccess, "append_keys: ", cudaGetErrorString(error));
+    }
+    run_gathered(p, p.fwd.seqlen_k, a.q, a.k_cache, a.v_cache);
   } else {
-    plan_decode(p, kernel.config, gpu);
-    const Tensor workspace = allocate_decoded_parts(p, kernel.config, a.q);
-    check_launch(kernel.config, kernel.launch(p, current_stream(a.q)));
+    FC_CHECK(has_vectors(p), "q and the caches must have vectors on 16-byte boundaries");
+    run_cached(p, a.q);
   }
   in.put(out, softmax_lse);
 }
 
 }  // namespace
+
+void attend_pages(const FwdProblem& a, const View& q, const View& k, const View& v) {
+  check_cached_queries(a);
+  const Tensor lengths = allocate(q, {a.batch}, ScalarType::Int);
+  int* const counts = static_cast<int*>(lengths.data_ptr());
+  const cudaError_t error =
+      count_paged_keys(a.sequences.cu_k, a.sequences.used_k, a.batch, a.seqlen_k, counts, current_stream(q));
+  FC_CHECK(error == cudaSuccess, "count_paged_keys: ", cudaGetErrorString(error));
+  DecodeProblem p{};
+  p.fwd = a;
+  p.fwd.sequences.cu_k = p.fwd.sequences.used_k = nullptr;
+  p.fwd.seqlen_k = static_cast<int>(a.pages.capacity());
+  p.fwd.total_k = int64_t(a.batch) * p.fwd.seqlen_k;
+  p.cache.lengths = counts;
+  p.unrotated_q = a.q;
+  const bool is_16_bit = a.dtype == DType::FP16 || a.dtype == DType::BF16;
+  Tensor out, softmax_lse;  // of what only gives row maxima or probabilities
+  if (is_16_bit && a.rules.rng == nullptr && a.sequences.used_q == nullptr && has_vectors(p)) {
+    p.fwd.row_max = {};
+    p.fwd.softmax = nullptr;
+    run_cached(p, q);
+    if (a.row_max.ptr == nullptr && a.softmax == nullptr) return;
+    out = allocate_out(q, v);
+    softmax_lse = allocate_statistics(q);
+    p.fwd.out = matrices(View(out), "out");
+    p.fwd.lse = statistics(View(softmax_lse), "softmax_lse", q);
+    p.fwd.sequences.used_k = nullptr;
+    p.fwd.row_max = a.row_max;
+    p.fwd.softmax = a.softmax;
+  }
+  // Probabilities have a column for each key that there might be.
+  run_gathered(p, a.softmax == nullptr ? std::min(a.seqlen_k, p.fwd.seqlen_k) : a.seqlen_k, q, k, v);
+}
 
 void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
   run(stack, true);

@@ -16,28 +16,18 @@ Cache make_cache(const KvcacheArguments& a, int batch) {
           optional_indices(a.cache_leftpad, batch, "cache_leftpad", a.q)};
 }
 
-Pages make_pages(const KvcacheArguments& a, int batch) {
-  const View& q = a.q;
+Pages pages_of(const KvcacheArguments& a, int batch) {
+  FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given");
+  if (a.block_table) return make_pages(*a.block_table, a.k_cache, batch, a.q);
   Pages pages{};
   pages.count = checked_int(a.k_cache.size(0), "k_cache's first dimension");
   pages.size = checked_int(a.k_cache.size(1), "k_cache's second dimension");
-  FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given");
-  if (a.block_table) {
-    const View& table = *a.block_table;
-    check_device(table, q, "block_table");
-    FC_CHECK(table.dtype == ScalarType::Int && table.dims == 2 && table.size(0) == batch &&
-                 is_last_contiguous(table),
-             "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
-    pages.ids = static_cast<const int*>(table.ptr);
-    pages.batch = table.stride(0);
-    pages.of_sequence = checked_int(table.size(1), "max_blocks");
-  } else if (a.cache_batch_idx) {
-    pages.ids = indices(*a.cache_batch_idx, batch, "cache_batch_idx", q);
+  if (a.cache_batch_idx) {
+    pages.ids = indices(*a.cache_batch_idx, batch, "cache_batch_idx", a.q);
     pages.batch = 1;
   } else {
     FC_CHECK(pages.count >= batch, "the caches hold ", pages.count, " sequences, q has ", batch);
   }
-  checked_int(pages.capacity(), "max_blocks * page_size");
   return pages;
 }
 
@@ -74,8 +64,7 @@ Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
   for (const View* t : {&*a.rotary_cos, &*a.rotary_sin}) {
     check_same_kind(*t, a.q, "rotary_cos or rotary_sin");
     check_shape(*t, a.rotary_cos->sizes, a.rotary_cos->dims, "rotary_sin");
-    FC_CHECK(t->dims == 2 && is_contiguous(*t) && t->size(0) > 0 && t->size(1) > 0 &&
-                 2 * t->size(1) <= head_dim,
+    FC_CHECK(t->dims == 2 && is_contiguous(*t) && t->size(0) > 0 && t->size(1) > 0 && 2 * t->size(1) <= head_dim,
              "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2)");
   }
   rotary.cos = a.rotary_cos->ptr;
@@ -101,10 +90,7 @@ void check_supported(const KvcacheArguments& a) {
   FC_CHECK(a.q.size(dims - 1) == a.k_cache.size(3), "q and k_cache differ in head dim");
   FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, the caches ", heads_k,
            "; heads must be a multiple of heads_k");
-  for (const View* cache : {&a.k_cache, &a.v_cache}) {
-    FC_CHECK(cache->size(3) > 0 && cache->size(3) % 8 == 0, "head dim ", cache->size(3),
-             " is not supported over a key/value cache on CUDA; multiples of 8 are");
-  }
+  FC_CHECK(a.k_cache.size(3) > 0 && a.v_cache.size(3) > 0, "the head dim is 0");
 }
 
 }  // namespace
@@ -147,6 +133,11 @@ KvcacheArguments take_kvcache(Stack& in, bool joins) {
   return a;
 }
 
+void check_cached_queries(const FwdProblem& f) {
+  FC_CHECK(f.total_q < int64_t{1} << 31, "q has ", f.total_q, " rows; at most 2^31 - 1 are supported over a cache");
+  checked_int(int64_t(f.seqlen_q) * (f.heads / f.heads_k), "max_seqlen_q * heads / heads_k");
+}
+
 DecodeProblem make_problem(const KvcacheArguments& a) {
   check_supported(a);
   const bool dense = !a.cu_seqlens_q;
@@ -158,16 +149,15 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   f.batch = checked_int(dense ? a.q.size(0) : a.cu_seqlens_q->size(0) - 1, "batch");
   f.seqlen_q = checked_int(dense ? a.q.size(1) : a.max_seqlen_q, "max_seqlen_q");
   f.total_q = dense ? a.q.size(0) * a.q.size(1) : a.q.size(0);
-  FC_CHECK(f.total_q < int64_t{1} << 31, "q has ", f.total_q, " rows; at most 2^31 - 1 are supported over a cache");
   f.sequences.cu_q = optional_indices(a.cu_seqlens_q, f.batch + 1, "cu_seqlens_q", a.q);
   f.heads = checked_int(a.q.size(axis), "heads");
   f.heads_k = checked_int(a.k_cache.size(2), "heads_k");
-  checked_int(int64_t(f.seqlen_q) * (f.heads / f.heads_k), "max_seqlen_q * heads / heads_k");
+  check_cached_queries(f);
   f.head_dim = checked_int(a.q.size(axis + 1), "head dim");
   f.head_dim_v = checked_int(a.v_cache.size(3), "head dim of v");
   describe_scores(f, a.score, a.q);
   p.cache = make_cache(a, f.batch);
-  f.pages = make_pages(a, f.batch);
+  f.pages = pages_of(a, f.batch);
   f.seqlen_k = static_cast<int>(f.pages.capacity());
   f.total_k = int64_t(f.batch) * f.seqlen_k;
   f.q = matrices(a.q, "q");
@@ -180,8 +170,6 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
            "num_splits and split_size are counts, of which one at most is not 0");
   p.num_splits = checked_int(std::min<int64_t>(a.num_splits, Band::kUnbounded - 1), "num_splits");
   p.split_size = checked_int(std::min<int64_t>(a.split_size, Band::kUnbounded - 1), "split_size");
-  FC_CHECK(f.k.vectors && f.v.vectors && (f.q.vectors || p.rotary.cos != nullptr),
-           "q and the caches must have vectors on 16-byte boundaries");
   return p;
 }
 

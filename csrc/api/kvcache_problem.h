@@ -24,6 +24,9 @@ struct KvcacheArguments {
 // With `joins` those of new keys, values and rotary embedding, too.
 KvcacheArguments take_kvcache(Stack& in, bool joins);
 
+// Whether rows of queries are few enough for the kernels over a cache.
+void check_cached_queries(const FwdProblem& f);
+
 // Checks the arguments and fills everything but the results.
 DecodeProblem make_problem(const KvcacheArguments& a);
 

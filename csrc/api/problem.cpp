@@ -9,15 +9,16 @@ namespace flash_cute {
 namespace {
 
 void check_shapes(const FwdArguments& a) {
-  const int dims = a.sequences ? 3 : 4;
-  FC_CHECK(a.q.dims == dims && a.k.dims == dims && a.v.dims == dims, "q, k and v must have ", dims, " dimensions");
+  const int dims = a.sequences ? 3 : 4, dims_k = a.block_table ? 4 : dims;
+  FC_CHECK(a.q.dims == dims && a.k.dims == dims_k && a.v.dims == dims_k, "q must have ", dims, " dimensions, k and v ",
+           dims_k);
   FC_CHECK(a.sequences || a.q.size(0) == a.k.size(0), "q and k differ in batch size");
   check_same_kind(a.k, a.q, "k");
   check_same_kind(a.v, a.q, "v");
-  FC_CHECK(a.k.size(dims - 1) == a.q.size(dims - 1), "q and k differ in head dim");
-  for (int i = 0; i < dims - 1; ++i) FC_CHECK(a.v.size(i) == a.k.size(i), "k and v differ in dimension ", i);
-  FC_CHECK(a.q.size(dims - 1) > 0 && a.v.size(dims - 1) > 0, "the head dim is 0");
-  const int64_t heads = a.q.size(dims - 2), heads_k = a.k.size(dims - 2);
+  FC_CHECK(a.k.size(dims_k - 1) == a.q.size(dims - 1), "q and k differ in head dim");
+  for (int i = 0; i < dims_k - 1; ++i) FC_CHECK(a.v.size(i) == a.k.size(i), "k and v differ in dimension ", i);
+  FC_CHECK(a.q.size(dims - 1) > 0 && a.v.size(dims_k - 1) > 0, "the head dim is 0");
+  const int64_t heads = a.q.size(dims - 2), heads_k = a.k.size(dims_k - 2);
   FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, k ", heads_k,
            "; heads must be a multiple of heads_k");
 }
@@ -79,8 +80,8 @@ ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
 Sink sink_of(const std::optional<View>& sink, const View& q, int heads) {
   if (!sink) return {};
   check_device(*sink, q, "sink");
-  FC_CHECK(sink->dims == 1 && sink->size(0) == heads && is_contiguous(*sink),
-           "sink must be a contiguous (", heads, ",)");
+  FC_CHECK(sink->dims == 1 && sink->size(0) == heads && is_contiguous(*sink), "sink must be a contiguous (", heads,
+           ",)");
   switch (sink->dtype) {
     case ScalarType::Float:
       return {sink->ptr, Sink::Element::FP32};
@@ -96,6 +97,20 @@ Sink sink_of(const std::optional<View>& sink, const View& q, int heads) {
 
 }  // namespace
 
+Pages make_pages(const View& block_table, const View& k, int batch, const View& q) {
+  check_device(block_table, q, "block_table");
+  FC_CHECK(block_table.dtype == ScalarType::Int && block_table.dims == 2 && block_table.size(0) == batch &&
+               is_last_contiguous(block_table),
+           "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
+  Pages pages{.ids = static_cast<const int*>(block_table.ptr),
+              .batch = block_table.stride(0),
+              .of_sequence = checked_int(block_table.size(1), "max_blocks"),
+              .count = checked_int(k.size(0), "num_blocks"),
+              .size = checked_int(k.size(1), "page_size")};
+  checked_int(pages.capacity(), "max_blocks * page_size");
+  return pages;
+}
+
 void describe_scores(FwdProblem& p, const Score& score, const View& q) {
   p.band = band_of(score);
   p.softmax_scale = static_cast<float>(score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
@@ -105,7 +120,6 @@ void describe_scores(FwdProblem& p, const Score& score, const View& q) {
 }
 
 FwdProblem make_problem(const FwdArguments& a) {
-  FC_CHECK(!a.block_table, "block_table is not supported on CUDA yet");
   const DType dtype = dtype_of(a.q, a.allow_tf32);
   check_shapes(a);
   const bool dense = !a.sequences;
@@ -113,9 +127,9 @@ FwdProblem make_problem(const FwdArguments& a) {
   FwdProblem p{};
   p.dtype = dtype;
   p.heads = checked_int(a.q.size(head_axis), "heads");
-  p.heads_k = checked_int(a.k.size(head_axis), "heads_k");
+  p.heads_k = checked_int(a.k.size(a.k.dims - 2), "heads_k");
   p.head_dim = checked_int(a.q.size(head_axis + 1), "head dim");
-  p.head_dim_v = checked_int(a.v.size(head_axis + 1), "head dim of v");
+  p.head_dim_v = checked_int(a.v.size(a.v.dims - 1), "head dim of v");
   p.q = matrices(a.q, "q");
   p.k = matrices(a.k, "k");
   p.v = matrices(a.v, "v");
@@ -133,6 +147,7 @@ FwdProblem make_problem(const FwdArguments& a) {
     p.seqlen_k = checked_int(s.max_seqlen_k, "max_seqlen_k");
     p.sequences.cu_q = indices(s.cu_seqlens_q, p.batch + 1, "cu_seqlens_q", a.q);
     p.sequences.cu_k = indices(s.cu_seqlens_k, p.batch + 1, "cu_seqlens_k", a.q);
+    if (a.block_table) p.pages = make_pages(*a.block_table, a.k, p.batch, a.q);
     if (s.seqused_q) p.sequences.used_q = indices(*s.seqused_q, p.batch, "seqused_q", a.q);
     if (s.seqused_k) p.sequences.used_k = indices(*s.seqused_k, p.batch, "seqused_k", a.q);
   }

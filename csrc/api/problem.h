@@ -9,6 +9,9 @@ namespace flash_cute {
 // Checks the inputs and fills everything but the results.
 FwdProblem make_problem(const FwdArguments& a);
 
+// Where the keys of `batch` sequences lie, by a table of pages; k has them all.
+Pages make_pages(const View& block_table, const View& k, int batch, const View& q);
+
 // Scale, band, rules and sink, for a problem whose sizes are known.
 void describe_scores(FwdProblem& p, const Score& score, const View& q);
 

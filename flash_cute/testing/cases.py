@@ -215,8 +215,6 @@ def unsupported_on_cuda(case: Case | VarlenCase) -> str | None:
         return "head dim"
     if case.sink_dtype not in validate.CUDA_SINK_DTYPES:
         return "sink"
-    if isinstance(case, VarlenCase) and case.page_size:
-        return "block_table"
     return None
 
 

@@ -43,6 +43,6 @@ def verify_families(inputs: Inputs, with_dlse: bool = False, deterministic: bool
     """`verify`, and again with every older family of kernels that a newer GPU would pass over."""
     ratio = verify(inputs, with_dlse, deterministic)
     for family in forward_families(inputs.q.device)[:-1] if inputs.q.is_cuda else ():
-        with library.only(family, "bwd_"):
+        with library.only(family, "decode_", "bwd_"):
             ratio = max(ratio, verify(inputs, with_dlse, deterministic))
     return ratio

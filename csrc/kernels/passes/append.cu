@@ -26,8 +26,9 @@ struct Movers {
 
   static Movers of(int64_t rows, int heads, int head_dim, int width) {
     auto bits = [](int n) { return static_cast<unsigned>(std::bit_width(static_cast<unsigned>(n) - 1)); };
-    const unsigned of_head = bits(head_dim / 2 / width);
-    return {rows, heads, head_dim / 2, of_head, of_head + bits(heads)};
+    const int pairs = (head_dim + 1) / 2;  // the last one may have one number alone
+    const unsigned of_head = bits((pairs + width - 1) / width);
+    return {rows, heads, pairs, of_head, of_head + bits(heads)};
   }
 
   int64_t ctas() const { return ((rows << bits_of_row) + kThreads - 1) / kThreads; }
@@ -151,8 +152,9 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
   const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? p.rotary.half : kWidth);
   const int64_t in = source.b * from.batch + source.row * from.row + item.head * from.head;
   // The row is on its way while its place is looked up, and the place while the row is turned.
-  Vector<Element, kWidth> x[2] = {vector_at<Element, kWidth>(from.ptr, in + first),
-                                  vector_at<Element, kWidth>(from.ptr, in + second)};
+  const bool is_pair = kWidth > 1 || second < (kind == kValues ? f.head_dim_v : f.head_dim);
+  Vector<Element, kWidth> x[2] = {vector_at<Element, kWidth>(from.ptr, in + first), {}};
+  if (is_pair) x[1] = vector_at<Element, kWidth>(from.ptr, in + second);
   const Target target = is_query ? rotates_at(p, source) : joins_at(p, source);
   if (!target.exists) return;
   Element* const out =
@@ -161,7 +163,7 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
   if (turns) turn_pairs(x, p.rotary, target.position, item.pair);
   if (!arrives) return;
   *reinterpret_cast<Vector<Element, kWidth>*>(out + first) = x[0];
-  *reinterpret_cast<Vector<Element, kWidth>*>(out + second) = x[1];
+  if (is_pair) *reinterpret_cast<Vector<Element, kWidth>*>(out + second) = x[1];
 }
 
 // The first CTAs append keys, those that follow values, and the others rotate queries.

@@ -1,0 +1,37 @@
+// Where errors leave the library.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <exception>
+#include <string>
+
+namespace flash_cute {
+
+using BoxedOp = void (*)(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
+// Runs an op; what it threw, in words, or null.
+template <BoxedOp kOp>
+__attribute__((noinline)) const char* error_of(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
+  thread_local std::string message;
+  try {
+    kOp(stack, num_arguments, num_results);
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+  } catch (...) {
+    message = "flash_cute: unknown error";
+  }
+  return message.c_str();
+}
+
+// An op as libtorch calls it: libtorch throws its errors. An exception of this library's own would end the process where
+// a C++ runtime is linked into it. Nothing here is to be destroyed when libtorch throws.
+template <BoxedOp kOp>
+void guarded(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
+  const char* error = error_of<kOp>(stack, num_arguments, num_results);
+  if (error != nullptr) aoti_torch_check(false, "", "", 0, error);
+}
+
+}  // namespace flash_cute
