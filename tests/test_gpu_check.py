@@ -80,11 +80,12 @@ def test_tests_are_counted():
 
 def test_random_cases_are_added_up():
     results = [
-        {"cases": 2000, "worst": 0.5, "failures": []},
-        {"cases": 400, "worst": 0.75, "failures": ["python -m ..."]},
+        {"seed": 3, "cases": 2000, "worst": 0.5, "failures": []},
+        {"seed": 4, "cases": 400, "worst": 0.75, "failures": ["python -m ..."]},
     ]
     found = gpu_stages.fuzz_found(results, [3, 4, 5], [ended(0), ended(1), ended(-11)])
-    assert found.figures == {"cases": 2400, "seeds": [3, 4, 5], "worst": 0.75}
+    of_seed = {"3": 2000, "4": 400, "5": None}
+    assert found.figures == {"cases": 2400, "cases_of_seed": of_seed, "worst": 0.75}
     assert found.failures == [
         "python -m ...",
         "fuzz: --seed 5 ended with status -11, see x_0.log",
@@ -94,10 +95,17 @@ def test_random_cases_are_added_up():
     assert gpu_stages.fuzz_found(results[:1], [3], [ended(0)]).failures == []
 
 
+STOPPED = "========= Target application returned an error"
+
+
 def test_findings_of_memcheck():
     head, clean = "========= COMPUTE-SANITIZER", "========= ERROR SUMMARY: 0 errors"
     shares = [["a"], ["b", "c"], ["d"]]
-    some = [ended(0, head, "ran a", clean), ended(None, head, "ran b"), ended(0, "ran d", clean)]
+    some = [
+        ended(0, head, "ran a", clean),
+        ended(None, head, "ran b", STOPPED),
+        ended(0, "ran d", clean),
+    ]
     found = gpu_stages.memcheck_found(shares, some)
     assert found.figures == {"checked": ["a", "b", "d"]} and found.ran_out
     assert found.failures == ["memcheck: 1 of 4 kernels did not run"]
@@ -105,7 +113,10 @@ def test_findings_of_memcheck():
     found = gpu_stages.memcheck_found(shares, [*some[:2], broken])
     assert found.figures == {"checked": ["a", "b"]}
     (failure,) = found.failures
-    assert failure.startswith("memcheck: ========= Invalid __global__ read of size 4 bytes; ended")
+    assert failure.startswith("memcheck; ========= Invalid __global__ read of size 4 bytes; ended")
+    raised = ended(1, head, "RuntimeError: no", STOPPED, clean)
+    (failure,) = gpu_stages.memcheck_found([["a"]], [raised]).failures
+    assert failure == "memcheck; RuntimeError: no; ended with status 1, see x_0.log"
 
 
 def test_a_missing_sanitizer_is_a_failure(monkeypatch):
@@ -172,7 +183,7 @@ def stages(monkeypatch):
         "repeats": Found({"times": 1000, "calls": 9}, [], False),
         "tests": Found({"passed": 10, "failed": 0, "skipped": 2, "error": 0}, [], False),
         "memcheck": Found({"checked": [FWD_ID]}, [], False),
-        "fuzz": Found({"cases": 3000, "seeds": [1, 2], "worst": 0.5}, [], False),
+        "fuzz": Found({"cases": 3000, "cases_of_seed": {"1": 3000}, "worst": 0.5}, [], False),
     }
     for name in found:
         monkeypatch.setattr(gpu_stages, name, lambda *_, name=name: found[name])
@@ -196,7 +207,7 @@ def test_the_record(stages):
         assert stage["seconds"] < stage["budget"] and not stage["ran_out"]
     assert record["stages"]["memcheck"]["checked"] == 1
     assert record["stages"]["memcheck"]["kernels"] == 2
-    assert record["stages"]["fuzz"]["seeds"] == [1, 2]
+    assert record["stages"]["fuzz"]["cases_of_seed"] == {"1": 3000}
     assert json.loads(json.dumps(record)) == record
 
 

@@ -31,7 +31,7 @@ from kernel_hash import (
 )
 
 # Parts of the time, in this order; what a stage leaves is the next one's. The rest is for the end.
-SHARES = {"repeats": 0.06, "tests": 0.46, "memcheck": 0.22, "fuzz": 0.22}
+SHARES = {"repeats": 0.1, "tests": 0.44, "memcheck": 0.2, "fuzz": 0.22}
 _MOST_FAILURES, _MOST_CHARACTERS = 40, 300  # in the record
 
 
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="within which all ends")
     workers = min(8, os.cpu_count() or 1)
     parser.add_argument("--workers", type=int, default=workers, help="processes side by side")
-    parser.add_argument("--commit", help="that is checked; default: that of the repository")
+    parser.add_argument("--commit", help="default: $FLASH_CUTE_COMMIT, or the repository's")
     parser.add_argument("--no-memcheck", action="store_true", help="which is recorded")
     parser.add_argument("--json", type=Path, default=RECORD, help="file for the record")
     options = parser.parse_args(argv, argparse.Namespace(started=started))

@@ -27,7 +27,10 @@ _START_S = 20.0  # that a random run needs to import, and to end its last case
 
 _PYTEST_SUMMARY = re.compile(r"^=*\s*\d+ (?:passed|failed|skipped|error|deselected).* in .*s", re.M)
 _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) \S+::.*", re.M)
-_SANITIZER_FINDING = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY: 0)\S.*", re.M)
+# What the sanitizer says of a process that was stopped is no finding.
+_SANITIZER_FINDING = re.compile(
+    r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY: 0|Target application|Error: process)\S.*", re.M
+)
 
 
 class Ended(NamedTuple):
@@ -149,7 +152,9 @@ def fuzz_found(results: list[dict[str, Any]], seeds: list[int], ended: list[Ende
     if cases < LEAST_CASES:
         failures.append(f"fuzz: {cases} cases, fewer than {LEAST_CASES}")
     worst = max((result["worst"] for result in results), default=0.0)
-    figures = {"cases": cases, "seeds": seeds, "worst": round(worst, 3)}
+    cases_of_seed: dict[str, int | None] = {str(seed): None for seed in seeds}
+    cases_of_seed |= {str(result["seed"]): result["cases"] for result in results}
+    figures = {"cases": cases, "cases_of_seed": cases_of_seed, "worst": round(worst, 3)}
     return Found(figures, failures, any(one.status is None for one in ended))
 
 
@@ -178,8 +183,8 @@ def memcheck_found(shares: list[list[str]], ended: list[Ended]) -> Found:
         if one.status in (0, None) and not findings:
             checked += [id for id in share if f"ran {id}\n" in one.output]
         else:
-            said = findings[0] if findings else one.output.strip().rpartition("\n")[2]
-            failures.append(f"memcheck: {said}; {one.failure()}")
+            said = findings or re.findall(r"^(?!=).+", one.output, re.M)[-1:]
+            failures.append("; ".join(("memcheck", *said[:1], one.failure())))
     ran_out = any(one.status is None for one in ended)
     missing = sum(map(len, shares)) - len(checked)
     if missing and not failures:
