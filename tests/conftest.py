@@ -6,11 +6,29 @@ from collections.abc import Callable, Iterator
 
 import kvcache_calls
 import pytest
+import torch
 
 from flash_cute import library
 from flash_cute.testing import cases, kernels, kvcache
 
 MakeInputs = Callable[..., cases.Inputs]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--only-cuda", action="store_true", help="leave out what needs no GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--only-cuda"):
+        others = [item for item in items if not runs_on_cuda(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if runs_on_cuda(item)]
+
+
+def runs_on_cuda(item: pytest.Item) -> bool:
+    """Whether a test takes the fixture `cuda`, or `device` on CUDA."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return "cuda" in getattr(item, "fixturenames", ()) or parameters.get("device") == "cuda"
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -22,11 +40,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def cuda() -> str:
-    """For tests that make sense on CUDA only."""
+def cuda() -> Iterator[str]:
+    """For tests that make sense on CUDA only. Much memory is given back, for tests beside them."""
     if not library.can_use_cuda():
         pytest.skip("no CUDA device, or a library without CUDA kernels")
-    return "cuda"
+    yield "cuda"
+    if torch.cuda.memory_reserved() > 2**32:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -252,6 +252,7 @@ def test_more_than_65535_blocks(cuda, shape):
         bounds.check_gradients(got, dataclasses.replace(inputs, **tensors), out[part])
 
 
+@pytest.mark.xdist_group("memory")
 def test_offsets_beyond_31_bits(cuda):
     """Every tensor of 2^31 + 2^23 elements; the first and last heads against the oracle."""
     shape = (1, 257, 65536, 128)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 PAGES = [*GUIDES, "CHANGELOG.md", "benchmarks/README.md", "third_party/README.md"]
 MADE_BY_MAKE = (".venv/", "build/")
+MADE_ON_A_GPU = {"benchmarks/results/gpu_check.json"}  # may be missing as long as there was none
 SUFFIXES = "py|md|toml|txt|h|cpp|cu|def|cmake|json"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -66,6 +67,8 @@ def name_in_tables(case: str) -> str:
 def rates_in(results: Path) -> dict[tuple[str, str], set[str]]:
     """What a JSON of benchmarks.attention says of each (case, candidate), forward and backward; of
     other JSONs nothing."""
+    if not results.exists() and results.relative_to(ROOT).as_posix() in MADE_ON_A_GPU:
+        return {}
     rates: dict[tuple[str, str], set[str]] = {}
     for row in json.loads(results.read_text()).get("results", []):
         for candidate, entry in row["candidates"].items():
@@ -141,7 +144,7 @@ def test_relative_links_resolve(page):
             continue
         path, _, anchor = target.partition("#")
         linked = folder / path if path else ROOT / page
-        assert linked.exists(), target
+        assert linked.exists() or target in MADE_ON_A_GPU, target
         assert not anchor or anchor in heading_anchors(linked), target
 
 

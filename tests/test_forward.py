@@ -405,6 +405,7 @@ def test_more_than_65535_blocks(cuda, shape):
     checks.forward(make_inputs(case, cuda))
 
 
+@pytest.mark.xdist_group("memory")
 def test_offsets_beyond_31_bits(cuda):
     """q, k, v and out of 2^31 + 2^23 elements each; the first and last rows against the oracle."""
     shape = (1, 257, 65536, 128)
@@ -417,6 +418,7 @@ def test_offsets_beyond_31_bits(cuda):
         bounds.check_forward(out[:, :, heads], lse[:, heads], bounds.forward_oracle(part))
 
 
+@pytest.mark.xdist_group("memory")
 def test_strides_beyond_31_bits(cuda):
     """A batch stride of 2^31 + 64 elements in q, k and v, which share one storage of 4 GiB."""
     storage = torch.empty(2**31 + 2**16, dtype=BF16, device=cuda)

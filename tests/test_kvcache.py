@@ -243,6 +243,7 @@ def test_kernel(cuda, name, seqlens_q):
         check(make_cache_inputs(case, cuda))
 
 
+@pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize(
     ("heads_k", "keys", "dim", "bytes_of_cta"),
     [(2, 33_008, 64, 9e6), (8, 17_008, 128, 16e6), (3, 12_000, 128, 9e6), (4, 1024, 64, 4.3e6)],
@@ -269,6 +270,7 @@ def test_many_keys(cuda, heads_k, keys, dim, bytes_of_cta, page_size):
     check(inputs.changed(cache_seqlens=None, k_cache=k, v_cache=v, **changes))
 
 
+@pytest.mark.xdist_group("memory")
 def test_more_elements_than_int32_counts(cuda):
     """Pages that start behind 2^31 elements."""
     pages, page_size = 2**31 // (16 * 8 * 128) + 50, 16

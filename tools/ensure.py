@@ -4,11 +4,21 @@ Packages that the machine already has are left as they are, so that nothing is a
 for them.
 """
 
+import importlib.metadata
 import importlib.util
+import shutil
 import subprocess
 import sys
 
 MODULES = {"clang-format": "clang_format"}
+PROGRAMS = {"nvidia-cuda-cuobjdump": "cuobjdump"}  # packages that hold a program and no module
+
+
+def is_there(name: str, module: str) -> bool:
+    if name not in PROGRAMS:
+        return importlib.util.find_spec(module or MODULES.get(name, name)) is not None
+    installed = {found.name for found in importlib.metadata.distributions()}
+    return name in installed or shutil.which(PROGRAMS[name]) is not None
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +29,7 @@ def main(arguments: list[str]) -> int:
             continue
         requirement, _, module = argument.partition(":")
         name = requirement.partition("==")[0]
-        if importlib.util.find_spec(module or MODULES.get(name, name)) is None:
+        if not is_there(name, module):
             missing.append(requirement)
     if not missing:
         return 0

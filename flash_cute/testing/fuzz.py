@@ -1,13 +1,15 @@
 """Random trials of all features against the oracle: ``python -m flash_cute.testing.fuzz``.
 
 ``--cases N --seed S`` says which trials, ``--seconds T`` when to stop. Each failure prints a line:
-the command that repeats it, and what was wrong. The exit status is 1 then.
+the command that repeats it, and what was wrong. The exit status is 1 then. ``--json PATH`` writes
+what was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import secrets
 import shlex
@@ -15,8 +17,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +35,19 @@ _QUIET_S = 10.0  # between two lines of progress
 
 @dataclass
 class Tally:
-    """What a run has found so far; `worst` is the largest error, as a fraction of its bound."""
+    """What a run has found so far: a line of each failure, and `worst`, the largest error, as a
+    fraction of its bound."""
 
     done: int = 0
-    failures: int = 0
+    failures: list[str] = field(default_factory=list)
     worst: float = 0.0
     worst_trial: Trial | None = None
 
     def __str__(self) -> str:
-        return f"{self.done} cases, {self.failures} failures, errors up to {self.worst:.2f} bounds"
+        return (
+            f"{self.done} cases, {len(self.failures)} failures, "
+            f"errors up to {self.worst:.2f} bounds"
+        )
 
 
 class Progress:
@@ -102,8 +109,8 @@ def fuzz(chosen: Iterable[Trial], device: str, seconds: float, to: Progress) -> 
         try:
             ratio = trial.run(device)
         except Exception as error:  # whatever an op raises is a finding
-            tally.failures += 1
-            to.say(f"{_command(trial, device)}  # {_described(error)}")
+            tally.failures.append(f"{_command(trial, device)}  # {_described(error)}")
+            to.say(tally.failures[-1])
             if isinstance(error, torch.AcceleratorError):
                 to.say("the device takes no more work after this error")
                 break
@@ -132,6 +139,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="start no case after that time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
     parser.add_argument("--case", metavar="JSON", help="one case, as a failure printed it")
+    parser.add_argument("--json", type=Path, help="file for the seed, the tally and the failures")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not on_cuda:
         parser.error("--device cuda: no CUDA device, or a library without CUDA kernels")
@@ -156,11 +164,22 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     with progress(options.total) as to:
         tally = fuzz(options.chosen, options.device, seconds, to)
+    took = time.monotonic() - started
     origin = "" if options.case is not None else f", --seed {options.seed}"
-    print(f"{tally} on {options.device} in {time.monotonic() - started:.0f} s{origin}")
+    print(f"{tally} on {options.device} in {took:.0f} s{origin}")
     if tally.worst_trial is not None:
         print(f"largest error: {_command(tally.worst_trial, options.device)}")
-    return int(tally.failures > 0)
+    if options.json is not None:
+        found: dict[str, Any] = {
+            "device": options.device,
+            "seed": options.seed,
+            "seconds": round(took, 1),
+            "cases": tally.done,
+            "worst": tally.worst,
+            "failures": tally.failures,
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(bool(tally.failures))
 
 
 if __name__ == "__main__":

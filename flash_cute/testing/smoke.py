@@ -2,7 +2,7 @@
 
 ``python -m flash_cute.testing.smoke PART`` runs those kernels alone whose id contains PART. Each
 backward kernel needs a forward one among them: ``_sm80_`` has them, ``_sm90_`` has none for dropout
-at 256 dims.
+at 256 dims. With whole ids, any number of them, others help. A line says which kernel has run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flash_cute import library, ops
-from flash_cute.testing.kernels import parse
+from flash_cute.testing.kernels import Kernel, parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 
 HEADS = 4
@@ -69,24 +69,33 @@ def cached(name: str, dtype: torch.dtype, dim: int, dim_v: int) -> None:
             make_cache_inputs(case, "cuda").changed(**splits).run()
 
 
-def main(part: str = "") -> None:
-    names = [name for name in library.kernels() if part in name]
+def trained(kernel: Kernel) -> None:
+    """Forward and backward, one of them by the kernel."""
+    options = {"allow_tf32": kernel.precision == "tf32"}
+    if kernel.tier == "rich":
+        options |= rules(kernel.has_dropout)
+    dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
+    # Columns that do not exist, and rows that are not aligned where that may be.
+    missing = max(kernel.vector, 5)
+    varlen(kernel.dtype, kernel.dim - missing, kernel.dim_v - 2 * missing, options)
+
+
+def main(*parts: str) -> None:
+    known = library.kernels()
+    whole = bool(parts) and set(parts) <= set(known)
+    names = parts if whole else [id for id in known if any(x in id for x in parts or ("",))]
+    helpers = known if whole else names
     for name in names:
         kernel = parse(name)
         if kernel.op == "decode":
             cached(name, kernel.dtype, kernel.dim, kernel.dim_v)
             cached(name, kernel.dtype, kernel.dim - 8, kernel.dim_v - 16)
-            continue
-        options = {"allow_tf32": kernel.precision == "tf32"}
-        if kernel.tier == "rich":
-            options |= rules(kernel.has_dropout)
-        others = (n for n in names if n.startswith(f"{kernel.other_op}_"))
-        with library.only(name, *others):
-            dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
-            # Columns that do not exist, and rows that are not aligned where that may be.
-            missing = max(kernel.vector, 5)
-            varlen(kernel.dtype, kernel.dim - missing, kernel.dim_v - 2 * missing, options)
-    torch.cuda.synchronize()
+        else:
+            others = [id for id in helpers if id.startswith(f"{kernel.other_op}_")]
+            with library.only(name, *others):
+                trained(kernel)
+        torch.cuda.synchronize()
+        print(f"ran {name}", flush=True)
     print(f"{len(names)} kernels ran")
 
 
