@@ -58,71 +58,49 @@ class ForwardRules {
       : cap_(p.rules.softcap),
         scale_(p.softmax_scale),
         biased_(p.rules.alibi != nullptr),
+        is_causal_(p.band.right == 0),
         slope_(slope_of(p.rules, batch, head)) {}
 
-  // Whether products of scores are to begin with what begin() gives, for 0: ALiBi in their units, as it then takes one
-  // instruction a score, not three. A softcap comes before it, and scale 0 leaves no units.
-  CUTE_DEVICE bool begins() const { return kShortcuts && biased_ && cap_ == 0.f && fabsf(scale_) > kLeastScale; }
-
-  // ALiBi, or 0 where it is too large: tensor cores lose the low bits of what they add to a large number.
-  template <class Scores, class Coordinates>
-  CUTE_DEVICE void begin(Scores&& scores, const Coordinates& at, int row, int col) const {
-    fill(scores, 0.f);
-    if (!is_small(scores, at, row, col)) return;
-    const float slope = slope_ / scale_;
-    each_distance(scores, at, row, col, [&](float& score, float distance) { score = -slope * distance; });
-  }
-
-  // What is left to do after the products. A factor stays out: scale_log2().
+  // Softcap and ALiBi of a tile. A factor stays out: scale_log2().
   template <class Scores, class Coordinates>
   CUTE_DEVICE void apply(Scores&& scores, const Coordinates& at, int row, int col) const {
-    if (begins() && !is_small(scores, at, row, col)) {
-      const float slope = slope_ / scale_;
-      each_distance(scores, at, row, col, [&](float& score, float distance) { score = score - slope * distance; });
-    }
+    if (adds_in_units()) add_bias(scores, at, row, col);
     apply_rules<kShortcuts>(
-        scores, cap_, scale_, biased_ && !begins(), [&](int) { return slope_; },
+        scores, cap_, scale_, biased_ && !adds_in_units(), [&](int) { return slope_; },
         [&](int r) { return distance(at, r, row, col); });
   }
 
   // What scores are still multiplied by after apply().
-  CUTE_DEVICE float scale_log2() const { return rule_scale_log2(cap_, scale_, biased_ && !begins()); }
+  CUTE_DEVICE float scale_log2() const { return rule_scale_log2(cap_, scale_, biased_ && !adds_in_units()); }
 
  private:
   static constexpr float kLeastScale = 1e-20f;
-  // Largest ALiBi of a score that products begin with: 256 dims in steps of 16 lose 2^-23 of it each, in all less than
-  // an eighth of fp16's rounding unit.
-  static constexpr float kMostAtBegin = 32.f;
 
-  // Whether ALiBi of all of this thread's scores is.
+  // Whether ALiBi joins scores before their scale, which then costs nothing. A softcap comes before it, and scale 0
+  // leaves no units.
+  CUTE_DEVICE bool adds_in_units() const { return kShortcuts && biased_ && cap_ == 0.f && fabsf(scale_) > kLeastScale; }
+
+  // ALiBi in units of products, with one rounding. It may be thousands: tensor cores, which would add it for nothing,
+  // lose the low bits of what they add to a large number. Under a causal mask keys after the query are hidden anyway.
   template <class Scores, class Coordinates>
-  CUTE_DEVICE bool is_small(const Scores& scores, const Coordinates& at, int row, int col) const {
+  CUTE_DEVICE void add_bias(Scores&& scores, const Coordinates& at, int row, int col) const {
     constexpr int kRows = decltype(size<0>(scores))::value, kColumns = decltype(size<1>(scores))::value;
-    const float last = float(column_offset(kColumns - 1));
-    const float farthest = fmaxf(distance(at, kRows - 1, row, col), last - distance(at, 0, row, col));
-    return fabsf(slope_) * farthest <= kMostAtBegin;
-  }
-
-  // f(score, how far its key lies from its query) for all of this thread's scores.
-  template <class Scores, class Coordinates, class F>
-  CUTE_DEVICE static void each_distance(Scores&& scores, const Coordinates& at, int row, int col, F f) {
-    constexpr int kRows = decltype(size<0>(scores))::value, kColumns = decltype(size<1>(scores))::value;
-    const bool after = distance(at, 0, row, col) >= float(column_offset(kColumns - 1));
-    const bool before = distance(at, kRows - 1, row, col) <= 0.f;
-    auto each = [&](auto of) {
+    const float slope = slope_ / scale_;
+    auto add = [&](auto signless, float slope) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const float from_first = distance(at, r, row, col);
         CUTE_UNROLL
-        for (int c = 0; c < kColumns; ++c) f(scores(r, c), of(from_first - float(column_offset(c))));
+        for (int c = 0; c < kColumns; ++c) scores(r, c) -= slope * signless(from_first - float(column_offset(c)));
       }
     };
-    if (after) {
-      each([](float x) { return x; });
-    } else if (before) {
-      each([](float x) { return -x; });
+    auto as_it_is = [](float x) { return x; };
+    if (is_causal_ || distance(at, 0, row, col) >= float(column_offset(kColumns - 1))) {  // keys before the queries
+      add(as_it_is, slope);
+    } else if (distance(at, kRows - 1, row, col) <= 0.f) {  // keys after them
+      add(as_it_is, -slope);
     } else {
-      each([](float x) { return fabsf(x); });
+      add([](float x) { return fabsf(x); }, slope);
     }
   }
 
@@ -133,7 +111,7 @@ class ForwardRules {
   }
 
   float cap_, scale_;
-  bool biased_;
+  bool biased_, is_causal_;
   float slope_;
 };
 

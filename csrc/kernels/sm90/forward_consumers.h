@@ -124,21 +124,17 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       return make_tensor(tSrS.data(), partition_fragment_C(mma, Shape<Int<C.block_m>, decltype(keys)>{}).layout());
     };
 
-    // Starts the products of scores of the first keys of tile n, once `may_start` returns.
-    auto start_scores = [&](int n, auto keys, auto may_start) __attribute__((always_inline)) {
+    // Starts the products of scores of a tile's first keys, once they are there and it is the warpgroup's turn.
+    auto start_scores = [&](auto keys) __attribute__((always_inline)) {
       typename T::template MmaQK<decltype(keys)::value> mma;
       Tensor all_k = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
       Tensor k = local_tile(all_k, Shape<decltype(keys), Int<C.head_dim>>{}, make_coord(0, 0));  // (key,dim)
       Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(k);  // (MMA,1,MMA_K)
       Tensor acc = scores_of(keys);  // (MMA,1,1)
-      if (C.rich() && rules.begins()) {
-        rules.begin(rows_of(acc), at, stand, first_key(n));
-        may_start();
-        start_product<GMMA::ScaleOut::One>(mma, tSrQ, tSrK, acc);
-      } else {
-        may_start();
-        start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
-      }
+      // After this wait K of the tile is in shared memory.
+      storage.ring_k.wait(at_k);
+      if constexpr (T::kPingPong) baton.take();
+      start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
     };
 
     // Columns whose exponentials run before the wait for the product of outputs; more of them hold up what follows it.
@@ -238,10 +234,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         if (kReleasesEarly && n == range.begin) storage.ring_q.release(at_q);
       };
       auto begin = [&](auto keys, auto masked) __attribute__((always_inline)) {
-        start_scores(n, keys, [&] {
-          storage.ring_k.wait(at_k);
-          if constexpr (T::kPingPong) baton.take();
-        });
+        start_scores(keys);
         if constexpr (T::kPingPong) baton.pass();
         wait_products<0>(tSrS);
         storage.ring_k.release(at_k);
@@ -261,10 +254,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       round();
       // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
       auto step = [&](auto masked) __attribute__((always_inline)) {
-        start_scores(n, all_keys, [&] {
-          storage.ring_k.wait(at_k);
-          if constexpr (T::kPingPong) baton.take();
-        });
+        start_scores(all_keys);
         storage.ring_v.wait(at_v);
         start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
         if constexpr (T::kPingPong) baton.pass();
