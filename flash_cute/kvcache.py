@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_kvcache, validate_ops
+from flash_cute import autocast, ops, validate, validate_kvcache, validate_ops
 
 
 def flash_attn_with_kvcache(
@@ -48,7 +48,9 @@ def flash_attn_with_kvcache(
     """Attention of a few queries a sequence over its cache, which new keys and values join first.
 
     Args:
-        q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``.
+        q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``. Under
+            ``torch.autocast`` q, k, v and the rotary tables are cast to the caches' dtype, unless
+            they are fp64.
         k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
             page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
         v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor. Where k
@@ -115,6 +117,7 @@ def flash_attn_with_kvcache(
         ("check_indices", check_indices),
     ):
         validate.flag(name, flag)
+    q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flash_cute import cpu, flops, validate_kvcache, validate_ops, vmap
+from flash_cute import autocast, cpu, flops, validate_kvcache, validate_ops, vmap
 from flash_cute.library import has_cuda_kernels, kernels
 
 __all__ = [
@@ -403,6 +403,7 @@ def _register() -> torch.library.Library:
     torch.library.register_fake("flash_cute::varlen_fwd", _varlen_fwd_fake)
     flops.register()
     vmap.register(library, bind)
+    autocast.register(library)
     return library
 
 

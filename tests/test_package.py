@@ -32,6 +32,6 @@ def test_a_package_has_the_bits_of_eager(tmp_path):
             exported, package_path=str(tmp_path / "attention.pt2")
         )
         loaded = torch._inductor.aoti_load_package(package)
-        for args in (args, (*torch.randn(3, 2, 24, 4, 16), torch.randn(4))):
-            for got, expected in zip(loaded(*args), module(*args), strict=True):
+        for given in (args, (*torch.randn(3, 2, 24, 4, 16), torch.randn(4))):
+            for got, expected in zip(loaded(*given), module(*given), strict=True):
                 assert torch.equal(got, expected)
