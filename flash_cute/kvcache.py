@@ -160,6 +160,8 @@ def flash_attn_with_kvcache(
             out, softmax_lse = ops.fwd_kvcache(
                 *caches, *places, *sequences, *score, rotary_interleaved, *splits
             )
+    except NotImplementedError:
+        raise
     except RuntimeError:
         if q.is_cuda:  # one reason has a remedy; looking for it in each call would take long
             validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)

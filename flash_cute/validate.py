@@ -166,7 +166,7 @@ def options(
 
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) -> None:
     """Refuses what the CUDA kernels do not do (yet); ``paged``: there is a block_table."""
-    cuda_build_and_sink(sink)
+    cuda_build_and_sink(q, sink)
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported on CUDA yet; supported: "
@@ -184,9 +184,9 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) 
         )
 
 
-def cuda_build_and_sink(sink: Tensor | None) -> None:
-    """What no CUDA kernel of any op does."""
-    if not has_cuda_kernels():
+def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
+    """What no CUDA kernel of any op does. Fake tensors need none."""
+    if not has_cuda_kernels() and not _is_fake(q):
         raise NotImplementedError(
             "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
             "build with nvcc (FLASH_CUTE_BUILD=cuda make build), or move the tensors to the CPU"
@@ -196,6 +196,15 @@ def cuda_build_and_sink(sink: Tensor | None) -> None:
             f"sink has dtype {sink.dtype}, which is not supported on CUDA; supported: "
             f"{_listed(CUDA_SINK_DTYPES)}; cast it"
         )
+
+
+def _is_fake(x: Tensor) -> bool:
+    """Whether ``x`` has no memory, only a device; what torch.compile traces cannot be told."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(x)
 
 
 def tensor(name: str, x: Any) -> None:
