@@ -9,8 +9,9 @@ heads, both of which attention keeps apart:
 - ``combine``: the rows.
 
 Some calls are made one by one. With dropout, as what is dropped depends on the place in the batch
-and in the heads. And where samples differ in what describes packed sequences, in the sink over a
-cache, or in one cache of the two. Ops that write into their arguments are refused by name.
+and in the heads. And where samples differ in what describes packed sequences; over a cache where
+queries are packed, and where samples differ in the sink or in one cache of the two. Ops that write
+into their arguments are refused by name.
 """
 
 from __future__ import annotations
@@ -59,8 +60,11 @@ def _wrap_legacy(x: Tensor, dim: int, level: int) -> Tensor:
 # --- rules ---------------------------------------------------------------------------------------
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+def _readable(name: str, x: Tensor) -> Tensor:
+    """``x``, or a copy of it that is as contiguous as the ops want the argument of this name."""
+    if name not in _STATISTICS and (x.stride(-1) == 1 or x.shape[-1] <= 1):
+        return x
+    return x.contiguous()
 
 
 def _each(name: str, samples: int, mapped: set[str], bound: Bound) -> Tensor:
@@ -71,7 +75,7 @@ def _each(name: str, samples: int, mapped: set[str], bound: Bound) -> Tensor:
 
 def _one_by_one(op: Any, samples: int, mapped: set[str], bound: Bound) -> Any:
     def sample(i: int) -> Results:
-        return op(*(_contiguous_rows(x[i]) if n in mapped else x for n, x in bound.items()))
+        return op(*(_readable(n, x[i]) if n in mapped else x for n, x in bound.items()))
 
     calls = [sample(i) for i in range(samples)]
     results = [None if xs[0] is None else torch.stack(xs) for xs in zip(*calls, strict=True)]
@@ -85,12 +89,12 @@ def _into_batch(op: Any, samples: int, mapped: set[str], bound: Bound) -> Any:
     for name in (*_ROWS, *_STATISTICS, *_PLACES):
         if bound.get(name) is not None:
             x = _each(name, samples, mapped, bound).flatten(0, 1)
-            folded[name] = x.contiguous() if name in _STATISTICS else _contiguous_rows(x)
+            folded[name] = _readable(name, x)
     slopes = bound["alibi_slopes"]
     if slopes is not None and (slopes.dim() == 2 or "alibi_slopes" in mapped):
         each = _each("alibi_slopes", samples, mapped, bound)
         each = each if each.dim() == 3 else each[:, None].expand(-1, batch, -1)
-        folded["alibi_slopes"] = _contiguous_rows(each.flatten(0, 1))
+        folded["alibi_slopes"] = _readable("alibi_slopes", each.flatten(0, 1))
     results = op(*folded.values())
     unfolded = tuple(None if x is None else x.unflatten(0, (samples, batch)) for x in results)
     return unfolded, tuple(None if x is None else 0 for x in results)
@@ -104,7 +108,7 @@ def _into_heads(op: Any, samples: int, mapped: set[str], bound: Bound, heads: An
             dim = -1 if name in ("alibi_slopes", "sink") else -2
             each = _each(name, samples, mapped, bound).movedim(0, dim - 1)
             x = each.flatten(dim - 1, dim)
-            folded[name] = x.contiguous() if name in _STATISTICS else _contiguous_rows(x)
+            folded[name] = _readable(name, x)
     results = op(*folded.values())
     unfolded = tuple(
         None if x is None else x.unflatten(dim, (samples, x.shape[dim] // samples))
@@ -145,7 +149,7 @@ def _attend_kvcache(op: Any, samples: int, mapped: set[str], bound: Bound) -> An
             places = torch.where((places >= 0) & (places < pages), places + first, -1)
         bound[name] = places.flatten(0, 1).contiguous()
     for cache in caches:
-        bound[cache] = _contiguous_rows(bound[cache].flatten(0, 1))
+        bound[cache] = _readable(cache, bound[cache].flatten(0, 1))
     return _into_batch(op, samples, mapped, bound)
 
 
@@ -192,11 +196,13 @@ def _apply(
 
 
 def _legacy(op: Any, rule: Rule, bind: Callable, *args: Any) -> Results:
-    """Kernel for the tensors of ``is_grads_batched``, level by level."""
+    """Kernel for the tensors of ``is_grads_batched``."""
     for level in range(1, 65):  # as many as torch has
         plain, in_dims = zip(*(_unwrap_legacy(x, level) for x in args), strict=True)
         if any(dim is not None for dim in in_dims):
             break
+    if any(map(_is_legacy, plain)):
+        raise NotImplementedError(f"{op}: is_grads_batched inside of itself is not supported")
     samples = next(len(x) for x, dim in zip(plain, in_dims, strict=True) if dim is not None)
     results, out_dims = _apply(op, rule, bind, samples, in_dims, plain)
     return tuple(

@@ -239,8 +239,6 @@ def test_other_calls_over_caches_take_a_call_each(device, name):
 def test_combine(device, lead, mapped):
     shapes = {"out_partial": (4, *lead, DIM), "lse_partial": (4, *lead)}
     arguments = {n: randn(device, *s, samples=mapped.get(n)) for n, s in shapes.items()}
-    if device == "cuda" and len(lead) > 1:
-        pytest.skip("the op on CUDA takes rows alone")
     check(partial(OPS.combine, dtype=BF16), arguments, mapped)
 
 

@@ -104,6 +104,16 @@ def test_several_gradients_at_once(device, form):
         torch.testing.assert_close(tuple(y[i] for y in got), grad([y[i] for y in several]))
 
 
+def test_several_gradients_inside_of_several_are_refused(device):
+    q, k, v = dense(device, {}, "q k v").values()
+    x = leaf(q)
+    inner, outer = (flash_cute.flash_attn_func(x, k, v) for _ in range(2))
+    several = partial(torch.autograd.grad, inputs=x, is_grads_batched=True)
+    outer.register_hook(lambda dout: several(inner, grad_outputs=torch.stack([dout, dout]))[0][0])
+    with pytest.raises(NotImplementedError, match="inside of itself"):
+        several(outer, grad_outputs=randn(device, SAMPLES, *outer.shape))
+
+
 def test_compiled_vmap(device):
     torch._dynamo.reset()
     args = tuple(dense(device, {"q": 0, "k": 0, "v": 0}, "q k v").values())
