@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.library import has_cuda_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,13 +103,7 @@ def length(name: str, x: int) -> None:
 
 def allowed(right: bool | torch.SymBool) -> bool:
     """``right``, or True for numbers that only data will tell: the graph asks when it runs."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-        if guard_or_true(right):
-            torch._check(right)
-            return True
-    return bool(right)
+    return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
 def options(

@@ -1,0 +1,104 @@
+"""Every symbol of torch that is not public and that flash_cute needs, behind a name of its own.
+
+torch may change such a symbol in any release. tests/test_torch_internals.py says what must hold of
+each, and that no other file of flash_cute uses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Contexts: a call of an op goes on below autograd's kernels, or below those that count versions.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+below_versions = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+def arguments(op: Any) -> list[Any]:
+    """The op's arguments by its schema: each has a name, a default_value and an alias_info."""
+    return op._schema.arguments
+
+
+def results(op: Any) -> list[str]:
+    """Names of the op's results by its schema."""
+    return [result.name for result in op._schema.returns]
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives in forward mode may be asked for."""
+    return forward_ad._current_level >= 0
+
+
+def in_transform() -> bool:
+    """Whether this is inside of a transform of torch.func: grad, vjp, vmap, ..."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def transformed() -> bool:
+    """Whether derivatives may be asked for in a way that ``requires_grad`` does not show."""
+    return in_forward_mode() or in_transform()
+
+
+@contextmanager
+def with_derivatives() -> Iterator[None]:
+    """Inside, derivatives of both modes are on: a formula's forward has them off."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def apply_formula(formula: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+    """``formula.apply``, which autograd's kernel of an op may also call inside of a transform.
+
+    There torch calls the kernel once a level, so the formula is one of a single level.
+    """
+    if not in_transform():
+        return formula.apply(*args)
+    with enable_single_level_autograd_function():
+        return _of_single_level(formula).apply(*args)
+
+
+@cache
+def _of_single_level(formula: type[torch.autograd.Function]) -> Any:
+    methods = {name: staticmethod(getattr(formula, name)) for name in ("forward", "backward")}
+    return type(formula.__name__, (_SingleLevelFunction,), methods)
+
+
+# --- kinds of tensors ----------------------------------------------------------------------------
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether ``x`` has no values, though it says that it is on a device."""
+    return isinstance(x, FakeTensor)
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+def constant_in_graphs(function: F) -> F:
+    """What ``torch.compiler.assume_constant_result`` does, which loads all of torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def assume(right: bool | torch.SymBool) -> bool:
+    """``right`` inside of a graph; True where only data will tell, which the graph then asks."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if guard_or_true(right):
+        torch._check(right)
+        return True
+    return bool(right)
