@@ -6,7 +6,7 @@ each, and that no other file of flash_cute uses one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -83,6 +83,22 @@ def _of_single_level(formula: type[torch.autograd.Function]) -> Any:
 def is_fake(x: Tensor) -> bool:
     """Whether ``x`` has no values, though it says that it is on a device."""
     return isinstance(x, FakeTensor)
+
+
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether an op on these tensors computes at once and as it stands, so that it may fill memory
+    that was allocated for it: no subclass, no mode, no graph and no mapped dimension is involved.
+    """
+    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(
+        x is None
+        or (
+            type(x) in (Tensor, torch.nn.Parameter)
+            and not torch._C._functorch.is_legacy_batchedtensor(x)
+        )
+        for x in tensors
+    )
 
 
 # --- torch.compile -------------------------------------------------------------------------------

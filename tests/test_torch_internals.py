@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
+import flash_cute
 from flash_cute import _torch_internals as internals
+
+PACKAGE = Path(flash_cute.__file__).parent
+HOME = PACKAGE / "_torch_internals.py"
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def names_in(node: ast.AST) -> list[str]:
+    """What an attribute or an import names, from torch's root on if it begins there."""
+    if isinstance(node, ast.Attribute):
+        return [ast.unparse(node)] if ast.unparse(node).startswith("torch.") else [node.attr]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def own_names() -> set[str]:
+    """Private names that flash_cute defines itself."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return names
+
+
+def test_private_symbols_live_in_one_file():
+    """Elsewhere a private name is flash_cute's own, or an object's that it made."""
+    own, found = own_names(), []
+    for path in PACKAGE.rglob("*.py"):
+        for node in [] if path == HOME else ast.walk(ast.parse(path.read_text())):
+            for name in names_in(node):
+                parts = set(filter(private, name.split(".")))
+                if parts if name.startswith("torch.") else parts - own - {HOME.stem}:
+                    found.append(f"{path.name}:{node.lineno}: {name}")
+    assert not found, found
 
 
 def test_below_autograd():
@@ -105,6 +153,33 @@ def test_fakes_are_told_from_tensors():
     with FakeTensorMode():
         assert internals.is_fake(torch.ones(2))
     assert not internals.is_fake(torch.ones(2))
+
+
+def test_plain_tensors_are_told_from_others():
+    x = torch.ones(2)
+    assert internals.are_plain([x, None, torch.nn.Parameter(x)])
+    assert not internals.are_plain([x, TwoTensor(x, x)])
+    assert not internals.are_plain([FakeTensorMode().from_tensor(x)])
+    seen = []
+
+    def look(x):
+        seen.append(internals.are_plain([x]))
+        return x.sum()
+
+    with FlopCounterMode(display=False):
+        look(x)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        look(x)
+    with forward_ad.dual_level():
+        look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x[None])
+    torch._vmap_internals._vmap(look)(x[None])  # of autograd's is_grads_batched
+    assert seen == [False] * 6
+    traced = torch.compile(
+        lambda x: x + 1 if internals.are_plain([x]) else x, backend="eager", fullgraph=True
+    )
+    assert torch.equal(traced(x), x)
 
 
 def test_constants_in_graphs():
