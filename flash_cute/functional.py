@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import autocast, ops, validate
+from flash_cute import _torch_internals as internals
+from flash_cute import ops, validate
+from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
@@ -84,7 +86,7 @@ def flash_attn_func(
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
             if options == _PLAIN:
-                with torch._C._AutoDispatchBelowAutograd():
+                with internals.below_autograd():
                     precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
                     out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
                 return (out, softmax_lse) if return_lse else out
@@ -304,7 +306,7 @@ def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _attend(
-    op: torch._ops.OpOverload,
+    op: Any,
     qkv: tuple[Tensor, Tensor, Tensor],
     sequences: tuple,
     batch: int,
@@ -352,7 +354,7 @@ def _attend(
     is_eager = not torch.compiler.is_compiling() and not ops.transformed()
     if not grad and is_eager:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
-        with torch._C._AutoDispatchBelowAutograd():
+        with internals.below_autograd():
             out, softmax_lse, _, probs = op(q, k, v, *args)
     elif packed is not None and packed.requires_grad and is_eager:
         separate_q = q if packed.shape[-3] == 2 else None

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import autocast, ops, validate, validate_kvcache, validate_ops
+from flash_cute import ops, validate, validate_kvcache, validate_ops
+from flash_cute.ops import autocast
 
 
 def flash_attn_with_kvcache(

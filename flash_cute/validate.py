@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.library import has_cuda_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,13 +103,7 @@ def length(name: str, x: int) -> None:
 
 def allowed(right: bool | torch.SymBool) -> bool:
     """``right``, or True for numbers that only data will tell: the graph asks when it runs."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-        if guard_or_true(right):
-            torch._check(right)
-            return True
-    return bool(right)
+    return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
 def options(
@@ -186,7 +181,7 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) 
 
 def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
     """What no CUDA kernel of any op does. Fake tensors need none."""
-    if not has_cuda_kernels() and not _is_fake(q):
+    if not has_cuda_kernels() and not internals.is_fake(q):
         raise NotImplementedError(
             "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
             "build with nvcc (FLASH_CUTE_BUILD=cuda make build), or move the tensors to the CPU"
@@ -196,15 +191,6 @@ def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
             f"sink has dtype {sink.dtype}, which is not supported on CUDA; supported: "
             f"{_listed(CUDA_SINK_DTYPES)}; cast it"
         )
-
-
-def _is_fake(x: Tensor) -> bool:
-    """Whether ``x`` has no memory, only a device; what torch.compile traces cannot be told."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    from torch._subclasses.fake_tensor import is_fake
-
-    return is_fake(x)
 
 
 def tensor(name: str, x: Any) -> None:

@@ -8,17 +8,13 @@ rule for direct calls. Backward ops take what forward took.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def _off(key: str) -> AbstractContextManager[None]:
-    """Inside, ops do not come to the kernels of this dispatch key again."""
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[return-value]
+from flash_cute import _torch_internals as internals
+from flash_cute.ops.schema import OPS
 
 
 def cast(*tensors: Any) -> tuple[Any, ...]:
@@ -57,7 +53,7 @@ def _to(dtype: torch.dtype, device: str, tensors: tuple[Any, ...]) -> tuple[Any,
 def _kernel(op: Any, key: str) -> Callable[..., Any]:
     def kernel(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
         qkv = cast(q, k, v)
-        with _off(key):
+        with internals.below(key):
             return op(*qkv, *options)
 
     return kernel
@@ -66,6 +62,6 @@ def _kernel(op: Any, key: str) -> Callable[..., Any]:
 def register(library: torch.library.Library) -> None:
     """Gives the forward ops their rule."""
     for name in ("fwd", "varlen_fwd"):
-        op = getattr(torch.ops.flash_cute, name).default
+        op = getattr(OPS, name).default
         for key in ("AutocastCPU", "AutocastCUDA"):
             library.impl(name, _kernel(op, key), key)

@@ -23,7 +23,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-Results = tuple[Tensor | None, ...]  # of an op; None is what was not asked for
+from flash_cute import _torch_internals as internals
+from flash_cute.ops.schema import OPS, Results, bind
+
 Bound = dict[str, Any]  # arguments by name; mapped ones have the dimension of samples in front
 # (op, how many samples, names of the mapped arguments, all arguments): results with a dimension of
 # samples, and where it is
@@ -36,25 +38,6 @@ _SEQUENCES = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_t
 # Where the results of an op have their heads.
 _HEADS_OF_FORWARD = (-2, -2, -2, -3)  # out, softmax_lse, row_max, softmax
 _HEADS_OF_BACKWARD = (-2, -2, -2, -1, -2)  # dq, dk, dv, dsink, softmax_d
-
-
-# --- torch's internals: the tensors of autograd's is_grads_batched ------------------------------
-
-
-def _is_legacy(x: Any) -> bool:
-    return isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def _unwrap_legacy(x: Any, level: int) -> tuple[Any, int | None]:
-    """``x`` with its samples of this level in front, and where they are; None: it has none."""
-    if not _is_legacy(x):
-        return x, None
-    plain = torch._remove_batch_dim(x, level, 0, 0)  # type: ignore[attr-defined]
-    return (x, None) if plain.shape[0] == 0 else (plain, 0)  # 0 samples: there were none
-
-
-def _wrap_legacy(x: Tensor, dim: int, level: int) -> Tensor:
-    return torch._add_batch_dim(x, dim, level)  # type: ignore[attr-defined]
 
 
 # --- rules ---------------------------------------------------------------------------------------
@@ -176,7 +159,7 @@ def _refuse(op: Any, samples: int, mapped: set[str], bound: Bound) -> NoReturn:
 
 def _refuse_outputs(op: Any, *_: Any, **__: Any) -> NoReturn:
     """Kernel of an out overload."""
-    output = next(x.name for x in op._schema.arguments if x.kwarg_only)
+    output = next(x.name for x in internals.arguments(op) if x.kwarg_only)
     raise NotImplementedError(
         f"{op}: vmap over an op that writes into {output}, and other tensors it is given, is not "
         "supported; call the overload that returns new ones"
@@ -186,53 +169,49 @@ def _refuse_outputs(op: Any, *_: Any, **__: Any) -> NoReturn:
 # --- registration --------------------------------------------------------------------------------
 
 
-def _apply(
-    op: Any, rule: Rule, bind: Callable, samples: int, in_dims: Sequence[Any], args: Sequence[Any]
-) -> Any:
+def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
     bound = bind(op, args)
     dims = {name: dim for name, dim in zip(bound, in_dims, strict=False) if dim is not None}
     bound |= {name: bound[name].movedim(dim, 0) for name, dim in dims.items()}
     return rule(op, samples, set(dims), bound)
 
 
-def _legacy(op: Any, rule: Rule, bind: Callable, *args: Any) -> Results:
+def _legacy(op: Any, rule: Rule, *args: Any) -> Results:
     """Kernel for the tensors of ``is_grads_batched``."""
     for level in range(1, 65):  # as many as torch has
-        plain, in_dims = zip(*(_unwrap_legacy(x, level) for x in args), strict=True)
+        plain, in_dims = zip(*(internals.without_samples(x, level) for x in args), strict=True)
         if any(dim is not None for dim in in_dims):
             break
-    if any(map(_is_legacy, plain)):
+    if any(map(internals.is_of_several_gradients, plain)):
         raise NotImplementedError(f"{op}: is_grads_batched inside of itself is not supported")
     samples = next(len(x) for x, dim in zip(plain, in_dims, strict=True) if dim is not None)
-    results, out_dims = _apply(op, rule, bind, samples, in_dims, plain)
+    results, out_dims = _apply(op, rule, samples, in_dims, plain)
     return tuple(
-        None if x is None or dim is None else _wrap_legacy(x, dim, level)
+        None if x is None or dim is None else internals.with_samples(x, dim, level)
         for x, dim in zip(results, out_dims, strict=True)
     )
 
 
-def _register(
-    library: torch.library.Library, bind: Callable[..., Bound], name: str, rule: Rule
-) -> None:
-    packet = getattr(torch.ops.flash_cute, name)
+def _register(library: torch.library.Library, name: str, rule: Rule) -> None:
+    packet = getattr(OPS, name)
     op = packet.default
 
     def mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
-        return _apply(op, rule, bind, info.batch_size, in_dims, args)
+        return _apply(op, rule, info.batch_size, in_dims, args)
 
     torch.library.register_vmap(f"flash_cute::{name}", mapped, lib=library)
-    library.impl(name, partial(_legacy, op, rule, bind), "Batched")
+    library.impl(name, partial(_legacy, op, rule), "Batched")
     if "out" in packet.overloads():
         for key in ("FuncTorchBatched", "Batched"):
             library.impl(f"{name}.out", partial(_refuse_outputs, packet.out), key)
 
 
-def register(library: torch.library.Library, bind: Callable[..., Bound]) -> None:
-    """Gives every op its rule. ``bind(op, args)``: arguments by name, all of them, in order."""
+def register(library: torch.library.Library) -> None:
+    """Gives every op its rule."""
     for name in ("fwd", "varlen_fwd"):
-        _register(library, bind, name, partial(_attention, heads=_HEADS_OF_FORWARD))
+        _register(library, name, partial(_attention, heads=_HEADS_OF_FORWARD))
     for name in ("bwd", "varlen_bwd"):
-        _register(library, bind, name, partial(_attention, heads=_HEADS_OF_BACKWARD))
-    _register(library, bind, "fwd_kvcache", _refuse)
-    _register(library, bind, "attend_kvcache", _attend_kvcache)
-    _register(library, bind, "combine", _combine)
+        _register(library, name, partial(_attention, heads=_HEADS_OF_BACKWARD))
+    _register(library, "fwd_kvcache", _refuse)
+    _register(library, "attend_kvcache", _attend_kvcache)
+    _register(library, "combine", _combine)
