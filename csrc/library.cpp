@@ -1,5 +1,5 @@
 // Every op of flash_cute: its schema, and its CUDA implementation where kernels are built. The CPU implementations, the
-// fakes and the autograd formulas are Python (flash_cute/ops.py).
+// fakes and the autograd formulas are Python (flash_cute/ops/).
 #include <torch/csrc/stable/library.h>
 
 #include <string>

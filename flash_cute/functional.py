@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import ops, validate
+from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
@@ -42,7 +44,8 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, heads, dim), fp16, bf16, fp32 or fp64; any strides, last dimension
             contiguous. fp32 on CUDA is as accurate as fp32 products are, unless torch's matmuls
-            are in TF32 at the time of the call (``torch.backends.cuda.matmul``).
+            are in TF32 at the time of the call (``torch.backends.cuda.matmul``). Under
+            ``torch.autocast`` q, k and v are cast to its dtype, unless they are fp64.
         k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
             reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
         v: (batch, seqlen_k, heads_k, dim_v).
@@ -83,12 +86,13 @@ def flash_attn_func(
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
             if options == _PLAIN:
-                with torch._C._AutoDispatchBelowAutograd():
+                with internals.below_autograd():
                     precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
                     out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
                 return (out, softmax_lse) if return_lse else out
         except (RuntimeError, TypeError, ValueError):
             pass
+    q, k, v = autocast.cast(q, k, v)
     validate.dense(q, k, v)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
@@ -117,6 +121,7 @@ def flash_attn_kvpacked_func(
 
     Backward fills one gradient of kv in place of stacking two.
     """
+    q, kv = autocast.cast(q, kv)
     validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
@@ -146,6 +151,7 @@ def flash_attn_qkvpacked_func(
 
     Backward fills one gradient of qkv in place of stacking three.
     """
+    (qkv,) = autocast.cast(qkv)
     validate.packed("qkv", qkv, 5, 3)
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
@@ -208,6 +214,7 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
+    q, k, v = autocast.cast(q, k, v)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     return _attend(
@@ -242,6 +249,7 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
+    q, kv = autocast.cast(q, kv)
     validate.packed("kv", kv, 4, 2, q)
     k, v = kv.unbind(1)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -273,6 +281,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
+    (qkv,) = autocast.cast(qkv)
     validate.packed("qkv", qkv, 4, 3)
     q, k, v = qkv.unbind(1)
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
@@ -297,7 +306,7 @@ def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _attend(
-    op: torch._ops.OpOverload,
+    op: Any,
     qkv: tuple[Tensor, Tensor, Tensor],
     sequences: tuple,
     batch: int,
@@ -345,7 +354,7 @@ def _attend(
     is_eager = not torch.compiler.is_compiling() and not ops.transformed()
     if not grad and is_eager:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
-        with torch._C._AutoDispatchBelowAutograd():
+        with internals.below_autograd():
             out, softmax_lse, _, probs = op(q, k, v, *args)
     elif packed is not None and packed.requires_grad and is_eager:
         separate_q = q if packed.shape[-3] == 2 else None

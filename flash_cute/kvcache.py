@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import ops, validate, validate_kvcache, validate_ops
+from flash_cute.ops import autocast
 
 
 def flash_attn_with_kvcache(
@@ -48,7 +49,9 @@ def flash_attn_with_kvcache(
     """Attention of a few queries a sequence over its cache, which new keys and values join first.
 
     Args:
-        q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``.
+        q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``. Under
+            ``torch.autocast`` q, k, v and the rotary tables are cast to the caches' dtype, unless
+            they are fp64.
         k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
             page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
         v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor. Where k
@@ -115,6 +118,7 @@ def flash_attn_with_kvcache(
         ("check_indices", check_indices),
     ):
         validate.flag(name, flag)
+    q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
@@ -157,6 +161,8 @@ def flash_attn_with_kvcache(
             out, softmax_lse = ops.fwd_kvcache(
                 *caches, *places, *sequences, *score, rotary_interleaved, *splits
             )
+    except NotImplementedError:
+        raise
     except RuntimeError:
         if q.is_cuda:  # one reason has a remedy; looking for it in each call would take long
             validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import ops
 
-_OUT_OVERLOAD_OF_BACKWARD = {
-    ops.fwd: torch.ops.flash_cute.bwd.out,
-    ops.varlen_fwd: torch.ops.flash_cute.varlen_bwd.out,
+_BACKWARD_OF = {
+    ops.fwd: torch.ops.flash_cute.bwd,
+    ops.varlen_fwd: torch.ops.flash_cute.varlen_bwd,
 }
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]  # of packed, q and sink
 
 
 class PackedAttention(torch.autograd.Function):
@@ -27,11 +29,9 @@ class PackedAttention(torch.autograd.Function):
         ctx: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None, op: Any, args: tuple
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *unpacked_q, k, v = packed.unbind(-3)
-        out, softmax_lse, _, probs = op(*(unpacked_q or (q,)), k, v, *args)
+        out, softmax_lse, _, probs = ops.call(op, (*(unpacked_q or (q,)), k, v, *args))
         ctx.op = op
-        ctx.options = [None if isinstance(x, Tensor) else x for x in args]
-        ctx.places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
-        ctx.save_for_backward(packed, q, sink, out, softmax_lse, *(args[i] for i in ctx.places))
+        ops.save_for_backward(ctx, (packed, q, sink, out, softmax_lse), args)
         if probs is not None:
             ctx.mark_non_differentiable(probs)
         ctx.set_materialize_grads(False)
@@ -39,46 +39,44 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        (packed, q, sink, out, softmax_lse), args = ops.saved(ctx)
+        is_plain = internals.are_plain(
+            [packed, q, out, softmax_lse, dout, dlse, *(x for x in args if isinstance(x, Tensor))]
+        )
+        gradients = _filled if is_plain else _stacked
         with torch.no_grad():
-            grads = PackedAttention._gradients(ctx, saved, dout, dlse)
+            *unpacked_q, k, v = packed.unbind(-3)
+            bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *args))
+            bwd = _BACKWARD_OF[ctx.op]
+            given = ops.backward_arguments(bwd.default, bound, out, softmax_lse, dout, dlse)
+            grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():
-            packed, q, sink, *_ = saved
             grads = _NotAgain.apply(packed, q, sink, dout, dlse, *grads)
         return (*grads, None, None)
 
-    @staticmethod
-    def _gradients(
-        ctx: Any, saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Any, ...]:
-        packed, q, sink, out, softmax_lse, *given = saved
-        args = list(ctx.options)
-        for i, x in zip(ctx.places, given, strict=True):
-            args[i] = x
-        *unpacked_q, k, v = packed.unbind(-3)
-        bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *args))
-        if _mapped(dout) or _mapped(dlse):  # out overloads cannot be
-            bwd = ops.bwd if ctx.op is ops.fwd else ops.varlen_bwd
-            dq, dk, dv, dsink, _ = bwd(
-                *ops.backward_arguments(bwd, bound, out, softmax_lse, dout, dlse)
-            )
-            dsink = None if sink is None else dsink.to(sink.dtype)
-            if q is None:
-                return torch.stack((dq, dk, dv), -3), None, dsink
-            return torch.stack((dk, dv), -3), dq, dsink
-        bwd_out = _OUT_OVERLOAD_OF_BACKWARD[ctx.op]
-        dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-        dq = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dsink = None if sink is None else torch.empty_like(sink, dtype=torch.float32)
-        *unpacked_dq, dk, dv = dpacked.unbind(-3)
-        bwd_out(
-            *ops.backward_arguments(bwd_out, bound, out, softmax_lse, dout, dlse),
-            dq=unpacked_dq[0] if dq is None else dq,
-            dk=dk,
-            dv=dv,
-            dsink=dsink,
-        )
-        return dpacked, dq, None if dsink is None else dsink.to(sink.dtype)
+
+def _filled(
+    bwd: Any, given: list[Any], packed: Tensor, q: Tensor | None, sink: Tensor | None
+) -> Gradients:
+    """Through the out overload, which fills the slices."""
+    dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    dq = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dsink = None if sink is None else torch.empty_like(sink, dtype=torch.float32)
+    *unpacked_dq, dk, dv = dpacked.unbind(-3)
+    with internals.below_versions():  # nobody has seen what is written
+        bwd.out(*given, dq=unpacked_dq[0] if dq is None else dq, dk=dk, dv=dv, dsink=dsink)
+    return dpacked, dq, None if sink is None or dsink is None else dsink.to(sink.dtype)
+
+
+def _stacked(
+    bwd: Any, given: list[Any], packed: Tensor, q: Tensor | None, sink: Tensor | None
+) -> Gradients:
+    """From gradients of the parts, where memory that was allocated here may not be filled."""
+    dq, dk, dv, dsink, _ = bwd.default(*given)
+    dsink = None if sink is None else dsink.to(sink.dtype)
+    if q is None:
+        return torch.stack((dq, dk, dv), -3), None, dsink
+    return torch.stack((dk, dv), -3), dq, dsink
 
 
 class _NotAgain(torch.autograd.Function):
@@ -99,8 +97,3 @@ class _NotAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         ops.no_double_backward()
-
-
-def _mapped(x: Tensor | None) -> bool:
-    """Whether autograd asks for several gradients at once (``is_grads_batched``)."""
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)

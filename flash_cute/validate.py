@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.library import has_cuda_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,13 +103,7 @@ def length(name: str, x: int) -> None:
 
 def allowed(right: bool | torch.SymBool) -> bool:
     """``right``, or True for numbers that only data will tell: the graph asks when it runs."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-        if guard_or_true(right):
-            torch._check(right)
-            return True
-    return bool(right)
+    return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
 def options(
@@ -166,7 +161,7 @@ def options(
 
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
     """Refuses what the CUDA kernels do not do (yet)."""
-    cuda_build_and_sink(sink)
+    cuda_build_and_sink(q, sink)
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported on CUDA yet; supported: "
@@ -180,9 +175,9 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
         )
 
 
-def cuda_build_and_sink(sink: Tensor | None) -> None:
-    """What no CUDA kernel of any op does."""
-    if not has_cuda_kernels():
+def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
+    """What no CUDA kernel of any op does. Fake tensors need none."""
+    if not has_cuda_kernels() and not internals.is_fake(q):
         raise NotImplementedError(
             "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
             "build with nvcc (FLASH_CUTE_BUILD=cuda make build), or move the tensors to the CPU"

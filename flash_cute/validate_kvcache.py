@@ -97,7 +97,7 @@ def op_arguments(bound: dict[str, Any]) -> None:
 
 def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
     """Refuses what the CUDA kernels over a cache do not do (yet)."""
-    validate.cuda_build_and_sink(sink)
+    validate.cuda_build_and_sink(q, sink)
     if q.dtype not in KVCACHE_CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported over a key/value cache on CUDA yet; supported: "

@@ -181,7 +181,7 @@ def test_no_dropout_draws_no_random_number(device):
 
 
 def test_autocast(device):
-    """The functions keep the dtype they are given; what autocast produces around them fits."""
+    """Tensors in its dtype are taken as they are; what autocast produces around them fits."""
     inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
     expected = inputs.attend()
     with torch.autocast(device, dtype=BF16):
@@ -192,21 +192,24 @@ def test_autocast(device):
     assert again.dtype == BF16 and again.isfinite().all()
 
 
-def test_autocast_leaves_fp32_alone():
+def test_autocast_leaves_fp32_of_backward_alone():
     """Autocast must not reach the matrix products inside of the CPU implementation."""
     inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70), "cpu")
     leaves = [leaf(x) for x in (inputs.q, inputs.k, inputs.v)]
+    out, lse = flash_cute.flash_attn_func(*leaves, return_lse=True)
     with torch.autocast("cpu", dtype=BF16):
-        out, lse = flash_cute.flash_attn_func(*leaves, return_lse=True)
         grads = torch.autograd.grad(out, leaves, inputs.dout)
+        halves = flash_cute.flash_attn_func(*leaves)
     bounds.check_forward(out.detach(), lse.detach(), bounds.forward_oracle(inputs))
     bounds.check_gradients(dict(zip("qkv", grads, strict=True)), inputs, out.detach())
+    expected = flash_cute.flash_attn_func(*(x.bfloat16() for x in leaves))
+    bounds.check_same_bits("out", halves.detach(), expected.detach())
 
 
-def test_mixed_dtypes_under_autocast_are_refused(device):
+def test_fp64_among_others_under_autocast_is_refused(device):
     inputs = make_inputs(Case(dtype=BF16), device)
     with torch.autocast(device, dtype=BF16), pytest.raises(TypeError, match="dtypes differ"):
-        flash_cute.flash_attn_func(inputs.q.float(), inputs.k, inputs.v)
+        flash_cute.flash_attn_func(inputs.q.double(), inputs.k, inputs.v)
 
 
 def test_inference_mode(device):

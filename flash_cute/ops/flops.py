@@ -9,29 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from flash_cute import _torch_internals as internals
 from flash_cute.cpu.varlen import spans
+from flash_cute.ops.schema import DEFAULTS, OPS
 
-_ops = torch.ops.flash_cute
 
-
-def register() -> None:
+def register(_: torch.library.Library) -> None:
     """Of every op that multiplies matrices, its overloads included."""
     for packet, pairs in (
-        (_ops.fwd, _dense_pairs),
-        (_ops.varlen_fwd, _varlen_pairs),
-        (_ops.fwd_kvcache, _cached_pairs),
-        (_ops.attend_kvcache, _cached_pairs),
-        (_ops.bwd, _dense_pairs),
-        (_ops.varlen_bwd, _varlen_pairs),
+        (OPS.fwd, _dense_pairs),
+        (OPS.varlen_fwd, _varlen_pairs),
+        (OPS.fwd_kvcache, _cached_pairs),
+        (OPS.attend_kvcache, _cached_pairs),
+        (OPS.bwd, _dense_pairs),
+        (OPS.varlen_bwd, _varlen_pairs),
     ):
         register_flop_formula(packet, get_raw=True)(_formula(packet, pairs))
 
 
 def _formula(packet: Any, pairs: Any) -> Any:
-    names = [argument.name for argument in packet.default._schema.arguments]
+    names = list(DEFAULTS[packet.default])
     is_backward = "dout" in names
 
     def flops(*args: Any, **named: Any) -> int:
@@ -106,4 +105,4 @@ def _lengths(offsets: Tensor, longest: int, total: int, used: Tensor | None = No
 
 
 def _is_unknown(x: Tensor) -> bool:
-    return isinstance(x, FakeTensor) or x.is_meta
+    return internals.is_fake(x) or x.is_meta

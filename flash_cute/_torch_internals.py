@@ -1,0 +1,147 @@
+"""Every symbol of torch that is not public and that flash_cute needs, behind a name of its own.
+
+torch may change such a symbol in any release. tests/test_torch_internals.py says what must hold of
+each, and that no other file of flash_cute uses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Contexts: a call of an op goes on below autograd's kernels, or below those that count versions.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+below_versions = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+def arguments(op: Any) -> list[Any]:
+    """The op's arguments by its schema: each has a name, a default_value and an alias_info."""
+    return op._schema.arguments
+
+
+def results(op: Any) -> list[str]:
+    """Names of the op's results by its schema."""
+    return [result.name for result in op._schema.returns]
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives in forward mode may be asked for."""
+    return forward_ad._current_level >= 0
+
+
+def in_transform() -> bool:
+    """Whether this is inside of a transform of torch.func: grad, vjp, vmap, ..."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def transformed() -> bool:
+    """Whether derivatives may be asked for in a way that ``requires_grad`` does not show."""
+    return in_forward_mode() or in_transform()
+
+
+@contextmanager
+def with_derivatives() -> Iterator[None]:
+    """Inside, derivatives of both modes are on: a formula's forward has them off."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def apply_formula(formula: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+    """``formula.apply``, which autograd's kernel of an op may also call inside of a transform.
+
+    There torch calls the kernel once a level, so the formula is one of a single level.
+    """
+    if not in_transform():
+        return formula.apply(*args)
+    with enable_single_level_autograd_function():
+        return _of_single_level(formula).apply(*args)
+
+
+@cache
+def _of_single_level(formula: type[torch.autograd.Function]) -> Any:
+    methods = {name: staticmethod(getattr(formula, name)) for name in ("forward", "backward")}
+    return type(formula.__name__, (_SingleLevelFunction,), methods)
+
+
+# --- kinds of tensors ----------------------------------------------------------------------------
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether ``x`` has no values, though it says that it is on a device; mapped ones included.
+
+    What torch.compile traces cannot be told, and is not.
+    """
+    return not torch.compiler.is_dynamo_compiling() and fake_tensor.is_fake(x)
+
+
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether an op on these tensors computes at once and as it stands, so that it may fill memory
+    that was allocated for it: no subclass, no mode, no graph and no mapped dimension is involved.
+    """
+    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(
+        x is None or (type(x) in (Tensor, torch.nn.Parameter) and not is_of_several_gradients(x))
+        for x in tensors
+    )
+
+
+def is_of_several_gradients(x: Any) -> bool:
+    """Whether ``x`` holds samples of autograd's ``is_grads_batched``."""
+    return isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def without_samples(x: Any, level: int) -> tuple[Any, int | None]:
+    """``x`` with its samples of this level of ``is_grads_batched`` in front, and where they are:
+    0, or None if it has none."""
+    if not is_of_several_gradients(x):
+        return x, None
+    plain = torch._remove_batch_dim(x, level, 0, 0)  # type: ignore[attr-defined]
+    return (x, None) if plain.shape[0] == 0 else (plain, 0)  # 0 samples: there were none
+
+
+def with_samples(x: Tensor, dim: int, level: int) -> Tensor:
+    """The other way round."""
+    return torch._add_batch_dim(x, dim, level)  # type: ignore[attr-defined]
+
+
+# --- dispatch ------------------------------------------------------------------------------------
+
+
+def below(key: str) -> AbstractContextManager[None]:
+    """Inside, calls of ops do not come to the kernels of this dispatch key."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[return-value]
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+def constant_in_graphs(function: F) -> F:
+    """What ``torch.compiler.assume_constant_result`` does, which loads all of torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def assume(right: bool | torch.SymBool) -> bool:
+    """``right`` inside of a graph; True where only data will tell, which the graph then asks."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if guard_or_true(right):
+        torch._check(right)
+        return True
+    return bool(right)

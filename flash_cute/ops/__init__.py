@@ -1,0 +1,59 @@
+"""``torch.ops.flash_cute``: fakes, autograd formulas and CPU implementations of the ops.
+
+Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
+and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
+caller gives. ``fwd_kvcache`` writes into the caches it is given, ``attend_kvcache``, which has
+no keys to append, and ``combine`` into nothing; none of them has a gradient. Everything is
+registered here, before the first call, so that ``torch.compile``, ``torch.export`` and ``opcheck``
+see complete ops.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flash_cute._torch_internals import transformed
+from flash_cute.library import has_cuda_kernels, kernels
+from flash_cute.ops import autocast, autograd, cpu_kernels, fakes, flops, vmap
+from flash_cute.ops.autograd import (
+    backward_arguments,
+    call,
+    no_double_backward,
+    save_for_backward,
+    saved,
+)
+from flash_cute.ops.schema import (
+    attend_kvcache,
+    bind,
+    bwd,
+    combine,
+    fwd,
+    fwd_kvcache,
+    varlen_bwd,
+    varlen_fwd,
+)
+from flash_cute.ops.switches import allow_tf32
+
+__all__ = [
+    "allow_tf32",
+    "attend_kvcache",
+    "backward_arguments",
+    "bind",
+    "bwd",
+    "call",
+    "combine",
+    "fwd",
+    "fwd_kvcache",
+    "has_cuda_kernels",
+    "kernels",
+    "no_double_backward",
+    "save_for_backward",
+    "saved",
+    "transformed",
+    "varlen_bwd",
+    "varlen_fwd",
+]
+
+_library = torch.library.Library("flash_cute", "IMPL")
+for _layer in (fakes, autograd, cpu_kernels, vmap, autocast, flops):
+    _layer.register(_library)

@@ -1,0 +1,75 @@
+"""The ops on the CPU: they check their arguments, as C++ does for CUDA, then compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import _torch_internals as internals
+from flash_cute import cpu, validate_kvcache, validate_ops
+from flash_cute.ops.schema import DEFAULTS, OPS, Results, attend_kvcache, bind, fwd_kvcache
+
+
+def register(library: torch.library.Library) -> None:
+    functions: dict[str, Callable[..., Results]] = {
+        "fwd": cpu.fwd,
+        "bwd": cpu.bwd,
+        "varlen_fwd": cpu.varlen_fwd,
+        "varlen_bwd": cpu.varlen_bwd,
+    }
+    for name, function in functions.items():
+        op = getattr(OPS, name).default
+        kernel = _checked(op, function)
+        library.impl(name, kernel, "CPU")
+        library.impl(f"{name}.out", _into(op, kernel), "CPU")
+    library.impl("fwd_kvcache", partial(_kvcache, fwd_kvcache), "CPU")
+    library.impl("attend_kvcache", partial(_kvcache, attend_kvcache), "CPU")
+    library.impl("combine", _combine, "CPU")
+
+
+def _checked(op: Any, function: Callable[..., Results]) -> Callable[..., Results]:
+    """The kernel of a functional op."""
+
+    def kernel(*args: Any) -> Results:
+        validate_ops.arguments(bind(op, args))
+        with torch.autocast("cpu", enabled=False):
+            return function(*args)
+
+    return kernel
+
+
+def _into(op: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
+    """The kernel of an out overload: computes, then copies into the tensors given."""
+    names = internals.results(op)
+
+    def out_kernel(*args: Any, **given: Tensor | None) -> None:
+        bound = bind(op, args)
+        outputs: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+        for name in ("row_max", "softmax"):
+            if bound.get(f"return_{name}") and name not in outputs:
+                raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
+        asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in outputs}
+        results = dict(zip(names, kernel(*(bound | asked).values()), strict=True))
+        for name in outputs.keys() | {"dsink"} & results.keys():  # dsink goes with sink
+            validate_ops.output(name, outputs.get(name), results[name])
+        validate_ops.apart(outputs, bound)
+        for name, x in outputs.items():
+            x.copy_(results[name])
+
+    return out_kernel
+
+
+def _kvcache(op: Any, *args: Any) -> Results:
+    bound = DEFAULTS[fwd_kvcache] | bind(op, args)
+    validate_kvcache.op_arguments(bound)
+    with torch.autocast("cpu", enabled=False):
+        return cpu.fwd_kvcache(**bound)
+
+
+def _combine(*args: Any) -> Results:
+    validate_kvcache.partials(*args)
+    return cpu.combine(*args)

@@ -1,0 +1,250 @@
+"""What must hold of torch's symbols that are not public: they live in one file of flash_cute."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_cute
+from flash_cute import _torch_internals as internals
+
+PACKAGE = Path(flash_cute.__file__).parent
+HOME = PACKAGE / "_torch_internals.py"
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def names_in(node: ast.AST) -> list[str]:
+    """What an attribute or an import names, from torch's root on if it begins there."""
+    if isinstance(node, ast.Attribute):
+        return [ast.unparse(node)] if ast.unparse(node).startswith("torch.") else [node.attr]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def own_names() -> set[str]:
+    """Private names that flash_cute defines itself."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return names
+
+
+def test_private_symbols_live_in_one_file():
+    """Elsewhere a private name is flash_cute's own, or an object's that it made."""
+    own, found = own_names(), []
+    for path in PACKAGE.rglob("*.py"):
+        for node in [] if path == HOME else ast.walk(ast.parse(path.read_text())):
+            for name in names_in(node):
+                parts = set(filter(private, name.split(".")))
+                if parts if name.startswith("torch.") else parts - own - {HOME.stem}:
+                    found.append(f"{path.name}:{node.lineno}: {name}")
+    assert not found, found
+
+
+def test_below_autograd():
+    x = torch.ones(2, requires_grad=True)
+    with internals.below_autograd():
+        assert not (x * x).requires_grad
+    assert (x * x).requires_grad
+
+
+def test_below_versions():
+    x = torch.ones(2)
+    with internals.below_versions():
+        x.add_(1)
+    assert x._version == 0
+    x.add_(1)
+    assert x._version == 1
+
+
+def test_arguments_and_results():
+    op = torch.ops.flash_cute.fwd_kvcache.default
+    arguments = internals.arguments(op)
+    assert [x.name for x in arguments][:2] == ["q", "k_cache"]
+    assert {x.name: x.default_value for x in arguments}["window_size_left"] == -1
+    assert [x.alias_info is not None and x.alias_info.is_write for x in arguments][:2] == [0, 1]
+    assert internals.results(op) == ["out", "softmax_lse"]
+
+
+def test_transforms_are_seen():
+    seen = []
+
+    def look(x):
+        seen.append(
+            (internals.in_forward_mode(), internals.in_transform(), internals.transformed())
+        )
+        return x.sum()
+
+    x = torch.ones(2)
+    look(x)
+    with forward_ad.dual_level():
+        look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x[None])
+    none, forward, transform = (False, False, False), (True, False, True), (False, True, True)
+    assert seen == [none, forward, transform, transform]
+
+
+def test_with_derivatives():
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), internals.with_derivatives():
+        assert torch.is_grad_enabled()
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            assert forward_ad.unpack_dual(x * x).tangent.tolist() == [2, 2]
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with internals.below_autograd():
+            if not internals.in_transform():
+                return torch.ops.flash_cute_test.cube(x)
+            with internals.with_derivatives():
+                return torch.ops.flash_cute_test.cube(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad
+
+
+@pytest.fixture
+def cube():
+    """An op whose kernel of autograd applies a formula, as those of flash_cute do."""
+    library = torch.library.Library("flash_cute_test", "DEF")
+    library.define("cube(Tensor x) -> Tensor")
+    library.impl("cube", lambda x: x**3, "CPU")
+    library.impl("cube", lambda x: internals.apply_formula(Cube, (x,)), "Autograd")
+    yield torch.ops.flash_cute_test.cube.default
+    library._destroy()
+
+
+def test_apply_formula(cube):
+    """Outside of transforms, inside of them, and through several levels."""
+    x = torch.tensor(2.0, requires_grad=True)
+    (once,) = torch.autograd.grad(cube(x), x, create_graph=True)
+    assert (once, *torch.autograd.grad(once, x)) == (12, 12)
+    grad = torch.func.grad
+    assert (grad(cube)(x), grad(grad(cube))(x), grad(grad(grad(cube)))(x)) == (12, 12, 6)
+    out, pullback = torch.func.vjp(cube, x)
+    assert (out, *pullback(torch.tensor(1.0)), *torch.autograd.grad(out, x)) == (8, 12, 12)
+
+
+def test_fakes_are_told_from_tensors():
+    with FakeTensorMode():
+        assert internals.is_fake(torch.ones(2))
+        seen = []
+        torch.func.vmap(lambda x: seen.append(internals.is_fake(x)) or x)(torch.ones(2))
+        assert seen == [True]
+    assert not internals.is_fake(torch.ones(2))
+    traced = torch.compile(
+        lambda x: x + 1 if internals.is_fake(x) else x, backend="eager", fullgraph=True
+    )
+    assert torch.equal(traced(torch.ones(2)), torch.ones(2))
+
+
+def test_samples_of_several_gradients():
+    """They come off and on; a level that is not there has none."""
+    x, seen = torch.randn(3, 4), []
+
+    def outer(y):
+        plain, dim = internals.without_samples(y, 1)
+        seen.append((internals.is_of_several_gradients(y), dim))
+        assert internals.without_samples(y, 2)[1] is None
+        assert torch.equal(plain, x) and not internals.is_of_several_gradients(plain)
+        return internals.with_samples(plain + 1, 0, 1)
+
+    several = torch._vmap_internals._vmap
+    assert torch.equal(several(outer)(x), x + 1)
+    assert seen == [(True, 0)]
+    assert internals.without_samples(x, 1) == (x, None)
+    assert not internals.is_of_several_gradients(x)
+
+
+def test_below_a_dispatch_key():
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with internals.below("AutocastCPU"):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
+
+
+def test_plain_tensors_are_told_from_others():
+    x = torch.ones(2)
+    assert internals.are_plain([x, None, torch.nn.Parameter(x)])
+    assert not internals.are_plain([x, TwoTensor(x, x)])
+    assert not internals.are_plain([FakeTensorMode().from_tensor(x)])
+    seen = []
+
+    def look(x):
+        seen.append(internals.are_plain([x]))
+        return x.sum()
+
+    with FlopCounterMode(display=False):
+        look(x)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        look(x)
+    with forward_ad.dual_level():
+        look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x[None])
+    torch._vmap_internals._vmap(look)(x[None])  # of autograd's is_grads_batched
+    assert seen == [False] * 6
+    traced = torch.compile(
+        lambda x: x + 1 if internals.are_plain([x]) else x, backend="eager", fullgraph=True
+    )
+    assert torch.equal(traced(x), x)
+
+
+def test_constants_in_graphs():
+    """torch's switch of TF32, which cannot be traced, is one; graphs are guarded by it."""
+
+    def read() -> bool:
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+    x, switch = torch.zeros(1), torch.backends.cuda.matmul
+    with pytest.raises(Unsupported):
+        torch.compile(lambda: x + read(), backend="eager", fullgraph=True)()
+    read = internals.constant_in_graphs(read)
+    compiled = torch.compile(lambda: x + read(), backend="eager", fullgraph=True)
+    before = switch.fp32_precision
+    try:
+        for precision, expected in (("ieee", 0), ("tf32", 1), ("ieee", 0)):
+            switch.fp32_precision = precision
+            assert compiled() == expected
+    finally:
+        switch.fp32_precision = before
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_assume():
+    """Numbers that only data will tell are right in the graph, which asks when it runs."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x, n):
+        longest = n.item()
+        assert internals.assume(longest >= 0) and not internals.assume(x.shape[0] > 8)
+        return x + longest
+
+    assert compiled(torch.zeros(2), torch.tensor(3)).tolist() == [3, 3]
+    with pytest.raises(RuntimeError):
+        compiled(torch.zeros(2), torch.tensor(-3))
