@@ -16,6 +16,8 @@ from flash_cute import _torch_internals as internals
 from flash_cute import ops, validate
 from flash_cute.packed import PackedAttention
 
+# Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
+# of the graph, which is compiled again when that turns out to be a constant.
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
 Result = Any  # out, or the tuple that return_lse or return_attn_probs asks for
 
@@ -24,11 +26,11 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -101,11 +103,11 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -130,11 +132,11 @@ def flash_attn_kvpacked_func(
 
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -165,11 +167,11 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -226,11 +228,11 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -258,11 +260,11 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
