@@ -17,6 +17,8 @@ from flash_cute import ops, validate
 from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 
+# Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
+# of the graph, which is compiled again when that turns out to be a constant.
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
 Result = Any  # out, or the tuple that return_lse or return_attn_probs asks for
 
@@ -25,11 +27,11 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -104,11 +106,11 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -134,11 +136,11 @@ def flash_attn_kvpacked_func(
 
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -170,11 +172,11 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -232,11 +234,11 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -265,11 +267,11 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,

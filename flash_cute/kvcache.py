@@ -31,7 +31,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,  # an int: see flash_cute.functional
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,

@@ -1,0 +1,37 @@
+"""What ``import flash_cute`` loads beside torch: next to nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+NEW_MODULES = """
+import sys
+import torch
+before = set(sys.modules)
+import flash_cute
+print(*(name for name in set(sys.modules) - before if name.split(".")[0] != "flash_cute"))
+"""
+COUNTED = """
+import flash_cute, torch
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.randn(1, 4, 1, 8)
+with FlopCounterMode(display=False) as counter:
+    flash_cute.flash_attn_func(q, q, q)
+print(counter.get_total_flops())
+"""
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_nothing_but_flash_cute():
+    """Not torch._dynamo or sympy, a second or more, nor triton, which torch's counter loads."""
+    assert run(NEW_MODULES).split() == []
+
+
+def test_the_counter_of_flops_may_be_imported_later():
+    assert int(run(COUNTED)) == 2 * 4 * 4 * (8 + 8)
