@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flash_cute import cpu, flops, validate_kvcache, validate_ops
+from flash_cute import cpu, flops, validate, validate_kvcache, validate_ops
 from flash_cute.library import has_cuda_kernels, kernels
 
 __all__ = [
@@ -193,9 +193,7 @@ def _formula(op: Any, bwd_op: Any) -> type[torch.autograd.Function]:
         def forward(ctx: Any, *args: Any) -> Results:
             bound = dict(zip(names, args, strict=True))
             if bound.get("block_table") is not None:
-                raise NotImplementedError(
-                    "block_table: a paged key/value cache has no gradient; detach k and v"
-                )
+                validate_ops.no_gradient_of_pages(bound)
             results = out, softmax_lse, row_max, softmax = _forward(op, args)
             ctx.mark_non_differentiable(*(x for x in (row_max, softmax) if x is not None))
             ctx.set_materialize_grads(False)
@@ -284,7 +282,7 @@ def deterministic(asked: bool) -> bool:
 
 def _contiguous_rows(x: Tensor) -> Tensor:
     """``x``, or a copy of it if its last dimension is not contiguous, as kernels need it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if validate.has_rows(x) else x.contiguous()
 
 
 def no_double_backward() -> None:

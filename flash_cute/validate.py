@@ -199,9 +199,19 @@ def cuda_build_and_sink(sink: Tensor | None) -> None:
 
 
 def tensor(name: str, x: Any) -> None:
-    """Refuses what is no tensor."""
+    """Refuses what is no tensor, and tensors whose elements do not lie at strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
+    strided(name, x)
+
+
+def strided(name: str, x: Tensor) -> None:
+    """Refuses nested and sparse tensors. To be asked first: few other questions suit these."""
+    if x.is_nested:
+        advice = "give a varlen function its values(), and its offsets() as int32 cu_seqlens"
+        raise NotImplementedError(f"{name} is a nested tensor; {advice}")
+    if x.layout is not torch.strided:
+        raise NotImplementedError(f"{name} has layout {x.layout}; call {name}.to_dense()")
 
 
 def flag(name: str, x: Any) -> None:
@@ -213,6 +223,8 @@ def flag(name: str, x: Any) -> None:
 def packed(name: str, x: Tensor, rank: int, parts: int, q: Tensor | None = None) -> None:
     """A packed tensor (..., parts, heads, dim) of the given rank, with queries of their own."""
     tensor(name, x)
+    if isinstance(q, Tensor):
+        strided("q", q)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; supported: {_listed(DTYPES)}")
     if isinstance(q, Tensor) and q.dtype != x.dtype:
@@ -246,14 +258,9 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
 
 
 def _same_kind(q: Tensor, k: Tensor, v: Tensor, name_k: str = "k", name_v: str = "v") -> None:
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        named = (("q", q), (name_k, k), (name_v, v))
-        name, x = next((n, x) for n, x in named if not isinstance(x, Tensor))
-        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
-    if q.is_nested:
-        raise NotImplementedError(
-            "q is a nested tensor; give flash_attn_varlen_func its values() and int32 offsets()"
-        )
+    tensor("q", q)
+    tensor(name_k, k)
+    tensor(name_v, v)
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
         raise TypeError(f"q has dtype {dtype}; supported: {_listed(DTYPES)}")
@@ -291,19 +298,14 @@ def _heads_and_dims(
         )
     if dim == 0 or dim_v == 0:
         raise ValueError(f"head dim is 0: q has {dim}, v {dim_v}")
-    if (
-        (q.stride(-1) != 1 and dim != 1)
-        or (k.stride(-1) != 1 and dim != 1)
-        or (v.stride(-1) != 1 and dim_v != 1)
-    ):
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         for name, x in _named(q, k, v):
             _contiguous_last(name, x)
 
 
 def _indices(name: str, x: Tensor, q: Tensor) -> int:
     """An int32 contiguous vector on q's device; returns its length."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {_kind(x)}; expected an int32 torch.Tensor")
+    tensor(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int32")
     if x.device != q.device:
@@ -335,9 +337,10 @@ def _sequences(
 def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         raise TypeError(f"block_table is {_dtype_or_kind(x)}; expected int32")
+    strided("block_table", x)
     if x.device != q.device:
         raise ValueError(f"block_table is on {x.device}, q on {q.device}; they must agree")
-    if x.dim() != 2 or x.shape[0] != batch or x.stride(-1) != 1:
+    if x.dim() != 2 or x.shape[0] != batch or not has_rows(x):
         raise ValueError(
             f"block_table has shape {tuple(x.shape)}; expected ({batch}, max_blocks), "
             "rows contiguous"
@@ -358,6 +361,7 @@ def _window_types(left: Any, right: Any) -> None:
 def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
         raise TypeError(f"alibi_slopes is {_dtype_or_kind(x)}; expected float32")
+    strided("alibi_slopes", x)
     if x.device != q.device:
         raise ValueError(f"alibi_slopes is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) not in ((heads,), (batch, heads)):
@@ -372,6 +376,7 @@ def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
 def _sink(x: Tensor, q: Tensor, heads: int) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"sink is {_dtype_or_kind(x)}; expected floating point")
+    strided("sink", x)
     if x.device != q.device:
         raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) != (heads,):
@@ -379,8 +384,13 @@ def _sink(x: Tensor, q: Tensor, heads: int) -> None:
     _contiguous_last("sink", x)
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether elements of the last dimension lie side by side, as far as there are any."""
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+
+
 def _contiguous_last(name: str, x: Tensor) -> None:
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+    if not has_rows(x):
         raise ValueError(
             f"{name}'s last dimension has stride {x.stride(-1)}; it must be contiguous (stride 1): "
             f"call {name}.contiguous()"

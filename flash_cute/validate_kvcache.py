@@ -115,7 +115,7 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
 def vectors(q: Tensor | None, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises ValueError for the first tensor with a row that the CUDA kernels cannot read."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x is None:
+        if x is None or x.numel() == 0:
             continue
         steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
         if x.data_ptr() % 16 or any(step % 8 for step in steps):
@@ -130,6 +130,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(x, Tensor) or x.dtype != torch.float32:
             raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; expected float32")
+        validate.strided(name, x)
     if out_partial.device != lse_partial.device:
         raise ValueError(
             f"devices differ: out_partial is on {out_partial.device}, lse_partial on "
@@ -319,6 +320,7 @@ def _rotary(
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(x, Tensor) or x.dtype != q.dtype:
             raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; q is {q.dtype}")
+        validate.strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
         if x.dim() != 2 or x.shape != cos.shape or not x.is_contiguous():

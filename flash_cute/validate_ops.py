@@ -66,7 +66,9 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
 
 def own_memory(name: str, x: Tensor) -> None:
     """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too."""
-    if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+    if x.numel() > 0 and any(
+        n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)
+    ):
         raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
 
 
@@ -79,6 +81,20 @@ def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
         other = name if x is None or x.numel() == 0 else names.setdefault(x.data_ptr(), name)
         if other != name:
             raise ValueError(f"{name} shares memory with {other}; give each its own")
+
+
+def no_gradient_of_pages(bound: dict[str, Any]) -> None:
+    """Refuses what would need a gradient through a block_table, and names it."""
+    names = [name for name in ("q", "k", "v", "sink") if _wants_gradient(bound[name])]
+    raise NotImplementedError(
+        f"block_table is given and {' and '.join(names) or 'an argument'} require"
+        f"{'' if len(names) > 1 else 's'} grad; attention over pages has no backward: detach() "
+        "them, or call under torch.no_grad()"
+    )
+
+
+def _wants_gradient(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
 
 
 def _like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
