@@ -9,6 +9,7 @@ from flash_cute.functional import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flash_cute.kvcache import flash_attn_combine, flash_attn_with_kvcache, kvcache_status
+from flash_cute.rng import rng_state
 
 __version__ = "0.1.0"
 
@@ -22,4 +23,5 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "kvcache_status",
+    "rng_state",
 ]

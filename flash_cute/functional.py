@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_cute import ops, validate
 from flash_cute.packed import PackedAttention
+from flash_cute.rng import rng_of_call
 
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
 Result = Any  # out, or the tuple that return_lse or return_attn_probs asks for
@@ -34,7 +35,9 @@ def flash_attn_func(
     *,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """softmax(scale q k^T) v without the seqlen_q x seqlen_k matrix in memory (FlashAttention,
     arXiv 2205.14135).
@@ -61,22 +64,26 @@ def flash_attn_func(
         sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453);
             any floating point on the CPU, fp16, bf16 or fp32 on CUDA. Its gradient has fp32's
             accuracy.
-        generator: source of the dropout seed; None is the device's default, the only one that
-            activation checkpointing replays.
+        generator: source of dropout's random state; None is the device's default, the only one
+            that activation checkpointing replays. Cannot be traced by torch.compile.
+        rng: that state itself, int64 (2,) on q's device, in place of a generator: the same one
+            drops the same, compiled or not. See :func:`flash_cute.rng_state`.
         return_lse: also return the log-sum-exp.
+        return_rng: also return the state that dropout used.
 
     Returns:
         out (batch, seqlen_q, heads, dim_v) in q's dtype. With ``return_lse``: (out, softmax_lse),
         softmax_lse fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q), natural log,
         differentiable. With ``return_attn_probs``: (out, softmax_lse, probs), probs (batch, heads,
-        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. A row that sees no key has
-        out 0 and lse -inf, or ``sink``'s logit if there is one.
+        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. With ``return_rng`` the
+        state comes last, None where ``dropout_p`` is 0. A row that sees no key has out 0 and lse
+        -inf, or ``sink``'s logit if there is one.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    usual = type(causal) is type(return_lse) is bool
+    usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
@@ -93,7 +100,7 @@ def flash_attn_func(
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
     )  # fmt: skip
 
 
@@ -111,7 +118,9 @@ def flash_attn_kvpacked_func(
     *,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
 
@@ -123,7 +132,7 @@ def flash_attn_kvpacked_func(
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, kv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, kv,
     )  # fmt: skip
 
 
@@ -140,7 +149,9 @@ def flash_attn_qkvpacked_func(
     *,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
 
@@ -152,7 +163,7 @@ def flash_attn_qkvpacked_func(
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, qkv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, qkv,
     )  # fmt: skip
 
 
@@ -179,7 +190,9 @@ def flash_attn_varlen_func(
     zero_tensors: bool = False,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """Attention over sequences of different lengths laid end to end.
 
@@ -214,7 +227,7 @@ def flash_attn_varlen_func(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table),
         cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
     )  # fmt: skip
 
 
@@ -239,7 +252,9 @@ def flash_attn_varlen_kvpacked_func(
     zero_tensors: bool = False,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
     validate.packed("kv", kv, 4, 2, q)
@@ -249,7 +264,7 @@ def flash_attn_varlen_kvpacked_func(
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, kv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, kv,
     )  # fmt: skip
 
 
@@ -270,7 +285,9 @@ def flash_attn_varlen_qkvpacked_func(
     zero_tensors: bool = False,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
     validate.packed("qkv", qkv, 4, 3)
@@ -280,7 +297,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, qkv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, qkv,
     )  # fmt: skip
 
 
@@ -310,8 +327,9 @@ def _attend(
     deterministic: bool,
     return_attn_probs: bool,
     sink: Tensor | None,
-    generator: torch.Generator | None,
+    randomness: tuple[torch.Generator | None, Tensor | None],
     return_lse: bool,
+    return_rng: bool,
     packed: Tensor | None = None,
 ) -> Result:
     """The one way from every public function to its op.
@@ -321,11 +339,12 @@ def _attend(
     q, k, v = qkv
     validate.flag("return_attn_probs", return_attn_probs)
     validate.flag("return_lse", return_lse)
+    validate.flag("return_rng", return_rng)
     if sequences:
         validate.flag("zero_tensors", sequences[-2])
     validate.options(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sink, generator,
+        deterministic, sink,
     )  # fmt: skip
     grad = torch.is_grad_enabled() and (
         q.requires_grad
@@ -335,9 +354,7 @@ def _attend(
     )
     if q.is_cuda:
         validate.cuda(q, v, sink, paged=len(sequences) > 0 and sequences[-1] is not None)
-    rng = None
-    if dropout_p > 0.0:
-        rng = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device, generator=generator)
+    rng = rng_of_call(q, dropout_p, *randomness)
     args = (
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
         rng, deterministic, return_attn_probs, False, ops.allow_tf32(q),
@@ -352,6 +369,11 @@ def _attend(
         out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, sink, op, args)
     else:
         out, softmax_lse, _, probs = op(q, k, v, *args)
+    results = [out]
+    if return_lse or return_attn_probs:
+        results.append(softmax_lse)
     if return_attn_probs:
-        return out, softmax_lse, probs
-    return (out, softmax_lse) if return_lse else out
+        results.append(probs)
+    if return_rng:
+        results.append(rng)
+    return tuple(results) if len(results) > 1 else out

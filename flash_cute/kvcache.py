@@ -134,7 +134,7 @@ def flash_attn_with_kvcache(
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     places = (used, cache_batch_idx, cache_leftpad, block_table)
     validate.options(
-        q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink, None
+        q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink
     )
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, sink)

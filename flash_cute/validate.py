@@ -122,7 +122,6 @@ def options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     sink: Tensor | None,
-    generator: torch.Generator | None,
 ) -> None:
     """What dense and varlen calls share: dropout, scale, band, softcap, ALiBi slopes, sinks."""
     flag("causal", causal)
@@ -158,10 +157,6 @@ def options(
         _alibi_slopes(alibi_slopes, q, heads, batch)
     if sink is not None:
         _sink(sink, q, heads)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator is {_kind(generator)}; expected a torch.Generator")
-    if generator is not None and generator.device.type != q.device.type:
-        raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
 
 
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None, paged: bool = False) -> None:

@@ -91,7 +91,7 @@ def op_arguments(bound: dict[str, Any]) -> None:
     validate.options(
         bound["q"], batch, 0.0, bound["softmax_scale"], bound["is_causal"],
         (bound["window_size_left"], bound["window_size_right"]), bound["softcap"],
-        bound["alibi_slopes"], False, bound["sink"], None,
+        bound["alibi_slopes"], False, bound["sink"],
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import validate
+from flash_cute.rng import check_rng
 
 
 def arguments(bound: dict[str, Any]) -> None:
@@ -27,13 +28,14 @@ def arguments(bound: dict[str, Any]) -> None:
     window = (bound["window_size_left"], bound["window_size_right"])
     validate.options(
         q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
-        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"], None,
+        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"],
     )  # fmt: skip
-    rng = bound["rng"]
-    if bound["dropout_p"] > 0 and rng is None:
-        raise ValueError("rng is None; dropout needs an int64 tensor (seed, offset)")
-    if rng is not None and (rng.dtype != torch.int64 or tuple(rng.shape) != (2,)):
-        raise ValueError(f"rng has shape {tuple(rng.shape)}, {rng.dtype}; expected int64 (2,)")
+    if bound["rng"] is not None:
+        check_rng(bound["rng"], q)
+    elif bound["dropout_p"] > 0:
+        raise ValueError(
+            "rng is None; dropout needs an int64 tensor (seed, offset), e.g. flash_cute.rng_state()"
+        )
     if "softmax_lse" in bound:
         of_forward(bound)
 
