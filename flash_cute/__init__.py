@@ -1,5 +1,6 @@
 """flash_cute: exact attention from CuTe kernels, as PyTorch ops."""
 
+from flash_cute import check
 from flash_cute.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -14,6 +15,7 @@ from flash_cute.rng import rng_state
 __version__ = "0.1.0"
 
 __all__ = [
+    "check",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate
+from flash_cute import check, ops, validate
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
 
@@ -85,6 +85,7 @@ def flash_attn_func(
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
+    usual = usual and not check.is_on()
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
@@ -97,6 +98,7 @@ def flash_attn_func(
         except (RuntimeError, TypeError, ValueError):
             pass
     validate.dense(q, k, v)
+    check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -129,6 +131,7 @@ def flash_attn_kvpacked_func(
     validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
+    check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -160,6 +163,7 @@ def flash_attn_qkvpacked_func(
     validate.packed("qkv", qkv, 5, 3)
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
+    check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -212,7 +216,8 @@ def flash_attn_varlen_func(
         zero_tensors: rows that belong to no sequence come back 0 (lse: -inf). They do in any case.
 
     The other arguments are :func:`flash_attn_func`'s. Offsets and lengths that leave their tensors
-    are clamped on the device, without a host synchronisation.
+    are clamped on the device, without a host synchronisation; ``FLASH_CUTE_CHECK=1`` refuses them
+    (:mod:`flash_cute.check`).
 
     Returns:
         out (total_q, heads, dim_v), and as asked softmax_lse (heads, total_q) and the signed
@@ -223,6 +228,7 @@ def flash_attn_varlen_func(
     """
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
+    check.varlen(q, k, *sequences, block_table, zero_tensors)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table),
         cu_seqlens_q.shape[0] - 1,
@@ -261,6 +267,7 @@ def flash_attn_varlen_kvpacked_func(
     k, v = kv.unbind(1)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences)
+    check.varlen(q, k, *sequences, None, zero_tensors)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -294,6 +301,7 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = qkv.unbind(1)
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
+    check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
