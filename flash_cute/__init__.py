@@ -1,6 +1,6 @@
 """flash_cute: exact attention from CuTe kernels, as PyTorch ops."""
 
-from flash_cute import check
+from flash_cute import check, mha
 from flash_cute.functional import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -25,5 +25,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "kvcache_status",
+    "mha",
     "rng_state",
 ]

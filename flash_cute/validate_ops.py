@@ -4,6 +4,7 @@ that are to hold results. Errors as in :mod:`flash_cute.validate`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,12 +45,19 @@ def of_forward(bound: dict[str, Any]) -> None:
     """What backward is given of forward's results and their gradients; also asked by its fake."""
     q = bound["q"]
     *lead, rows, heads, _ = q.shape
-    for name in ("dout", "out"):
-        _like(name, bound[name], (*lead, rows, heads, bound["v"].shape[-1]), q.dtype)
-    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name in ("softmax_lse", "dlse"):
-        if bound[name] is not None:
-            _like(name, bound[name], (*lead, heads, rows), accumulator)
+    kinds = (
+        ((*lead, rows, heads, bound["v"].shape[-1]), q.dtype, ("dout", "out")),
+        ((*lead, heads, rows), statistic_dtype(q), ("softmax_lse", "dlse")),
+    )
+    for shape, dtype, names in kinds:
+        for name in names:
+            if name != "dlse" or bound[name] is not None:
+                _like(name, bound[name], shape, dtype, q.device)
+
+
+def statistic_dtype(q: Tensor) -> torch.dtype:
+    """Of softmax_lse, and of what else there is one of a row: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
@@ -60,9 +68,14 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
         raise ValueError(f"{name} is given, but this call has no such result")
     if given is None:
         raise ValueError(f"{name} is None; this call needs {result.dtype} {tuple(result.shape)}")
-    _like(name, given, tuple(result.shape), result.dtype)
-    if given.device != result.device:
-        raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
+    buffer(name, given, tuple(result.shape), result.dtype, result.device)
+
+
+def buffer(
+    name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """The same of a result of which this much is known."""
+    _like(name, given, shape, dtype, device)
     own_memory(name, given)
 
 
@@ -74,7 +87,7 @@ def own_memory(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
 
 
-def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
+def apart(outputs: Mapping[str, Tensor | None], bound: dict[str, Any]) -> None:
     """No tensor given to an out overload begins where another one does, or an argument."""
     read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
     inputs = {name: bound.get(name) for name in read if name not in outputs}
@@ -99,6 +112,13 @@ def _wants_gradient(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad
 
 
-def _like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(x.shape) != shape or x.dtype != dtype:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, {x.dtype}; expected {shape}, {dtype}")
+def _like(
+    name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    validate.tensor(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, the result on {device}")
