@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import ops, validate
+from flash_cute import check, ops, validate
 from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
+from flash_cute.rng import rng_of_call
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
@@ -38,7 +39,9 @@ def flash_attn_func(
     *,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """softmax(scale q k^T) v without the seqlen_q x seqlen_k matrix in memory (FlashAttention,
     arXiv 2205.14135).
@@ -66,23 +69,28 @@ def flash_attn_func(
         sink: (heads,), a learnable logit a head in the softmax's denominator (arXiv 2309.17453);
             any floating point on the CPU, fp16, bf16 or fp32 on CUDA. Its gradient has fp32's
             accuracy.
-        generator: source of the dropout seed; None is the device's default, the only one that
-            activation checkpointing replays.
+        generator: source of dropout's random state; None is the device's default, the only one
+            that activation checkpointing replays. Cannot be traced by torch.compile.
+        rng: that state itself, int64 (2,) on q's device, in place of a generator: the same one
+            drops the same, compiled or not. See :func:`flash_cute.rng_state`.
         return_lse: also return the log-sum-exp.
+        return_rng: also return the state that dropout used.
 
     Returns:
         out (batch, seqlen_q, heads, dim_v) in q's dtype. With ``return_lse``: (out, softmax_lse),
         softmax_lse fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q), natural log,
         differentiable. With ``return_attn_probs``: (out, softmax_lse, probs), probs (batch, heads,
-        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. A row that sees no key has
-        out 0 and lse -inf, or ``sink``'s logit if there is one.
+        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. With ``return_rng`` the
+        state comes last, None where ``dropout_p`` is 0. A row that sees no key has out 0 and lse
+        -inf, or ``sink``'s logit if there is one.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    usual = type(causal) is type(return_lse) is bool
+    usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
+    usual = usual and not check.is_on()
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
@@ -96,10 +104,11 @@ def flash_attn_func(
             pass
     q, k, v = autocast.cast(q, k, v)
     validate.dense(q, k, v)
+    check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
     )  # fmt: skip
 
 
@@ -117,7 +126,9 @@ def flash_attn_kvpacked_func(
     *,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
 
@@ -127,10 +138,11 @@ def flash_attn_kvpacked_func(
     validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
+    check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, kv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, kv,
     )  # fmt: skip
 
 
@@ -147,7 +159,9 @@ def flash_attn_qkvpacked_func(
     *,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
 
@@ -157,10 +171,11 @@ def flash_attn_qkvpacked_func(
     validate.packed("qkv", qkv, 5, 3)
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
+    check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, qkv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, qkv,
     )  # fmt: skip
 
 
@@ -187,7 +202,9 @@ def flash_attn_varlen_func(
     zero_tensors: bool = False,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """Attention over sequences of different lengths laid end to end.
 
@@ -207,7 +224,8 @@ def flash_attn_varlen_func(
         zero_tensors: rows that belong to no sequence come back 0 (lse: -inf). They do in any case.
 
     The other arguments are :func:`flash_attn_func`'s. Offsets and lengths that leave their tensors
-    are clamped on the device, without a host synchronisation.
+    are clamped on the device, without a host synchronisation; ``FLASH_CUTE_CHECK=1`` refuses them
+    (:mod:`flash_cute.check`).
 
     Returns:
         out (total_q, heads, dim_v), and as asked softmax_lse (heads, total_q) and the signed
@@ -219,11 +237,12 @@ def flash_attn_varlen_func(
     q, k, v = autocast.cast(q, k, v)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
+    check.varlen(q, k, *sequences, block_table, zero_tensors)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table),
         cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
     )  # fmt: skip
 
 
@@ -248,7 +267,9 @@ def flash_attn_varlen_kvpacked_func(
     zero_tensors: bool = False,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
     q, kv = autocast.cast(q, kv)
@@ -256,10 +277,11 @@ def flash_attn_varlen_kvpacked_func(
     k, v = kv.unbind(1)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences)
+    check.varlen(q, k, *sequences, None, zero_tensors)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, kv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, kv,
     )  # fmt: skip
 
 
@@ -280,7 +302,9 @@ def flash_attn_varlen_qkvpacked_func(
     zero_tensors: bool = False,
     sink: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
     return_lse: bool = False,
+    return_rng: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
     (qkv,) = autocast.cast(qkv)
@@ -288,10 +312,11 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = qkv.unbind(1)
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
+    check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, generator, return_lse, qkv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, qkv,
     )  # fmt: skip
 
 
@@ -321,8 +346,9 @@ def _attend(
     deterministic: bool,
     return_attn_probs: bool,
     sink: Tensor | None,
-    generator: torch.Generator | None,
+    randomness: tuple[torch.Generator | None, Tensor | None],
     return_lse: bool,
+    return_rng: bool,
     packed: Tensor | None = None,
 ) -> Result:
     """The one way from every public function to its op.
@@ -332,11 +358,12 @@ def _attend(
     q, k, v = qkv
     validate.flag("return_attn_probs", return_attn_probs)
     validate.flag("return_lse", return_lse)
+    validate.flag("return_rng", return_rng)
     if sequences:
         validate.flag("zero_tensors", sequences[-2])
     validate.options(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sink, generator,
+        deterministic, sink,
     )  # fmt: skip
     grad = torch.is_grad_enabled() and (
         q.requires_grad
@@ -346,9 +373,7 @@ def _attend(
     )
     if q.is_cuda:
         validate.cuda(q, v, sink)
-    rng = None
-    if dropout_p > 0.0:
-        rng = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device, generator=generator)
+    rng = rng_of_call(q, dropout_p, *randomness)
     args = (
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
         rng, deterministic, return_attn_probs, False, ops.allow_tf32(q),
@@ -363,6 +388,11 @@ def _attend(
         out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, sink, op, args)
     else:
         out, softmax_lse, _, probs = op(q, k, v, *args)
+    results = [out]
+    if return_lse or return_attn_probs:
+        results.append(softmax_lse)
     if return_attn_probs:
-        return out, softmax_lse, probs
-    return (out, softmax_lse) if return_lse else out
+        results.append(probs)
+    if return_rng:
+        results.append(rng)
+    return tuple(results) if len(results) > 1 else out

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_kvcache, validate_ops
+from flash_cute import check, ops, validate, validate_kvcache, validate_ops
 from flash_cute.ops import autocast
 
 
@@ -93,7 +93,8 @@ def flash_attn_with_kvcache(
         check_indices: look for indices outside of their tensors, and for rows that two sequences
             would append to, and raise ValueError with the first one. Waits for the GPU; not inside
             of a full graph. Without it indices are clamped on the device: what lies outside is
-            neither read nor written.
+            neither read nor written. ``FLASH_CUTE_CHECK=1`` asks for it everywhere
+            (:mod:`flash_cute.check`).
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
@@ -138,18 +139,23 @@ def flash_attn_with_kvcache(
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     places = (used, cache_batch_idx, cache_leftpad, block_table)
     validate.options(
-        q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink, None
+        q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink
     )
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, sink)
-    if check_indices:
+    if check.wanted(q):
+        if cu_seqlens_q is None and block_table is None:
+            check.dense(q, k_cache)
+        check.padding("cu_seqlens_q", cu_seqlens_q, q)
+        check.padding("cu_seqlens_k_new", cu_seqlens_k_new, k)
+    if check_indices or check.wanted(q):
         queries = _lengths("cu_seqlens_q", q, cu_seqlens_q, batch, max_seqlen_q)
         new = [0] * batch if k is None else _lengths("cu_seqlens_k_new", k, cu_seqlens_k_new, batch)
-        validate_kvcache.contents(k_cache, new, *places)
+        check.cache(k_cache, new, *places)
         if rotary_cos is not None:
             steps = causal or tuple(window_size) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
-            validate_kvcache.positions(len(rotary_cos), rows, used, rotary_seqlens)
+            check.positions(len(rotary_cos), rows, used, rotary_seqlens)
     score = (softmax_scale, causal, *window_size, softcap, alibi_slopes, sink)
     splits = (num_splits, split_size)
     try:
@@ -257,4 +263,4 @@ def _lengths(
     """Rows of x that each sequence has, by offsets that are looked into; ``name`` is theirs."""
     if cu_seqlens is None:
         return [x.shape[1]] * batch
-    return validate_kvcache.offsets(name, cu_seqlens, len(x), longest)
+    return check.offsets(name, cu_seqlens.tolist(), len(x), longest)

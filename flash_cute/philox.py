@@ -17,6 +17,7 @@ ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
+DROP_STEPS = 2**16  # random numbers have 16 bits
 
 
 def _multiply(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,16 +49,29 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
+def dropout_rate(dropout_p: float) -> tuple[int, float]:
+    """(drop_below, keep_scale) of a probability: what is drawn, and what makes up for it.
+
+    Of 65536 random numbers those below ``drop_below`` are dropped: ``dropout_p`` to the nearest
+    65536th, but all of them for 1 alone. ``keep_scale`` is 1 / (1 - the rate that is drawn), so
+    that dropout keeps the mean; 0 where everything is dropped.
+    """
+    if dropout_p == 1:
+        return DROP_STEPS, 0.0
+    drop_below = min(round(dropout_p * DROP_STEPS), DROP_STEPS - 1)
+    return drop_below, DROP_STEPS / (DROP_STEPS - drop_below)
+
+
 def dropout_keep(
     rng: Tensor | None, dropout_p: float, bh: Tensor, rows: Tensor, cols: Tensor
 ) -> Tensor:
     """Which probabilities dropout keeps, True for kept.
 
-    ``rng`` is int64 (2,): seed and offset. ``dropout_p`` in [0, 1] is the chance to drop, rounded
-    to a multiple of 2**-16. ``bh`` holds ``batch * heads + query_head``, ``rows`` and ``cols`` the
-    positions of queries and keys in their sequence: int64 vectors in any order, so that any part of
-    the matrix can be asked for. Returns bool (len(bh), len(rows), len(cols)). Raises ValueError
-    without ``rng``.
+    ``rng`` is int64 (2,): seed and offset. ``dropout_p`` in [0, 1] is the chance to drop, as
+    :func:`dropout_rate` rounds it. ``bh`` holds ``batch * heads + query_head``, ``rows`` and
+    ``cols`` the positions of queries and keys in their sequence: int64 vectors in any order, so
+    that any part of the matrix can be asked for. Returns bool (len(bh), len(rows), len(cols)).
+    Raises ValueError without ``rng``.
     """
     if rng is None:
         raise ValueError(
@@ -76,7 +90,7 @@ def dropout_keep(
     words = torch.stack(philox4x32(counter, key), 2)  # (bh, row group, 4, column group)
     bytes_ = [words >> 8 * i & 0xFF for i in range(4)]
     lanes = torch.stack([bytes_[i] << 8 | bytes_[i - 1] for i in range(4)], -1)
-    kept = (lanes >= round(dropout_p * 65536)).flatten(3).flatten(1, 2)  # (bh, rows, columns)
+    kept = (lanes >= dropout_rate(dropout_p)[0]).flatten(3).flatten(1, 2)  # (bh, rows, columns)
     row_index = row_index * 4 + rows // 8 % 4
     col_index = col_index * 4 + cols // 8 % 4
     return kept.index_select(1, row_index).index_select(2, col_index)

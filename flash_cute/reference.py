@@ -19,8 +19,9 @@ autograd through it gives the gradients. For a sequence of seqlen_q queries and 
   multiplied by 0, so that its bits do not matter. (Autograd does multiply: the gradients that it
   takes from here are right for finite inputs.)
 - Dropout zeroes the probabilities that :func:`flash_cute.philox.dropout_keep` does not keep and
-  multiplies the others by ``1 / (1 - dropout_p)``; with ``dropout_p`` 1, out is 0. softmax_lse and
-  row_max are those without dropout. ``softmax`` is the probability before that factor, negative
+  multiplies the others by 1 / (1 - the rate), the rate being ``dropout_p`` to the nearest 65536th
+  (:func:`flash_cute.philox.dropout_rate`); with ``dropout_p`` 1, out is 0. softmax_lse and row_max
+  are those without dropout. ``softmax`` is the probability before that factor, negative
   where dropout drops it, and 0 where the row does not see the key.
 - Over a key/value cache, see :func:`attention_kvcache`, sequence b reads the rows of its pages
   (``block_table[b]``), or of row ``cache_batch_idx[b]`` of the cache, b without one, which is then
@@ -48,7 +49,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute.philox import dropout_keep
+from flash_cute.philox import dropout_keep, dropout_rate
 
 
 class Attention(NamedTuple):
@@ -176,7 +177,7 @@ def attention(
         bh = torch.arange(batch * heads, device=q.device) + first * heads
         rows, cols = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
         keep = dropout_keep(rng, dropout_p, bh, rows, cols).view(softmax.shape)
-        weights = softmax.masked_fill(~keep, 0) * (1 / (1 - dropout_p) if dropout_p < 1 else 0)
+        weights = softmax.masked_fill(~keep, 0) * dropout_rate(dropout_p)[1]
         softmax = torch.where(keep, softmax, -softmax)
     return Attention(_weighted_sum(weights, v, seen), lse, row_max, softmax)
 

@@ -117,7 +117,6 @@ def options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     sink: Tensor | None,
-    generator: torch.Generator | None,
 ) -> None:
     """What dense and varlen calls share: dropout, scale, band, softcap, ALiBi slopes, sinks."""
     flag("causal", causal)
@@ -153,10 +152,6 @@ def options(
         _alibi_slopes(alibi_slopes, q, heads, batch)
     if sink is not None:
         _sink(sink, q, heads)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator is {_kind(generator)}; expected a torch.Generator")
-    if generator is not None and generator.device.type != q.device.type:
-        raise ValueError(f"generator is on {generator.device}, q on {q.device}; they must agree")
 
 
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
@@ -190,9 +185,19 @@ def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
 
 
 def tensor(name: str, x: Any) -> None:
-    """Refuses what is no tensor."""
+    """Refuses what is no tensor, and tensors whose elements do not lie at strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
+    strided(name, x)
+
+
+def strided(name: str, x: Tensor) -> None:
+    """Refuses nested and sparse tensors. To be asked first: few other questions suit these."""
+    if x.is_nested:
+        advice = "give a varlen function its values(), and its offsets() as int32 cu_seqlens"
+        raise NotImplementedError(f"{name} is a nested tensor; {advice}")
+    if x.layout is not torch.strided:
+        raise NotImplementedError(f"{name} has layout {x.layout}; call {name}.to_dense()")
 
 
 def flag(name: str, x: Any) -> None:
@@ -204,6 +209,8 @@ def flag(name: str, x: Any) -> None:
 def packed(name: str, x: Tensor, rank: int, parts: int, q: Tensor | None = None) -> None:
     """A packed tensor (..., parts, heads, dim) of the given rank, with queries of their own."""
     tensor(name, x)
+    if isinstance(q, Tensor):
+        strided("q", q)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; supported: {_listed(DTYPES)}")
     if isinstance(q, Tensor) and q.dtype != x.dtype:
@@ -237,14 +244,9 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
 
 
 def _same_kind(q: Tensor, k: Tensor, v: Tensor, name_k: str = "k", name_v: str = "v") -> None:
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        named = (("q", q), (name_k, k), (name_v, v))
-        name, x = next((n, x) for n, x in named if not isinstance(x, Tensor))
-        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
-    if q.is_nested:
-        raise NotImplementedError(
-            "q is a nested tensor; give flash_attn_varlen_func its values() and int32 offsets()"
-        )
+    tensor("q", q)
+    tensor(name_k, k)
+    tensor(name_v, v)
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
         raise TypeError(f"q has dtype {dtype}; supported: {_listed(DTYPES)}")
@@ -282,19 +284,14 @@ def _heads_and_dims(
         )
     if dim == 0 or dim_v == 0:
         raise ValueError(f"head dim is 0: q has {dim}, v {dim_v}")
-    if (
-        (q.stride(-1) != 1 and dim != 1)
-        or (k.stride(-1) != 1 and dim != 1)
-        or (v.stride(-1) != 1 and dim_v != 1)
-    ):
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         for name, x in _named(q, k, v):
             _contiguous_last(name, x)
 
 
 def _indices(name: str, x: Tensor, q: Tensor) -> int:
     """An int32 contiguous vector on q's device; returns its length."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {_kind(x)}; expected an int32 torch.Tensor")
+    tensor(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int32")
     if x.device != q.device:
@@ -326,9 +323,10 @@ def _sequences(
 def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         raise TypeError(f"block_table is {_dtype_or_kind(x)}; expected int32")
+    strided("block_table", x)
     if x.device != q.device:
         raise ValueError(f"block_table is on {x.device}, q on {q.device}; they must agree")
-    if x.dim() != 2 or x.shape[0] != batch or x.stride(-1) != 1:
+    if x.dim() != 2 or x.shape[0] != batch or not has_rows(x):
         raise ValueError(
             f"block_table has shape {tuple(x.shape)}; expected ({batch}, max_blocks), "
             "rows contiguous"
@@ -349,6 +347,7 @@ def _window_types(left: Any, right: Any) -> None:
 def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
         raise TypeError(f"alibi_slopes is {_dtype_or_kind(x)}; expected float32")
+    strided("alibi_slopes", x)
     if x.device != q.device:
         raise ValueError(f"alibi_slopes is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) not in ((heads,), (batch, heads)):
@@ -363,6 +362,7 @@ def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
 def _sink(x: Tensor, q: Tensor, heads: int) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"sink is {_dtype_or_kind(x)}; expected floating point")
+    strided("sink", x)
     if x.device != q.device:
         raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) != (heads,):
@@ -370,8 +370,13 @@ def _sink(x: Tensor, q: Tensor, heads: int) -> None:
     _contiguous_last("sink", x)
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether elements of the last dimension lie side by side, as far as there are any."""
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+
+
 def _contiguous_last(name: str, x: Tensor) -> None:
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+    if not has_rows(x):
         raise ValueError(
             f"{name}'s last dimension has stride {x.stride(-1)}; it must be contiguous (stride 1): "
             f"call {name}.contiguous()"

@@ -1,11 +1,10 @@
 """What the functions over a key/value cache accept, in the manner of :mod:`flash_cute.validate`.
 
-``contents`` looks into index tensors as well, which waits for the GPU; the other checks do not.
+Nothing here looks into index tensors: :mod:`flash_cute.check` does.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def op_arguments(bound: dict[str, Any]) -> None:
     validate.options(
         bound["q"], batch, 0.0, bound["softmax_scale"], bound["is_causal"],
         (bound["window_size_left"], bound["window_size_right"]), bound["softcap"],
-        bound["alibi_slopes"], False, bound["sink"], None,
+        bound["alibi_slopes"], False, bound["sink"],
     )  # fmt: skip
 
 
@@ -115,7 +114,7 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
 def vectors(q: Tensor | None, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises ValueError for the first tensor with a row that the CUDA kernels cannot read."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x is None:
+        if x is None or x.numel() == 0:
             continue
         steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
         if x.data_ptr() % 16 or any(step % 8 for step in steps):
@@ -130,6 +129,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(x, Tensor) or x.dtype != torch.float32:
             raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; expected float32")
+        validate.strided(name, x)
     if out_partial.device != lse_partial.device:
         raise ValueError(
             f"devices differ: out_partial is on {out_partial.device}, lse_partial on "
@@ -147,84 +147,6 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
     supported = (torch.float16, torch.bfloat16, torch.float32)
     if dtype is not None and dtype not in supported:
         raise TypeError(f"the result's dtype is {dtype}; supported: {validate._listed(supported)}")
-
-
-def contents(
-    k_cache: Tensor,
-    seqlens_new: list[int],
-    cache_seqlens: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-) -> None:
-    """Raises ValueError for the first index that the kernels would clamp, and names it."""
-    page_size = k_cache.shape[1]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    used = [capacity] * len(seqlens_new) if cache_seqlens is None else cache_seqlens.tolist()
-    for b, (length, new) in enumerate(zip(used, seqlens_new, strict=True)):
-        if not 0 <= length <= capacity - new:
-            raise ValueError(
-                f"cache_seqlens[{b}] is {length}; with {new} new rows the cache holds "
-                f"[0, {capacity - new}] of this sequence"
-            )
-    for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
-        if not 0 <= pad <= used[b]:
-            raise ValueError(f"cache_leftpad[{b}] is {pad}; expected [0, {used[b]}]")
-    rows = [] if cache_batch_idx is None else cache_batch_idx.tolist()
-    for b, row in enumerate(rows):
-        if not 0 <= row < len(k_cache):
-            raise ValueError(f"cache_batch_idx[{b}] is {row}; expected [0, {len(k_cache)})")
-        if seqlens_new[b] > 0 and row in rows[:b]:
-            raise ValueError(
-                f"cache_batch_idx[{b}] is {row}, as [{rows.index(row)}] is; rows that join a "
-                "cache are for one sequence alone"
-            )
-    written: dict[int, tuple[int, int]] = {}  # where the table names a page that rows join
-    for b, pages in enumerate([] if block_table is None else block_table.tolist()):
-        last = used[b] + seqlens_new[b]
-        for block, page in enumerate(pages[: -(-last // max(page_size, 1))]):
-            if not 0 <= page < len(k_cache):
-                raise ValueError(
-                    f"block_table[{b}, {block}] is {page}; the cache has {len(k_cache)} pages"
-                )
-            if seqlens_new[b] == 0 or (block + 1) * page_size <= used[b]:
-                continue
-            other = written.setdefault(page, (b, block))
-            if other != (b, block):
-                raise ValueError(
-                    f"block_table[{b}, {block}] is {page}, as {list(other)} is; pages that rows "
-                    "join are for one sequence alone"
-                )
-
-
-def offsets(name: str, cu_seqlens: Tensor, rows: int, longest: int | None) -> list[int]:
-    """The lengths between offsets into so many rows; ValueError for the first that is no offset."""
-    at = cu_seqlens.tolist()
-    for b, (begin, end) in enumerate(pairwise(at)):
-        if not 0 <= begin <= end <= rows:
-            raise ValueError(
-                f"{name}[{b}:{b + 2}] is {[begin, end]}; offsets ascend within [0, {rows}]"
-            )
-        if longest is not None and end - begin > longest:
-            raise ValueError(
-                f"{name}[{b}:{b + 2}] is {[begin, end]}; max_seqlen_q says {longest} at the most"
-            )
-    return [end - begin for begin, end in pairwise(at)]
-
-
-def positions(
-    known: int, rows: list[int], cache_seqlens: Tensor | None, rotary_seqlens: Tensor | None
-) -> None:
-    """ValueError for the first of ``rows`` rows a sequence beyond so many rotary positions."""
-    name = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
-    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-    assert starts is not None  # rotary embedding is for new keys, which need cache_seqlens
-    for b, (start, count) in enumerate(zip(starts.tolist(), rows, strict=True)):
-        if count > 0 and not 0 <= start <= known - count:
-            raise ValueError(
-                f"{name}[{b}] is {start}, and {count} rows from there on are rotated; rotary_cos "
-                f"has {known} positions"
-            )
 
 
 def _length_of_all(cache_seqlens: int) -> None:
@@ -319,6 +241,7 @@ def _rotary(
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(x, Tensor) or x.dtype != q.dtype:
             raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; q is {q.dtype}")
+        validate.strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
         if x.dim() != 2 or x.shape != cos.shape or not x.is_contiguous():

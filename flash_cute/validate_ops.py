@@ -4,12 +4,14 @@ that are to hold results. Errors as in :mod:`flash_cute.validate`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_cute import validate
+from flash_cute.rng import check_rng
 
 
 def arguments(bound: dict[str, Any]) -> None:
@@ -27,13 +29,14 @@ def arguments(bound: dict[str, Any]) -> None:
     window = (bound["window_size_left"], bound["window_size_right"])
     validate.options(
         q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
-        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"], None,
+        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"],
     )  # fmt: skip
-    rng = bound["rng"]
-    if bound["dropout_p"] > 0 and rng is None:
-        raise ValueError("rng is None; dropout needs an int64 tensor (seed, offset)")
-    if rng is not None and (rng.dtype != torch.int64 or tuple(rng.shape) != (2,)):
-        raise ValueError(f"rng has shape {tuple(rng.shape)}, {rng.dtype}; expected int64 (2,)")
+    if bound["rng"] is not None:
+        check_rng(bound["rng"], q)
+    elif bound["dropout_p"] > 0:
+        raise ValueError(
+            "rng is None; dropout needs an int64 tensor (seed, offset), e.g. flash_cute.rng_state()"
+        )
     if "softmax_lse" in bound:
         of_forward(bound)
 
@@ -42,12 +45,19 @@ def of_forward(bound: dict[str, Any]) -> None:
     """What backward is given of forward's results and their gradients; also asked by its fake."""
     q = bound["q"]
     *lead, rows, heads, _ = q.shape
-    for name in ("dout", "out"):
-        _like(name, bound[name], (*lead, rows, heads, bound["v"].shape[-1]), q.dtype)
-    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name in ("softmax_lse", "dlse"):
-        if bound[name] is not None:
-            _like(name, bound[name], (*lead, heads, rows), accumulator)
+    kinds = (
+        ((*lead, rows, heads, bound["v"].shape[-1]), q.dtype, ("dout", "out")),
+        ((*lead, heads, rows), statistic_dtype(q), ("softmax_lse", "dlse")),
+    )
+    for shape, dtype, names in kinds:
+        for name in names:
+            if name != "dlse" or bound[name] is not None:
+                _like(name, bound[name], shape, dtype, q.device)
+
+
+def statistic_dtype(q: Tensor) -> torch.dtype:
+    """Of softmax_lse, and of what else there is one of a row: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
@@ -58,19 +68,26 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
         raise ValueError(f"{name} is given, but this call has no such result")
     if given is None:
         raise ValueError(f"{name} is None; this call needs {result.dtype} {tuple(result.shape)}")
-    _like(name, given, tuple(result.shape), result.dtype)
-    if given.device != result.device:
-        raise ValueError(f"{name} is on {given.device}, the result on {result.device}")
+    buffer(name, given, tuple(result.shape), result.dtype, result.device)
+
+
+def buffer(
+    name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """The same of a result of which this much is known."""
+    _like(name, given, shape, dtype, device)
     own_memory(name, given)
 
 
 def own_memory(name: str, x: Tensor) -> None:
     """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too."""
-    if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+    if x.numel() > 0 and any(
+        n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)
+    ):
         raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
 
 
-def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
+def apart(outputs: Mapping[str, Tensor | None], bound: dict[str, Any]) -> None:
     """No tensor given to an out overload begins where another one does, or an argument."""
     read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
     inputs = {name: bound.get(name) for name in read if name not in outputs}
@@ -81,6 +98,27 @@ def apart(outputs: dict[str, Tensor | None], bound: dict[str, Any]) -> None:
             raise ValueError(f"{name} shares memory with {other}; give each its own")
 
 
-def _like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(x.shape) != shape or x.dtype != dtype:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, {x.dtype}; expected {shape}, {dtype}")
+def no_gradient_of_pages(bound: dict[str, Any]) -> None:
+    """Refuses what would need a gradient through a block_table, and names it."""
+    names = [name for name in ("q", "k", "v", "sink") if _wants_gradient(bound[name])]
+    raise NotImplementedError(
+        f"block_table is given and {' and '.join(names) or 'an argument'} require"
+        f"{'' if len(names) > 1 else 's'} grad; attention over pages has no backward: detach() "
+        "them, or call under torch.no_grad()"
+    )
+
+
+def _wants_gradient(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
+def _like(
+    name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    validate.tensor(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, the result on {device}")

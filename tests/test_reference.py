@@ -42,6 +42,7 @@ def loops(
     seqlen_k, group = k.shape[1], heads // k.shape[2]
     out = q.new_zeros(batch, seqlen_q, heads, v.shape[-1])
     lse = q.new_full((batch, heads, seqlen_q), -math.inf)
+    kept = 1 - round(dropout_p * 65536) / 65536
     for b in range(batch):
         for h in range(heads):
             for i in range(seqlen_q):
@@ -62,7 +63,7 @@ def loops(
                 for j, weight in weights.items():
                     place = (torch.tensor([n]) for n in (b * heads + h, i, j))
                     if dropout_p == 0 or dropout_keep(rng, dropout_p, *place).item():
-                        out[b, i, h] += weight / total / (1 - dropout_p) * v[b, j, h // group]
+                        out[b, i, h] += weight / total / kept * v[b, j, h // group]
     return out, lse
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_cute.philox import dropout_keep
+from flash_cute.philox import dropout_keep, dropout_rate
 
 QUERY_BLOCK = 128
 KEY_BLOCK = 512
@@ -103,7 +103,7 @@ class Options:
     @property
     def keep_scale(self) -> float:
         """Factor of the probabilities that dropout keeps; 0 if it keeps none."""
-        return 1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0
+        return dropout_rate(self.dropout_p)[1]
 
 
 class Tiles:

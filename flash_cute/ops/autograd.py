@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute import validate, validate_ops
 from flash_cute.ops import schema, switches
 from flash_cute.ops.schema import DEFAULTS, Results
 
@@ -81,9 +82,7 @@ def _formula(op: Any, bwd_op: Any) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Results:
             if table is not None and args[table] is not None:
-                raise NotImplementedError(
-                    "block_table: a paged key/value cache has no gradient; detach k and v"
-                )
+                validate_ops.no_gradient_of_pages(dict(zip(names, args, strict=True)))
             results = out, softmax_lse, row_max, softmax = _forward(op, args)
             if row_max is not None or softmax is not None:
                 ctx.mark_non_differentiable(*[x for x in (row_max, softmax) if x is not None])
@@ -178,7 +177,7 @@ def backward_arguments(
 
 def _contiguous_rows(x: Tensor) -> Tensor:
     """``x``, or a copy of it if its last dimension is not contiguous, as kernels need it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return x if validate.has_rows(x) else x.contiguous()
 
 
 def no_double_backward() -> None:

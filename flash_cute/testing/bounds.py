@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute.philox import dropout_rate
 from flash_cute.testing.cases import Inputs
 
 ROUNDING_UNIT = {
@@ -56,7 +57,7 @@ def forward_oracle(inputs: Inputs) -> Oracle:
 def _count_of_smallest(inputs: Inputs, softmax_lse: Tensor, row_max: Tensor) -> Tensor:
     """How much the smallest fp16 number weighs in out, if every visible key has that weight.
 
-    Weights are rounded relative to the row's largest one, and multiplied by 1 / (1 - dropout_p).
+    Weights are rounded relative to the row's largest one, and multiplied by `_keep_scale`.
     """
     off: dict[str, Any] = {
         "softcap": 0.0,
@@ -310,8 +311,7 @@ def _softmax_scale(inputs: Inputs) -> float:
 
 
 def _keep_scale(inputs: Inputs) -> float:
-    dropout_p = inputs.options["dropout_p"]
-    return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    return dropout_rate(inputs.options["dropout_p"])[1]
 
 
 def _logit_size(inputs: Inputs) -> float:

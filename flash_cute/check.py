@@ -1,0 +1,251 @@
+"""Looks at what index tensors hold, and at shapes that are likely not what was meant.
+
+Kernels clamp bad offsets and lengths without a word, as asking the GPU would stop the host. With
+``FLASH_CUTE_CHECK=1`` in the environment when flash_cute is imported, or inside of
+:func:`switched`, every public function asks: index tensors are read on the host, and ``ValueError``
+names the argument, the position and the values of the first that is wrong. That waits for the GPU,
+so calls that are compiled, traced, transformed or captured into a CUDA graph are left alone.
+:func:`flash_cute.flash_attn_with_kvcache` does the same once, with ``check_indices=True``.
+
+Offsets must begin with 0, ascend, and claim every row. Padding behind the last sequence is allowed
+with ``zero_tensors=True``, whose meaning it is; over a cache, whose calls have no such argument, it
+is warned of. ``max_seqlen`` may be larger than the longest sequence, not smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flash_cute import ops
+
+_on = os.environ.get("FLASH_CUTE_CHECK", "0") not in ("", "0")
+MOST_HEADS = 128  # of keys, that models have
+OF_Q = ("cu_seqlens_q", "max_seqlen_q", "seqused_q")
+OF_K = ("cu_seqlens_k", "max_seqlen_k", "seqused_k")
+OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
+
+
+def is_on() -> bool:
+    """Whether calls are looked at."""
+    return _on
+
+
+@contextmanager
+def switched(on: bool = True) -> Iterator[None]:
+    """Inside, calls are looked at, or not: in place of ``FLASH_CUTE_CHECK``, for all threads.
+
+    Example::
+
+        with flash_cute.check.switched():
+            out = flash_cute.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512)
+    """
+    global _on
+    before, _on = _on, on
+    try:
+        yield
+    finally:
+        _on = before
+
+
+def wanted(q: Tensor) -> bool:
+    """Whether to look at the call of ``q``: checks are on, and values can be read."""
+    return (
+        _on
+        and not torch.compiler.is_compiling()
+        and type(q) in (Tensor, torch.nn.Parameter)  # no fake, no wrapper of another tensor
+        and q.device.type != "meta"
+        and not ops.transformed()
+        and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def dense(q: Tensor, k: Tensor) -> None:
+    """Warns of q and k that are likely (batch, heads, seqlen, dim); called by public functions.
+
+    They have more heads than tokens then. That is usual of short sequences, too, so there must be
+    more kv heads than models have, or what grouped heads look like in the place of seqlen: fewer
+    keys than queries, which they divide, and as many heads of keys as of queries.
+    """
+    if not wanted(q):
+        return
+    (seqlen_q, heads), (seqlen_k, heads_k) = q.shape[1:3], k.shape[1:3]
+    if not (0 < seqlen_q < heads and 0 < seqlen_k < heads_k):
+        return
+    grouped = heads == heads_k and seqlen_k < seqlen_q and seqlen_q % seqlen_k == 0
+    if heads_k > MOST_HEADS or grouped:
+        warnings.warn(
+            f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}: more heads than tokens. Are seqlen "
+            "and heads exchanged? The layout is (batch, seqlen, heads, dim): transpose(1, 2) makes "
+            "it of (batch, heads, seqlen, dim)",
+            stacklevel=3,
+        )
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    zero_tensors: bool,
+    packed: bool = False,
+) -> None:
+    """Looks at the index tensors of a varlen call; ``packed``: q and k share one of each."""
+    if not wanted(q):
+        return
+    names = OF_BOTH if packed else OF_Q
+    _sequences(names, len(q), cu_seqlens_q, max_seqlen_q, seqused_q, zero_tensors)
+    if packed:
+        return
+    if block_table is None:
+        _sequences(OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
+        return
+    capacity = k.shape[1] * block_table.shape[1]
+    if seqused_k is None:
+        name, rows = OF_K[0], capacity * len(block_table)
+        lengths = offsets(name, cu_seqlens_k.tolist(), rows, max_seqlen_k, OF_K[1])
+    else:
+        lengths, name = seqused_k.tolist(), OF_K[2]
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= min(capacity, max_seqlen_k):
+            raise ValueError(
+                f"{name} gives sequence {b} a length of {length}; max_seqlen_k is {max_seqlen_k}, "
+                f"and its pages hold {capacity} rows"
+            )
+    for b, ids in enumerate(block_table.tolist()):
+        pages(b, ids, lengths[b], len(k), k.shape[1])
+
+
+def _sequences(
+    names: tuple[str, str, str],
+    rows: int,
+    cu_seqlens: Tensor,
+    longest: int,
+    used: Tensor | None,
+    padded: bool,
+) -> None:
+    at = cu_seqlens.tolist()
+    left = _unclaimed(names[0], at, rows)
+    lengths = offsets(names[0], at, rows, longest, names[1])
+    if left and not padded:
+        raise ValueError(f"{left}; if they are padding, give zero_tensors=True")
+    for b, length in enumerate([] if used is None else used.tolist()):
+        if not 0 <= length <= lengths[b]:
+            raise ValueError(f"{names[2]}[{b}] is {length}; sequence {b} has {lengths[b]} rows")
+
+
+def padding(name: str, cu_seqlens: Tensor | None, x: Tensor | None) -> None:
+    """Warns of rows of x behind the last sequence; called by public functions over a cache."""
+    if cu_seqlens is None or x is None:
+        return
+    if left := _unclaimed(name, cu_seqlens.tolist(), len(x)):
+        warnings.warn(f"{left}; well if they are padding", stacklevel=3)
+
+
+def _unclaimed(name: str, at: list[int], rows: int) -> str:
+    """Says which rows offsets leave to no sequence, "" if none; ValueError if they do not begin
+    with 0."""
+    if at[0] != 0:
+        raise ValueError(
+            f"{name}[0] is {at[0]}; offsets begin with 0. Of lengths they are torch.nn.functional."
+            "pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
+        )
+    if at[-1] >= rows:
+        return ""
+    return f"{name}[{len(at) - 1}] is {at[-1]}, and rows {[at[-1], rows]} belong to no sequence"
+
+
+def offsets(
+    name: str, at: list[int], rows: int, longest: int | None, longest_name: str = "max_seqlen_q"
+) -> list[int]:
+    """The lengths between offsets into so many rows; ValueError for the first that is no offset."""
+    for b, (begin, end) in enumerate(pairwise(at)):
+        if not 0 <= begin <= end <= rows:
+            raise ValueError(
+                f"{name}[{b}:{b + 2}] is {[begin, end]}; offsets ascend within [0, {rows}]"
+            )
+        if longest is not None and end - begin > longest:
+            raise ValueError(
+                f"{name}[{b}:{b + 2}] is {[begin, end]}; {longest_name} says {longest} at the most"
+            )
+    return [end - begin for begin, end in pairwise(at)]
+
+
+def pages(b: int, ids: list[int], length: int, num_blocks: int, page_size: int) -> list[int]:
+    """The pages that the first ``length`` rows of sequence b use; ValueError for the first that
+    does not exist."""
+    used = ids[: -(-length // max(page_size, 1))]
+    for block, page in enumerate(used):
+        if not 0 <= page < num_blocks:
+            raise ValueError(f"block_table[{b}, {block}] is {page}; there are {num_blocks} pages")
+    return used
+
+
+def cache(
+    k_cache: Tensor,
+    seqlens_new: list[int],
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
+    """ValueError for the first index into a key/value cache that the kernels would clamp."""
+    page_size = k_cache.shape[1]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    used = [capacity] * len(seqlens_new) if cache_seqlens is None else cache_seqlens.tolist()
+    for b, (length, new) in enumerate(zip(used, seqlens_new, strict=True)):
+        if not 0 <= length <= capacity - new:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {length}; with {new} new rows the cache holds "
+                f"[0, {capacity - new}] of this sequence"
+            )
+    for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
+        if not 0 <= pad <= used[b]:
+            raise ValueError(f"cache_leftpad[{b}] is {pad}; expected [0, {used[b]}]")
+    rows = [] if cache_batch_idx is None else cache_batch_idx.tolist()
+    for b, row in enumerate(rows):
+        if not 0 <= row < len(k_cache):
+            raise ValueError(f"cache_batch_idx[{b}] is {row}; expected [0, {len(k_cache)})")
+        if seqlens_new[b] > 0 and row in rows[:b]:
+            raise ValueError(
+                f"cache_batch_idx[{b}] is {row}, as [{rows.index(row)}] is; rows that join a "
+                "cache are for one sequence alone"
+            )
+    written: dict[int, tuple[int, int]] = {}  # where the table names a page that rows join
+    for b, ids in enumerate([] if block_table is None else block_table.tolist()):
+        in_use = pages(b, ids, used[b] + seqlens_new[b], len(k_cache), page_size)
+        for block, page in enumerate(in_use):
+            if seqlens_new[b] == 0 or (block + 1) * page_size <= used[b]:
+                continue
+            other = written.setdefault(page, (b, block))
+            if other != (b, block):
+                raise ValueError(
+                    f"block_table[{b}, {block}] is {page}, as {list(other)} is; pages that rows "
+                    "join are for one sequence alone"
+                )
+
+
+def positions(
+    known: int, rows: list[int], cache_seqlens: Tensor | None, rotary_seqlens: Tensor | None
+) -> None:
+    """ValueError for the first of ``rows`` rows a sequence beyond so many rotary positions."""
+    name = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
+    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+    assert starts is not None  # rotary embedding is for new keys, which need cache_seqlens
+    for b, (start, count) in enumerate(zip(starts.tolist(), rows, strict=True)):
+        if count > 0 and not 0 <= start <= known - count:
+            raise ValueError(
+                f"{name}[{b}] is {start}, and {count} rows from there on are rotated; rotary_cos "
+                f"has {known} positions"
+            )

@@ -1,0 +1,85 @@
+"""The random state of dropout: where a call's comes from, and what one that is given may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import validate
+
+
+def rng_state(
+    device: torch.device | str | int | None = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draws a state for dropout. Calls that are given the same one as ``rng`` drop the same.
+
+    Args:
+        device: where the state lies, which is where q is; None is the generator's device, or
+            torch's default device.
+        generator: what draws it; None is the device's default generator.
+
+    Returns:
+        int64 (2,): seed and offset. Nothing waits for the device.
+
+    Raises:
+        TypeError: ``generator`` is no torch.Generator.
+        ValueError: ``generator`` is on another kind of device.
+        NotImplementedError: ``generator`` is given inside of torch.compile or torch.export.
+
+    Example::
+
+        state = flash_cute.rng_state(q.device)
+        out = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=state)
+        same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=state)
+    """
+    if generator is not None:
+        _check_generator(generator, device)
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "generator is given, which cannot be traced; draw a state outside of the compiled "
+                "function and give it: rng=flash_cute.rng_state(generator=generator)"
+            )
+        device = generator.device if device is None else device
+    return torch.randint(-(2**63), 2**63 - 1, (2,), device=device, generator=generator)
+
+
+def rng_of_call(
+    q: Tensor, dropout_p: float, generator: torch.Generator | None, rng: Tensor | None
+) -> Tensor | None:
+    """The state that a call uses: the one it is given, or a new one; None without dropout."""
+    if generator is not None:
+        _check_generator(generator, q.device)
+    if rng is not None:
+        check_rng(rng, q)
+        if generator is not None:
+            raise ValueError(
+                "rng and generator are given; rng is what a generator would draw: give one of them"
+            )
+    if dropout_p == 0.0:
+        return None
+    return rng_state(q.device, generator) if rng is None else rng
+
+
+def check_rng(rng: Any, q: Tensor) -> None:
+    """A state that a call is given: int64 (2,), contiguous, on q's device."""
+    validate.tensor("rng", rng)
+    if rng.dtype != torch.int64:
+        raise TypeError(f"rng has dtype {rng.dtype}; expected torch.int64 (flash_cute.rng_state())")
+    if rng.device != q.device:
+        raise ValueError(f"rng is on {rng.device}, q on {q.device}; they must agree")
+    if tuple(rng.shape) != (2,) or not rng.is_contiguous():
+        raise ValueError(
+            f"rng has shape {tuple(rng.shape)}, strides {rng.stride()}; expected contiguous (2,): "
+            "seed and offset, e.g. flash_cute.rng_state()"
+        )
+
+
+def _check_generator(generator: Any, device: torch.device | str | int | None) -> None:
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {validate._kind(generator)}; expected a torch.Generator")
+    if device is not None and torch.device(device).type != generator.device.type:
+        raise ValueError(
+            f"generator is on {generator.device}, and draws for {device}; they must agree"
+        )
