@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -64,6 +66,21 @@ def test_numbers_that_fp16_rounds_to_0_are_no_errors():
     assert gone.any() and bounds.check_softmax(softmax, oracle) <= 1
     with pytest.raises(AssertionError, match="softmax"):
         bounds.check_softmax(-softmax, oracle)
+
+
+def test_an_exact_backward_of_a_rounded_lse_passes():
+    """ALiBi of far keys makes softmax_lse large, and fp32 is what backward gets it in."""
+    case = Case(
+        batch=1, seqlen_q=3000, seqlen_k=8, dim=32, alibi="heads", softmax_scale=1e-3,
+        dtype=torch.float32,
+    )  # fmt: skip
+    inputs = make_inputs(case, "cpu")
+    inputs.options["alibi_slopes"] = torch.full((2,), 0.5)
+    exact = {name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout", "dlse")}
+    wide = dataclasses.replace(inputs, **exact)
+    out, lse, _, _ = wide.forward()
+    grads = {name: x.float() for name, x in wide.backward(out, lse.float().double()).items()}
+    assert 0.1 < bounds.check_gradients(grads, inputs, out.float(), with_dlse=False) <= 1
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "sink"])

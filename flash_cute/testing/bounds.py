@@ -188,7 +188,8 @@ def check_gradients(
     Raises:
         AssertionError: names the tensor, the row, its error, the chain's and the floor.
     """
-    oracle, from_out = _oracle_gradients(inputs, out, with_dlse)
+    oracle, from_out, softmax_lse = _oracle_gradients(inputs, out, with_dlse)
+    lse_size = 0.0 if inputs.options["alibi_slopes"] is None else largest(softmax_lse)
     chain = _Graph(inputs, None).gradients(inputs.dout, inputs.dlse if with_dlse else None)
     key_weights = _key_weights(inputs)
     ratios = [0.0]
@@ -198,7 +199,7 @@ def check_gradients(
         chain_error = (chain[name].double() - expected).norm(dim=-1)
         if expected.shape[-1] < 8 and expected.numel() > 0:
             chain_error = chain_error.max().expand_as(error)
-        floor = gradient_floor(name, inputs, expected, key_weights)
+        floor = gradient_floor(name, inputs, expected, key_weights, lse_size)
         floor += (1 + 4 * ROUNDING_UNIT[inputs.q.dtype]) * from_out[name].norm(dim=-1)
         excess = torch.where(error == 0, 0, error / (2 * chain_error + floor))
         excess = excess.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -214,15 +215,18 @@ def check_gradients(
     return max(ratios)
 
 
-def gradient_floor(name: str, inputs: Inputs, expected: Tensor, key_weights: Tensor) -> Tensor:
+def gradient_floor(
+    name: str, inputs: Inputs, expected: Tensor, key_weights: Tensor, lse_size: float
+) -> Tensor:
     """The row error that a correct kernel may have, even where the chain is exact by luck.
 
-    Two terms. Rounding the exact gradient to its dtype: u |row|, and the least number of the dtype
+    Three terms. Rounding the exact gradient to its dtype: u |row|, and the least number of the dtype
     an element. And sums in fp32 (fp64 for fp64 inputs) in an order that is not the chain's: `steps`
     roundings, each one `unit` times the norms of the operands of one summand and of the row itself.
     Summands of k and v are weighted by P, whose sums over the queries are `key_weights`. Steps are
     the errors of a logit and of the saved softmax_lse, from which P is recomputed, `logit_size`
-    each, and 8 for exp2 and sums.
+    each, and 8 for exp2 and sums. ALiBi of far keys adds thousands to both, `lse_size`: what is
+    lost of softmax_lse scales all P of a row alike, and hence its whole gradient of q.
     """
     unit = ROUNDING_UNIT[torch.promote_types(inputs.q.dtype, torch.float32)]
     norm_dout, norm_q, norm_k, norm_v = (
@@ -239,7 +243,9 @@ def gradient_floor(name: str, inputs: Inputs, expected: Tensor, key_weights: Ten
     steps = 8 + 2 * _logit_size(inputs)
     dtype = torch.float32 if name == "sink" else inputs.q.dtype
     rounding = ROUNDING_UNIT[dtype] * row + expected.shape[-1] ** 0.5 * smallest(dtype)
-    return rounding + steps * unit * (keep_scale * sizes[name] + row)
+    size = keep_scale * sizes[name]
+    of_lse = 2 * lse_size * unit * (row if name == "q" else size + row)
+    return rounding + steps * unit * (size + row) + of_lse
 
 
 def _key_weights(inputs: Inputs) -> Tensor:
@@ -282,8 +288,9 @@ class _Graph:
 
 def _oracle_gradients(
     inputs: Inputs, out: Tensor, with_dlse: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """fp64 gradients, and how far they move when they start from `out`, not from the exact out.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """fp64 gradients, how far they move when they start from `out`, not from the exact out, and
+    softmax_lse.
 
     Backward takes rowsum(dout * out) from the out that forward rounded and saved, so that sum is
     off by rowsum(dout * (out - o64)). Its error acts on the logits as a gradient of softmax_lse.
@@ -291,7 +298,8 @@ def _oracle_gradients(
     graph = _Graph(inputs, torch.float64)
     oracle = graph.gradients(inputs.dout, inputs.dlse if with_dlse else None)
     error = (inputs.dout.double() * (out.double() - graph.out.detach())).sum(-1)
-    return oracle, graph.gradients(None, error.transpose(-1, -2))
+    moved = graph.gradients(None, error.transpose(-1, -2))
+    return oracle, moved, graph.softmax_lse.detach()
 
 
 def largest(x: Tensor) -> float:
