@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 
 from flash_cute import ops
+from flash_cute.validate import _OF_BOTH, _OF_K, _OF_Q
 
 _on = os.environ.get("FLASH_CUTE_CHECK", "0") not in ("", "0")
-MOST_HEADS = 128  # of keys, that models have
-OF_Q = ("cu_seqlens_q", "max_seqlen_q", "seqused_q")
-OF_K = ("cu_seqlens_k", "max_seqlen_k", "seqused_k")
-OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
+_MOST_KV_HEADS = 128  # that a model has
 
 
 def is_on() -> bool:
@@ -79,7 +77,7 @@ def dense(q: Tensor, k: Tensor) -> None:
     if not (0 < seqlen_q < heads and 0 < seqlen_k < heads_k):
         return
     grouped = heads == heads_k and seqlen_k < seqlen_q and seqlen_q % seqlen_k == 0
-    if heads_k > MOST_HEADS or grouped:
+    if heads_k > _MOST_KV_HEADS or grouped:
         warnings.warn(
             f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}: more heads than tokens. Are seqlen "
             "and heads exchanged? The layout is (batch, seqlen, heads, dim): transpose(1, 2) makes "
@@ -104,19 +102,19 @@ def varlen(
     """Looks at the index tensors of a varlen call; ``packed``: q and k share one of each."""
     if not wanted(q):
         return
-    names = OF_BOTH if packed else OF_Q
+    names = _OF_BOTH if packed else _OF_Q
     _sequences(names, len(q), cu_seqlens_q, max_seqlen_q, seqused_q, zero_tensors)
     if packed:
         return
     if block_table is None:
-        _sequences(OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
+        _sequences(_OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
         return
     capacity = k.shape[1] * block_table.shape[1]
     if seqused_k is None:
-        name, rows = OF_K[0], capacity * len(block_table)
-        lengths = offsets(name, cu_seqlens_k.tolist(), rows, max_seqlen_k, OF_K[1])
+        name, rows = _OF_K[0], capacity * len(block_table)
+        lengths = offsets(name, cu_seqlens_k.tolist(), rows, max_seqlen_k, _OF_K[1])
     else:
-        lengths, name = seqused_k.tolist(), OF_K[2]
+        lengths, name = seqused_k.tolist(), _OF_K[2]
     for b, length in enumerate(lengths):
         if not 0 <= length <= min(capacity, max_seqlen_k):
             raise ValueError(

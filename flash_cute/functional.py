@@ -86,6 +86,12 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+
+    Example::
+
+        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
+        out, rng = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
+        same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False

@@ -93,3 +93,14 @@ def test_a_wrong_gradient_is_named(name):
         bounds.check_gradients({**grads, name: grads[name] * 1.1}, inputs, out, with_dlse=True)
     with pytest.raises(AssertionError, match=f"d{name}"):
         bounds.check_gradients({**grads, name: grads[name] * NAN}, inputs, out, with_dlse=True)
+
+
+def test_where_the_chain_overflows_the_floor_alone_is_allowed():
+    """Dropout of nearly everything has a factor that fp16 does not hold."""
+    case = Case(seqlen_q=65, seqlen_k=70, dropout_p=1 - 2.0**-18, dtype=torch.float16)
+    inputs = make_inputs(case, "cpu")
+    out, lse, _, _ = inputs.forward()
+    grads = inputs.backward(out, lse)
+    assert grads["q"].any() and bounds.check_gradients(grads, inputs, out) < 0.1
+    with pytest.raises(AssertionError, match=r"dq.*times what is allowed"):
+        bounds.check_gradients({**grads, "q": grads["q"] * 1.1}, inputs, out)

@@ -397,7 +397,9 @@ def test_checks_apply_here_too(device):
         assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("name", ["rng_state", *(f"mha.{name}" for name in PARAMETERS)])
+@pytest.mark.parametrize(
+    "name", ["flash_attn_func", "rng_state", *(f"mha.{name}" for name in PARAMETERS)]
+)
 def test_examples_run(name):
     function: Any = flash_cute
     for part in name.split("."):
