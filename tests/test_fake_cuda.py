@@ -66,6 +66,11 @@ def test_forward(name, dropout_p):
     check_fakes(function, good_arguments(name, "cpu") | asked)
 
 
+def test_forward_over_pages():
+    arguments = good_arguments("varlen_func", "cpu")
+    check_fakes(flash_cute.flash_attn_varlen_func, arguments | pages(arguments))
+
+
 @pytest.mark.parametrize("lengths", [5, torch.tensor([5, 3], dtype=torch.int32)])
 @pytest.mark.parametrize("with_new_keys", [False, True])
 def test_over_a_cache(with_new_keys, lengths):
@@ -108,10 +113,9 @@ def test_what_kernels_do_not_do_is_refused_as_ever():
     arguments = good_arguments("func", "cpu")
     with FakeTensorMode(), pytest.raises(NotImplementedError, match="float64"):
         flash_cute.flash_attn_func(**{n: x.double() for n, x in fakes(arguments).items()})
-    paged = good_arguments("varlen_func", "cpu")
-    paged |= pages(paged)
-    with FakeTensorMode(), pytest.raises(NotImplementedError, match="block_table"):
-        flash_cute.flash_attn_varlen_func(**fakes(paged))
+    wide = {name: torch.empty(2, 8, 4, 264).half() for name in "qkv"}
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="head dim 264"):
+        flash_cute.flash_attn_func(**fakes(wide))
 
 
 def test_autocast():

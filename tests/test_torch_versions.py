@@ -1,0 +1,121 @@
+"""Other releases of torch: which is the newest, and which environment is a whole one."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parent.parent / "tools/torch_versions.py"
+
+
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location("torch_versions", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def folder(cache: Path, version: str) -> Path:
+    environment = cache / f"torch-{version}"
+    environment.mkdir(parents=True)
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ([], None),
+        (["2.9.1", "2.10.0"], "2.10.0"),
+        (["2.13.0+cpu", "2.14.1", "2.14.0"], "2.14.1"),
+        (["2.13.0+cpu"], "2.13.0"),
+        (["2.15.0.dev20260101", "2.15.0a0+git1", "old", "2.14", "2.13.0"], "2.13.0"),
+    ],
+)
+def test_the_newest_of_versions(tool, versions, expected):
+    assert tool.newest(versions) == expected
+
+
+@pytest.mark.parametrize(
+    ("offered", "cached", "expected"),
+    [
+        ("2.14.1", [], "2.14.1"),
+        ("2.14.1", ["2.10.0"], "2.14.1"),
+        ("2.13.0+cpu", ["2.10.0", "2.14.1"], "2.14.1"),
+        (None, ["2.10.0", "2.14.1"], "2.14.1"),
+    ],
+)
+def test_newest_is_of_pip_or_of_the_cache(
+    tool, monkeypatch, tmp_path, capsys, offered, cached, expected
+):
+    monkeypatch.setattr(tool, "offered", lambda: offered)
+    for version in cached:
+        folder(tmp_path, version)
+    (tmp_path / "making-2.99.0").mkdir()
+    assert tool.find_newest(tmp_path) == expected
+    told = capsys.readouterr().out
+    assert expected in told and ("pip finds no torch" in told) == (offered is None)
+
+
+def test_without_pip_and_cache_there_is_no_newest(tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "offered", lambda: None)
+    with pytest.raises(SystemExit, match="the cache holds none"):
+        tool.find_newest(tmp_path)
+
+
+def test_an_environment_is_made_once(tool, monkeypatch, tmp_path):
+    """What was left half made is thrown away, what is broken is made again."""
+    filled = []
+
+    def fill(environment, version):
+        environment.mkdir()
+        (environment / "new").touch()
+        filled.append(version)
+
+    monkeypatch.setattr(tool, "fill", fill)
+    monkeypatch.setattr(tool, "is_whole", lambda environment, _: (environment / "new").exists())
+    broken = folder(tmp_path, "2.10.0")
+    (tmp_path / "making-2.10.0").mkdir()
+    assert tool.provide(tmp_path, "2.10.0") == tool.provide(tmp_path, "2.10.0") == broken
+    assert filled == ["2.10.0"]
+    assert tool.cached(tmp_path) == ["2.10.0"] and not list(tmp_path.glob("making-*"))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_environment_that_cannot_be_made_is_none(tool, monkeypatch, tmp_path, raises):
+    def fill(environment, version):
+        environment.mkdir()
+        if raises:
+            raise subprocess.CalledProcessError(1, "pip")
+
+    monkeypatch.setattr(tool, "fill", fill)
+    with pytest.raises(SystemExit, match=r"torch 2\.10\.0: its environment"):
+        tool.provide(tmp_path, "2.10.0")
+    assert tool.cached(tmp_path) == []
+
+
+def test_an_environment_without_torch_is_not_whole(tool, tmp_path):
+    assert not tool.is_whole(tmp_path, "2.10.0")
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    for prints, expected in (("2.10.0+cu128", True), ("2.13.0", False), ("", False)):
+        python.write_text(f"#!/bin/sh\necho {prints}\n")
+        python.chmod(0o755)
+        assert tool.is_whole(tmp_path, "2.10.0") == expected
+
+
+def test_what_compiles_and_transforms_is_run_on_other_releases(tool):
+    """A new file that does so goes into TESTS."""
+    words = (
+        r"opcheck|functorch|torch\.(compile|export|func|library|vmap)\b|torch\._(dynamo|inductor)"
+    )
+    files = {
+        f"tests/{path.name}"
+        for path in Path(__file__).parent.glob("test_*.py")
+        if path != Path(__file__) and re.search(words, path.read_text())
+    }
+    assert files - set(tool.TESTS) == set()

@@ -1,0 +1,173 @@
+"""Runs the tests of ops, autograd and compile on other releases of torch.
+
+``torch_versions.py RELEASE ... [--tests ARGUMENT ...]``, where a RELEASE is ``2.10.0``, say, or
+``newest``: the newest that pip would install here, or that the cache holds if that is newer. What
+follows ``--tests`` goes to pytest, in place of TESTS.
+
+Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder that
+``FLASH_CUTE_TORCH_CACHE`` names, else in ``~/.cache/flash_cute``. It is made if it is not there;
+one with a torch for CUDA takes 4 to 6 GB. All of them load one library: the one that
+``FLASH_CUTE_LIBRARY`` names, else the newest under ``build/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("FLASH_CUTE_TORCH_CACHE") or "~/.cache/flash_cute").expanduser()
+TESTS = [
+    "tests/test_ops.py",
+    "tests/test_op_errors.py",
+    "tests/test_autograd.py",
+    "tests/test_packed.py",
+    "tests/test_functional.py",
+    "tests/test_rng.py",
+    "tests/test_check.py",
+    "tests/test_mha.py",
+    "tests/test_kvcache_functions.py",
+    "tests/test_compile.py",
+    "tests/test_package.py",
+    "tests/test_vmap.py",
+    "tests/test_vmap_gradients.py",
+    "tests/test_autocast.py",
+    "tests/test_fake_cuda.py",
+    "tests/test_flops.py",
+    "tests/test_determinism.py",
+    "tests/test_torch_internals.py",
+    "tests/test_import.py",
+]
+NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
+# PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch
+# loads all of them as it is imported.
+NOT_NEEDED = ["triton"]
+CHECK = "import hypothesis, numpy, pytest, torch, xdist; print(torch.__version__)"
+
+
+def release(version: str) -> tuple[int, ...] | None:
+    """The numbers of ``2.10.0`` or ``2.10.0+cpu``; None for anything else, a nightly build too."""
+    match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\+\w+)?", version)
+    return tuple(map(int, match.groups()[:3])) if match else None
+
+
+def newest(versions: Iterable[str]) -> str | None:
+    numbers = [number for number in map(release, versions) if number]
+    return ".".join(map(str, max(numbers))) if numbers else None
+
+
+def cached(cache: Path) -> list[str]:
+    """Releases whose environments are there."""
+    return [path.name.removeprefix("torch-") for path in cache.glob("torch-*")]
+
+
+def offered() -> str | None:
+    """The release that pip would install here; None if it cannot tell."""
+    command = [*install(sys.executable), "--dry-run", "--no-deps", "--ignore-installed"]
+    command += ["--timeout=30", "--retries=2", "--report=-", "torch"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode != 0:
+        return None
+    return json.loads(result.stdout)["install"][0]["metadata"]["version"]
+
+
+def find_newest(cache: Path) -> str:
+    from_pip, from_cache = offered(), newest(cached(cache))
+    found = newest(version for version in (from_pip, from_cache) if version)
+    if found is None:
+        sys.exit("pip finds no torch (its messages are above), and the cache holds none")
+    if from_pip is None:
+        print(f"pip finds no torch (see above); the newest in the cache is {found}", flush=True)
+    else:
+        print(f"newest: {found}; pip finds {from_pip}, the cache has {from_cache}", flush=True)
+    return found
+
+
+def install(python: str | Path) -> list[str]:
+    return [str(python), "-I", "-m", "pip", "install", "--quiet"]
+
+
+def is_whole(environment: Path, version: str) -> bool:
+    """Whether all that tests need can be imported, with this release of torch."""
+    python = environment / "bin/python"
+    if not python.exists():
+        return False
+    result = subprocess.run([python, "-I", "-c", CHECK], stdout=subprocess.PIPE, text=True)
+    return result.returncode == 0 and release(result.stdout.strip()) == release(version)
+
+
+def fill(environment: Path, version: str) -> None:
+    """Makes an environment; what fails raises CalledProcessError."""
+    subprocess.run([sys.executable, "-I", "-m", "venv", environment], check=True)
+    python = str(environment / "bin/python")
+    packages = [f"torch=={version}", *NEEDED]
+    subprocess.run([*install(python), "--no-compile", *packages], check=True)
+    uninstall = [python, "-I", "-m", "pip", "uninstall", "--quiet", "--yes"]
+    subprocess.run([*uninstall, *NOT_NEEDED], check=True)
+
+
+def provide(cache: Path, version: str) -> Path:
+    """The environment of a release: that of the cache, else a new one."""
+    environment, making = cache / f"torch-{version}", cache / f"making-{version}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_whole(environment, version):
+            return environment
+        for left_over in cache.glob("making-*"):  # by one that was ended: there is one at a time
+            shutil.rmtree(left_over)
+        started = time.monotonic()
+        try:
+            fill(making, version)
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"torch {version}: its environment cannot be made, see above. {error}")
+        if not is_whole(making, version):
+            sys.exit(f"torch {version}: its environment was made, but cannot be used, see above")
+        shutil.rmtree(environment, ignore_errors=True)
+        making.rename(environment)  # programs of its bin/ name the old path; python -m does not
+        print(f"torch {version}: made {environment} in {time.monotonic() - started:.0f} s")
+    return environment
+
+
+def passes(environment: Path, tests: list[str]) -> bool:
+    command = [str(environment / "bin/python"), "-m", "pytest", "-p", "no:cacheprovider"]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+    result = subprocess.run([*command, "-n", "2", *tests], cwd=ROOT, env=os.environ | variables)
+    return result.returncode == 0
+
+
+def wanted(argument: str) -> str:
+    if argument != "newest" and release(argument) is None:
+        raise argparse.ArgumentTypeError(f"{argument!r} is neither a release nor 'newest'")
+    return argument
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("releases", nargs="+", type=wanted, metavar="RELEASE")
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, default=TESTS, metavar="ARGUMENT")
+    args = parser.parse_args()
+    results = []
+    for asked in args.releases:
+        version = find_newest(CACHE) if asked == "newest" else asked
+        environment = provide(CACHE, version)
+        print(f"torch {version}: {environment}", flush=True)
+        started = time.monotonic()
+        passed = passes(environment, args.tests)
+        results.append((version, passed, time.monotonic() - started))
+    for version, passed, seconds in results:
+        print(f"torch {version}: tests {'pass' if passed else 'FAIL'}, {seconds:.0f} s")
+    return 0 if all(passed for _, passed, _ in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
