@@ -67,7 +67,8 @@ def forward(
         *qkv, *sequences, *score.arguments(rng), False, return_softmax, False, ops.allow_tf32(q),
     )  # fmt: skip
     if out_ is None:
-        out, softmax_lse, _, softmax = op.default(*args)
+        with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):  # as with buffers
+            out, softmax_lse, _, softmax = op.default(*args)
     else:
         out = out_
         softmax_lse = q.new_empty(lse_shape, dtype=validate_ops.statistic_dtype(q))

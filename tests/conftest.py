@@ -34,9 +34,7 @@ def runs_on_cuda(item: pytest.Item) -> bool:
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     """Where to run; CUDA is skipped without a GPU or without kernels for it."""
-    if request.param == "cuda" and not library.can_use_cuda():
-        pytest.skip("no CUDA device, or a library without CUDA kernels")
-    return request.param
+    return request.getfixturevalue("cuda") if request.param == "cuda" else request.param
 
 
 @pytest.fixture
@@ -47,6 +45,15 @@ def cuda() -> Iterator[str]:
     yield "cuda"
     if torch.cuda.memory_reserved() > 2**32:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def matmul_precision() -> Iterator[Callable[[str], None]]:
+    """`matmul_precision("tf32")` is how torch multiplies fp32 on CUDA until the test ends."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda precision: setattr(matmul, "fp32_precision", precision)
+    matmul.fp32_precision = before
 
 
 @pytest.fixture

@@ -200,6 +200,7 @@ def test_many_keys(cuda, name, dims):
     verify(inputs, with_dlse=True)
 
 
+@pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize(
     ("dtype", "deterministic"), [(BF16, False), (torch.float16, True)], ids=str
 )

@@ -277,7 +277,6 @@ REFUSED_ON_CUDA: dict[str, tuple[str, Change, str]] = {
     "head_dim": ("func", of_dim(validate.CUDA_MAX_HEAD_DIM + 1, "q", "k"), "head dim"),
     "head_dim_of_v": ("func", of_dim(validate.CUDA_MAX_HEAD_DIM + 1, "v"), "head dim"),
     "sink_of_fp64": ("func", vector("sink", 4, dtype=torch.float64), "sink"),
-    "pages": ("varlen_func", pages, "block_table"),
 }
 
 

@@ -64,7 +64,7 @@ def check_forward(inputs: Inputs, out: Tensor, softmax_lse: Tensor, allow_tf32: 
 
 @pytest.mark.parametrize("allow_tf32", [False, True], ids=["tf32x3", "tf32"])
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_oracle(cuda, monkeypatch, name, allow_tf32):
+def test_against_the_oracle(cuda, monkeypatch, matmul_precision, name, allow_tf32):
     inputs = make_inputs(CASES[name], cuda)
     out, lse, row_max, softmax = inputs.forward(
         return_row_max=True, return_softmax=True, allow_tf32=allow_tf32
@@ -72,7 +72,7 @@ def test_against_the_oracle(cuda, monkeypatch, name, allow_tf32):
     ratio = check_forward(inputs, out, lse, allow_tf32)
     if allow_tf32:  # of the unfused chain too
         monkeypatch.setitem(bounds.ROUNDING_UNIT, torch.float32, TF32_UNIT)
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+        matmul_precision("tf32")
     else:
         oracle = bounds.forward_oracle(inputs)
         bounds.check_lse("row_max", row_max, oracle.row_max)
@@ -123,7 +123,7 @@ def test_error_of_three_products_is_that_of_fp32(cuda, dim, seqlen, is_causal):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_precision_of_matmuls_is_that_of_the_call(cuda, monkeypatch, precision, packed):
+def test_precision_of_matmuls_is_that_of_the_call(cuda, matmul_precision, precision, packed):
     """Forward and its backward follow torch's switch at the time of the forward call."""
     inputs = make_inputs(Case(seqlen_q=70, seqlen_k=70), cuda)
     allow_tf32 = precision == "tf32"
@@ -132,7 +132,7 @@ def test_precision_of_matmuls_is_that_of_the_call(cuda, monkeypatch, precision, 
     other = inputs.forward(allow_tf32=not allow_tf32)[0]
     assert not out.equal(other)
     qkv = torch.stack((inputs.q, inputs.k, inputs.v), 2).requires_grad_()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    matmul_precision(precision)
     if packed:
         got = flash_cute.flash_attn_qkvpacked_func(qkv)
     else:
@@ -140,7 +140,7 @@ def test_precision_of_matmuls_is_that_of_the_call(cuda, monkeypatch, precision, 
     bounds.check_same_bits("out", got, out)
     with torch.no_grad():
         bounds.check_same_bits("out", flash_cute.flash_attn_func(*qkv.unbind(2)), out)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
+    matmul_precision("ieee")
     (dqkv,) = torch.autograd.grad(got, qkv, inputs.dout)
     for i, name in enumerate("qkv"):
         bounds.check_same_bits(f"d{name}", dqkv[:, :, i], grads[name])

@@ -66,6 +66,7 @@ def test_hopper_backward_at_edges(cuda, name, edge):
             verify(inputs, deterministic=deterministic)
 
 
+@pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
 def test_more_tiles_than_ctas(cuda, name):
     case = Case(heads=50, heads_k=10, seqlen_q=1000, seqlen_k=1234, is_causal=True)

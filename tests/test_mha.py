@@ -409,3 +409,13 @@ def test_examples_run(name):
     exec(
         textwrap.dedent(example), {"torch": torch, "flash_cute": flash_cute, "q": q, "k": k, "v": v}
     )
+
+
+def test_autocast_changes_nothing(device):
+    """A buffer given or not: the dtype is that of q."""
+    q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
+    args = (0.0, 0.25, False, -1, -1, 0.0, False, None)
+    expected = mha.mha_fwd(q, k, v, None, None, *args)[0]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for out_ in (None, torch.empty_like(q)):
+            bounds.check_same_bits("out", mha.mha_fwd(q, k, v, out_, None, *args)[0], expected)

@@ -184,8 +184,6 @@ def test_more_tiles_than_a_grid_holds(cuda):
     """The rows outside of the one sequence that has any stay as they were too."""
     q, out = (torch.full((4, 2048, 32), x, device=cuda, dtype=BF16) for x in (1.0, NAN))
     lse = torch.full((2048, 4), NAN, device=cuda)
-    offsets = torch.tensor([1, 3], device=cuda, dtype=INT32)
-    lengths = (offsets, offsets, 2**28, 2**28)
     crowd = torch.full((2**20 + 1,), 3, device=cuda, dtype=INT32)  # a tile for each of its heads
     crowd[0] = 1
     for family in forward_families(cuda):
@@ -194,7 +192,3 @@ def test_more_tiles_than_a_grid_holds(cuda):
                 q, q, q, crowd, crowd, 2**28, 2**28, out=out, softmax_lse=lse
             )
         assert out.isnan().all() and lse.isnan().all()
-    grads = {x: out.clone() for x in ("dq", "dk", "dv")}
-    with pytest.raises(RuntimeError, match="invalid configuration"):
-        torch.ops.flash_cute.varlen_bwd.out(q, q, q, q, q, lse, *lengths, **grads)
-    assert all(x.isnan().all() for x in grads.values())

@@ -110,7 +110,8 @@ def test_several_gradients_inside_of_several_are_refused(device):
     inner, outer = (flash_cute.flash_attn_func(x, k, v) for _ in range(2))
     several = partial(torch.autograd.grad, inputs=x, is_grads_batched=True)
     outer.register_hook(lambda dout: several(inner, grad_outputs=torch.stack([dout, dout]))[0][0])
-    with pytest.raises(NotImplementedError, match="inside of itself"):
+    # On CUDA torch itself may refuse before: autograd's thread counts levels of its own.
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"inside of itself|prev_level"):
         several(outer, grad_outputs=randn(device, SAMPLES, *outer.shape))
 
 

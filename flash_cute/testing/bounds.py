@@ -221,9 +221,9 @@ def gradient_floor(
 ) -> Tensor:
     """The row error that a correct kernel may have, even where the chain is exact by luck.
 
-    Three terms. Rounding the exact gradient to its dtype: u |row|, and the least number of the dtype
-    an element. And sums in fp32 (fp64 for fp64 inputs) in an order that is not the chain's: `steps`
-    roundings, each one `unit` times the norms of the operands of one summand and of the row itself.
+    Three terms. Rounding the exact gradient to its dtype: u |row|, and the least number of the
+    dtype an element. Sums in fp32 (fp64 for fp64 inputs) in an order that is not the chain's:
+    `steps` roundings, each one `unit` times the norms of the operands of one summand and of the row.
     Summands of k and v are weighted by P, whose sums over the queries are `key_weights`. Steps are
     the errors of a logit and of the saved softmax_lse, from which P is recomputed, `logit_size`
     each, and 8 for exp2 and sums. ALiBi of far keys adds thousands to both, `lse_size`: what is
