@@ -223,7 +223,7 @@ def gradient_floor(
 
     Three terms. Rounding the exact gradient to its dtype: u |row|, and the least number of the
     dtype an element. Sums in fp32 (fp64 for fp64 inputs) in an order that is not the chain's:
-    `steps` roundings, each one `unit` times the norms of the operands of one summand and of the row.
+    `steps` roundings, each one `unit` times the norms of a summand's operands and of the row.
     Summands of k and v are weighted by P, whose sums over the queries are `key_weights`. Steps are
     the errors of a logit and of the saved softmax_lse, from which P is recomputed, `logit_size`
     each, and 8 for exp2 and sums. ALiBi of far keys adds thousands to both, `lse_size`: what is
