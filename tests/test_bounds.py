@@ -83,6 +83,38 @@ def test_an_exact_backward_of_a_rounded_lse_passes():
     assert 0.1 < bounds.check_gradients(grads, inputs, out.float(), with_dlse=False) <= 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_keys_gradient_may_be_rounded_twice(seed):
+    """Exact but for dS and dQ, which every kernel rounds to bf16; the chain may be luckier."""
+    case = Case(
+        heads=8, heads_k=1, seqlen_q=400, seqlen_k=1, dim=85, dim_v=32, softcap=30.0,
+        alibi="heads", dtype=torch.bfloat16,
+    )  # fmt: skip
+    inputs = make_inputs(case, "cpu", seed)
+    exact = {name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout", "dlse")}
+    wide = dataclasses.replace(inputs, **exact)
+    grads = wide.backward(*wide.forward()[:2], wide.dlse)
+    k = wide.k * case.dim**-0.5
+    ds = (grads["q"] * k).sum(-1, keepdim=True) / (k * k).sum(-1, keepdim=True)
+    grads = {name: x.bfloat16() for name, x in grads.items()}
+    grads["q"] = (ds.bfloat16().double() * k).bfloat16()
+    assert 0.4 < bounds.check_gradients(grads, inputs, inputs.forward()[0], with_dlse=True) <= 1
+
+
+def test_large_logits_that_alibi_cancels():
+    """softmax_lse is small, and what fp32 loses of its summands is not."""
+    case = Case(
+        heads=8, heads_k=1, dim=256, alibi="batch", softmax_scale=0.3, spread=3.0, seqlen_q=147,
+        seqlen_k=35, dtype=torch.bfloat16,
+    )  # fmt: skip
+    oracle = bounds.forward_oracle(make_inputs(case, "cpu"))
+    error = 0.5 * bounds.ROUNDING_UNIT[torch.float32] * oracle.logit_size
+    got = (oracle.softmax_lse + error).float()
+    assert bounds.check_lse("softmax_lse", got, oracle.softmax_lse, oracle.logit_size) <= 1
+    with pytest.raises(AssertionError, match="softmax_lse"):
+        bounds.check_lse("softmax_lse", got + 8 * error, oracle.softmax_lse, oracle.logit_size)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
 def test_a_wrong_gradient_is_named(name):
     inputs = make_inputs(Case(seqlen_q=20, seqlen_k=33, sink=True, dtype=torch.bfloat16), "cpu")

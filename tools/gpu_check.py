@@ -31,7 +31,8 @@ from kernel_hash import (
 )
 
 # Parts of the time, in this order; what a stage leaves is the next one's. The rest is for the end.
-SHARES = {"repeats": 0.1, "tests": 0.44, "memcheck": 0.2, "fuzz": 0.22}
+SHARES = {"repeats": 0.05, "tests": 0.56, "memcheck": 0.08, "fuzz": 0.27}
+_BYTES_OF_TESTS = 12 * 2**30  # of GPU memory, that a process of tests may need
 _MOST_FAILURES, _MOST_CHARACTERS = 40, 300  # in the record
 
 
@@ -101,6 +102,13 @@ def described(code: Code, archs: list[str], commit: str | None) -> dict[str, Any
     }
 
 
+def most_at_once() -> int:
+    """How many processes of tests the GPU has memory for."""
+    import torch
+
+    return max(1, torch.cuda.get_device_properties(0).total_memory // _BYTES_OF_TESTS)
+
+
 def commit_of_tree() -> str | None:
     """The commit that is checked out, with "-dirty" if files differ; None without a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -118,7 +126,7 @@ def check(
     ids, workers = to_memcheck(before, code, archs), options.workers
     stages: dict[str, Callable[[float], Found]] = {
         "repeats": gpu_stages.repeats,
-        "tests": lambda end: gpu_stages.tests(end, workers),
+        "tests": lambda end: gpu_stages.tests(end, min(workers, most_at_once())),
         "memcheck": lambda end: gpu_stages.memcheck(ids, end, workers),
         "fuzz": lambda end: gpu_stages.fuzz(end, workers),
     }

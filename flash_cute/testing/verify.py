@@ -23,7 +23,7 @@ def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False)
     oracle = bounds.forward_oracle(inputs)
     ratios = [
         bounds.check_forward(out, lse, oracle),
-        bounds.check_lse("row_max", row_max, oracle.row_max),
+        bounds.check_lse("row_max", row_max, oracle.row_max, oracle.logit_size),
         bounds.check_softmax(softmax, oracle),
     ]
     for name, x, again in zip(("out", "softmax_lse"), (out, lse), inputs.forward(), strict=False):
