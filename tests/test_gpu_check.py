@@ -187,6 +187,7 @@ def stages(monkeypatch):
     }
     for name in found:
         monkeypatch.setattr(gpu_stages, name, lambda *_, name=name: found[name])
+    monkeypatch.setattr(gpu_check, "most_at_once", lambda: 1)
     monkeypatch.setattr(gpu_check, "described", lambda *_: {"commit": "abc", "gpu": "some"})
     return found
 
