@@ -145,3 +145,24 @@ def assume(right: bool | torch.SymBool) -> bool:
         torch._check(right)
         return True
     return bool(right)
+
+
+def in_graph() -> bool:
+    """Whether a graph is being made, whose ops see fakes: before torch 2.13 ``is_compiling`` does
+    not say so there."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+def begins_by_sizes(x: Tensor) -> bool:
+    """Whether dynamic sizes decide where a fake begins in its memory: it is a view that the graph
+    makes. A number decides no longer, nor does the offset that an input of the graph has."""
+    offset = x.storage_offset()
+    if not isinstance(offset, torch.SymInt):
+        return False
+    from torch._dynamo.source import TensorProperty
+
+    expression, sources = offset.node.expr, offset.node.shape_env.var_to_sources
+    if not expression.is_Symbol:
+        return not expression.is_number
+    properties = [getattr(source, "prop", None) for source in sources.get(expression, ())]
+    return TensorProperty.STORAGE_OFFSET not in properties

@@ -55,10 +55,11 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
             page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
         v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor. Where k
-            joins, sequences have memory of their own in both; and under ``torch.compile``'s
-            inductor views that begin inside of a tensor are to be made outside of the compiled
-            function, or of a tensor whose shape is static: it would lose where they begin. Before
-            torch 2.13 it cannot append to views of one tensor whose shape is dynamic at all.
+            joins, sequences have memory of their own in both; and under ``torch.compile`` views
+            that begin inside of a tensor are to be made outside of the compiled function, or of a
+            tensor whose shape is static: its inductor would lose where they begin, so others are
+            refused. Before torch 2.13 it cannot append to views of one tensor whose shape is
+            dynamic at all, and loses the place of views of views.
         k: (batch, seqlen_new, heads_k, dim), or (total_new, heads_k, dim) with
             ``cu_seqlens_k_new``: joins the cache behind its first ``cache_seqlens`` rows, for its
             own sequence: whether another one of the call sees them is not defined.

@@ -1,4 +1,4 @@
-"""torch.compile with shapes that change: one graph, and caches that it cannot write into."""
+"""torch.compile makes one graph: of shapes that change, and of backward alone."""
 
 from __future__ import annotations
 
@@ -81,3 +81,21 @@ def test_defaults_are_zero(name):
     parameters = inspect.signature(CALLS[name](17, "cpu")[0]).parameters
     for option in {"softcap", "dropout_p"} & parameters.keys():
         assert parameters[option].default == 0.0
+
+
+@pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen", "varlen_kvpacked"])
+def test_compiled_autograd_of_calls_in_eager(device, name):
+    torch._dynamo.reset()
+    function, args = CALLS[name](17, device)
+    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    for x in leaves:
+        x.requires_grad_()
+    loss = function(*args).square().sum()
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiler = torch.compile(backend=counter, fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        loss.backward()
+    for x, grad in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(x.grad, grad)
+    assert counter.frame_count == 1

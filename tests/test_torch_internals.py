@@ -248,3 +248,47 @@ def test_assume():
     assert compiled(torch.zeros(2), torch.tensor(3)).tolist() == [3, 3]
     with pytest.raises(RuntimeError):
         compiled(torch.zeros(2), torch.tensor(-3))
+
+
+def test_graphs_are_seen_by_fakes():
+    library = torch.library.Library("flash_cute_test", "DEF")
+    library.define("look(Tensor x) -> Tensor")
+    library.impl("look", lambda x: x.clone(), "CPU")
+    seen = []
+
+    def fake(x):
+        seen.append(internals.in_graph())
+        return torch.empty_like(x)
+
+    torch.library.register_fake("flash_cute_test::look", fake, lib=library)
+    look = torch.ops.flash_cute_test.look.default
+    try:
+        with FakeTensorMode():
+            look(torch.ones(2))
+        assert seen == [False]
+        torch.compile(look, backend="aot_eager", fullgraph=True)(torch.ones(2))
+        assert len(seen) > 1 and all(seen[1:])
+    finally:
+        library._destroy()
+
+
+def test_begins_by_sizes():
+    """Numbers, and offsets of inputs, are told from those of views that a graph makes."""
+    seen = {}
+
+    def backend(graph, _):
+        for node in graph.graph.nodes:
+            x = node.meta.get("example_value")
+            if isinstance(x, torch.Tensor):
+                seen[node.name] = internals.begins_by_sizes(x)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def views(x, y):
+        first, second, of_input, start = x[0], x[1], y[1], y[0]
+        return first, second, of_input, start
+
+    views(torch.ones(4, 5, 6), torch.ones(2, 3, 5, 7)[1])
+    inputs = {name: by_sizes for name, by_sizes in seen.items() if name.startswith("l_")}
+    assert len(inputs) == 2 and not any(inputs.values())
+    assert [seen[x] for x in ("first", "second", "of_input", "start")] == [False, True, True, False]

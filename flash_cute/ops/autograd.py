@@ -143,7 +143,7 @@ def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Any]]:
 
 def call(op: Any, args: Sequence[Any]) -> Any:
     """The op; straight below autograd where nobody can ask for derivatives of its results."""
-    if torch.is_grad_enabled() or internals.transformed():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or internals.transformed():
         return op(*args)
     return _below_autograd(op, args)
 

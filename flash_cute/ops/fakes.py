@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import validate_ops
 from flash_cute.ops.schema import OUT_OVERLOADS, Results, bind, bwd, fwd, varlen_bwd, varlen_fwd
 
@@ -19,14 +20,14 @@ def register(library: torch.library.Library) -> None:
         "varlen_fwd": _varlen_fwd,
         "bwd": partial(_bwd, bwd),
         "varlen_bwd": partial(_bwd, varlen_bwd),
-        "fwd_kvcache": _kvcache,
+        "fwd_kvcache": _fwd_kvcache,
         "attend_kvcache": _kvcache,
         "combine": _combine,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"flash_cute::{name}", fake, lib=library)
     for op in OUT_OVERLOADS:
-        torch.library.register_fake(op, lambda *_, **__: None, lib=library)
+        torch.library.register_fake(op, _out, lib=library)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -95,6 +96,45 @@ def _kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) ->
         q.new_empty((*q.shape[:-1], v_cache.shape[-1])),
         q.new_empty((*batch, heads, rows), dtype=_accumulator(q)),
     )
+
+
+def _fwd_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, *_: Any, **__: Any
+) -> Results:
+    if k is not None:
+        _refuse_lost_views(k_cache=k_cache, v_cache=v_cache)
+        _refuse_lost_rows(k_cache, k)
+    return _kvcache(q, k_cache, v_cache)
+
+
+def _out(*_: Any, **outputs: Tensor | None) -> None:
+    _refuse_lost_views(**outputs)
+
+
+_WAYS_OUT = (
+    "Give each layer a tensor of its own, make the view outside of the compiled function, or "
+)
+
+
+def _refuse_lost_views(**written: Tensor | None) -> None:
+    """torch's inductor takes 0 for an offset that it does not know."""
+    for name, x in written.items():
+        if x is not None and internals.in_graph() and internals.begins_by_sizes(x):
+            raise NotImplementedError(
+                f"{name} is a view that begins at element {x.storage_offset()}, by dynamic sizes, "
+                f"and torch.compile would write at element 0 (pytorch#198068). {_WAYS_OUT}compile "
+                "for static sizes: dynamic=False, or torch._dynamo.mark_static"
+            )
+
+
+def _refuse_lost_rows(k_cache: Tensor, k: Tensor) -> None:
+    """torch counts the rows of a slice from where the memory of its base begins, not the base."""
+    lacks_rows = any(type(n) is int and n == 0 for n in k_cache.shape[:2])
+    if lacks_rows and internals.in_graph() and not (type(k.shape[0]) is int and k.shape[0] == 0):
+        raise NotImplementedError(
+            f"k_cache has shape {tuple(k_cache.shape)} in the graph: torch.compile loses slices of "
+            f"a view that begins inside of its memory. {_WAYS_OUT}slice it there"
+        )
 
 
 def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None) -> Results:
