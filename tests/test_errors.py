@@ -309,7 +309,7 @@ def test_refusals_on_cuda_name_the_argument(monkeypatch, name):
     validate.cuda(arguments["q"], arguments["v"], torch.ones(4))
     changed = arguments | change(arguments)
     with pytest.raises(NotImplementedError, match=word):
-        validate.cuda(changed["q"], changed["v"], changed.get("sink"), "block_table" in changed)
+        validate.cuda(changed["q"], changed["v"], changed.get("sink"))
 
 
 def test_a_build_without_kernels_says_how_to_get_them(monkeypatch):
