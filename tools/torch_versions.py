@@ -37,6 +37,7 @@ TESTS = [
     "tests/test_mha.py",
     "tests/test_kvcache_functions.py",
     "tests/test_compile.py",
+    "tests/test_compile_views.py",
     "tests/test_package.py",
     "tests/test_vmap.py",
     "tests/test_vmap_gradients.py",
