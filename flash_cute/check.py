@@ -26,7 +26,10 @@ from torch import Tensor
 from flash_cute import ops
 from flash_cute.validate import _OF_BOTH, _OF_K, _OF_Q
 
-_on = os.environ.get("FLASH_CUTE_CHECK", "0") not in ("", "0")
+_asked = os.environ.get("FLASH_CUTE_CHECK", "")
+if _asked not in ("", "0", "1"):
+    raise ImportError(f"FLASH_CUTE_CHECK is {_asked!r}; expected 0 or 1")
+_on = _asked == "1"
 _MOST_KV_HEADS = 128  # that a model has
 
 
@@ -57,11 +60,15 @@ def wanted(q: Tensor) -> bool:
     return (
         _on
         and not torch.compiler.is_compiling()
-        and type(q) in (Tensor, torch.nn.Parameter)  # no fake, no wrapper of another tensor
-        and q.device.type != "meta"
-        and not ops.transformed()
+        and has_values(q)
         and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def has_values(q: Tensor) -> bool:
+    """Whether values of a call of ``q`` can be read: it is no fake, and not transformed."""
+    plain = type(q) in (Tensor, torch.nn.Parameter)  # no fake, no wrapper of another tensor
+    return plain and q.device.type != "meta" and not ops.transformed()
 
 
 def dense(q: Tensor, k: Tensor) -> None:

@@ -7,6 +7,7 @@ not ``qv``, descales of fp8, ``attention_chunk``, nor how its kernels are schedu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -149,6 +150,11 @@ def flash_attn_with_kvcache(
             check.dense(q, k_cache)
         check.padding("cu_seqlens_q", cu_seqlens_q, q)
         check.padding("cu_seqlens_k_new", cu_seqlens_k_new, k)
+    if check_indices and not torch.compiler.is_compiling() and not check.has_values(q):
+        raise NotImplementedError(
+            "check_indices looks at the values of index tensors, which fake, meta and mapped calls "
+            "do not have; leave it False"
+        )
     if check_indices or check.wanted(q):
         queries = _lengths("cu_seqlens_q", q, cu_seqlens_q, batch, max_seqlen_q)
         new = [0] * batch if k is None else _lengths("cu_seqlens_k_new", k, cu_seqlens_k_new, batch)
@@ -207,7 +213,8 @@ def flash_attn_combine(
     validate.flag("return_lse", return_lse)
     validate_kvcache.partials(out_partial, lse_partial, out_dtype)
     parts, *lead, dim = out_partial.shape
-    partial_rows = (out_partial.reshape(parts, -1, dim), lse_partial.reshape(parts, -1))
+    rows = math.prod(lead)
+    partial_rows = (out_partial.reshape(parts, rows, dim), lse_partial.reshape(parts, rows))
     result, lse = ops.combine(*(x.contiguous() for x in partial_rows), out_dtype)
     result, lse = result.view(*lead, dim), lse.view(lead)
     if out is not None:
@@ -229,13 +236,21 @@ def kvcache_status(
     Args:
         seqlen_new: rows of k, one number for all or int32 (batch,).
         k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call,
-            which says what they may be; they are not looked at again here.
+            which says what they may be; only their kinds are looked at here.
 
     Returns:
         int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum
         of 1 if its length or what joins does not fit the cache, 2 if its page or row of the cache
         does not exist, 4 if its padding exceeds its length; 0 where nothing is clamped.
     """
+    validate.tensor("k_cache", k_cache)
+    if k_cache.dim() != 4 or (block_table is not None and block_table.dim() != 2):
+        raise ValueError(
+            f"k_cache has {k_cache.dim()} dimensions, expected 4; block_table, if given, has 2"
+        )
+    for name, x in (("cache_seqlens", cache_seqlens), ("seqlen_new", seqlen_new)):
+        if not isinstance(x, (int, Tensor)) and (x is not None or name == "seqlen_new"):
+            raise TypeError(f"{name} is {validate._kind(x)}; expected an int or an int32 tensor")
     num_blocks, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
     asked = capacity if cache_seqlens is None else cache_seqlens

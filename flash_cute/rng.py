@@ -24,7 +24,7 @@ def rng_state(
         int64 (2,): seed and offset. Nothing waits for the device.
 
     Raises:
-        TypeError: ``generator`` is no torch.Generator.
+        TypeError: ``device`` names no device, or ``generator`` is no torch.Generator.
         ValueError: ``generator`` is on another kind of device.
         NotImplementedError: ``generator`` is given inside of torch.compile or torch.export.
 
@@ -34,6 +34,11 @@ def rng_state(
         out = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=state)
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=state)
     """
+    if device is not None and not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device is {validate._kind(device)}; expected a torch.device, e.g. q.device; a "
+            "generator goes by its name: generator="
+        )
     if generator is not None:
         _check_generator(generator, device)
         if torch.compiler.is_compiling():

@@ -123,7 +123,7 @@ def options(
     flag("deterministic", deterministic)
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
-        if not -_FP32_END < softmax_scale < _FP32_END:
+        if not (allowed(softmax_scale > -_FP32_END) and allowed(softmax_scale < _FP32_END)):
             raise ValueError(
                 f"softmax_scale is {softmax_scale}; expected None or a number that fp32 holds"
             )
@@ -355,6 +355,11 @@ def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
             f"alibi_slopes has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
         )
     _contiguous_last("alibi_slopes", x)
+    no_gradient_of_slopes(x)
+
+
+def no_gradient_of_slopes(x: Tensor) -> None:
+    """Refuses slopes that want a gradient."""
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, and has no gradient; detach() it")
 

@@ -207,7 +207,8 @@ def _new_keys(
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
     validate._same_kind(q, k, v)
-    if k_cache is v_cache:
+    place = None if torch.compiler.is_compiling() else validate_ops.address(k_cache)
+    if k_cache is v_cache or (place is not None and place == validate_ops.address(v_cache)):
         raise ValueError("k_cache and v_cache are one tensor; k and v join caches of their own")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         validate_ops.own_memory(name, cache)

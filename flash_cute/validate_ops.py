@@ -80,7 +80,10 @@ def buffer(
 
 
 def own_memory(name: str, x: Tensor) -> None:
-    """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too."""
+    """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too.
+    torch cannot write through views with the negative bit into ops that take several tensors."""
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise ValueError(f"{name} is a view with the negative bit; call {name}.resolve_neg()")
     if x.numel() > 0 and any(
         n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)
     ):
@@ -89,13 +92,27 @@ def own_memory(name: str, x: Tensor) -> None:
 
 def apart(outputs: Mapping[str, Tensor | None], bound: dict[str, Any]) -> None:
     """No tensor given to an out overload begins where another one does, or an argument."""
+    if all(x is None for x in outputs.values()):
+        return
     read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
     inputs = {name: bound.get(name) for name in read if name not in outputs}
-    names = {x.data_ptr(): name for name, x in inputs.items() if x is not None and x.numel() > 0}
+    names = {place: name for name, x in inputs.items() if (place := address(x)) is not None}
     for name, x in outputs.items():
-        other = name if x is None or x.numel() == 0 else names.setdefault(x.data_ptr(), name)
+        place = address(x)
+        other = name if place is None else names.setdefault(place, name)
         if other != name:
             raise ValueError(f"{name} shares memory with {other}; give each its own")
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where the elements of ``x`` begin; None if it has none, or no memory of its own: fake, meta
+    and mapped tensors, and wrappers of others."""
+    if x is None or x.numel() == 0:
+        return None
+    try:
+        return x.data_ptr() or None
+    except RuntimeError:
+        return None
 
 
 def no_gradient_of_pages(bound: dict[str, Any]) -> None:

@@ -217,3 +217,18 @@ def test_checkpoint_replays_dropout(device, dropout_p, use_reentrant):
         out.backward(inputs.dout)
         results.append((out, *(x.grad for x in leaves)))
     same_results(*results)
+
+
+@pytest.mark.parametrize("transform", [False, True], ids=["backward", "grad"])
+def test_ops_refuse_slopes_that_want_a_gradient(device, transform):
+    q = torch.randn(1, 5, 2, 8, device=device, dtype=torch.float32)
+    slopes = torch.ones(2, device=device)
+
+    def attend(slopes):
+        return torch.ops.flash_cute.fwd(q, q, q, alibi_slopes=slopes)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="alibi_slopes requires grad"):
+        if transform:
+            torch.func.grad(attend)(slopes)
+        else:
+            attend(slopes.requires_grad_())

@@ -275,3 +275,19 @@ def test_it_can_be_switched_back():
         assert not check.is_on()
         raise KeyError
     assert check.is_on()
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_on"), [("", False), ("0", False), ("1", True), ("off", None)]
+)
+def test_the_environment_variable(asked, is_on):
+    """Words are refused: `off` would else switch checks on."""
+    code = "import flash_cute; print(flash_cute.check.is_on())"
+    variables = os.environ | {"FLASH_CUTE_CHECK": asked}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True
+    )  # fmt: skip
+    if is_on is None:
+        assert run.returncode != 0 and "FLASH_CUTE_CHECK is 'off'" in run.stderr
+    else:
+        assert run.stdout.strip() == str(is_on), run.stderr

@@ -193,3 +193,45 @@ def test_bad_call_of_the_op(device, case):
 def test_bad_combination(arguments, error, message):
     with pytest.raises(error, match=message):
         flash_cute.flash_attn_combine(*arguments)
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:], torch.Tensor.detach], ids=["slice", "detach"])
+def test_caches_in_one_place_are_refused(device, view):
+    arguments = good(device)
+    arguments["v_cache"] = view(arguments["k_cache"])
+    before = arguments["k_cache"].clone()
+    with pytest.raises(ValueError, match="k_cache and v_cache are one tensor"):
+        flash_cute.flash_attn_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"], before)
+
+
+def test_a_cache_with_the_negative_bit_is_refused(device):
+    arguments = good(device)
+    before = arguments["v_cache"].clone()
+    arguments["k_cache"] = torch._neg_view(arguments["k_cache"])
+    with pytest.raises(ValueError, match="k_cache is a view with the negative bit"):
+        flash_cute.flash_attn_with_kvcache(**arguments)
+    assert torch.equal(arguments["v_cache"], before)
+
+
+def test_indices_that_cannot_be_read(device):
+    arguments = good(device) | {"check_indices": True}
+    fixed = {x: y for x, y in arguments.items() if x != "q"}
+    with pytest.raises(NotImplementedError, match="check_indices"):
+        torch.vmap(lambda q: flash_cute.flash_attn_with_kvcache(q, **fixed))(arguments["q"][None])
+
+
+BAD_STATUS = {
+    "no_cache": ({"k_cache": None}, TypeError, "k_cache"),
+    "a_list": ({"cache_seqlens": [1]}, TypeError, "cache_seqlens"),
+    "a_float": ({"cache_seqlens": 3.5}, TypeError, "cache_seqlens"),
+    "a_vector": ({"block_table": torch.ones(1, dtype=INT32)}, ValueError, "block_table"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATUS)
+def test_status_of_bad_arguments(name):
+    changes, error, match = BAD_STATUS[name]
+    arguments = {"k_cache": torch.ones(1, 2, 3, 4), "cache_seqlens": 1} | changes
+    with pytest.raises(error, match=match):
+        flash_cute.kvcache_status(**arguments)

@@ -419,3 +419,26 @@ def test_autocast_changes_nothing(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         for out_ in (None, torch.empty_like(q)):
             bounds.check_same_bits("out", mha.mha_fwd(q, k, v, out_, None, *args)[0], expected)
+
+
+def test_buffers_without_memory_share_none():
+    """Tensors on meta begin nowhere; those that are given are written, or refused, by the op."""
+    q = torch.empty(1, 5, 2, 8, device="meta")
+    args = (None, 0.0, 0.3, False, -1, -1, 0.0, False, None)
+    assert mha.mha_fwd(q, q, q, torch.empty_like(q), *args)[0].is_meta
+
+
+def test_backward_under_vmap(device):
+    q, k, v, dout = torch.randn(4, 3, 2, 5, 2, 8, device=device).unbind()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    out, lse = flash_cute.flash_attn_func(q[0], k[0], v[0], return_lse=True)
+
+    def dq(dout):
+        return mha.mha_bwd(
+            dout, q[0], k[0], v[0], out, lse, None, None, None, None, 0.0, 8**-0.5, False, -1, -1,
+            0.0, True, None, None,
+        )[0]  # fmt: skip
+
+    expected = torch.stack([dq(x) for x in dout])
+    torch.testing.assert_close(torch.vmap(dq)(dout), expected)

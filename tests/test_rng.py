@@ -166,3 +166,11 @@ def test_ops_are_pure_and_say_where_a_state_comes_from(device):
     wide = flash_cute.rng_state(device).repeat_interleave(2)[::2]
     with pytest.raises((RuntimeError, ValueError), match="rng"):
         torch.ops.flash_cute.fwd(**arguments, **P, rng=wide)
+
+
+@pytest.mark.parametrize(
+    "device", [torch.Generator(), torch.ones(1), 1.5], ids=["generator", "tensor", "float"]
+)
+def test_a_state_for_no_device(device):
+    with pytest.raises(TypeError, match=r"device is .*generator="):
+        flash_cute.rng_state(device)

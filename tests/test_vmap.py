@@ -261,3 +261,39 @@ def test_ops_that_write_are_refused_and_write_nothing(device):
         with pytest.raises(NotImplementedError, match=f"writes into {name}"):
             torch.vmap(lambda x, out, call=call: call(x, x, x, out=out))(x, out)
     assert not out.any()
+
+
+NO_SAMPLES = {
+    "dense": (lambda q, **_: flash_cute.flash_attn_func(q, q, q), "q"),
+    "dropout": (lambda q, rng, **_: flash_cute.flash_attn_func(q, q, q, 0.5, rng=rng), "q"),
+    "sinks": (lambda q, sink, **_: flash_cute.flash_attn_func(q, q, q, sink=sink), "sink"),
+    "varlen": (
+        lambda q, cu, **_: flash_cute.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 5, 5), "cu",
+    ),
+    "cache": (lambda q, sink, **_: flash_cute.flash_attn_with_kvcache(q, q, q, sink=sink), "sink"),
+    "combine": (lambda q, lse, **_: flash_cute.flash_attn_combine(q, lse)[0], "q lse"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_SAMPLES)
+def test_no_samples_give_no_results(device, name):
+    """As many dimensions as one result has, and none of it; gradients too."""
+    function, mapped = NO_SAMPLES[name]
+    one = {
+        "q": torch.randn(2, 5, 4, 8, device=device),
+        "sink": torch.zeros(4, device=device),
+        "lse": torch.zeros(2, 5, 4, device=device),
+        "cu": torch.tensor([0, 5], dtype=torch.int32, device=device),
+        "rng": flash_cute.rng_state(device),
+    }
+    if device == "cuda":
+        one["q"] = one["q"] if name == "combine" else one["q"].bfloat16()
+    expected = function(**one)
+    none = one | {x: one[x].expand(0, *one[x].shape) for x in mapped.split()}
+    dims = {x: 0 if x in mapped.split() else None for x in one}
+    assert torch.vmap(lambda x: function(**x), (dims,))(none).shape == (0, *expected.shape)
+    if name in ("dense", "dropout", "sinks"):
+        grad = torch.func.grad(lambda x: function(**(one | x)).float().sum())
+        part = {x: none[x] for x in mapped.split()}
+        got = torch.vmap(grad)(part)
+        assert all(got[x].shape == part[x].shape for x in part)

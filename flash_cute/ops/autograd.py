@@ -49,11 +49,14 @@ def _differentiable(op: Any, formula: type[torch.autograd.Function]) -> Callable
     and take 100 us a call to read the schema.
     """
     defaults = tuple(DEFAULTS[op].values())
+    slopes = list(DEFAULTS[op]).index("alibi_slopes")
 
     def kernel(*args: Any) -> Results:
         if internals.in_forward_mode():
             _refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            if len(args) > slopes and args[slopes] is not None:
+                validate.no_gradient_of_slopes(args[slopes])
             return internals.apply_formula(formula, (*args, *defaults[len(args) :]))
         return _below_autograd(op, args)
 

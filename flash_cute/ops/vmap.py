@@ -173,7 +173,15 @@ def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequ
     bound = bind(op, args)
     dims = {name: dim for name, dim in zip(bound, in_dims, strict=False) if dim is not None}
     bound |= {name: bound[name].movedim(dim, 0) for name, dim in dims.items()}
-    return rule(op, samples, set(dims), bound)
+    if samples > 0:
+        return rule(op, samples, set(dims), bound)
+    # Nothing has the shapes of one sample's results, so that one of zeros is computed.
+    one = {name: bound[name].new_zeros((1, *bound[name].shape[1:])) for name in dims}
+    results, out_dims = rule(op, 1, set(dims), bound | one)
+    none = (
+        None if d is None else x.narrow(d, 0, 0) for x, d in zip(results, out_dims, strict=True)
+    )
+    return tuple(none), out_dims
 
 
 def _legacy(op: Any, rule: Rule, *args: Any) -> Results:
