@@ -154,3 +154,13 @@ def test_example_of_the_readme_runs(capsys):
     assert len(example.splitlines()) <= 10
     exec(example, {})
     assert "torch.Size([2, 500, 8, 64])" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if page != "README.md"])
+def test_examples_of_the_guides_run(page, tmp_path, monkeypatch):
+    """Those of a page in order, as one program."""
+    monkeypatch.chdir(tmp_path)
+    fences = FENCE.findall((ROOT / page).read_text())
+    names: dict[str, object] = {}
+    for body in (body for language, body in fences if language == "python"):
+        exec(body, names)

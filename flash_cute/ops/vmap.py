@@ -178,9 +178,10 @@ def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequ
     # Nothing has the shapes of one sample's results, so that one of zeros is computed.
     one = {name: bound[name].new_zeros((1, *bound[name].shape[1:])) for name in dims}
     results, out_dims = rule(op, 1, set(dims), bound | one)
-    none = (
-        None if d is None else x.narrow(d, 0, 0) for x, d in zip(results, out_dims, strict=True)
-    )
+    none = [
+        None if x is None else x.narrow(d or 0, 0, 0)
+        for x, d in zip(results, out_dims, strict=True)
+    ]
     return tuple(none), out_dims
 
 
