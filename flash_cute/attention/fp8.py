@@ -28,7 +28,7 @@ class RoundToFP8(torch.autograd.Function):
     """x to the values of fp8 times a scale, in x's dtype; the gradient passes as it is.
 
     ``apply(x, dtype, dims)``: x (..., dim), fp8's dtype, and the dims that share a scale. Rounding
-    is to nearest even, as torch's casts do; NaN stays, infinities become NaN in e4m3.
+    is to nearest even, as torch's casts do; what is not finite stays as it is.
     """
 
     generate_vmap_rule = True
@@ -37,7 +37,8 @@ class RoundToFP8(torch.autograd.Function):
     def forward(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
         largest = torch.finfo(dtype).max
         scale = power_of_two_scale(x, dims, largest)
-        return ((x.float() / scale).to(dtype).float() * scale).to(x.dtype)
+        rounded = (x.float() / scale).to(dtype).float() * scale
+        return torch.where(x.isfinite(), rounded.to(x.dtype), x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -20,11 +20,10 @@ class OptimizedLinear(nn.Linear):
 
             - "conservative": ``F.linear`` as it is, bit for bit.
             - "balanced": all rows are one matrix, whatever the dimensions and strides of the input,
-              so that product and bias are one GEMM, and the weight's gradient another.
-              ``F.linear`` does so for contiguous inputs alone: for those that are transposed (as
-              ``batch_first=False`` makes them), expanded or sliced it multiplies batch by batch
-              (its backward then makes a weight's gradient for every entry of the batch, and adds
-              them), and adds the bias afterwards. The same sums, maybe in another order.
+              so that product and bias are one GEMM. ``F.linear`` does so for contiguous inputs
+              alone; for those that are transposed (as ``batch_first=False`` makes them), expanded
+              or sliced it adds the bias in a pass of its own over the output, and multiplies batch
+              by batch where the weight needs no gradient. The same sums, maybe in another order.
             - "aggressive": "balanced", and fp32 inputs are multiplied in bf16 with fp32 sums, on
               tensor cores where there are any; backward keeps half the bytes of the input. The
               result is fp32 again and has bf16's accuracy, 2^-8. Inputs of other dtypes, and any

@@ -179,7 +179,9 @@ class MultiHeadAttention(nn.Module):
         """The in-projection of tokens (..., d_model) to some of all heads, (..., heads, dim)."""
         rows = slice(start * self.head_dim, None if end is None else end * self.head_dim)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        return F.linear(x.contiguous(), self.in_proj_weight[rows], bias).unflatten(-1, (-1, self.head_dim))
+        return F.linear(x.contiguous(), self.in_proj_weight[rows], bias).unflatten(
+            -1, (-1, self.head_dim)
+        )
 
     def _rounded(self, x: Tensor, packed: bool = False) -> Tensor:
         """What is done to q, k or v (..., heads, dim), or to all three packed (..., 3, heads, dim),
