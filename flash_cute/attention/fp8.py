@@ -20,8 +20,9 @@ def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tens
     shifts exponents alone: values of fp8 times s are exact in any dtype that holds them.
     """
     ratio = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True).float() / largest
-    exponent = (ratio.view(torch.int32) + 0x7FFFFF) >> 23  # of fp32, rounded up
-    return (exponent.clamp(1, 254) << 23).view(torch.float32)
+    ratio = ratio.clamp(min=2.0**-126)
+    mantissa, _ = torch.frexp(ratio)  # in [0.5, 1): the quotient is a power of two, and exact
+    return ratio / torch.where(mantissa == 0.5, 1.0, mantissa)
 
 
 class RoundToFP8(torch.autograd.Function):
