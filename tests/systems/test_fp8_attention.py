@@ -145,6 +145,29 @@ def test_scales_of_heads_keep_small_heads(device):
     torch.testing.assert_close(each, x, rtol=2**-4, atol=1e-8)
 
 
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_each_of_q_k_v_and_with_head_each_head_has_its_scale(device, scaling, masked, kv_heads):
+    torch.manual_seed(0)
+    layer = create_attention(
+        FP8AttentionConfig(
+            D, HEADS, num_kv_heads=kv_heads, bias=False, scaling=scaling, device=device
+        )
+    )
+    args = (torch.randn(2, 20, D, device=device), torch.ones(2, 20, device=device).bool())
+    args = args if masked else args[:1]
+    with torch.no_grad():
+        layer.out_proj.weight.copy_(torch.eye(D))
+        values = layer.in_proj_weight[-kv_heads * 16 :]
+        values *= 1e-6
+        small = layer(*args)  # beside q and k, with their scale, all would be 0
+        assert small.unflatten(-1, (HEADS, 16)).abs().amax((0, 1, 3)).min() > 1e-8
+        values[16:] *= 1e6
+        first = layer(*args)[..., :16]
+    assert bool(first.any()) == (scaling == "head")
+
+
 def test_formats_may_be_enums():
     class Format(enum.Enum):
         E5M2 = "e5m2"
