@@ -47,6 +47,8 @@ TESTS = [
     "tests/test_determinism.py",
     "tests/test_torch_internals.py",
     "tests/test_import.py",
+    "tests/systems/test_layer_transforms.py",
+    "tests/systems/test_fp8_attention.py",
 ]
 NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
 # PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch

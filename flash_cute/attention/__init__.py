@@ -1,0 +1,19 @@
+"""Attention modules: described by a config, or made by hand.
+
+``create_attention(AttentionConfig(d_model=512, num_heads=8))`` makes the module of a pattern; what
+each does, and what it does not do yet, stands in docs/layers.md.
+"""
+
+from flash_cute.attention.config import AttentionConfig, AttentionPatterns, FP8AttentionConfig
+from flash_cute.attention.create import create_attention
+from flash_cute.attention.fp8 import FP8Attention
+from flash_cute.attention.layers import FlashAttention3
+
+__all__ = [
+    "AttentionConfig",
+    "AttentionPatterns",
+    "FP8Attention",
+    "FP8AttentionConfig",
+    "FlashAttention3",
+    "create_attention",
+]

@@ -1,0 +1,150 @@
+"""What an attention module is made from: its sizes, its pattern and the options of its scores."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from flash_cute import validate
+from flash_cute.core.multihead import check_heads
+
+
+class AttentionPatterns(Enum):
+    """Which keys a query sees, and where they are.
+
+    FULL and CAUSAL work. The others are named for :func:`flash_cute.attention.create_attention`,
+    which raises ``NotImplementedError`` for them.
+    """
+
+    FULL = "full"
+    CAUSAL = "causal"
+    RING = "ring"
+    CONTEXT_PARALLEL = "context_parallel"
+    SPARSE = "sparse"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The sizes and options of an attention module; every field is checked when it is made.
+
+    Args:
+        d_model: width of tokens, a multiple of ``num_heads``.
+        num_heads: heads of queries.
+        pattern: an :class:`AttentionPatterns`, or its value: "full", "causal", ...
+        num_kv_heads: heads of keys and values, which divide ``num_heads``; None means as many (GQA,
+            arXiv 2305.13245).
+        dropout: probability that an attention weight is dropped, in training alone.
+        bias: whether both projections have one.
+        window_size: (left, right): how many keys before and behind its own a query sees; -1 is
+            unbounded. CAUSAL makes right 0.
+        softmax_scale: factor of q k^T; None means ``head_dim ** -0.5``.
+        softcap: c > 0 replaces scores s by ``c * tanh(s / c)``; 0 is off.
+        deterministic: backward is bitwise repeatable. Forward always is.
+        device: of the parameters; None is torch's default.
+        dtype: of the parameters, fp16, bf16, fp32 or fp64; None is torch's default.
+        embed_dim: another name for ``d_model``, when a config is made; it is read as ``d_model``.
+
+    Raises:
+        TypeError, ValueError: names the field, what was given and what is supported.
+
+    Example::
+
+        config = AttentionConfig(d_model=512, num_heads=8, pattern=AttentionPatterns.CAUSAL)
+        longer = dataclasses.replace(config, num_kv_heads=2, window_size=(1023, 0))
+    """
+
+    d_model: int = 0
+    num_heads: int = 0
+    pattern: AttentionPatterns = AttentionPatterns.FULL
+    num_kv_heads: int | None = None
+    dropout: float = 0.0
+    bias: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    deterministic: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    embed_dim: InitVar[int | None] = None
+
+    def __post_init__(self, embed_dim: int | None) -> None:
+        if embed_dim is not None:
+            if self.d_model not in (0, embed_dim):
+                raise ValueError(
+                    f"d_model is {self.d_model} and embed_dim {embed_dim}; they are two names of "
+                    "one field: give either"
+                )
+            object.__setattr__(self, "d_model", embed_dim)
+        object.__setattr__(self, "pattern", _pattern(self.pattern))
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        check_heads(self.d_model, self.num_heads, kv_heads, self.dropout)
+        if not isinstance(self.bias, bool):
+            raise TypeError(f"bias is {type(self.bias).__name__}; expected a bool")
+        if self.dtype is not None and self.dtype not in validate.DTYPES:
+            supported = ", ".join(map(str, validate.DTYPES))
+            raise TypeError(f"dtype is {self.dtype}; supported: None, {supported}")
+        q = torch.empty(1, 1, self.num_heads, self.head_dim, device="meta")
+        validate.options(
+            q, 1, self.dropout, self.softmax_scale, False, self.window_size, self.softcap, None,
+            self.deterministic, None,
+        )  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of a head."""
+        return self.d_model // self.num_heads
+
+    def score(self) -> dict[str, Any]:
+        """The options of :func:`flash_cute.flash_attn_func` that the config fixes, but dropout."""
+        return {
+            "causal": self.pattern is AttentionPatterns.CAUSAL,
+            "window_size": tuple(self.window_size),
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "deterministic": self.deterministic,
+        }
+
+
+@dataclass(frozen=True)
+class FP8AttentionConfig(AttentionConfig):
+    """An :class:`AttentionConfig` whose q, k and v are rounded to fp8.
+
+    There are no fp8 kernels yet: q, k and v take the values that fp8 can hold, and attention of
+    these values runs in the module's dtype. It shows what fp8 does to a model's results; it saves
+    neither time nor memory (:class:`flash_cute.attention.FP8Attention`).
+
+    Args:
+        format: "e4m3" (4 bits of exponent, 3 of mantissa, up to 448) or "e5m2" (5 and 2, up to
+            57344; arXiv 2209.05433); an Enum with such a value will do, too.
+        scaling: "tensor": q, k and v have one scale each in a call; "head": each of their heads.
+
+    The other arguments are :class:`AttentionConfig`'s.
+
+    Raises:
+        TypeError, ValueError: names the field, what was given and what is supported.
+
+    Example::
+
+        attention = create_attention(FP8AttentionConfig(d_model=512, num_heads=8, format="e5m2"))
+    """
+
+    format: str = "e4m3"
+    scaling: str = "tensor"
+
+    def __post_init__(self, embed_dim: int | None) -> None:
+        super().__post_init__(embed_dim)
+        object.__setattr__(self, "format", getattr(self.format, "value", self.format))
+        for name, supported in (("format", ("e4m3", "e5m2")), ("scaling", ("tensor", "head"))):
+            if (given := getattr(self, name)) not in supported:
+                raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
+
+
+def _pattern(pattern: Any) -> AttentionPatterns:
+    try:
+        return AttentionPatterns(pattern)
+    except ValueError:
+        supported = ", ".join(str(member) for member in AttentionPatterns)
+        raise ValueError(f"pattern is {pattern!r}; supported: {supported}") from None

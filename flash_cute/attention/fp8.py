@@ -1,0 +1,90 @@
+"""Attention of q, k and v that are rounded to fp8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute.attention.config import FP8AttentionConfig
+from flash_cute.attention.layers import FlashAttention3
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
+    """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32.
+
+    The maximum is over ``dims``, which are kept as 1, and over finite values. A scale of this kind
+    shifts exponents alone: values of fp8 times s are exact in any dtype that holds them.
+    """
+    ratio = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True).float() / largest
+    ratio = ratio.clamp(min=2.0**-126)
+    mantissa, _ = torch.frexp(ratio)  # in [0.5, 1): the quotient is a power of two, and exact
+    return ratio / torch.where(mantissa == 0.5, 1.0, mantissa)
+
+
+class RoundToFP8(torch.autograd.Function):
+    """x to the values of fp8 times a scale, in x's dtype; the gradient passes as it is.
+
+    ``apply(x, dtype, dims)``: x (..., dim), fp8's dtype, and the dims that share a scale. Rounding
+    is to nearest even, as torch's casts do; what is not finite stays as it is.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
+        largest = torch.finfo(dtype).max
+        scale = power_of_two_scale(x, dims, largest)
+        rounded = (x.float() / scale).to(dtype).float() * scale
+        return torch.where(x.isfinite(), rounded.to(x.dtype), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
+
+
+class FP8Attention(FlashAttention3):
+    """:class:`FlashAttention3` whose q, k and v are rounded to fp8, with scales, and back.
+
+    There are no fp8 kernels yet. The values are those that fp8 has, exactly (q, k and v have few
+    distinct mantissas, and are scaled by powers of two), and the attention of these values runs in
+    the module's dtype, with its accuracy. So it tells what fp8 would do to a model, at the
+    cost of the rounding: it is slower than :class:`FlashAttention3` and saves no memory. The
+    gradient is that of the rounded values, passed through the rounding (straight-through, arXiv
+    1308.3432).
+
+    Args:
+        config: an :class:`FP8AttentionConfig`.
+
+    Raises:
+        TypeError: config is none.
+
+    Example::
+
+        attention = FP8Attention(FP8AttentionConfig(d_model=512, num_heads=8, scaling="head"))
+        out = attention(torch.randn(2, 100, 512))
+    """
+
+    def __init__(self, config: FP8AttentionConfig) -> None:
+        if not isinstance(config, FP8AttentionConfig):
+            raise TypeError(f"config is {type(config).__name__}; expected an FP8AttentionConfig")
+        super().__init__(config)
+        self.format, self.scaling = FORMATS[config.format], config.scaling
+
+    def _rounded(self, x: Tensor, packed: bool = False) -> Tensor:
+        if x.numel() == 0:
+            return x
+        apart = (-3,) * packed + (-2,) * (self.scaling == "head")
+        shared = tuple(dim for dim in range(-x.dim(), 0) if dim not in apart)
+        return RoundToFP8.apply(x, self.format, shared)
+
+    def extra_repr(self) -> str:
+        name = str(self.format).removeprefix("torch.")
+        return f"{super().extra_repr()}, format={name}, scaling={self.scaling!r}"

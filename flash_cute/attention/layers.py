@@ -1,0 +1,96 @@
+"""``FlashAttention3``: attention of the whole sequence on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flash_cute.attention.config import AttentionConfig, AttentionPatterns
+from flash_cute.core.multihead import MultiHeadAttention
+from flash_cute.library import has_cuda_kernels, kernels
+
+
+class FlashAttention3(MultiHeadAttention):
+    """Multi-head attention over this library's kernels; on Hopper over Hopper's own.
+
+    The name is the paper's (FlashAttention-3, arXiv 2407.08608), whose design for Hopper (TMA,
+    wgmma, warps that load while others multiply) is that of the kernels for compute capability
+    9.0 in fp16 and bf16. Everywhere else the same module, with the same results up to rounding,
+    runs other kernels: :meth:`kernels` tells which. fp8, the paper's third part, is not in them:
+    see :class:`flash_cute.attention.FP8AttentionConfig`. :meth:`forward` is that of
+    :class:`flash_cute.core.AttentionLayer`.
+
+    Args:
+        config: an :class:`AttentionConfig`, or d_model and the config's other fields by name.
+        num_heads: heads of queries, without a config.
+
+    Raises:
+        TypeError, ValueError: names the field, what was given and what is supported.
+
+    Example::
+
+        attention = FlashAttention3(512, 8, pattern="causal", dtype=torch.bfloat16)
+        out = attention(torch.randn(2, 100, 512, dtype=torch.bfloat16))  # (2, 100, 512)
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig | int | None = None,
+        num_heads: int | None = None,
+        **fields: Any,
+    ) -> None:
+        if isinstance(config, AttentionConfig):
+            if num_heads is not None or fields:
+                raise TypeError("a config holds all fields; change it by dataclasses.replace")
+        else:
+            given = {"d_model": config, "num_heads": num_heads}
+            fields |= {name: x for name, x in given.items() if x is not None}
+            config = AttentionConfig(**fields)
+        _refuse_systems(config.pattern)
+        super().__init__(
+            config.d_model, config.num_heads, config.num_kv_heads, config.dropout, config.bias,
+            config.score(), config.device, config.dtype,
+        )  # fmt: skip
+        self.config = config
+
+    def kernels(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> str:
+        """Which kernels calls take first, in words.
+
+        Args:
+            device: where; None is where the parameters are.
+            dtype: of q, k and v; None is the parameters' own.
+
+        Example::
+
+            FlashAttention3(512, 8).kernels()  # "ATen's on the CPU"
+        """
+        device = self.in_proj_weight.device if device is None else torch.device(device)
+        dtype = self.in_proj_weight.dtype if dtype is None else dtype
+        if device.type == "cpu":
+            return "ATen's on the CPU"
+        if device.type != "cuda":
+            return f"none on {device.type}"
+        if not has_cuda_kernels():
+            return "none on CUDA: this build holds no CUDA kernels"
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+        built_for_hopper = any(kernel.startswith(f"fwd_sm90_{name}") for kernel in kernels())
+        if built_for_hopper and torch.cuda.get_device_capability(device) == (9, 0):
+            return "Hopper's own (sm90); Ampere's (sm80) for calls that these refuse"
+        return "Ampere's (sm80)" if dtype != torch.float64 else "none on CUDA for torch.float64"
+
+    def extra_repr(self) -> str:
+        score = {"pattern": self.config.pattern.value} | self.config.score()
+        del score["causal"]
+        options = ", ".join(f"{name}={x}" for name, x in score.items())
+        return f"{super().extra_repr()}, {options}, kernels={self.kernels()!r}"
+
+
+def _refuse_systems(pattern: AttentionPatterns) -> None:
+    if pattern not in (AttentionPatterns.FULL, AttentionPatterns.CAUSAL):
+        raise NotImplementedError(
+            f"pattern is {pattern}, which is not supported yet; supported: "
+            f"{AttentionPatterns.FULL}, {AttentionPatterns.CAUSAL}"
+        )

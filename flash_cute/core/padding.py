@@ -1,0 +1,80 @@
+"""Tokens that a mask lets take part, moved to the front of their sequences.
+
+The varlen functions then leave out all others, wherever they stood: no score matrix is masked, and
+nothing waits for the GPU, since no size depends on the mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a batch go; the order of those that take part is kept.
+
+    Attributes:
+        mask: bool (batch, seqlen), True takes part.
+        place: int64 (batch * seqlen,), the row of each token once they are packed.
+        lengths: int32 (batch,), how many tokens of each sequence take part.
+        offsets: int32 (batch + 1,), where sequences begin: as before.
+    """
+
+    mask: Tensor
+    place: Tensor
+    lengths: Tensor
+    offsets: Tensor
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, width) to (batch * seqlen, width); what does not take part becomes 0."""
+        rows = x.masked_fill(~self.mask.unsqueeze(-1), 0).flatten(0, 1)
+        return torch.zeros_like(rows).index_copy(0, self.place, rows)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """The way back, to (batch, seqlen, width)."""
+        return rows.index_select(0, self.place).unflatten(0, self.mask.shape)
+
+
+def packing(mask: Tensor, tokens: Tensor) -> Packing:
+    """The packing of tokens (batch, seqlen, width) by the caller's ``attention_mask``.
+
+    Raises:
+        TypeError, ValueError: the mask does not say of each token whether it takes part.
+    """
+    _check(mask, tokens)
+    mask = mask != 0
+    batch, seqlen = mask.shape
+    lengths = mask.sum(1)
+    before = torch.where(mask, mask.cumsum(1), lengths.unsqueeze(1) + (~mask).cumsum(1)) - 1
+    firsts = torch.arange(batch, device=mask.device).unsqueeze(1) * seqlen
+    return Packing(
+        mask, (firsts + before).flatten(), lengths.int(), offsets(batch, seqlen, mask.device)
+    )
+
+
+def offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """int32 (batch + 1,): where sequences of one length begin, laid end to end."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+
+
+def _check(mask: Any, tokens: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is {type(mask).__name__}; expected a torch.Tensor")
+    if mask.dtype not in MASK_DTYPES:
+        raise TypeError(
+            f"attention_mask has dtype {mask.dtype}; expected bool or an integer dtype, in which 1 "
+            "takes part (a mask that is added to scores has no place here)"
+        )
+    if mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected (batch, seqlen) = "
+            f"{tuple(tokens.shape[:2])}, one entry a token"
+        )
+    if mask.device != tokens.device:
+        raise ValueError(f"attention_mask is on {mask.device}, the tokens on {tokens.device}")
