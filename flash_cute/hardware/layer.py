@@ -143,9 +143,10 @@ class HardwareAbstractionLayer:
         It is ``fixed + batch_size * per_sample``. Fixed are weights and buffers, and in training as
         many bytes again of gradients and twice as many of AdamW's state, for parameters that
         require gradients. The rest is the peak of what lives in forward and backward: the input,
-        activations saved for backward, and a gradient of the output's size in place of a loss. It
+        activations saved for backward, and the mean of the output's squares in place of a loss. It
         is traced without memory, and the model is not changed. What is not in it: the context of
-        CUDA, workspaces inside of ops, and temporaries of the optimizer.
+        CUDA, memory that ops take and free inside of themselves, and temporaries of an optimizer
+        that is not ``fused``.
 
         Args:
             model: any nn.Module; it may be on another device.

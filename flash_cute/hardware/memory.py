@@ -142,7 +142,7 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
 
 def measured(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
     """The cost of a step on CUDA, from the peaks of one and of two samples; weights are shared with
-    the model, not copied, if they are on ``device``."""
+    the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
     peaks = []
     with rng_kept(device):
         for batch in _MEASURED_BATCHES:
@@ -184,7 +184,7 @@ def copy_with(
 
 
 def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
-    """Forward, and backward from a gradient of the output's size in place of a loss."""
+    """Forward, and backward from the mean of the output's squares."""
     model.train(training)
     try:
         with torch.set_grad_enabled(training):
@@ -193,9 +193,10 @@ def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
         raise NotImplementedError(
             f"{type(model).__name__} cannot be traced, as what it does depends on values: {error}"
         ) from error
-    roots = [x for x in outputs if x.requires_grad]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+    losses = [x.square().mean() for x in outputs if x.requires_grad]
+    del outputs  # autograd keeps what it needs
+    if losses:
+        torch.autograd.backward(losses)
 
 
 @contextmanager

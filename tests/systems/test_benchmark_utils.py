@@ -34,8 +34,8 @@ def test_sleeping_models_take_what_they_sleep(milliseconds: float):
         model=Sleeper(milliseconds), input_shape=(2, 3, 8), num_trials=12
     )
     assert milliseconds <= results["min_latency"] <= results["median_latency"]
-    assert results["median_latency"] < milliseconds + 3
-    assert milliseconds <= results["avg_latency"] < milliseconds + 6  # on a busy machine
+    assert results["median_latency"] < milliseconds + 4
+    assert milliseconds <= results["avg_latency"] < milliseconds + 8  # on a busy machine
     assert results["min_latency"] <= results["p95_latency"]
     assert results["tokens_per_second"] == pytest.approx(6e3 / results["median_latency"])
     assert f"Average latency: {results['avg_latency']:.2f}ms"

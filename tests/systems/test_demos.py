@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,10 @@ def test_every_demo_is_tested_and_runs_as_a_script():
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "nn.MultiheadAttention" in run.stdout
+
+
+@pytest.mark.parametrize("page", ["hardware", "validation"])
+def test_examples_of_the_pages_run(page: str):
+    text = (DEMOS.parent / "docs" / f"{page}.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(example, {})
