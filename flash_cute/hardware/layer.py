@@ -78,9 +78,12 @@ class HardwareAbstractionLayer:
             model.to(self.device)
             self.report.append(f"moved to {self.device}")
         for name, layer in model.named_modules():
-            if isinstance(layer, _CONVOLUTIONS):
-                layout = _CHANNELS_LAST[layer.weight.dim()]
-                layer.weight.data = layer.weight.data.contiguous(memory_format=layout)
+            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            if weight is None or not isinstance(layer, _CONVOLUTIONS):
+                continue
+            layout = _CHANNELS_LAST[weight.dim()]
+            if not weight.is_contiguous(memory_format=layout):
+                weight.data = weight.data.contiguous(memory_format=layout)
                 self.report.append(f"{name or 'model'}: weight is channels-last")
         return model
 

@@ -112,6 +112,7 @@ def trainable(model: nn.Module) -> int:
     return bytes_of(p for p in model.parameters() if p.requires_grad)
 
 
+@torch.inference_mode(False)
 def traced(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
     """The cost of a step, from two traces in which no tensor has memory.
 
@@ -140,6 +141,7 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
     return Cost(fixed, line.per_sample, _line(_TRACED_BATCHES, largest).per_sample)
 
 
+@torch.inference_mode(False)
 def measured(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
     """The cost of a step on CUDA, from the peaks of one and of two samples; weights are shared with
     the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
@@ -188,13 +190,11 @@ def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
     model.train(training)
     try:
         with torch.set_grad_enabled(training):
-            outputs = list(tensors_in(model(*inputs)))
+            losses = [x.square().mean() for x in tensors_in(model(*inputs)) if x.requires_grad]
     except internals.NEEDS_VALUES as error:
         raise NotImplementedError(
             f"{type(model).__name__} cannot be traced, as what it does depends on values: {error}"
         ) from error
-    losses = [x.square().mean() for x in outputs if x.requires_grad]
-    del outputs  # autograd keeps what it needs
     if losses:
         torch.autograd.backward(losses)
 

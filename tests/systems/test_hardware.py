@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import flash_cute
 from flash_cute.hardware import (
@@ -186,8 +188,9 @@ def test_optimize_says_and_does_what_it_says():
     assert hal.report == ["0: weight is channels-last", "2: weight is channels-last"]
     volume = hal.optimize_for_hardware(nn.Conv3d(2, 3, 2))
     assert volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
-    hal.optimize_for_hardware(mlp())
-    assert hal.report == []
+    for nothing_to_do in (mlp(), volume, weight_norm(nn.Conv2d(2, 3, 3))):
+        hal.optimize_for_hardware(nothing_to_do)
+        assert hal.report == []
 
 
 def test_optimize_moves_to_cuda(cuda):
@@ -294,6 +297,58 @@ def test_frozen_weights_need_neither_gradients_nor_state():
     model[0].requires_grad_(False)
     frozen = sum(p.nbytes for p in model[0].parameters())
     assert full - hal.estimate_memory_usage(model, 1) == pytest.approx(3 * frozen, rel=0.01)
+
+
+class Checkpointed(nn.Module):
+    """Layers that run forward again in backward, if asked to."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([mlp(64) for _ in range(6)])
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.layers:
+            x = checkpoint(part, x, use_reentrant=False) if self.again else part(x)
+        return x
+
+
+def test_estimate_follows_checkpoints_and_autocast():
+    hal, x = HardwareAbstractionLayer([]), torch.zeros(1, 64)
+    kept, again = (hal.estimate_memory_usage(Checkpointed(a), 4096, x) for a in (False, True))
+    assert again < 0.6 * kept
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert hal.estimate_memory_usage(Checkpointed(False), 4096, x) < 0.8 * kept
+
+
+class Tied(nn.Module):
+    """Tokens in and logits out by one weight; the result is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.logits = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        self.logits.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor | None]:
+        return {"loss": None, "logits": self.logits(self.tokens(ids))}
+
+
+def test_weights_that_are_tied_count_once():
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    hal, weights = HardwareAbstractionLayer([]), 1000 * 64 * 4
+    assert 4 * weights < hal.estimate_memory_usage(Tied(), 1, ids) < 4.2 * weights
+    assert weights < hal.estimate_memory_usage(Tied(), 1, ids, training=False) < 1.2 * weights
+
+
+def test_estimate_is_the_same_without_gradients_and_of_a_compiled_model():
+    hal, model = HardwareAbstractionLayer([]), mlp(64)
+    expected = hal.estimate_memory_usage(model, 100)
+    with torch.no_grad():
+        assert hal.estimate_memory_usage(model, 100) == expected
+    with torch.inference_mode():
+        assert hal.estimate_memory_usage(model, 100) == expected
+    sample = torch.zeros(1, 64)
+    assert hal.estimate_memory_usage(torch.compile(model), 100, sample) == expected
 
 
 def test_estimate_names_its_unit():
