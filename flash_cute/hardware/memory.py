@@ -201,11 +201,13 @@ def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
 
 @contextmanager
 def _every_op() -> Iterator[None]:
-    """Inside, torch's encoder layers run op by op, as one op for a whole layer hides its memory."""
+    """Inside, torch's encoder layers run op by op, as one op for a whole layer hides its memory,
+    and so do compiled models, which a trace would leave uncompiled for ever."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 

@@ -347,8 +347,17 @@ def test_estimate_is_the_same_without_gradients_and_of_a_compiled_model():
         assert hal.estimate_memory_usage(model, 100) == expected
     with torch.inference_mode():
         assert hal.estimate_memory_usage(model, 100) == expected
-    sample = torch.zeros(1, 64)
-    assert hal.estimate_memory_usage(torch.compile(model), 100, sample) == expected
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, sample = torch.compile(model, backend=backend), torch.zeros(1, 64)
+    assert hal.estimate_memory_usage(compiled, 100, sample) == expected
+    assert not graphs
+    compiled(sample)
+    assert len(graphs) == 1
 
 
 def test_estimate_names_its_unit():
