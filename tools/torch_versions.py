@@ -46,6 +46,7 @@ TESTS = [
     "tests/test_determinism.py",
     "tests/test_torch_internals.py",
     "tests/test_import.py",
+    "tests/systems/test_hardware.py",
 ]
 NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
 # PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch
