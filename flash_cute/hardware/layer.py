@@ -96,9 +96,10 @@ class HardwareAbstractionLayer:
     ) -> int:
         """The largest batch whose step fits into the memory that ``device`` has left.
 
-        A step takes what :meth:`estimate_memory_usage` says. On CUDA the steps of one and of two
-        samples are run and measured too, and the larger figure counts. Speed is not measured: it
-        often levels off at smaller batches.
+        A step takes what :meth:`estimate_memory_usage` says. On CUDA the steps of two and of three
+        samples are run and measured too, and the larger figure counts; not so of a model with
+        nn.Embedding and no sample, as an index that it does not hold would end CUDA's context.
+        Speed is not measured: it often levels off at smaller batches.
 
         Args:
             model: is left as it is: parameters, buffers, gradients, mode, random state.
@@ -116,11 +117,14 @@ class HardwareAbstractionLayer:
         sample = self._sample(model, sample_input)
         cost = self._traced(model, sample, training)
         fixed, per_sample = cost.fixed, cost.per_sample
-        if self.device.type == "cuda":
+        there = memory.resident(model, self.device)
+        budget = MEMORY_SHARE * available_memory(self.device)
+        runs = sample_input is not None or not _has_indices(model)
+        runs &= cost.of_batch(memory.MEASURED_BATCHES[-1]) - there <= budget
+        if self.device.type == "cuda" and runs:
             real = memory.measured(model, sample, self.device, training)
             fixed, per_sample = max(fixed, real.fixed), max(per_sample, real.per_sample)
-        fixed -= memory.resident(model, self.device)  # which is taken already
-        budget = MEMORY_SHARE * available_memory(self.device)
+        fixed -= there
         batch = min(
             int((budget - fixed) // max(per_sample, 1.0)),
             int(MOST_ELEMENTS // max(cost.largest_tensor, 1.0)),
@@ -196,6 +200,10 @@ class HardwareAbstractionLayer:
                 f"{type(model).__name__} does not take an input of shape {shapes}; pass a "
                 f"sample_input that it takes: {error}"
             ) from error
+
+
+def _has_indices(model: nn.Module) -> bool:
+    return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules())
 
 
 def _check_model(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute.hardware.inputs import Sample
 
 _TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
-_MEASURED_BATCHES = (1, 2)
+MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
 OPTIMIZER_STATES = 2
 """AdamW keeps two tensors of each trainable parameter's size and dtype."""
 
@@ -143,11 +143,11 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
 
 @torch.inference_mode(False)
 def measured(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
-    """The cost of a step on CUDA, from the peaks of one and of two samples; weights are shared with
-    the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
+    """The cost of a step on CUDA, from the peaks of two and of three samples; weights are shared
+    with the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
     peaks = []
     with rng_kept(device):
-        for batch in _MEASURED_BATCHES:
+        for batch in MEASURED_BATCHES:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -158,7 +158,7 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
             del run
             torch.cuda.synchronize(device)
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    line = _line(_MEASURED_BATCHES, peaks)
+    line = _line(MEASURED_BATCHES, peaks)
     states = OPTIMIZER_STATES * trainable(model) if training else 0
     return Cost(line.fixed + resident(model, device) + states, line.per_sample)
 

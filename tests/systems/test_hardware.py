@@ -17,7 +17,9 @@ from flash_cute.hardware import (
     HardwareAbstractionLayer,
     available_memory,
     detect_available_devices,
+    inputs,
     layer,
+    memory,
 )
 from flash_cute.hardware import devices as hardware_devices
 
@@ -439,6 +441,24 @@ def test_the_model_is_left_as_it_is(device: str):
     if device == "cuda":
         now = torch.cuda.get_rng_state_all()
         assert all(torch.equal(a, b) for a, b in zip(random_cuda, now, strict=True))
+
+
+def test_measured_steps_are_real_and_share_the_weights(monkeypatch: pytest.MonkeyPatch):
+    """Of CUDA's allocator only the figures are made up."""
+    peaks, weights = iter([1000, 1400]), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    model = Restless()
+    model.linear.register_forward_pre_hook(lambda m, x: weights.append(m.weight.data_ptr()))
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    cost = memory.measured(model, inputs.sample_of(model, torch.ones(2, 8)), CPU, training=True)
+    states = 2 * sum(p.nbytes for p in model.parameters())
+    assert (cost.fixed, cost.per_sample) == (200 + memory.weights_of(model) + states, 400)
+    assert weights == [model.linear.weight.data_ptr()] * 2
+    assert model.steps == 0 and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(state[name], x) for name, x in model.state_dict().items())
 
 
 def test_batch_fits_on_cuda(cuda, gibibyte: int):
