@@ -17,6 +17,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -119,7 +120,23 @@ def with_samples(x: Tensor, dim: int, level: int) -> Tensor:
     return torch._add_batch_dim(x, dim, level)  # type: ignore[attr-defined]
 
 
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, ops take and make tensors that have no memory; real ones are taken as such."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# What ops raise inside of it if their result depends on values.
+NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
 # --- dispatch ------------------------------------------------------------------------------------
+
+# The base of contexts whose ``__torch_dispatch__`` sees every op of ATen, below autograd.
+DispatchMode = TorchDispatchMode
 
 
 def below(key: str) -> AbstractContextManager[None]:

@@ -33,5 +33,20 @@ def test_import_loads_nothing_but_flash_cute():
     assert run(NEW_MODULES).split() == []
 
 
+def test_systems_are_loaded_by_their_own_path():
+    loaded = run("import sys, flash_cute; print(*sys.modules)").split()
+    packages = ("flash_cute.hardware", "flash_cute.utils")
+    assert [name for name in loaded if name.startswith(packages)] == []
+
+
+def test_documented_import_lines_work():
+    run(
+        "from flash_cute.hardware import HardwareAbstractionLayer, detect_available_devices\n"
+        "from flash_cute.utils.validation_framework import ComponentValidator\n"
+        "from flash_cute.utils.compiler_optimization_assistant import "
+        "benchmark_attention_performance"
+    )
+
+
 def test_the_counter_of_flops_may_be_imported_later():
     assert int(run(COUNTED)) == 2 * 4 * 4 * (8 + 8)

@@ -162,6 +162,35 @@ def test_fakes_are_told_from_tensors():
     assert torch.equal(traced(torch.ones(2)), torch.ones(2))
 
 
+def test_fake_tensors_have_no_memory():
+    real = torch.ones(2**10)
+    with internals.fake_tensors():
+        huge = torch.empty(2**50)
+        assert (huge + 1).shape == huge.shape
+        assert internals.is_fake(real * 2)  # real tensors are taken as fakes
+        for by_values in (lambda: huge.sum().item(), lambda: huge.nonzero()):
+            with pytest.raises(internals.NEEDS_VALUES):
+                by_values()
+    assert not internals.is_fake(real * 2)
+    assert (huge * huge).untyped_storage().nbytes() == 2**52  # fakes stay fakes outside
+
+
+def test_dispatch_mode_sees_every_op_and_backward_s():
+    seen = []
+
+    class Names(internals.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    with Names():
+        (x.sin() * 2).sum().backward()
+    x.cos()
+    assert {"aten.sin.default", "aten.mul.Tensor", "aten.cos.default"} <= set(seen)
+    assert seen.count("aten.cos.default") == 1
+
+
 def test_samples_of_several_gradients():
     """They come off and on; a level that is not there has none."""
     x, seen = torch.randn(3, 4), []

@@ -35,6 +35,7 @@ TESTS = [
     "tests/test_rng.py",
     "tests/test_check.py",
     "tests/test_mha.py",
+    "tests/test_kvcache_errors.py",
     "tests/test_kvcache_functions.py",
     "tests/test_compile.py",
     "tests/test_compile_views.py",
@@ -49,6 +50,7 @@ TESTS = [
     "tests/test_import.py",
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
+    "tests/systems/test_hardware.py",
 ]
 NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
 # PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch

@@ -1,0 +1,113 @@
+"""The devices that torch sees, and the memory that they have left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Dict, List  # noqa: UP035  (names of the documented signature)
+
+import torch
+
+_CGROUP_FILES = (  # limit and use, in version 2 and in version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def detect_available_devices() -> Dict[str, List[torch.device]]:  # noqa: UP006
+    """All devices that torch can use in this process, by type.
+
+    Returns:
+        A dict with the keys ``cuda`` and ``cpu`` always: ``cuda`` is empty without a GPU, and holds
+        AMD's GPUs where torch is built for ROCm (``torch.version.hip``). Another accelerator that
+        torch sees (``mps``, ``xpu``, ...) has a key of its own. It is listed, but flash_cute's
+        attention runs on CUDA and the CPU alone.
+
+    Example::
+
+        >>> detect_available_devices()
+        {'cuda': [device(type='cuda', index=0)], 'cpu': [device(type='cpu')]}
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = {
+        "cuda": [torch.device("cuda", index) for index in range(count)],
+        "cpu": [torch.device("cpu")],
+    }
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None and other.type not in devices:
+        count = torch.accelerator.device_count()
+        devices[other.type] = [torch.device(other.type, index) for index in range(count)]
+    return devices
+
+
+def checked(devices: Sequence[torch.device | str]) -> list[torch.device]:
+    """The same devices with their indices.
+
+    Raises:
+        TypeError: ``devices`` is no list of devices.
+        ValueError: torch has no such device here; the message lists those that it has.
+    """
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"target_devices is {devices!r}; expected a list of torch.device")
+    there = [device for group in detect_available_devices().values() for device in group]
+    return [_checked(device, f"target_devices[{i}]", there) for i, device in enumerate(devices)]
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """One device, likewise."""
+    there = [device for group in detect_available_devices().values() for device in group]
+    return _checked(device, "device", there)
+
+
+def _checked(given: torch.device | str, name: str, there: list[torch.device]) -> torch.device:
+    if not isinstance(given, (str, torch.device)):
+        raise TypeError(f"{name} is {given!r}; expected a torch.device")
+    device = torch.device(given)
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, 0)
+    if device.type == "cpu":
+        device = torch.device("cpu")
+    if device not in there:
+        raise ValueError(f"{name} is {given}; torch has here: {', '.join(map(str, there))}")
+    return device
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on ``device``.
+
+    On CUDA: what is free, and what torch's allocator holds without using it. On the CPU: what the
+    system can give without swapping, and no more than the process's control group may still take.
+
+    Raises:
+        NotImplementedError: a device whose memory torch does not tell.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "cpu":
+        return min([_system_memory(), *_memory_of_control_group()])
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        raise NotImplementedError(f"torch does not tell the free memory of {device}")
+    return int(module.mem_get_info(device)[0])
+
+
+def _system_memory() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_of_control_group() -> list[int]:
+    """What is left of each limit that there is."""
+    left = []
+    for limit, used in _CGROUP_FILES:
+        try:
+            left.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such file, or no limit ("max")
+            continue
+    return [max(0, x) for x in left]

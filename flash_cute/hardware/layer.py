@@ -1,0 +1,214 @@
+"""One object between a model and the hardware that it runs on."""
+
+from __future__ import annotations
+
+from typing import List, Optional  # noqa: UP035  (names of the documented signature)
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute.hardware import memory
+from flash_cute.hardware.devices import available_memory, checked, detect_available_devices
+from flash_cute.hardware.inputs import Sample, sample_of
+
+MEMORY_SHARE = 0.9
+"""The share of the available memory that a batch may fill; the rest is for fragmentation."""
+
+MOST_ELEMENTS = 2**31 - 1
+"""The most elements of one tensor: many kernels count them in 32 bits."""
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions of a weight
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+
+
+class HardwareAbstractionLayer:
+    """Puts models on a device, and says what fits there.
+
+    Args:
+        target_devices: devices to use, the first of which models are moved to. None: CUDA's first
+            device if there is one, else the CPU. An empty list: the CPU.
+
+    Raises:
+        TypeError: ``target_devices`` is no list of devices.
+        ValueError: torch has no such device here.
+
+    Attributes:
+        target_devices: list of torch.device.
+        device: the first of them.
+        report: what the last ``optimize_for_hardware`` did, a line each.
+
+    Example::
+
+        hal = HardwareAbstractionLayer()
+        model = hal.optimize_for_hardware(model)
+        batch_size = hal.get_optimal_batch_size(model)
+    """
+
+    def __init__(self, target_devices: Optional[List[torch.device]] = None) -> None:  # noqa: UP006, UP045
+        if target_devices is None:
+            target_devices = detect_available_devices()["cuda"]
+        self.target_devices = checked(target_devices) or [torch.device("cpu")]
+        self.device = self.target_devices[0]
+        self.report: list[str] = []
+
+    def optimize_for_hardware(self, model: nn.Module) -> nn.Module:
+        """Move ``model`` to ``device``, and lay its weights out as kernels there read them fastest.
+
+        On CUDA and on the CPU alike, in place:
+
+        - parameters and buffers move to the device;
+        - weights of nn.Conv2d and nn.Conv3d become channels-last, the layout of tensor cores and of
+          oneDNN's kernels; outputs of these layers are channels-last then.
+
+        Dtypes, values, Parameter objects, ``state_dict`` and training mode stay as they are, so an
+        optimizer made before goes on to work. Outputs are equal up to the order of sums: within
+        1e-5 of the largest one in fp32. No global switch of torch is touched: TF32 remains the
+        caller's choice (``torch.backends.cuda.matmul.fp32_precision``).
+
+        Returns:
+            ``model`` itself.
+
+        Raises:
+            TypeError: ``model`` is no nn.Module.
+            ValueError: it has parameters without values (on meta).
+        """
+        _check_model(model)
+        self.report = []
+        if any(x.device != self.device for x in [*model.parameters(), *model.buffers()]):
+            model.to(self.device)
+            self.report.append(f"moved to {self.device}")
+        for name, layer in model.named_modules():
+            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            if weight is None or not isinstance(layer, _CONVOLUTIONS):
+                continue
+            layout = _CHANNELS_LAST[weight.dim()]
+            if not weight.is_contiguous(memory_format=layout):
+                weight.data = weight.data.contiguous(memory_format=layout)
+                self.report.append(f"{name or 'model'}: weight is channels-last")
+        return model
+
+    def get_optimal_batch_size(
+        self,
+        model: nn.Module,
+        sample_input: Tensor | tuple[Tensor, ...] | None = None,
+        *,
+        training: bool = True,
+    ) -> int:
+        """The largest batch whose step fits into the memory that ``device`` has left.
+
+        A step takes what :meth:`estimate_memory_usage` says. On CUDA the steps of two and of three
+        samples are run and measured too, and the larger figure counts; not so of a model with
+        nn.Embedding and no sample, as an index that it does not hold would end CUDA's context.
+        Speed is not measured: it often levels off at smaller batches.
+
+        Args:
+            model: is left as it is: parameters, buffers, gradients, mode, random state.
+            sample_input: as for :meth:`estimate_memory_usage`.
+            training: whether the step is one of training, with AdamW, or of inference.
+
+        Returns:
+            A positive int: at most 0.9 of the available memory, at most 2**31 - 1 elements in any
+            one tensor, and a multiple of 8 from 8 on.
+
+        Raises:
+            MemoryError: not even one sample fits.
+            TypeError, ValueError, NotImplementedError: as :meth:`estimate_memory_usage`.
+        """
+        sample = self._sample(model, sample_input)
+        cost = self._traced(model, sample, training)
+        fixed, per_sample = cost.fixed, cost.per_sample
+        there = memory.resident(model, self.device)
+        budget = MEMORY_SHARE * available_memory(self.device)
+        runs = sample_input is not None or not _has_indices(model)
+        runs &= cost.of_batch(memory.MEASURED_BATCHES[-1]) - there <= budget
+        if self.device.type == "cuda" and runs:
+            real = memory.measured(model, sample, self.device, training)
+            fixed, per_sample = max(fixed, real.fixed), max(per_sample, real.per_sample)
+        fixed -= there
+        batch = min(
+            int((budget - fixed) // max(per_sample, 1.0)),
+            int(MOST_ELEMENTS // max(cost.largest_tensor, 1.0)),
+        )
+        of_optimizer = memory.trainable(model) if training else 0  # when activations are free again
+        least = fixed + max(per_sample, of_optimizer)
+        if batch < 1 or least > budget:
+            raise MemoryError(
+                f"one sample of {type(model).__name__} needs {least:.0f} bytes "
+                f"more on {self.device}, which has {budget:.0f} for it"
+            )
+        return batch - batch % 8 if batch >= 8 else batch
+
+    def estimate_memory_usage(
+        self,
+        model: nn.Module,
+        batch_size: int,
+        sample_input: Tensor | tuple[Tensor, ...] | None = None,
+        training: bool = True,
+    ) -> float:
+        """The memory that a step of ``model`` needs on ``device``, in bytes.
+
+        It is ``fixed + batch_size * per_sample``. Fixed are weights and buffers, and in training as
+        many bytes again of gradients and twice as many of AdamW's state, for parameters that
+        require gradients. The rest is the peak of what lives in forward and backward: the input,
+        activations saved for backward, and the mean of the output's squares in place of a loss. It
+        is traced without memory, and the model is not changed. What is not in it: the context of
+        CUDA, memory that ops take and free inside of themselves, and temporaries of an optimizer
+        that is not ``fused``.
+
+        Args:
+            model: any nn.Module; it may be on another device.
+            batch_size: samples in a batch, at least 1.
+            sample_input: a tensor (batch, ...), or a tuple of them, one for each argument; its
+                first sample alone counts. None: it follows from the first layer, if that is
+                nn.Linear, nn.Embedding, nn.TransformerEncoderLayer, or attention with ``num_heads``
+                and ``d_model`` or ``embed_dim``; sequences have 512 tokens then.
+            training: forward and backward in training mode with AdamW, or forward in evaluation
+                mode without gradients.
+
+        Returns:
+            Bytes, as a float.
+
+        Raises:
+            TypeError: wrong types.
+            ValueError: ``batch_size`` is less than 1, the input does not follow from the layers, or
+                the model does not take it.
+            NotImplementedError: what the model does depends on values, so that it has no trace.
+
+        Example::
+
+            bytes_needed = HardwareAbstractionLayer().estimate_memory_usage(nn.Linear(512, 512), 64)
+        """
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+            raise TypeError(f"batch_size is {batch_size!r}; expected an int")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+        sample = self._sample(model, sample_input)
+        return float(self._traced(model, sample, training).of_batch(batch_size))
+
+    def _sample(self, model: nn.Module, given: Tensor | tuple[Tensor, ...] | None) -> Sample:
+        _check_model(model)
+        return sample_of(model, given)
+
+    def _traced(self, model: nn.Module, sample: Sample, training: bool) -> memory.Cost:
+        try:
+            return memory.traced(model, sample, self.device, training)
+        except NotImplementedError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            shapes = ", ".join(str(tuple(x.shape)) for x in sample.tensors)
+            raise ValueError(
+                f"{type(model).__name__} does not take an input of shape {shapes}; pass a "
+                f"sample_input that it takes: {error}"
+            ) from error
+
+
+def _has_indices(model: nn.Module) -> bool:
+    return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules())
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; expected an nn.Module")
+    for name, p in model.named_parameters():
+        if p.is_meta or isinstance(p, nn.UninitializedParameter):
+            raise ValueError(f"parameter {name} has no values; make them first (to_empty, a call)")

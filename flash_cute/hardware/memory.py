@@ -1,0 +1,219 @@
+"""How many bytes a step of a model needs: traced without memory, or measured on CUDA."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute import _torch_internals as internals
+from flash_cute.hardware.inputs import Sample
+
+_TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
+MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
+OPTIMIZER_STATES = 2
+"""AdamW keeps two tensors of each trainable parameter's size and dtype."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of a step: ``fixed + batch * per_sample``."""
+
+    fixed: float
+    per_sample: float
+    largest_tensor: float = 0.0
+    """Elements a sample in the largest tensor of the step."""
+
+    def of_batch(self, batch: int) -> float:
+        return self.fixed + batch * self.per_sample
+
+
+class LiveBytes(internals.DispatchMode):
+    """Inside, follows the memory of all tensors that ops make, until they are freed.
+
+    Memory that an op takes and frees inside of itself is not seen.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.largest_tensor = 0  # elements
+        self._events: list[tuple[int, int]] = []  # (storage's number, bytes; < 0 when it is freed)
+        self._numbers: dict[int, int] = {}  # of living storages, by their id
+        self._known = [x.untyped_storage() for x in known]  # not counted
+        for storage in self._known:
+            self._numbers[id(storage)] = -1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tensors_in(result):
+            self._add(x)
+        return result
+
+    def _add(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._numbers:
+            return
+        number = self._numbers[key] = len(self._events)
+        self._events.append((number, size))
+        self.largest_tensor = max(self.largest_tensor, size // x.element_size())
+        weakref.finalize(storage, self._free, key, number, size).atexit = False
+
+    def _free(self, key: int, number: int, size: int) -> None:
+        del self._numbers[key]
+        self._events.append((number, -size))
+
+    def peak(self, but: Iterable[Tensor] = ()) -> int:
+        """The most bytes that lived at once, those of ``but`` left out."""
+        left_out = {self._numbers.get(id(x.untyped_storage())) for x in but}
+        live = most = 0
+        for number, size in self._events:
+            live += 0 if number in left_out else size
+            most = max(most, live)
+        return most
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' memory; what they share counts once."""
+    storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def weights_of(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers."""
+    return bytes_of([*model.parameters(), *model.buffers()])
+
+
+def resident(model: nn.Module, device: torch.device) -> int:
+    """Bytes of those that are on ``device`` already."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return bytes_of(x for x in tensors if x.device == device)
+
+
+def trainable(model: nn.Module) -> int:
+    """Bytes of the parameters that require gradients."""
+    return bytes_of(p for p in model.parameters() if p.requires_grad)
+
+
+@torch.inference_mode(False)
+def traced(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
+    """The cost of a step, from two traces in which no tensor has memory.
+
+    Raises:
+        NotImplementedError: what the model does depends on values.
+    """
+
+    fakes = internals.fake_tensors()
+
+    def empty_like(x: Tensor) -> Tensor:
+        with fakes:
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+
+    peaks, largest = [], []
+    for batch in _TRACED_BATCHES:
+        run = copy_with(model, empty_like, empty_like)
+        with rng_kept(device), _every_op(), fakes:
+            with LiveBytes(known=[*run.parameters(), *run.buffers()]) as live:
+                _step(run, sample.of_batch(batch, device), training)
+            gradients = [p.grad for p in run.parameters() if p.grad is not None]
+            peaks.append(live.peak(but=gradients))
+            largest.append(live.largest_tensor)
+    line = _line(_TRACED_BATCHES, peaks)
+    states = (1 + OPTIMIZER_STATES) * trainable(model) if training else 0
+    fixed = weights_of(model) + states + line.fixed
+    return Cost(fixed, line.per_sample, _line(_TRACED_BATCHES, largest).per_sample)
+
+
+@torch.inference_mode(False)
+def measured(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
+    """The cost of a step on CUDA, from the peaks of two and of three samples; weights are shared
+    with the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
+    peaks = []
+    with rng_kept(device):
+        for batch in MEASURED_BATCHES:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            run = copy_with(
+                model, lambda p: p.detach().to(device), lambda b: b.detach().to(device, copy=True)
+            )
+            _step(run, sample.of_batch(batch, device), training)
+            del run
+            torch.cuda.synchronize(device)
+            peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    line = _line(MEASURED_BATCHES, peaks)
+    states = OPTIMIZER_STATES * trainable(model) if training else 0
+    return Cost(line.fixed + resident(model, device) + states, line.per_sample)
+
+
+def _line(batches: tuple[int, int], peaks: list[int]) -> Cost:
+    per_sample = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
+    return Cost(max(0.0, peaks[0] - per_sample * batches[0]), per_sample)
+
+
+def copy_with(
+    model: nn.Module,
+    of_parameter: Callable[[Tensor], Tensor],
+    of_buffer: Callable[[Tensor], Tensor],
+) -> nn.Module:
+    """A copy of a model, all but its parameters and buffers, which hold what the functions return.
+
+    Nothing that the copy does to itself changes the model, as long as it writes to no parameter.
+    """
+    attributes = (x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor))
+    memo: dict[int, Any] = {id(x): x.detach() for x in attributes if not x.is_leaf}  # old results
+    memo.update({id(b): of_buffer(b) for b in model.buffers()})
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(of_parameter(p), requires_grad=p.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
+    """Forward, and backward from the mean of the output's squares."""
+    model.train(training)
+    try:
+        with torch.set_grad_enabled(training):
+            losses = [x.square().mean() for x in tensors_in(model(*inputs)) if x.requires_grad]
+    except internals.NEEDS_VALUES as error:
+        raise NotImplementedError(
+            f"{type(model).__name__} cannot be traced, as what it does depends on values: {error}"
+        ) from error
+    if losses:
+        torch.autograd.backward(losses)
+
+
+@contextmanager
+def _every_op() -> Iterator[None]:
+    """Inside, torch's encoder layers run op by op, as one op for a whole layer hides its memory,
+    and so do compiled models, which a trace would leave uncompiled for ever."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def rng_kept(device: torch.device) -> Iterator[None]:
+    """Inside, random numbers may be drawn; the generators are then as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,69 @@
+"""Multi-head attention from a layer's own weights, in fp64: what its output must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+Projection = tuple[Tensor, Tensor | None]
+
+_NAMES = (  # of separate projections: query, key, value, output
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+)
+
+
+def projections_of(layer: nn.Module) -> list[Projection] | None:
+    """(weight, bias) of query, key, value and output in fp64, or None if the layer has other
+    parameters, or their names are not those of torch's or of usual layers."""
+    state = {name: p.detach().double() for name, p in layer.named_parameters()}
+    marks = ("in_proj_weight", "q_proj.weight")
+    firsts = [name for name in state if name.endswith(marks)]
+    if len(firsts) != 1:
+        return None
+    prefix = firsts[0].removesuffix(marks[0]).removesuffix(marks[1])
+    own = {name.removeprefix(prefix): p for name, p in state.items() if name.startswith(prefix)}
+    if len(own) != len(state):
+        return None
+    return _packed(own) if marks[0] in own else _separate(own)
+
+
+def _packed(own: dict[str, Tensor]) -> list[Projection] | None:
+    biases = own.pop("in_proj_bias", None)
+    weights = own.pop("in_proj_weight").chunk(3)
+    parts: Sequence[Tensor | None] = (None,) * 3 if biases is None else biases.chunk(3)
+    out = own.pop("out_proj.weight", None)
+    found = [*zip(weights, parts, strict=True)]
+    return None if out is None else _if_all(own, [*found, (out, own.pop("out_proj.bias", None))])
+
+
+def _separate(own: dict[str, Tensor]) -> list[Projection] | None:
+    for names in _NAMES:
+        if all(f"{name}.weight" in own for name in names):
+            found = [(own.pop(f"{n}.weight"), own.pop(f"{n}.bias", None)) for n in names]
+            return _if_all(own, found)
+    return None
+
+
+def _if_all(left: dict[str, Tensor], found: list[Projection]) -> list[Projection] | None:
+    """What was found, if the layer has nothing else."""
+    return None if left else found
+
+
+def attend(x: Tensor, projections: list[Projection], num_heads: int, causal: bool) -> Tensor:
+    """x (batch, seqlen, d_model) through softmax attention, in fp64."""
+    x = x.double()
+    *inputs, (out_weight, out_bias) = projections
+    q, k, v = (
+        linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        for weight, bias in inputs
+    )
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    heads = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return linear(heads, out_weight, out_bias)

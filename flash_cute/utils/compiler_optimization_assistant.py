@@ -1,0 +1,65 @@
+"""The latency of an attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flash_cute.utils.calls import call, device_and_dtype
+from flash_cute.utils.timing import time_calls
+
+
+def benchmark_attention_performance(
+    model: nn.Module, input_shape: tuple[int, ...], num_trials: int = 100
+) -> dict[str, Any]:
+    """Time forwards of ``model`` without gradients, in the mode that it is in.
+
+    Args:
+        model: takes one tensor; nn.MultiheadAttention gets it as query, key and value.
+        input_shape: the input's shape, (batch, seqlen, width) for attention. Its values are normal,
+            in the dtype and on the device of the model's parameters.
+        num_trials: calls that are timed, each on its own, after 3 that are not.
+
+    Returns:
+        A dict: ``avg_latency``, ``median_latency``, ``min_latency`` and ``p95_latency`` in
+        milliseconds; ``tokens_per_second``, which is batch times seqlen over the median;
+        ``num_trials``, ``input_shape``, and ``device`` and ``dtype`` as strings. Times are those of
+        CUDA events on CUDA, and of the wall clock on the CPU.
+
+    Raises:
+        TypeError: ``model`` is no nn.Module, or ``num_trials`` no int.
+        ValueError: ``num_trials`` is less than 1, or ``input_shape`` has no sizes or one below 1.
+
+    Example::
+
+        results = benchmark_attention_performance(layer, (2, 1024, 512), num_trials=20)
+        print(f"Average latency: {results['avg_latency']:.2f}ms")
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; expected an nn.Module")
+    if not isinstance(num_trials, int) or isinstance(num_trials, bool):
+        raise TypeError(f"num_trials is {num_trials!r}; expected an int")
+    if num_trials < 1:
+        raise ValueError(f"num_trials is {num_trials}; expected at least 1")
+    shape = tuple(input_shape)
+    if not shape or any(size < 1 for size in shape):
+        raise ValueError(f"input_shape is {shape}; expected sizes of at least 1")
+    device, dtype = device_and_dtype(model)
+    generator = torch.Generator(device).manual_seed(0)  # the global one is left alone
+    x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    with torch.no_grad():
+        timing = time_calls(lambda: call(model, x), num_trials, device)
+    tokens = x[..., 0].numel()
+    return {
+        "avg_latency": timing.mean,
+        "median_latency": timing.median,
+        "min_latency": timing.least,
+        "p95_latency": timing.percentile(0.95),
+        "tokens_per_second": tokens / (timing.median / 1e3),
+        "num_trials": num_trials,
+        "input_shape": shape,
+        "device": str(device),
+        "dtype": str(dtype),
+    }
