@@ -92,7 +92,8 @@ class FP8MultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(out.flatten(-2)), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        bias, scales = self.in_proj_bias, list(self.in_scales)
+        scales: list[Any] = list(self.in_scales)
+        bias = self.in_proj_bias
         if query is key and key is value and self.in_proj_weight is not None:
             return fp8_linear(query, self.in_proj_weight, bias, scales[0]).chunk(3, dim=-1)
         weights: Sequence[Any] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

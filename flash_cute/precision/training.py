@@ -119,7 +119,7 @@ class FP8TrainingEngine:
         loss = (loss_fn or default_loss)(output, moved(targets, device))
         if loss.numel() != 1:
             raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}")
-        (loss * self.loss_scale).backward()
+        (loss.float() * self.loss_scale).backward()
         self.batches += 1
         self._last_loss = loss.detach()
         return self._last_loss
