@@ -140,15 +140,15 @@ class FP8TrainingEngine:
         Raises:
             RuntimeError: no parameter has a gradient: `training_step` comes first.
         """
-        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        parameters: list[Any] = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             raise RuntimeError("the optimizer's parameters have no gradients: training_step first")
-        gradients = [values(p.grad) for p in parameters if p.grad is not None]
+        gradients = [values(p.grad) for p in parameters]
         finite = bool(nn.utils.get_total_norm(gradients, norm_type=torch.inf).isfinite())
         if finite:
             if self.loss_scale != 1:
-                for gradient in gradients:
-                    gradient.div_(self.loss_scale)
+                for parameter in parameters:
+                    parameter.grad.div_(self.loss_scale)
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(parameters, max_norm)
             optimizer.step()
