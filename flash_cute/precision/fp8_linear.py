@@ -43,7 +43,8 @@ class _Products(torch.autograd.Function):
         ctx.formats, ctx.margin, ctx.dtypes = formats, margin, (x.dtype, w.dtype)
         kept_x = (x8, x_scale, x_inverse) if ctx.needs_input_grad[1] else (None,) * 3
         kept_w = (w, w_scale, w_inverse) if ctx.needs_input_grad[0] else (None,) * 3
-        ctx.save_for_backward(*kept_x, *kept_w, history)
+        ctx.save_for_backward(*kept_x, *kept_w)
+        ctx.history = history  # not saved: other uses of the layer may write it before backward
         tensor_cores = on_tensor_cores(x.device, formats[0], formats[0])
         rounded_x, rounded_w = Rounded(x8, x_scale, x_inverse), Rounded(w8, w_scale, w_inverse)
         return multiply_rows(rounded_x, rounded_w, out_dtype, tensor_cores, fast=True)
@@ -51,9 +52,9 @@ class _Products(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x8, x_scale, x_inverse, w, w_scale, w_inverse, history = ctx.saved_tensors
+        x8, x_scale, x_inverse, w, w_scale, w_inverse = ctx.saved_tensors
         forward_format, backward_format = ctx.formats
-        rounded_dy = round_to_fp8(dy.contiguous(), backward_format, ctx.margin, history)
+        rounded_dy = round_to_fp8(dy, backward_format, ctx.margin, ctx.history)
         tensor_cores = on_tensor_cores(dy.device, forward_format, backward_format)
         dx = dw = None
         if w is not None:
@@ -86,6 +87,11 @@ class FP8Scales(nn.Module):
             delayed = config.scaling == "delayed"
             history = torch.zeros(config.history_length, device=device) if delayed else None
             self.register_buffer(f"{role}_history", history, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Forgets the histories."""
+        for history in self.buffers():
+            history.zero_()
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales) -> Tensor:
@@ -191,6 +197,10 @@ class FP8LinearLayer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return fp8_linear(input, self.weight, self.bias, self.scales)
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias as `torch.nn.Linear` does."""
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         config = self.config

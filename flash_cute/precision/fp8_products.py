@@ -28,8 +28,9 @@ class Rounded(NamedTuple):
 
 
 def scale_and_round(x: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
-    """``x * scale`` in fp8; what is too large becomes the format's largest value."""
-    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    """``x * scale`` in fp8, contiguous; what is too large becomes the format's largest value."""
+    clamped = (x.float() * scale).clamp(-fmt.max, fmt.max)
+    return clamped.to(fmt.dtype, memory_format=torch.contiguous_format)
 
 
 def round_to_fp8(
@@ -41,7 +42,7 @@ def round_to_fp8(
         x: any floating dtype and shape.
         fmt: the format to round to.
         margin: spare powers of two.
-        history: fp32, largest absolute values of earlier uses, the last one first, 0 where there
+        history: largest absolute values of earlier uses, the last one first, 0 where there
             was none. The scale follows the largest of them, and ``x`` itself if all are 0.
         record: whether to write x's largest absolute value into the history. Values that are not
             finite are never remembered.
@@ -53,6 +54,7 @@ def round_to_fp8(
         bound = torch.where(past > 0, past, amax)
         if record:
             finite = torch.where(amax.isfinite(), amax, 0.0)
+            finite = finite.clamp(max=torch.finfo(history.dtype).max)  # of a model in fp16
             history.copy_(torch.cat([finite.view(1), history[:-1]]))
     bound = bound.clamp(min=LEAST_AMAX) * 2.0**margin
     scale = fmt.max / bound

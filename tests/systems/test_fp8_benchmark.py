@@ -11,20 +11,6 @@ TINY = "--device cpu --eager --tokens 64 --widths 32 --rounds 2 --calls 1"
 
 def test_report(tmp_path, capsys):
     path = tmp_path / "fp8.json"
-    options = [
-        "--device",
-        "cpu",
-        "--eager",
-        "--tokens",
-        "64",
-        "--widths",
-        "32",
-        "--rounds",
-        "2",
-        "--calls",
-        "1",
-        "--json",
-    ]
     assert fp8_linear.main([*TINY.split(), "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     ours, bf16 = row["candidates"]["flash_cute"], row["candidates"]["bf16"]

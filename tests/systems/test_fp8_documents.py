@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +115,13 @@ def test_summary(names):
     run(SUMMARY, names)
     assert names["fp8_model"] is names["model"] is names["fp8_trainer"].model
     assert layers(names["model"]) == ["FP8LinearLayer"] * 2
+
+
+def test_example_of_the_page(capsys):
+    page = Path(__file__).parents[2] / "docs" / "fp8_training.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(example, {})
+    assert "'steps': 20, 'overflows': 0" in capsys.readouterr().out
 
 
 def test_import_of_the_library_leaves_the_package_out():

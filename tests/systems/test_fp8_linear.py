@@ -75,11 +75,13 @@ def test_three_products_a_step_all_of_fp8(monkeypatch):
 
     def watched(a, b, *rest, **options):
         seen.append((a.data.dtype, b.data.dtype, a.data.shape, b.data.shape))
+        assert a.data.is_contiguous() and b.data.is_contiguous()  # as tensor cores want them
         return fp8_products.multiply_rows(a, b, *rest, **options)
 
     monkeypatch.setattr(fp8_linear, "multiply_rows", watched)
     _, layer = pair("cpu")
-    gradients(layer, torch.randn(5, 48), torch.randn(5, 32))
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+    gradients(layer, torch.randn(48, 5).t(), torch.randn(32, 5).t())
     assert seen == [
         (E4M3.dtype, E4M3.dtype, (5, 48), (32, 48)),
         (E5M2.dtype, E4M3.dtype, (5, 32), (48, 32)),
@@ -187,6 +189,20 @@ def test_gradients_of_what_asks_for_them(device):
         dx.sum().backward()
 
 
+@both_configs
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_uses_before_backward(device, config, compiled):
+    """As of a layer that stands at two places, or of two batches."""
+    linear, layer = pair(device, config=config)
+    used = torch.compile(layer, backend="aot_eager") if compiled else layer
+    x, dy = torch.randn(2, 9, 48, device=device), torch.randn(9, 32, device=device)
+    for module in (used, linear):
+        first, second = module(x[0]), module(x[1])
+        first.backward(dy)
+        second.backward(dy)
+    assert decibels(layer.weight.grad, linear.weight.grad) > 15
+
+
 def test_checkpoint_and_deepcopy(device):
     _, layer = pair(device)
     x, dy = torch.randn(4, 48, device=device), torch.randn(4, 32, device=device)
@@ -220,6 +236,18 @@ def test_refusals():
         layer(torch.ones(2, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"\(2, 7\): the last size must be 8"):
         layer(torch.ones(2, 7))
+
+
+def test_initialisation_is_that_of_a_linear_layer():
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 4)
+    torch.manual_seed(0)
+    layer = FP8LinearLayer(8, 4)
+    assert torch.equal(layer.weight, linear.weight) and torch.equal(layer.bias, linear.bias)
+    torch.manual_seed(0)
+    layer.weight.data.zero_()
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, linear.weight)
 
 
 def test_says_how_it_multiplies():

@@ -84,6 +84,19 @@ def test_the_history_holds_no_inf():
     assert float(round_to_fp8(torch.tensor([2.0]), E4M3, history=history).scale) == 224
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_histories_that_follow_the_models_dtype(dtype):
+    layer = FP8LinearLayer(8, 4, config=FP8Config(scaling="delayed")).to(dtype)
+    x = torch.full((2, 8), 1e5)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        exact = torch.nn.functional.linear(x, layer.weight.float(), layer.bias.float())
+        assert decibels(out, exact) > 3  # clamped to 65504 in fp16
+    layer.scales.reset_parameters()
+    assert not layer.scales.input_history.any()
+
+
 def test_training_alone_writes_histories():
     layer = FP8LinearLayer(8, 4, config=FP8Config(scaling="delayed"))
     layer.eval()
