@@ -28,11 +28,6 @@ class FP8Format(Enum):
         """torch's dtype of this format."""
         return torch.float8_e4m3fn if self is FP8Format.E4M3 else torch.float8_e5m2
 
-    @property
-    def max(self) -> float:
-        """The largest finite value: 448 or 57344."""
-        return 448.0 if self is FP8Format.E4M3 else 57344.0
-
 
 @dataclass(frozen=True)
 class FP8Config:

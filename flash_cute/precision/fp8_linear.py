@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from flash_cute.precision.formats import FP8Config, FP8Format
+from flash_cute.precision.formats import FP8Config
 from flash_cute.precision.fp8_products import (
     Rounded,
     multiply_rows,
@@ -36,7 +36,7 @@ class _Products(torch.autograd.Function):
         w_scale: Tensor,
         w_inverse: Tensor,
         history: Tensor | None,  # of dy
-        formats: tuple[FP8Format, FP8Format],
+        formats: tuple[torch.dtype, torch.dtype],  # of x and w, of dy
         margin: int,
         out_dtype: torch.dtype,
     ) -> Tensor:
@@ -113,18 +113,19 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of {tuple(x.shape)}: the last size must be {weight.shape[1]}")
     config, record = scales.config, scales.training
-    fmt, margin = config.forward_format, config.margin
+    margin = config.margin
+    formats = config.forward_format.dtype, config.backward_format.dtype
     rows = x.reshape(-1, x.shape[-1])
     with torch.no_grad():
-        x8 = round_to_fp8(rows, fmt, margin, scales.input_history, record)
-        w8 = round_to_fp8(weight, fmt, margin, scales.weight_history, record)
+        x8 = round_to_fp8(rows, formats[0], margin, scales.input_history, record)
+        w8 = round_to_fp8(weight, formats[0], margin, scales.weight_history, record)
     y: Tensor = _Products.apply(
         rows,
         weight,
         *x8,
         *w8,
         scales.gradient_history,
-        (fmt, config.backward_format),
+        formats,
         margin,
         torch.get_autocast_dtype(device) if autocast else x.dtype,
     )
@@ -204,12 +205,14 @@ class FP8LinearLayer(nn.Module):
 
     def extra_repr(self) -> str:
         config = self.config
-        formats = (config.forward_format, config.backward_format)
-        device = self.weight.device
-        runs = on_tensor_cores(device, *formats) and on_tensor_cores(device, formats[0], formats[0])
+        forward, backward = config.forward_format, config.backward_format
+        runs = all(
+            on_tensor_cores(self.weight.device, forward.dtype, other.dtype)
+            for other in (forward, backward)
+        )
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {formats[0].value} forward, {formats[1].value} "
+            f"bias={self.bias is not None}, {forward.value} forward, {backward.value} "
             f"backward, {config.scaling} scales, "
             + ("fp8 tensor cores" if runs else "rounded operands")
         )

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_cute._torch_internals import constant_in_graphs, scaled_mm
-from flash_cute.precision.formats import FP8Format
 
 LEAST_AMAX = 1e-30  # keeps scales of tiny tensors finite
 TENSOR_CORE_MULTIPLE = 16  # of both dimensions of a factor, except the rows of the first
@@ -27,20 +26,24 @@ class Rounded(NamedTuple):
         return Rounded(self.data.t().contiguous(), self.scale, self.inverse_scale)
 
 
-def scale_and_round(x: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
-    """``x * scale`` in fp8, contiguous; what is too large becomes the format's largest value."""
-    clamped = (x.float() * scale).clamp(-fmt.max, fmt.max)
-    return clamped.to(fmt.dtype, memory_format=torch.contiguous_format)
+def scale_and_round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale`` in fp8, contiguous; what is too large becomes its largest value."""
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-most, most).to(dtype, memory_format=torch.contiguous_format)
 
 
 def round_to_fp8(
-    x: Tensor, fmt: FP8Format, margin: int = 0, history: Tensor | None = None, record: bool = True
+    x: Tensor,
+    dtype: torch.dtype,
+    margin: int = 0,
+    history: Tensor | None = None,
+    record: bool = True,
 ) -> Rounded:
-    """Rounds a tensor to fp8, so that its largest absolute value comes near the format's.
+    """Rounds a tensor to fp8, so that its largest absolute value takes the format's.
 
     Args:
         x: any floating dtype and shape.
-        fmt: the format to round to.
+        dtype: the fp8 format to round to.
         margin: spare powers of two.
         history: largest absolute values of earlier uses, the last one first, 0 where there
             was none. The scale follows the largest of them, and ``x`` itself if all are 0.
@@ -57,18 +60,19 @@ def round_to_fp8(
             finite = finite.clamp(max=torch.finfo(history.dtype).max)  # of a model in fp16
             history.copy_(torch.cat([finite.view(1), history[:-1]]))
     bound = bound.clamp(min=LEAST_AMAX) * 2.0**margin
-    scale = fmt.max / bound
-    inverse_scale = torch.where(amax.isfinite(), bound / fmt.max, torch.nan)
-    return Rounded(scale_and_round(x, scale, fmt), scale, inverse_scale)
+    most = torch.finfo(dtype).max
+    scale = most / bound
+    inverse_scale = torch.where(amax.isfinite(), bound / most, torch.nan)
+    return Rounded(scale_and_round(x, scale, dtype), scale, inverse_scale)
 
 
 @constant_in_graphs
-def on_tensor_cores(device: torch.device, *formats: FP8Format) -> bool:
+def on_tensor_cores(device: torch.device, a: torch.dtype, b: torch.dtype) -> bool:
     """Whether a GPU multiplies these formats itself: compute capability 8.9 or newer, and not E5M2
     by E5M2."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    both_e5m2 = all(fmt is FP8Format.E5M2 for fmt in formats)
+    both_e5m2 = a == b == torch.float8_e5m2
     return torch.cuda.get_device_capability(device) >= (8, 9) and not both_e5m2
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_cute.precision import FP8Config, FP8Format, FP8LinearLayer, fp8_linear, fp8_products
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 E4M3, E5M2 = FP8Format.E4M3, FP8Format.E5M2
 CONFIGS = {
     "default": FP8Config(),
@@ -193,6 +194,8 @@ def test_gradients_of_what_asks_for_them(device):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_uses_before_backward(device, config, compiled):
     """As of a layer that stands at two places, or of two batches."""
+    if compiled and config.scaling == "delayed" and TORCH < (2, 13):
+        pytest.skip("compiled code of this torch finds its history changed")
     linear, layer = pair(device, config=config)
     used = torch.compile(layer, backend="aot_eager") if compiled else layer
     x, dy = torch.randn(2, 9, 48, device=device), torch.randn(9, 32, device=device)
@@ -269,8 +272,8 @@ def fp8_cuda(cuda):
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("m,n,k", [(1, 16, 16), (17, 37, 61), (128, 256, 512), (3, 1, 1)])
 def test_tensor_cores_multiply_the_rounded_operands(fp8_cuda, m, n, k, out_dtype):
-    a = fp8_products.round_to_fp8(torch.randn(m, k, device=fp8_cuda), E5M2)
-    b = fp8_products.round_to_fp8(torch.randn(n, k, device=fp8_cuda), E4M3)
+    a = fp8_products.round_to_fp8(torch.randn(m, k, device=fp8_cuda), E5M2.dtype)
+    b = fp8_products.round_to_fp8(torch.randn(n, k, device=fp8_cuda), E4M3.dtype)
     exact = fp8_products.multiply_rows(a, b, torch.float32, tensor_cores=False)
     for fast in (False, True):
         out = fp8_products.multiply_rows(a, b, out_dtype, tensor_cores=True, fast=fast)
