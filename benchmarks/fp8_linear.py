@@ -96,6 +96,7 @@ def elapsed_ms(run: Callable[[], Any], device: torch.device) -> float:
 def measure(tokens: int, width: int, out: int, o: argparse.Namespace) -> dict[str, Any]:
     """One shape: a row of the report."""
     device = torch.device(o.device)
+    torch.compiler.reset()  # or there come to be too many versions of one layer's code
     kind: Any = {"device": device, "dtype": torch.bfloat16}
     linear = nn.Linear(width, out, bias=False, **kind)
     x, dy = torch.randn(tokens, width, **kind), torch.randn(tokens, out, **kind)

@@ -85,10 +85,11 @@ def layers_to_convert(
     for name, module in named.items():
         if any(name == outer or name.startswith(f"{outer}.") for outer in done):
             continue
+        if isinstance(module, nn.MultiheadAttention):
+            done.append(name)  # it never calls the layer inside
         if isinstance(module, FP8MultiheadAttention):
-            done.append(name)
-        elif isinstance(module, (nn.Linear, nn.MultiheadAttention)):
-            done.append(name)
+            continue
+        if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
             if is_convertible(name, module):
                 chosen[name] = module
             else:

@@ -88,7 +88,7 @@ def multiply_rows(
             hold exactly, are multiplied in these: in bf16 on CUDA for 16-bit results, else in fp32.
         fast: on tensor cores, whether sums stay in their accumulators, which keep some 14 bits.
     """
-    if tensor_cores:
+    if tensor_cores and a.data.numel():
         half = out_dtype in (torch.float16, torch.bfloat16)
         result = scaled_mm(
             padded(a.data, rows=False),

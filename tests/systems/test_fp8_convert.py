@@ -185,6 +185,22 @@ def test_encoder_with_padding_in_eval(device):
     assert 17 < decibels(rounded[~hidden], exact[~hidden]) < 45
 
 
+def test_encoder_layer_compiles_to_one_graph(device):
+    model = convert_model_to_fp8(encoder_layer().to(device))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 3, 32, device=device)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_linear_layers_inside_of_a_left_one():
+    """As an adapter has them: what has a forward of its own stays, what it calls is converted."""
+    adapted = Own(4, 4)
+    adapted.inner = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="not converted"):
+        model = convert_model_to_fp8(nn.Sequential(adapted))
+    assert model[0] is adapted and type(adapted.inner) is FP8LinearLayer
+
+
 def test_all_products_of_attention_are_fp8(device):
     """Four projections: each is far enough from exact ones to have been rounded."""
     torch.manual_seed(0)

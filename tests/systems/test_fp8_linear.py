@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from flash_cute._torch_internals import scaled_mm
 from flash_cute.precision import FP8Config, FP8Format, FP8LinearLayer, fp8_linear, fp8_products
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -29,6 +30,12 @@ def pair(device, sizes=(48, 32), config=None, **options):
     torch.manual_seed(0)
     linear = nn.Linear(*sizes, device=device, **options)
     return linear, FP8LinearLayer.from_linear(copy.deepcopy(linear), config)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    """torch compiles one function some times and no more."""
+    torch.compiler.reset()
 
 
 def gradients(layer, x, dy):
@@ -150,9 +157,12 @@ def test_autocast(device, dtype):
     torch.testing.assert_close(y.float(), plain, rtol=2e-2, atol=2e-2)
 
 
-@both_configs
-def test_bytes_kept_for_backward(device, config):
-    """At most 0.55 of what bf16 keeps, the weight aside, which is there anyway."""
+@pytest.mark.parametrize(
+    "name,compiled", [*((name, False) for name in CONFIGS), ("default", True), ("delayed", True)]
+)
+def test_bytes_kept_for_backward(device, name, compiled):
+    """At most 0.55 of what bf16 keeps, the weight aside, which is there anyway; compiled code
+    keeps what its partition of the graph says."""
 
     def kept(layer):
         storages = {}
@@ -162,12 +172,13 @@ def test_bytes_kept_for_backward(device, config):
             return x
 
         x = torch.randn(256, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
+        run = torch.compile(layer, backend="aot_eager_decomp_partition") if compiled else layer
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            layer(x)
+            run(x)
         storages.pop(layer.weight.untyped_storage().data_ptr(), None)
         return sum(storages.values())
 
-    linear, layer = pair(device, (512, 256), config, dtype=torch.bfloat16)
+    linear, layer = pair(device, (512, 256), CONFIGS[name], dtype=torch.bfloat16)
     assert kept(linear) == 2 * 256 * 512
     assert 256 * 512 <= kept(layer) <= 0.55 * kept(linear)
     layer.weight.requires_grad_(False)
@@ -262,6 +273,34 @@ def test_says_how_it_multiplies():
 # --- tensor cores --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["default", "e4m3 gradients"])
+@pytest.mark.parametrize("tokens,sizes", [(17, (61, 37)), (32, (48, 32)), (1, (1, 3))], ids=str)
+def test_calls_keep_the_rules_of_tensor_cores(monkeypatch, tokens, sizes, name):
+    """The CPU, which has no such rules, computes what is asked of tensor cores."""
+    calls = []
+
+    def strict(a, b, scale_a, scale_b, out_dtype, fast):
+        assert a.is_contiguous() and b.t().is_contiguous()
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+        assert (a.dtype, b.dtype) != (torch.float8_e5m2, torch.float8_e5m2)
+        assert scale_a.dtype == scale_b.dtype == torch.float32 and scale_a.dim() == 0
+        calls.append(fast)
+        return scaled_mm(a, b, scale_a, scale_b, out_dtype, fast)
+
+    _, layer = pair("cpu", sizes, CONFIGS[name])
+    x, dy = (torch.randn(tokens, size) * 3 for size in sizes)
+    rounded = gradients(layer, x, dy)
+    monkeypatch.setattr(fp8_linear, "on_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(fp8_products, "scaled_mm", strict)
+    for ours, theirs in zip(gradients(layer, x, dy), rounded, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert calls == [True, False, False]  # sums of gradients leave the accumulators
+    layer.to(torch.bfloat16)
+    bf16 = gradients(layer, x.bfloat16(), dy.bfloat16())
+    for ours, theirs in zip(bf16[:3], rounded, strict=False):
+        assert decibels(ours, theirs) > 18
+
+
 @pytest.fixture
 def fp8_cuda(cuda):
     if torch.cuda.get_device_capability() < (8, 9):
@@ -293,10 +332,10 @@ def test_three_fp8_kernels_a_step(fp8_cuda):
     assert "fp8 tensor cores" in repr(layer)
 
 
-@pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["delayed"]], ids=str)
-def test_compiled_on_a_gpu(fp8_cuda, config):
+@pytest.mark.parametrize("name", ["default", "delayed"])
+def test_compiled_on_a_gpu(fp8_cuda, name):
     """Inductor's kernels round as eager ones do."""
-    _, layer = pair(fp8_cuda, (128, 256), config, dtype=torch.bfloat16)
+    _, layer = pair(fp8_cuda, (128, 256), CONFIGS[name], dtype=torch.bfloat16)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True)
     for _ in range(2):
         x = torch.randn(64, 128, device=fp8_cuda, dtype=torch.bfloat16)

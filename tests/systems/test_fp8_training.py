@@ -240,6 +240,19 @@ def test_device_moves_model_and_batches(cuda):
     assert trainer.optimizer_step(optimizer)
 
 
+def test_a_compiled_model(device):
+    model, optimizer, inputs, targets = task(device)
+    trainer = FP8TrainingEngine(torch.compile(model, backend="aot_eager"))
+    assert isinstance(model[0], FP8LinearLayer)
+    before = weights(model)
+    losses = []
+    for _ in range(3):
+        losses.append(float(trainer.training_step(inputs, targets)))
+        assert trainer.optimizer_step(optimizer)
+    assert losses[2] < losses[1] < losses[0]
+    assert not any(map(torch.equal, weights(model), before))
+
+
 def test_layers_added_later_are_converted():
     model = mlp(4, 4)
     trainer = FP8TrainingEngine(model)
