@@ -107,7 +107,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
         (..., n) in x's dtype, under autocast in autocast's.
     """
     device = x.device.type
-    autocast = torch.is_autocast_enabled(device)
+    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     if not autocast and x.dtype != weight.dtype:
         raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: convert one or autocast")
     if x.shape[-1] != weight.shape[1]:

@@ -153,7 +153,8 @@ def test_autocast(device, dtype):
     with torch.autocast(device, dtype):
         y = layer(x)
         y.float().square().mean().backward()
-    assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (dtype, *[torch.float32] * 2)
+        assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (dtype, *[torch.float32] * 2)
+        assert layer.double()(x.double()).dtype == torch.float64  # as nn.Linear
     torch.testing.assert_close(y.float(), plain, rtol=2e-2, atol=2e-2)
 
 
