@@ -11,7 +11,14 @@ from fp8_cases import decibels, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from flash_cute.precision import FP8Config, FP8Format, FP8LinearLayer, convert_model_to_fp8
+from flash_cute.precision import (
+    FP8Config,
+    FP8Format,
+    FP8LinearLayer,
+    convert_model_to_fp8,
+    fp8_linear,
+    fp8_products,
+)
 from flash_cute.precision.fp8_attention import FP8MultiheadAttention
 
 
@@ -201,16 +208,24 @@ def test_linear_layers_inside_of_a_left_one():
     assert model[0] is adapted and type(adapted.inner) is FP8LinearLayer
 
 
-def test_all_products_of_attention_are_fp8(device):
-    """Four projections: each is far enough from exact ones to have been rounded."""
+def test_all_products_of_attention_are_fp8(device, monkeypatch):
+    """Four projections, three of one input in one product, each forward and twice backward."""
+    products = []
+
+    def watched(a, b, *rest, **options):
+        products.append((a.data.shape, b.data.shape))
+        return fp8_products.multiply_rows(a, b, *rest, **options)
+
+    monkeypatch.setattr(fp8_linear, "multiply_rows", watched)
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(32, 4, device=device)
     model = FP8MultiheadAttention.from_attention(copy.deepcopy(plain))
-    x = torch.randn(5, 2, 32, device=device)
-    results = []
-    for attention in (plain, model):
-        out, _ = attention(x, x, x)
-        out.square().sum().backward()
-        results.append((out, attention.in_proj_weight.grad, attention.out_proj.weight.grad))
-    for exact, rounded in zip(*results, strict=True):
-        assert 14 < decibels(rounded, exact) < 45
+    x, y = torch.randn(2, 5, 2, 32, device=device, requires_grad=True)
+    out, exact = (attention(x, x, x)[0] for attention in (model, plain))
+    assert products == [((10, 32), (96, 32)), ((10, 32), (32, 32))]
+    assert 14 < decibels(out, exact) < 45
+    out.sum().backward()
+    assert len(products) == 6
+    products.clear()
+    model(x, y, y)[0].sum().backward()
+    assert products[:4] == [((10, 32), (32, 32))] * 4 and len(products) == 12
