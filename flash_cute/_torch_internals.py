@@ -183,3 +183,26 @@ def begins_by_sizes(x: Tensor) -> bool:
         return not expression.is_number
     properties = [getattr(source, "prop", None) for source in sources.get(expression, ())]
     return TensorProperty.STORAGE_OFFSET not in properties
+
+
+# --- fp8 -----------------------------------------------------------------------------------------
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b)`` of fp8 matrices, a in rows and b in columns, with a scale
+    each: fp32, no dimensions. On CUDA both sizes of b are multiples of 16."""
+    return torch._scaled_mm(
+        a,
+        b,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )

@@ -321,3 +321,18 @@ def test_begins_by_sizes():
     inputs = {name: by_sizes for name, by_sizes in seen.items() if name.startswith("l_")}
     assert len(inputs) == 2 and not any(inputs.values())
     assert [seen[x] for x in ("first", "second", "of_input", "start")] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")])
+def test_scaled_mm(device, dtypes, out_dtype):
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 tensor cores")
+    a, b = (
+        torch.randint(-4, 5, (n, 32), device=device).to(getattr(torch, f"float8_{dtype}"))
+        for n, dtype in zip((17, 16), dtypes, strict=True)
+    )
+    scales = torch.tensor(0.5, device=device), torch.tensor(4.0, device=device)
+    out = internals.scaled_mm(a, b.t(), *scales, out_dtype, False)
+    assert out.dtype == out_dtype
+    assert torch.equal(out.double(), a.double() @ b.double().t() * 2)

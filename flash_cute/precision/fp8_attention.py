@@ -1,0 +1,130 @@
+"""nn.MultiheadAttention whose projections have fp8 products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_cute.precision.formats import FP8Config
+from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales, fp8_linear
+
+
+class FP8MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with fp8 products in its four projections.
+
+    torch's own module never calls its ``out_proj``: it hands that layer's weight to a function, or
+    in eval to a fused kernel. So the module is replaced as a whole. Arguments, results, parameters
+    and their names are torch's. Scores, softmax and the weighted sum of values stay in the
+    precision of the projections' results.
+
+    `from_attention` makes it. Raises NotImplementedError for ``add_bias_kv``, ``add_zero_attn`` and
+    nested tensors.
+    """
+
+    in_scales: nn.ModuleList  # of q, k and v; the first alone where they are one tensor
+
+    @classmethod
+    def from_attention(
+        cls, attention: nn.MultiheadAttention, config: FP8Config | None = None
+    ) -> FP8MultiheadAttention:
+        """The module that holds ``attention``'s own Parameters, in its mode."""
+        if attention.bias_k is not None or attention.add_zero_attn:
+            raise NotImplementedError("fp8 attention has no add_bias_kv and no add_zero_attn")
+        new = cls(
+            attention.embed_dim,
+            attention.num_heads,
+            attention.dropout,
+            bias=attention.in_proj_bias is not None,
+            kdim=attention.kdim,
+            vdim=attention.vdim,
+            batch_first=attention.batch_first,
+            device="meta",
+        )
+        for name, parameter in attention.named_parameters(recurse=False):
+            setattr(new, name, parameter)
+        config = config or FP8Config()
+        new.out_proj = FP8LinearLayer.from_linear(attention.out_proj, config)  # type: ignore
+        device = attention.out_proj.weight.device
+        new.in_scales = nn.ModuleList(FP8Scales(config, device) for _ in range(3))
+        return new.train(attention.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `torch.nn.MultiheadAttention.forward`; the hint ``is_causal`` needs an attn_mask,
+        which is what is applied."""
+        if query.is_nested:
+            raise NotImplementedError("fp8 attention takes no nested tensors: pad them")
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal is a hint: give the attn_mask that it describes")
+        projected = self._project(query, key, value)
+        if query.dim() == 2:
+            q, k, v = (self._heads(x[None], batch_first=True) for x in projected)
+        else:
+            q, k, v = (self._heads(x, self.batch_first) for x in projected)
+        mask = self._mask(attn_mask, key_padding_mask, q, k)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = F.dropout(weights, dropout)
+            out = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        if query.dim() == 2:
+            out, weights = out[0].transpose(0, 1), None if weights is None else weights[0]
+        else:
+            out = out.permute(0, 2, 1, 3) if self.batch_first else out.permute(2, 0, 1, 3)
+        return self.out_proj(out.flatten(-2)), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        scales: list[Any] = list(self.in_scales)
+        bias = self.in_proj_bias
+        if query is key and key is value and self.in_proj_weight is not None:
+            return fp8_linear(query, self.in_proj_weight, bias, scales[0]).chunk(3, dim=-1)
+        weights: Sequence[Any] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases: Sequence[Any] = (None,) * 3 if bias is None else bias.chunk(3)
+        parts: Any = zip((query, key, value), weights, biases, scales, strict=True)
+        return [fp8_linear(*part) for part in parts]
+
+    def _heads(self, x: Tensor, batch_first: bool) -> Tensor:
+        """(b, s, h d) or (s, b, h d) to (b, h, s, d)."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
+
+    def _mask(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+    ) -> Tensor | None:
+        """Both masks as one, to be added to scores (b, h, s_q, s_k), in q's dtype; or None."""
+        mask = None
+        if attn_mask is not None:
+            mask = additive(attn_mask, q.dtype)
+            if mask.dim() == 3:
+                mask = mask.view(q.shape[0], -1, *mask.shape[1:])
+        if key_padding_mask is not None:
+            padding = additive(key_padding_mask, q.dtype).view(q.shape[0], 1, 1, k.shape[2])
+            mask = padding if mask is None else mask + padding
+        return mask
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's masks, where True hides or a number is added, as numbers."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)

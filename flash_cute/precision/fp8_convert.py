@@ -1,0 +1,149 @@
+"""Turns the linear layers of a model into fp8 ones."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from flash_cute.precision.formats import FP8Config
+from flash_cute.precision.fp8_attention import FP8MultiheadAttention
+from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales
+
+
+def convert_model_to_fp8(
+    model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True
+) -> nn.Module:
+    """Puts an `FP8LinearLayer` in the place of every nn.Linear, whatever its size.
+
+    Parameters stay the same objects under the same names: an optimizer made before goes on working,
+    tied weights stay tied, and checkpoints fit both ways. nn.MultiheadAttention is replaced as a
+    whole, because it never calls its ``out_proj``: all four projections then have fp8 products.
+    The fused kernels that nn.TransformerEncoder and its layers take in eval are switched off, as
+    they would go past the layers. Hooks on a replaced layer are not carried over: register them
+    afterwards.
+
+    Left as they are, with a warning that names them: subclasses of nn.Linear and of
+    nn.MultiheadAttention with a forward of their own, parametrized layers, and attention with
+    ``add_bias_kv`` or ``add_zero_attn``. Without a warning: what ``fp8_config.skip`` names.
+
+    A converted model may be converted again: nothing changes, except that a config which is given
+    replaces that of every fp8 layer.
+
+    Args:
+        model: any module; layers keep their device, dtype and mode.
+        fp8_config: options. Default ``FP8Config()``.
+        inplace: convert ``model`` itself (default), or a deep copy.
+
+    Returns:
+        The converted model: ``model`` itself if inplace, unless it is an nn.Linear, which cannot
+        turn into another module: then a new layer with its Parameters.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``fp8_config`` no FP8Config.
+        ValueError: there is no layer to convert, a layer is lazy and has no weight yet, or ``skip``
+            has a name that the model has not.
+
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+    >>> type(convert_model_to_fp8(model)[2]).__name__
+    'FP8LinearLayer'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if fp8_config is not None and not isinstance(fp8_config, FP8Config):
+        raise TypeError(f"fp8_config must be an FP8Config, not {type(fp8_config).__name__}")
+    config = fp8_config or FP8Config()
+    if not inplace:
+        model = copy.deepcopy(model)
+    chosen, left = layers_to_convert(model, config.skip)
+    scales = [module for module in model.modules() if isinstance(module, FP8Scales)]
+    if not chosen and not scales:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear: nothing to convert to fp8")
+    if left:
+        warnings.warn(f"not converted to fp8: {', '.join(left)}", stacklevel=2)
+    if fp8_config is not None:
+        reconfigure(model, config)
+    model = replace(model, chosen, config)
+    switch_fast_paths_off(model)
+    return model
+
+
+def layers_to_convert(
+    model: nn.Module, skip: tuple[str, ...]
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The modules to replace by name, a shared one under each of its names, and names of those that
+    cannot be replaced."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    if unknown := [name for name in skip if name not in named]:
+        raise ValueError(f"skip: {type(model).__name__} has no module {', '.join(unknown)}")
+    chosen: dict[str, nn.Module] = {}
+    left: list[str] = []
+    done = list(skip)
+    for name, module in named.items():
+        if any(name == outer or name.startswith(f"{outer}.") for outer in done):
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            done.append(name)  # it never calls the layer inside
+        if isinstance(module, FP8MultiheadAttention):
+            continue
+        if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+            if is_convertible(name, module):
+                chosen[name] = module
+            else:
+                left.append(f"{name or 'the model'} ({type(module).__name__})")
+    return chosen, left
+
+
+def is_convertible(name: str, module: nn.Linear | nn.MultiheadAttention) -> bool:
+    """Whether the module computes what its class in torch does, and an fp8 layer can too."""
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+        raise ValueError(f"{name} is lazy and has no weight yet: call the model once before")
+    if any(parametrize.is_parametrized(part) for part in module.modules()):
+        return False
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    plain = type(module).forward is nn.MultiheadAttention.forward
+    return plain and module.bias_k is None and not module.add_zero_attn
+
+
+def replace(model: nn.Module, chosen: dict[str, nn.Module], config: FP8Config) -> nn.Module:
+    """Puts fp8 modules in the places that are named; returns the root, which may be one of them."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in chosen.items():
+        if module not in made:
+            made[module] = fp8_module(module, config)
+        if not name:
+            return made[module]
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, made[module])
+    return model
+
+
+def fp8_module(module: nn.Module, config: FP8Config) -> nn.Module:
+    """The fp8 module that takes the place of a linear layer or an attention."""
+    if isinstance(module, nn.MultiheadAttention):
+        return FP8MultiheadAttention.from_attention(module, config)
+    assert isinstance(module, nn.Linear)
+    return FP8LinearLayer.from_linear(module, config)
+
+
+def reconfigure(model: nn.Module, config: FP8Config) -> None:
+    """Gives another config to layers that are fp8 already, unless they have it."""
+    for module in model.modules():
+        if isinstance(module, (FP8LinearLayer, FP8MultiheadAttention)):
+            device = next(module.parameters()).device
+            for scales in module.modules():
+                if isinstance(scales, FP8Scales) and scales.config != config:
+                    scales.configure(config, device)
+
+
+def switch_fast_paths_off(model: nn.Module) -> None:
+    """In eval torch's encoder hands weights to a fused kernel, unless these attributes say no."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

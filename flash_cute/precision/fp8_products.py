@@ -1,0 +1,115 @@
+"""Rounding to fp8 with one scale a tensor, and the product of two rounded matrices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_cute._torch_internals import constant_in_graphs, scaled_mm
+
+LEAST_AMAX = 1e-30  # keeps scales of tiny tensors finite
+TENSOR_CORE_MULTIPLE = 16  # of both dimensions of a factor, except the rows of the first
+
+
+class Rounded(NamedTuple):
+    """A tensor in fp8: its values are ``data * inverse_scale``."""
+
+    data: Tensor  # fp8
+    scale: Tensor  # fp32, no dimensions
+    inverse_scale: Tensor  # fp32, no dimensions; NaN if the tensor held NaN or Inf
+
+    def t(self) -> Rounded:
+        """The transposed matrix, in rows again."""
+        return Rounded(self.data.t().contiguous(), self.scale, self.inverse_scale)
+
+
+def scale_and_round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale`` in fp8, contiguous; what is too large becomes its largest value."""
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-most, most).to(dtype, memory_format=torch.contiguous_format)
+
+
+def round_to_fp8(
+    x: Tensor,
+    dtype: torch.dtype,
+    margin: int = 0,
+    history: Tensor | None = None,
+    record: bool = True,
+) -> Rounded:
+    """Rounds a tensor to fp8, so that its largest absolute value takes the format's.
+
+    Args:
+        x: any floating dtype and shape.
+        dtype: the fp8 format to round to.
+        margin: spare powers of two.
+        history: largest absolute values of earlier uses, the last one first, 0 where there
+            was none. The scale follows the largest of them, and ``x`` itself if all are 0.
+        record: whether to write x's largest absolute value into the history. Values that are not
+            finite are never remembered.
+    """
+    amax = x.abs().max().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    bound = amax
+    if history is not None:
+        past = history.max()
+        bound = torch.where(past > 0, past, amax)
+        if record:
+            finite = torch.where(amax.isfinite(), amax, 0.0)
+            finite = finite.clamp(max=torch.finfo(history.dtype).max)  # of a model in fp16
+            history.copy_(torch.cat([finite.view(1), history[:-1]]))
+    bound = bound.clamp(min=LEAST_AMAX) * 2.0**margin
+    most = torch.finfo(dtype).max
+    scale = most / bound
+    inverse_scale = torch.where(amax.isfinite(), bound / most, torch.nan)
+    return Rounded(scale_and_round(x, scale, dtype), scale, inverse_scale)
+
+
+@constant_in_graphs
+def on_tensor_cores(device: torch.device, a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether a GPU multiplies these formats itself: compute capability 8.9 or newer, and not E5M2
+    by E5M2."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    both_e5m2 = a == b == torch.float8_e5m2
+    return torch.cuda.get_device_capability(device) >= (8, 9) and not both_e5m2
+
+
+def multiply_rows(
+    a: Rounded, b: Rounded, out_dtype: torch.dtype, tensor_cores: bool, fast: bool = False
+) -> Tensor:
+    """The products of a's rows with b's rows, (m, k) and (n, k) to (m, n): ``a @ b.T``.
+
+    Args:
+        a, b: contiguous matrices in fp8.
+        out_dtype: dtype of the result.
+        tensor_cores: multiply in fp8 on the GPU. Otherwise the fp8 values, which bf16 and fp32
+            hold exactly, are multiplied in these: in bf16 on CUDA for 16-bit results, else in fp32.
+        fast: on tensor cores, whether sums stay in their accumulators, which keep some 14 bits.
+    """
+    if tensor_cores and a.data.numel():
+        half = out_dtype in (torch.float16, torch.bfloat16)
+        result = scaled_mm(
+            padded(a.data, rows=False),
+            padded(b.data, rows=True).t(),
+            a.inverse_scale,
+            b.inverse_scale,
+            out_dtype if half else torch.float32,
+            fast,
+        )
+        return result[:, : b.data.shape[0]].to(out_dtype)
+    halves = a.data.is_cuda and out_dtype in (torch.float16, torch.bfloat16)
+    exact = torch.bfloat16 if halves else torch.float32
+    with torch.autocast(a.data.device.type, enabled=False):
+        product = a.data.to(exact) @ b.data.to(exact).t()
+    return (product.float() * (a.inverse_scale * b.inverse_scale)).to(out_dtype)
+
+
+def padded(x: Tensor, rows: bool) -> Tensor:
+    """An fp8 matrix with zeros behind, up to what tensor cores want: in its rows, or also more."""
+    missing = [-size % TENSOR_CORE_MULTIPLE for size in x.shape]
+    below = missing[0] if rows else 0
+    if not below and not missing[1]:
+        return x
+    return F.pad(x.view(torch.uint8), (0, missing[1], 0, below)).view(x.dtype)
