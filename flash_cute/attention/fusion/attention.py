@@ -18,7 +18,8 @@ def attend_packed(qkv: Tensor, visible: Visible, dropout_p: float, rng: Tensor |
     """
     if visible.bias is None and visible.order is None and kernels_take(qkv):
         return flash_attn_qkvpacked_func(qkv, dropout_p, causal=visible.causal, rng=rng)
-    return attend(*qkv.unbind(2), visible, dropout_p, rng)
+    q, k, v = qkv.unbind(2)
+    return attend(q, k, v, visible, dropout_p, rng)
 
 
 def attend(

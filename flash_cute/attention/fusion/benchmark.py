@@ -110,37 +110,41 @@ def benchmark_fusion_performance(
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(num_runs):
             for one in (0, 1) if number % 2 == 0 else (1, 0):
-                times[one].append(_ms(lambda model=models[one]: model(input_data), input_data))
-        counts = [_launches(lambda model=model: model(input_data), input_data) for model in models]
-    outputs, (kernels, hosts) = (
-        [out for out, _ in counts],
-        zip(*(c for _, c in counts), strict=True),
-    )
+                times[one].append(_ms(models[one], input_data))
+        counts = [_launches(model, input_data) for model in models]
+    (out, (kernels, hosts)), (fused_out, (fused_kernels, fused_hosts)) = counts
     return FusionPerformanceStats(
-        median(times[0]), median(times[1]), *kernels, *hosts,
-        _difference(models, outputs), num_runs, input_data.device.type,
-    )  # fmt: skip
+        baseline_ms=median(times[0]),
+        fused_ms=median(times[1]),
+        baseline_kernel_launches=kernels,
+        fused_kernel_launches=fused_kernels,
+        baseline_host_launches=hosts,
+        fused_host_launches=fused_hosts,
+        max_difference=_difference(models, out, fused_out),
+        num_runs=num_runs,
+        device=input_data.device.type,
+    )
 
 
-def _ms(run: Callable[[], Any], x: Tensor) -> float:
+def _ms(model: Callable[[Tensor], Any], x: Tensor) -> float:
     if not x.is_cuda:
         begin = time.perf_counter()
-        run()
+        model(x)
         return (time.perf_counter() - begin) * 1e3
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(x.device)
     start.record()
-    run()
+    model(x)
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
 
 
-def _launches(run: Callable[[], Any], x: Tensor) -> tuple[Any, tuple[int, int]]:
-    """What a run returns, and (kernels, launches by the host)."""
+def _launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tuple[int, int]]:
+    """What a call returns, and (kernels, launches by the host)."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * x.is_cuda
     with profile(activities=activities) as profiler:
-        out = run()
+        out = model(x)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
     events = profiler.events() or []
@@ -169,9 +173,8 @@ def _within_flash_cute(event: Any) -> bool:
     return parent is not None
 
 
-def _difference(models: tuple[nn.Module, nn.Module], outputs: list[Any]) -> float | None:
+def _difference(models: tuple[nn.Module, nn.Module], first: Any, second: Any) -> float | None:
     dropout = any(drops(module) for model in models for module in model.modules())
-    first, second = outputs
     comparable = isinstance(first, Tensor) and isinstance(second, Tensor)
     if dropout or not comparable or first.shape != second.shape or first.numel() == 0:
         return None

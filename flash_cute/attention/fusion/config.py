@@ -80,9 +80,8 @@ class FusionConfig:
             if not isinstance(value, kind):
                 raise TypeError(f"{name} is {value!r}; expected {kind.__name__}")
         if self.target_sequence_length < 1:
-            raise ValueError(
-                f"target_sequence_length is {self.target_sequence_length}; expected tokens, 1 or more"
-            )
+            tokens = self.target_sequence_length
+            raise ValueError(f"target_sequence_length is {tokens}; expected 1 token or more")
 
     def fuses(self, step: str) -> bool:
         """Whether a step is fused: "attention", "ffn" or "norm"."""

@@ -21,6 +21,16 @@ _DROPOUTS = ("dropout", "dropout1", "dropout2")
 class FusedEncoderLayer(nn.Module):
     """What nn.TransformerEncoderLayer computes, with its submodules' names and parameters."""
 
+    self_attn: Any
+    linear1: Any
+    linear2: Any
+    norm1: Any
+    norm2: Any
+    dropout: Any
+    dropout1: Any
+    dropout2: Any
+    activation: Any
+
     def __init__(self, layer: nn.TransformerEncoderLayer, config: FusionConfig) -> None:
         super().__init__()
         for name, child in layer.named_children():
@@ -39,8 +49,9 @@ class FusedEncoderLayer(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """As nn.TransformerEncoderLayer: src (seqlen, batch, d_model), (batch, seqlen, d_model) with
-        ``batch_first``, or (seqlen, d_model). ``is_causal`` needs no ``src_mask`` beside."""
+        """As nn.TransformerEncoderLayer: src (seqlen, batch, d_model), with ``batch_first``
+        (batch, seqlen, d_model), or (seqlen, d_model). ``is_causal`` needs no
+        ``src_mask``."""
         visible = read_masks(self, src, src_mask, src_key_padding_mask, is_causal)
         return self.run(src, visible)
 

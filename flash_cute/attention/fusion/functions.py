@@ -164,8 +164,9 @@ class FeedForward(torch.autograd.Function):
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         rows = x.reshape(-1, x.shape[-1])
         relu = name == "relu" and not gated
-        hidden = kept if relu else FeedForward.middle(ctx, kept, seed) if needs[3] else None
-        dw2 = grad.t() @ hidden if needs[3] else None
+        dw2 = None
+        if needs[3]:
+            dw2 = grad.t() @ (kept if relu else FeedForward.middle(ctx, kept, seed))
         db2 = grad.sum(0) if ctx.has_bias[1] and needs[4] else None
         dh = grad @ w2
         if gated:
@@ -183,7 +184,8 @@ class FeedForward(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """(q, k, v) of qkv (batch, seqlen, heads + 2 heads_k, dim), q and k rotated. Saved: cos, sin."""
+    """(q, k, v) of qkv (batch, seqlen, heads + 2 heads_k, dim), q and k rotated. Saved: cos and
+    sin."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, heads_k: int) -> Any:

@@ -16,6 +16,9 @@ from flash_cute.attention.fusion.functions import Rotate, kernels_for
 from flash_cute.attention.fusion.kernels_torch import rotate
 
 _BLOCK = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ARGUMENTS = (
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings",
+)  # fmt: skip
 _QKV = ("q_proj", "k_proj", "v_proj")
 _LINEARS = (
     *(f"self_attn.{name}" for name in (*_QKV, "o_proj")),
@@ -29,6 +32,11 @@ class FusedLlamaBlock(nn.Module):
     The weights of q_proj, k_proj and v_proj come to lie one after the other in memory, those of
     gate_proj and up_proj too: one product each.
     """
+
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
 
     def __init__(self, block: Any, config: FusionConfig) -> None:
         super().__init__()
@@ -85,9 +93,8 @@ class FusedLlamaBlock(nn.Module):
 
     def simplified(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A call's arguments by name."""
-        names = ("attention_mask", "position_ids", "past_key_values", "use_cache")
-        names = (*names, "position_embeddings")
-        return {"hidden_states": hidden_states, **dict(zip(names, args, strict=False)), **kwargs}
+        named = dict(zip(_ARGUMENTS, args, strict=False))
+        return {"hidden_states": hidden_states, **named, **kwargs}
 
     def seqlen_of(self, call: dict[str, Any]) -> int:
         """Tokens a sequence of such a call."""
@@ -109,7 +116,8 @@ class FusedLlamaBlock(nn.Module):
             q, k, v = Rotate.apply(qkv, *position, heads, heads_k)
         else:
             qk, v = qkv.split((heads + heads_k, heads_k), dim=2)
-            q, k = rotate(qk, *position, heads + heads_k).split((heads, heads_k), dim=2)
+            cos, sin = position
+            q, k = rotate(qk, cos, sin, heads + heads_k).split((heads, heads_k), dim=2)
         p = getattr(attn, "attention_dropout", 0.0) if attn.training else 0.0
         rng = steps.draw_seeds(x, 2) if p else None
         out = attend(q, k, v, visible, p, rng, self.scale)

@@ -19,6 +19,8 @@ from flash_cute.attention.fusion.functions import (
     kernels_for,
 )
 
+MAX_WIDTH = 32768  # of a norm's row, which one program of a kernel holds
+
 
 @dataclass(frozen=True)
 class Means:
@@ -56,7 +58,7 @@ def add_norm(
     x: Tensor, y: Tensor, norm: Norm, p: float, seed: Tensor | None, means: Means, keep_sum: bool
 ) -> tuple[Tensor, Tensor]:
     """(sum, norm(sum)) of sum = x + dropout(y); without ``keep_sum`` the first may be None."""
-    if means.own and kernels_for(x) is not None:
+    if means.own and norm.weight.numel() <= MAX_WIDTH and kernels_for(x) is not None:
         options = (norm.eps, norm.rms, p, keep_sum)
         return AddNorm.apply(x, y, norm.weight, norm.bias, options, seed if p else None)
     total = x + F.dropout(y, p)
