@@ -50,6 +50,15 @@ def test_layers(kind, mode, device):
     assert_same(layer, fused, tokens(layer, device))
 
 
+def names_of_called(model: nn.Module) -> set[str]:
+    """Gets the names of the submodules that are called from now on."""
+    called: set[str] = set()
+    for name in ("self_attn", "linear1", "norm2"):
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    return called
+
+
 @pytest.mark.parametrize("level", OptimizationLevel)
 @pytest.mark.parametrize("strategy", FusionStrategy)
 def test_strategies_fuse_what_their_name_says(strategy, level, device):
@@ -57,10 +66,7 @@ def test_strategies_fuse_what_their_name_says(strategy, level, device):
     for kind in ("as_documented", "norm_first_batch_first"):
         layer = encoder_layer(device, **LAYERS[kind])
         fused = create_unified_attention_fusion(layer, strategy, level)
-        called = set()
-        for name in ("self_attn", "linear1", "norm2"):
-            module = fused.model.get_submodule(name)
-            module.register_forward_hook(lambda *_, name=name: called.add(name))
+        called = names_of_called(fused.model)
         assert_same(layer, fused, tokens(layer, device))
         fused_parts = {
             FusionStrategy.FULL_BLOCK: {"self_attn", "linear1", "norm2"},
@@ -267,7 +273,7 @@ def test_bad_arguments():
     x = torch.randn(SEQLEN, BATCH, WIDTH)
     with pytest.raises(ValueError, match="src_mask has shape"):
         fused(x, torch.zeros(2, 2))
-    with pytest.raises(TypeError, match="src_key_padding_mask has dtype torch.int64"):
+    with pytest.raises(TypeError, match="src_key_padding_mask has dtype"):
         fused(x, src_key_padding_mask=torch.zeros(BATCH, SEQLEN, dtype=torch.int64))
     with pytest.raises(TypeError, match="strategy"):
         FusionConfig(strategy="full_block")  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ _VIEWS = frozenset(
         "lift_fresh", "permute", "resolve_conj", "resolve_neg", "resize_", "select", "set_",
         "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze",
         "view", "_unsafe_view", "_reshape_alias", "unflatten", "flatten", "reshape", "chunk",
-        "is_same_size", "result_type", "item", "_local_scalar_dense",
+        "is_same_size", "result_type", "promote_types", "item", "_local_scalar_dense", "to",
+        "dropout",
     )
 )  # fmt: skip
 
@@ -149,28 +150,20 @@ def _launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tuple[int
             torch.cuda.synchronize(x.device)
     events = profiler.events() or []
     if not x.is_cuda:
-        return out, (sum(_computes(event) for event in events), 0)
+        return out, (sum(_operators(e) for e in events if e.cpu_parent is None), 0)
     kernels = [e.name for e in events if e.device_type == DeviceType.CUDA]
     kernels = [name for name in kernels if not name.startswith(("Memcpy", "Memset"))]
     host = [e for e in events if e.device_type == DeviceType.CPU]
     return out, (len(kernels), sum(e.name.startswith(_HOST_LAUNCHES) for e in host))
 
 
-def _computes(event: Any) -> bool:
-    """Whether an event on the CPU is an operator that computes: of torch one that calls no other
-    that does; of flash_cute any."""
+def _operators(event: Any) -> int:
+    """Operators that compute, of an event on the CPU: of torch those that call no other that does;
+    of flash_cute any."""
     if event.name.startswith("flash_cute::"):
-        return True
-    if not event.name.startswith("aten::") or event.name in _VIEWS or _within_flash_cute(event):
-        return False
-    return not any(child.name not in _VIEWS for child in event.cpu_children)
-
-
-def _within_flash_cute(event: Any) -> bool:
-    parent = event.cpu_parent
-    while parent is not None and not parent.name.startswith("flash_cute::"):
-        parent = parent.cpu_parent
-    return parent is not None
+        return 1
+    called = sum(map(_operators, event.cpu_children))
+    return called or int(event.name.startswith("aten::") and event.name not in _VIEWS)
 
 
 def _difference(models: tuple[nn.Module, nn.Module], first: Any, second: Any) -> float | None:
