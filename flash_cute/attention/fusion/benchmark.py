@@ -17,6 +17,7 @@ from flash_cute.attention.fusion.graphs import drops
 
 _WARM_UPS = 3
 _HOST_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
+_NO_KERNELS = ("Memcpy", "Memset", "Activity Buffer")
 _VIEWS = frozenset(
     f"aten::{name}"
     for name in (
@@ -151,8 +152,8 @@ def _launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tuple[int
     events = profiler.events() or []
     if not x.is_cuda:
         return out, (sum(_operators(e) for e in events if e.cpu_parent is None), 0)
-    kernels = [e.name for e in events if e.device_type == DeviceType.CUDA]
-    kernels = [name for name in kernels if not name.startswith(("Memcpy", "Memset"))]
+    on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    kernels = [e for e in on_gpu if not e.name.startswith(_NO_KERNELS)]
     host = [e for e in events if e.device_type == DeviceType.CPU]
     return out, (len(kernels), sum(e.name.startswith(_HOST_LAUNCHES) for e in host))
 

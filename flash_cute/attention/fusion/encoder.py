@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion import masks, steps
 from flash_cute.attention.fusion.attention import attend_packed
 from flash_cute.attention.fusion.config import STEPS, FusionConfig
+from flash_cute.attention.fusion.graphs import drops
 
+SEEDS = 5  # of a layer
 _LINEARS = ("linear1", "linear2")
 _NORMS = ("norm1", "norm2")
 _DROPOUTS = ("dropout", "dropout1", "dropout2")
@@ -53,12 +56,13 @@ class FusedEncoderLayer(nn.Module):
         (batch, seqlen, d_model), or (seqlen, d_model). ``is_causal`` needs no
         ``src_mask``."""
         visible = read_masks(self, src, src_mask, src_key_padding_mask, is_causal)
-        return self.run(src, visible)
+        (seeds,) = draw_seeds([self], src)
+        return self.run(src, visible, seeds)
 
-    def run(self, src: Tensor, visible: masks.Visible) -> Tensor:
-        """The same, of what :func:`read_masks` made of the masks."""
+    def run(self, src: Tensor, visible: masks.Visible, seeds: Any) -> Tensor:
+        """The same, of what :func:`read_masks` made of the masks. ``seeds``, int64 (SEEDS,) or as
+        many None: of attention (2), of the dropouts behind it, in the middle, and at the end."""
         x = src if src.dim() == 3 else src.unsqueeze(self.batch_dim)
-        seeds = self._seeds(x)
         norms = [steps.Norm.of(norm, rms=False) for norm in (self.norm1, self.norm2)]
         if self.norm_first:
             y = self._attend(norms[0](x), visible, seeds[:2])
@@ -95,13 +99,6 @@ class FusedEncoderLayer(nn.Module):
     @property
     def batch_dim(self) -> int:
         return 0 if self.self_attn.batch_first else 1
-
-    def _seeds(self, x: Tensor) -> Any:
-        """Of attention (2), and of the dropouts behind attention, in the middle, and at the end."""
-        drops = self.training and any(
-            p > 0 for p in (self.self_attn.dropout, *(getattr(self, d).p for d in _DROPOUTS))
-        )
-        return steps.draw_seeds(x, 5) if drops else (None,) * 5
 
     def _p(self, name: str) -> float:
         dropout = getattr(self, name)
@@ -178,8 +175,9 @@ class FusedEncoder(nn.Module):
         """As nn.TransformerEncoder; see :meth:`FusedEncoderLayer.forward`."""
         first: Any = self.layers[0]
         visible = read_masks(first, src, mask, src_key_padding_mask, bool(is_causal))
-        for layer in self.layers:
-            src = layer.run(src, visible)  # type: ignore[operator]
+        layers: list[Any] = list(self.layers)
+        for layer, seeds in zip(layers, draw_seeds(layers, src), strict=True):
+            src = layer.run(src, visible, seeds)
         return src if self.norm is None else self.norm(src)
 
     def simplified(
@@ -199,6 +197,13 @@ class FusedEncoder(nn.Module):
         """Tokens a sequence of such a call."""
         first: Any = self.layers[0]
         return first.seqlen_of(call)
+
+
+def draw_seeds(layers: Sequence[FusedEncoderLayer], x: Tensor) -> Sequence[Any]:
+    """The seeds of each layer's dropouts, drawn by one kernel; None where nothing is dropped."""
+    if not any(drops(module) for layer in layers for module in layer.children()):
+        return [(None,) * SEEDS] * len(layers)
+    return steps.draw_seeds(x, len(layers) * SEEDS).view(len(layers), SEEDS).unbind()
 
 
 def read_masks(

@@ -11,8 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_cute.attention.fusion.kernels_triton_rotary import launch, rotate, rotate_backward
+
+__all__ = [
+    "activate",
+    "activate_backward",
+    "add_norm",
+    "add_norm_backward",
+    "gate",
+    "gate_backward",
+    "rotate",
+    "rotate_backward",
+]
 _FLAT = 1024  # elements of a program where rows do not matter
-_ROTATED = 2048  # elements of a program of the rotary kernels
 
 
 # --- device functions ----------------------------------------------------------------------------
@@ -100,7 +111,8 @@ def activate(x: Tensor, residual: Tensor | None, name: str, p: float, seed: Tens
     residual = None if residual is None else residual.contiguous()
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     out = torch.empty_like(x, dtype=dtype)
-    _activate_kernel[(triton.cdiv(x.numel(), _FLAT),)](
+    launch(
+        _activate_kernel, (triton.cdiv(x.numel(), _FLAT),),
         x, residual, out, seed, x.numel(), p, _scale(p),
         ACT=name, RESIDUAL=residual is not None, DROP=_drops(p, seed), BLOCK=_FLAT,
     )  # fmt: skip
@@ -111,7 +123,8 @@ def activate_backward(grad: Tensor, x: Tensor, name: str, p: float, seed: Tensor
     """The gradient of x; for "identity" x gives the dtype alone."""
     grad, x = grad.contiguous(), x.contiguous()
     dx = torch.empty_like(grad, dtype=x.dtype)
-    _activate_backward_kernel[(triton.cdiv(grad.numel(), _FLAT),)](
+    launch(
+        _activate_backward_kernel, (triton.cdiv(grad.numel(), _FLAT),),
         grad, x, dx, seed, grad.numel(), p, _scale(p),
         ACT=name, DROP=_drops(p, seed), BLOCK=_FLAT,
     )  # fmt: skip
@@ -148,7 +161,7 @@ def gate(x: Tensor, name: str) -> Tensor:
     x, width = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
     grid = (x.numel() // (2 * width), triton.cdiv(width, _FLAT))
-    _gate_kernel[grid](x, out, width, ACT=name, BLOCK=_FLAT)
+    launch(_gate_kernel, grid, x, out, width, ACT=name, BLOCK=_FLAT)
     return out
 
 
@@ -157,7 +170,7 @@ def gate_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
     grad, x, width = grad.contiguous(), x.contiguous(), x.shape[-1] // 2
     dx = torch.empty_like(x)
     grid = (x.numel() // (2 * width), triton.cdiv(width, _FLAT))
-    _gate_backward_kernel[grid](grad, x, dx, width, ACT=name, BLOCK=_FLAT)
+    launch(_gate_backward_kernel, grid, grad, x, dx, width, ACT=name, BLOCK=_FLAT)
     return dx
 
 
@@ -275,13 +288,13 @@ def add_norm(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = rstd if rms else torch.empty_like(rstd)
     block = _block(width)
-    if rows:
-        _add_norm_kernel[(rows,)](
-            x, y, weight, bias, total, out, mean, rstd, seed,
-            x.shape[1], width, *x.stride()[:2], *y.stride()[:2], eps, p, _scale(p),
-            RMS=rms, BIAS=bias is not None, DROP=_drops(p, seed), SUM=keep_sum,
-            BLOCK=block, num_warps=_warps(block),
-        )  # fmt: skip
+    launch(
+        _add_norm_kernel, (rows,),
+        x, y, weight, bias, total, out, mean, rstd, seed,
+        x.shape[1], width, *x.stride()[:2], *y.stride()[:2], eps, p, _scale(p),
+        RMS=rms, BIAS=bias is not None, DROP=_drops(p, seed), SUM=keep_sum,
+        BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
     return total, out, mean, rstd
 
 
@@ -311,7 +324,8 @@ def add_norm_backward(
     rows = x.shape[0] * x.shape[1]
     programs = max(1, min(rows, _programs(x)))
     partial = torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
-    _add_norm_backward_kernel[(programs,)](
+    launch(
+        _add_norm_backward_kernel, (programs,),
         grad, grad_sum, x, y, weight, mean, rstd, seed, dx, dy, partial,
         rows, x.shape[1], width, *x.stride()[:2], *(x if y is None else y).stride()[:2],
         *dy_rows.stride()[:2], p, _scale(p),
@@ -320,108 +334,6 @@ def add_norm_backward(
     )  # fmt: skip
     dw, db = partial.sum(1)
     return dx, dy, dw, db
-
-
-# --- rotary --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _turn(
-    source, cos, sin, out, heads, half, source_head, out_head,
-    block, sign, ROTATE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """A block of heads of one token: pairs (i, i + half) rotated by sign times the angle."""
-    head = block * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (pair < half)
-    first = tl.load(source + head * source_head + pair, mask=inside, other=0.0)
-    second = tl.load(source + head * source_head + half + pair, mask=inside, other=0.0)
-    if ROTATE:
-        valid = pair < half
-        c0 = tl.load(cos + pair, mask=valid, other=0.0).to(tl.float32)
-        c1 = tl.load(cos + half + pair, mask=valid, other=0.0).to(tl.float32)
-        s0 = tl.load(sin + pair, mask=valid, other=0.0).to(tl.float32)
-        s1 = tl.load(sin + half + pair, mask=valid, other=0.0).to(tl.float32)
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        if sign > 0:
-            first, second = a * c0 - b * s0, b * c1 + a * s1
-        else:
-            first, second = a * c0 + b * s1, b * c1 - a * s0
-    place = out + head * out_head + pair
-    tl.store(place, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(place + half, second.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rotate_kernel(
-    qkv, cos, sin, out, seqlen, heads, all_heads, half, angle_batch,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    angle = (row // seqlen) * angle_batch + (row % seqlen) * 2 * half
-    source, target = qkv + row * all_heads * 2 * half, out + row * heads * 2 * half
-    _turn(
-        source, cos + angle, sin + angle, target, heads, half, 2 * half, 2 * half,
-        tl.program_id(1), 1, True, HEADS, HALF,
-    )  # fmt: skip
-
-
-@triton.jit
-def _rotate_backward_kernel(
-    dq, dk, dv, cos, sin, out, seqlen, heads, heads_k, half, angle_batch,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, token = row // seqlen, row % seqlen
-    angle = batch * angle_batch + token * 2 * half
-    target = out + row * (heads + 2 * heads_k) * 2 * half
-    of_q, of_k = tl.cdiv(heads, HEADS), tl.cdiv(heads_k, HEADS)
-    if block < of_q:
-        _turn(
-            dq + batch * q_batch + token * q_token, cos + angle, sin + angle, target,
-            heads, half, q_head, 2 * half, block, -1, True, HEADS, HALF,
-        )  # fmt: skip
-    elif block < of_q + of_k:
-        _turn(
-            dk + batch * k_batch + token * k_token, cos + angle, sin + angle,
-            target + heads * 2 * half,
-            heads_k, half, k_head, 2 * half, block - of_q, -1, True, HEADS, HALF,
-        )  # fmt: skip
-    else:
-        _turn(
-            dv + batch * v_batch + token * v_token, cos, sin,
-            target + (heads + heads_k) * 2 * half,
-            heads_k, half, v_head, 2 * half, block - of_q - of_k, -1, False, HEADS, HALF,
-        )  # fmt: skip
-
-
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """The first ``heads`` of qkv (batch, seqlen, all heads, dim), rotated."""
-    batch, seqlen, all_heads, dim = qkv.shape
-    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-    out = qkv.new_empty(batch, seqlen, heads, dim)
-    sizes = _rotary_tile(dim, heads)
-    _rotate_kernel[(batch * seqlen, triton.cdiv(heads, sizes["HEADS"]))](
-        qkv, cos, sin, out, seqlen, heads, all_heads, dim // 2, _of_batch(cos), **sizes
-    )
-    return out
-
-
-def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv, of those of the rotated heads and of v."""
-    batch, seqlen, heads, dim = dq.shape
-    heads_k, cos, sin = dk.shape[2], cos.contiguous(), sin.contiguous()
-    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
-    out = dq.new_empty(batch, seqlen, heads + 2 * heads_k, dim)
-    sizes = _rotary_tile(dim, heads)
-    blocks = triton.cdiv(heads, sizes["HEADS"]) + 2 * triton.cdiv(heads_k, sizes["HEADS"])
-    strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
-    _rotate_backward_kernel[(batch * seqlen, blocks)](
-        dq, dk, dv, cos, sin, out, seqlen, heads, heads_k, dim // 2, _of_batch(cos), *strides,
-        **sizes,
-    )  # fmt: skip
-    return out
 
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -454,12 +366,3 @@ def _in_rows(x: Tensor) -> Tensor:
     """(outer, inner, width) with rows that lie in one piece; of 3 dimensions any strides."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])
-
-
-def _of_batch(angles: Tensor) -> int:
-    return 0 if angles.shape[0] == 1 else angles.stride(0)
-
-
-def _rotary_tile(dim: int, heads: int) -> dict[str, int]:
-    half = max(16, triton.next_power_of_2(dim // 2))
-    return {"HEADS": max(1, min(triton.next_power_of_2(heads), _ROTATED // half)), "HALF": half}
