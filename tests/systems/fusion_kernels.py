@@ -8,8 +8,9 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from fusion_models import LAYERS, WIDTH, assert_same, encoder_layer, llama_block, rotary, tokens
+from fusion_models import LAYERS, WIDTH, assert_same, encoder_layer, llama_block, tokens
 
+from benchmarks.llama_block import rotary
 from flash_cute.attention.fusion import (
     create_unified_attention_fusion,
     functions,

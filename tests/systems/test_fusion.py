@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,6 +283,15 @@ def test_bad_arguments():
         FusionConfig(target_sequence_length=0)
     with pytest.raises(TypeError, match="model is int"):
         UnifiedAttentionFusion(3)  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_docs_runs(capsys):
+    page = Path(__file__).resolve().parents[2] / "docs" / "fusion.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    exec(example.replace("num_runs=20", "num_runs=1"), {})
+    assert re.match(
+        r"[\d.]+x, -?\d+% fewer kernels, separate launches|one", capsys.readouterr().out
+    )
 
 
 def test_names_are_all_there():

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_models import encoder_layer, llama_block, rotary, tokens
+from fusion_models import encoder_layer, llama_block, tokens
 from torch import nn
 
+from benchmarks.llama_block import rotary
 from flash_cute.attention.fusion import (
     FusionConfig,
     FusionStrategy,

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from fusion_models import HEADS, WIDTH, LlamaBlock, assert_same, llama_block, rotary
+from fusion_models import HEADS, WIDTH, assert_same, llama_block
 from torch import nn
 
+from benchmarks.llama_block import LlamaBlock, rotary
 from flash_cute.attention.fusion import (
     FusionStrategy,
     OptimizationLevel,

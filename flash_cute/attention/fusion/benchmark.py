@@ -113,7 +113,7 @@ def benchmark_fusion_performance(
         for number in range(num_runs):
             for one in (0, 1) if number % 2 == 0 else (1, 0):
                 times[one].append(_ms(models[one], input_data))
-        counts = [_launches(model, input_data) for model in models]
+        counts = [count_launches(model, input_data) for model in models]
     (out, (kernels, hosts)), (fused_out, (fused_kernels, fused_hosts)) = counts
     return FusionPerformanceStats(
         baseline_ms=median(times[0]),
@@ -142,8 +142,8 @@ def _ms(model: Callable[[Tensor], Any], x: Tensor) -> float:
     return start.elapsed_time(end)
 
 
-def _launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tuple[int, int]]:
-    """What a call returns, and (kernels, launches by the host)."""
+def count_launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tuple[int, int]]:
+    """What ``model(x)`` returns, and (kernels, launches by the host), as FusionPerformanceStats."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * x.is_cuda
     with profile(activities=activities) as profiler:
         out = model(x)
