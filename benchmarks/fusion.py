@@ -103,7 +103,7 @@ def setting(gradients: bool, fast_path: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def work(case: Case, name: str, model: nn.Module, x: Tensor) -> tuple[Callable[[], Any], Any]:
+def work(case: Case, name: str, model: nn.Module, x: Tensor) -> tuple[Callable[..., Tensor], Any]:
     """(a call of the model, the context that it runs in)."""
 
     def call(x: Tensor = x) -> Tensor:

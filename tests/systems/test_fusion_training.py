@@ -14,6 +14,7 @@ from fusion_models import (
     tokens,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.llama_block import rotary
 from flash_cute.attention.fusion import (
@@ -159,6 +160,34 @@ def test_dtypes(dtype):
     out = fused(x)
     assert out.dtype == dtype
     torch.testing.assert_close(out, layer(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["layer", "llama"])
+def test_gradients_by_torch_func(kind):
+    """Of each sample: vmap over grad."""
+    model = llama_block() if kind == "llama" else encoder_layer(batch_first=True)
+    fused, x = create_unified_attention_fusion(model), torch.randn(3, 5, WIDTH)
+
+    def loss(weights, one, sample):
+        return torch.func.functional_call(one, weights, (sample[None],)).square().sum()
+
+    found = []
+    for one in (model, fused):
+        weights = {name: p.detach() for name, p in one.named_parameters()}
+        of_samples = torch.func.vmap(torch.func.grad(loss), in_dims=(None, None, 0))
+        found.append(list(of_samples(weights, one, x).values()))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_fake_tensors():
+    """Sizes are known without a computation, dropout included."""
+    with FakeTensorMode():
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 48)
+        fused = create_unified_attention_fusion(layer)
+        out = fused(torch.randn(5, 2, WIDTH))
+        assert out.shape == (5, 2, WIDTH)
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("kind", ["as_documented", "norm_first_batch_first", "llama"])

@@ -29,8 +29,9 @@ def _triton_kernels() -> ModuleType | None:
 
 def kernels_for(x: Tensor) -> ModuleType | None:
     """The module with the kernels of the fused steps; None where torch's ops serve better: inside
-    of torch.compile, which fuses them itself, and on CUDA without Triton."""
-    if torch.compiler.is_compiling():
+    of torch.compile, which fuses them itself, of torch.func, for fakes, and on CUDA without
+    Triton."""
+    if torch.compiler.is_compiling() or internals.in_transform() or internals.is_fake(x):
         return None
     if x.device.type == "cpu":
         return kernels_torch

@@ -105,10 +105,11 @@ class Graphs:
         kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
         key = (rest, kinds, autocast, precision)
         captured = self.recent.get(key)
-        if captured is None:
-            captured = self._capture(call)
-            self.recent.put(key, captured, pinned=seqlen == self.seqlen)
-        return captured.replay(tensors)
+        with torch.cuda.device(tensors[0].device):
+            if captured is None:
+                captured = self._capture(call)
+                self.recent.put(key, captured, pinned=seqlen == self.seqlen)
+            return captured.replay(tensors)
 
     def _capture(self, call: dict[str, Any]) -> Captured:
         with torch.inference_mode(False), torch.no_grad():
@@ -129,7 +130,7 @@ class Graphs:
             # No cache of autocast: what it holds may be freed while the graph still reads it.
             with (
                 torch.autocast("cuda", cache_enabled=False, **_autocast()),
-                torch.cuda.graph(graph),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
             ):
                 output = self.model(**static)
         return Captured(graph, buffers, output)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion.functions import (
     Activate,
     AddNorm,
@@ -161,7 +162,8 @@ def packed(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    if not torch.compiler.is_compiling() and lie_packed(parameters):
+    traced = torch.compiler.is_compiling() or internals.in_transform()
+    if not traced and not internals.is_fake(parameters[0]) and lie_packed(parameters):
         return Packed.apply(*parameters)
     return torch.cat(list(parameters))
 
