@@ -55,7 +55,7 @@ def check_norms(device: str) -> None:
         assert (got[0] is None) == (not keep_sum)
         grad, grad_sum = torch.randn(2, 3, 5, 33, device=device).unbind()
         saved = (wanted[0], None) if keep_sum else (x, y)
-        arguments = (
+        arguments: tuple = (
             grad, grad_sum if keep_sum else None, *saved, weight, wanted[2], wanted[3], rms, 0.0,
             None, y,
         )  # fmt: skip
@@ -65,6 +65,24 @@ def check_norms(device: str) -> None:
             strict=True,
         ):
             close(one, other)
+
+
+def check_layouts(device: str) -> None:
+    """Two dimensions, rows that do not lie in one piece, and a y that repeats itself."""
+    weight, flat = torch.randn(33, device=device), torch.randn(5, 33, device=device)
+    for y in (flat, torch.randn(33, 5, device=device).t(), flat[:1].expand(5, 33)):
+        for x in (flat.flip(0), torch.randn(33, 5, device=device).t()):
+            options = (weight, None, 1e-5, True, 0.0, None, False, x.dtype)
+            wanted = kernels_torch.add_norm(x, y, *options)
+            got = kernels_triton.add_norm(x, y, *options)
+            close(got[1], wanted[1])
+            arguments = (flat, None, x, y, weight, *wanted[2:], True, 0.0, None, y)
+            for one, other in zip(
+                kernels_triton.add_norm_backward(*arguments),
+                kernels_torch.add_norm_backward(*arguments),
+                strict=True,
+            ):
+                close(one, other)
 
 
 def check_rotary(device: str) -> None:
@@ -120,7 +138,7 @@ def check_layers(device: str) -> None:
         assert_same(block, fused, x, position_embeddings=position)
 
 
-CHECKS = (check_activations, check_norms, check_rotary, check_dropout, check_layers)
+CHECKS = (check_activations, check_norms, check_layouts, check_rotary, check_dropout, check_layers)
 
 if __name__ == "__main__":
     for check in CHECKS:

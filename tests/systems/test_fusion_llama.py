@@ -108,3 +108,20 @@ def test_no_cache():
     fused = create_unified_attention_fusion(llama_block())
     with pytest.raises(NotImplementedError, match="past_key_values"):
         fused(torch.randn(1, 3, WIDTH), past_key_values=object())
+
+
+def test_training_lowers_the_loss(device):
+    block = llama_block(device)
+    fused = create_unified_attention_fusion(block)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)  # the original's: they are shared
+    torch.manual_seed(0)
+    x = torch.randn(2, 9, WIDTH, device=device)
+    position, losses = rotary(9, DIM, device), []
+    for _ in range(30):
+        loss = (fused(x, position_embeddings=position) - x.roll(1, dims=1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert_same(block, fused, x, position_embeddings=position)  # packed weights moved along

@@ -190,6 +190,17 @@ def test_fake_tensors():
         out.sum().backward()
 
 
+def test_norms_may_be_wider():
+    """As models have them whose other parameters are bf16."""
+    layer = encoder_layer(batch_first=True).bfloat16()
+    for norm in (layer.norm1, layer.norm2):
+        norm.float()
+    fused, x = create_unified_attention_fusion(layer), tokens(layer).bfloat16()
+    wanted, out = layer(x), fused(x)
+    assert out.dtype == wanted.dtype
+    torch.testing.assert_close(out, wanted, rtol=0.05, atol=0.1)
+
+
 @pytest.mark.parametrize("kind", ["as_documented", "norm_first_batch_first", "llama"])
 def test_compiles_as_one_graph(kind):
     torch.compiler.reset()

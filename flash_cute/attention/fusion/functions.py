@@ -92,7 +92,9 @@ class AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.kernels, ctx.dtypes = kernels_for(x), (x.dtype, y.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), weight.dtype)
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        if torch.is_autocast_enabled(x.device.type):  # under which norms give their own dtype
+            dtype = torch.promote_types(dtype, weight.dtype)
         total, out, mean, rstd = ctx.kernels.add_norm(
             x, y, weight, bias, eps, ctx.rms, ctx.p, seed, keep_sum, dtype
         )
@@ -172,11 +174,7 @@ class FeedForward(torch.autograd.Function):
         dh = grad @ w2
         if gated:
             dh = ctx.kernels.gate_backward(dh, kept, name)
-        elif relu:  # dropout's factor, and 0 where relu or dropout gave 0
-            scale = 1 / (1 - p) if p < 1 else 0.0
-            dh = ctx.kernels.activate_backward(dh, kept, "relu", 0.0, None)
-            dh = dh if scale == 1 else dh.mul_(scale)
-        else:
+        else:  # for relu what it gives is above 0 where what it takes is
             dh = ctx.kernels.activate_backward(dh, kept, name, p, seed)
         dw1 = dh.t() @ rows if needs[1] else None
         db1 = dh.sum(0) if ctx.has_bias[0] and needs[2] else None

@@ -316,10 +316,11 @@ def add_norm_backward(
     grad = grad.contiguous()
     grad_sum = None if grad_sum is None else grad_sum.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    same = not _drops(p, seed) and y_like.dtype == dx.dtype and y_like.stride() == dx.stride()
-    dy = dx if same else torch.empty_strided(
-        y_like.shape, y_like.stride(), dtype=y_like.dtype, device=x.device
-    )  # fmt: skip
+    dy = torch.empty_like(y_like, device=x.device)  # its strides, if no two elements share a place
+    if dy.dim() != 3 or dy.stride(-1) != 1:
+        dy = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    same = not _drops(p, seed) and dy.dtype == dx.dtype and dy.stride() == dx.stride()
+    dy = dx if same else dy
     x, y, dy_rows = _in_rows(x), None if y is None else _in_rows(y), _in_rows(dy)
     rows = x.shape[0] * x.shape[1]
     programs = max(1, min(rows, _programs(x)))
