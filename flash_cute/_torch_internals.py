@@ -206,3 +206,35 @@ def scaled_mm(
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
+
+
+# --- modules and products ------------------------------------------------------------------------
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was written in place; no tensor of inference mode has it."""
+    return x._version
+
+
+def copy_of(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy with the same parameters and buffers, submodules being the module's own still. What
+    is set, registered or hooked on one of the two later is not so on the other."""
+    copy = type(module).__new__(type(module))
+    for name, value in module.__dict__.items():
+        copy.__dict__[name] = value.copy() if isinstance(value, dict) else value
+    return copy
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling a module, or the gradient of such a call, runs hooks of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """relu(x weight^T + bias) of x (rows, features): on CUDA one kernel, without autograd."""
+    return torch._addmm_activation(bias, x, weight.t())

@@ -336,3 +336,29 @@ def test_scaled_mm(device, dtypes, out_dtype):
     out = internals.scaled_mm(a, b.t(), *scales, out_dtype, False)
     assert out.dtype == out_dtype
     assert torch.equal(out.double(), a.double() @ b.double().t() * 2)
+
+
+def test_copies_of_modules_share_parameters_alone():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    copy = internals.copy_of(module)
+    assert all(p is q for p, q in zip(module.parameters(), copy.parameters(), strict=True))
+    copy[0] = torch.nn.Identity()
+    copy.eval()
+    copy.register_forward_hook(lambda *_: None)
+    assert isinstance(module[0], torch.nn.Linear) and module.training
+    assert internals.has_hooks(copy) and not internals.has_hooks(module)
+    module.register_full_backward_hook(lambda *_: None)
+    assert internals.has_hooks(module)
+
+
+def test_versions_count_writes():
+    x = torch.zeros(3)
+    before = internals.version(x)
+    x[1:].add_(1)
+    assert internals.version(x) == before + 1
+
+
+def test_linear_relu_is_both():
+    x, weight, bias = torch.randn(5, 3), torch.randn(4, 3), torch.randn(4)
+    expected = torch.nn.functional.linear(x, weight, bias).relu()
+    torch.testing.assert_close(internals.linear_relu(x, weight, bias), expected)

@@ -1,4 +1,4 @@
-"""Attention modules: described by a config, or made by hand.
+"""Attention modules: described by a config, or made by hand; and blocks of which they are a part.
 
 ``create_attention(AttentionConfig(d_model=512, num_heads=8))`` makes the module of a pattern; what
 each does, and what it does not do yet, stands in docs/layers.md.
@@ -7,6 +7,7 @@ each does, and what it does not do yet, stands in docs/layers.md.
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns, FP8AttentionConfig
 from flash_cute.attention.create import create_attention
 from flash_cute.attention.fp8 import FP8Attention
+from flash_cute.attention.fusion import create_unified_attention_fusion
 from flash_cute.attention.layers import FlashAttention3
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "FP8AttentionConfig",
     "FlashAttention3",
     "create_attention",
+    "create_unified_attention_fusion",
 ]

@@ -1,0 +1,215 @@
+"""The fused steps with their gradients. What each saves for backward stands beside it.
+
+Gradients of gradients are refused by torch (``once_differentiable``).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_cute import _torch_internals as internals
+from flash_cute.attention.fusion import kernels_torch
+
+
+@cache
+def _triton_kernels() -> ModuleType | None:
+    try:
+        from flash_cute.attention.fusion import kernels_triton
+    except ImportError:
+        return None
+    return kernels_triton
+
+
+def kernels_for(x: Tensor) -> ModuleType | None:
+    """The module with the kernels of the fused steps; None where torch's ops serve better: inside
+    of torch.compile, which fuses them itself, of torch.func, for fakes, and on CUDA without
+    Triton."""
+    if torch.compiler.is_compiling() or internals.in_transform() or internals.is_fake(x):
+        return None
+    if x.device.type == "cpu":
+        return kernels_torch
+    small = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return _triton_kernels() if x.is_cuda and small else None
+
+
+class Activate(torch.autograd.Function):
+    """residual + dropout(activation(x)). Saved: x, unless there is no activation; the seed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, name: str, p: float, seed: Any):
+        ctx.kernels, ctx.name, ctx.p = kernels_for(x), name, p
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.save_for_backward(x.new_empty(0) if name == "identity" else x, seed)
+        return ctx.kernels.activate(x, residual, name, p, seed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, seed) = grads, ctx.saved_tensors
+        dx = ctx.kernels.activate_backward(grad, x, ctx.name, ctx.p, seed)
+        residual = None if ctx.residual_dtype is None else grad.to(ctx.residual_dtype)
+        return dx, residual, None, None, None
+
+
+class Gate(torch.autograd.Function):
+    """activation(first half of x) * second half. Saved: x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.kernels, ctx.name = kernels_for(x), name
+        ctx.save_for_backward(x)
+        return ctx.kernels.gate(x, name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return ctx.kernels.gate_backward(grads[0], x, ctx.name), None
+
+
+class AddNorm(torch.autograd.Function):
+    """(sum, norm(sum)) of sum = x + dropout(y); the sum is None unless ``keep_sum``. Saved: x and
+    y, or the sum; a mean and a factor a row; the seed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: tuple[float, bool, float, bool],
+        seed: Tensor | None,
+    ) -> Any:
+        eps, ctx.rms, ctx.p, keep_sum = options
+        ctx.set_materialize_grads(False)
+        ctx.kernels, ctx.dtypes = kernels_for(x), (x.dtype, y.dtype)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        if torch.is_autocast_enabled(x.device.type):  # under which norms give their own dtype
+            dtype = torch.promote_types(dtype, weight.dtype)
+        total, out, mean, rstd = ctx.kernels.add_norm(
+            x, y, weight, bias, eps, ctx.rms, ctx.p, seed, keep_sum, dtype
+        )
+        ctx.y_layout = (y.shape, y.stride())
+        ctx.save_for_backward(
+            total if keep_sum else x, None if keep_sum else y, weight, mean, rstd, seed
+        )
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        d_sum, d_out = grads
+        x, y, weight, mean, rstd, seed = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros_like(x)
+        shape, strides = ctx.y_layout
+        y_like = torch.empty_strided(shape, strides, dtype=ctx.dtypes[1], device="meta")
+        dx, dy, dw, db = ctx.kernels.add_norm_backward(
+            d_out, d_sum, x, y, weight, mean, rstd, ctx.rms, ctx.p, seed, y_like
+        )
+        db = None if ctx.bias_dtype is None else db.to(ctx.bias_dtype)
+        return dx.to(ctx.dtypes[0]), dy, dw.to(weight.dtype), db, None, None
+
+
+class FeedForward(torch.autograd.Function):
+    """linear(dropout(activation(linear(x)))), or gated: linear(gate(linear(x))).
+
+    Saved: x, the weights, the seed, and one hidden tensor: what the activation takes, or for relu
+    what it gives. The rest is computed again in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        options: tuple[str, bool, float],
+        seed: Tensor | None,
+    ) -> Tensor:
+        ctx.kernels, ctx.options = kernels_for(x), options
+        ctx.has_bias = (b1 is not None, b2 is not None)
+        name, gated, p = options
+        rows = x.reshape(-1, x.shape[-1])
+        if name == "relu" and not gated and p == 0 and b1 is not None:
+            hidden = kept = internals.linear_relu(rows, w1, b1)
+        else:
+            kept = F.linear(rows, w1, b1)
+            hidden = FeedForward.middle(ctx, kept, seed)
+            kept = hidden if name == "relu" and not gated else kept
+        ctx.save_for_backward(x, kept, w1, w2, seed)
+        return F.linear(hidden, w2, b2).view(*x.shape[:-1], w2.shape[0])
+
+    @staticmethod
+    def middle(ctx: Any, x: Tensor, seed: Tensor | None) -> Tensor:
+        """What stands between the two products."""
+        name, gated, p = ctx.options
+        if gated:
+            return ctx.kernels.gate(x, name)
+        return ctx.kernels.activate(x, None, name, p, seed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, kept, w1, w2, seed = ctx.saved_tensors
+        (name, gated, p), needs = ctx.options, ctx.needs_input_grad
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
+        relu = name == "relu" and not gated
+        dw2 = None
+        if needs[3]:
+            dw2 = grad.t() @ (kept if relu else FeedForward.middle(ctx, kept, seed))
+        db2 = grad.sum(0) if ctx.has_bias[1] and needs[4] else None
+        dh = grad @ w2
+        if gated:
+            dh = ctx.kernels.gate_backward(dh, kept, name)
+        else:  # for relu what it gives is above 0 where what it takes is
+            dh = ctx.kernels.activate_backward(dh, kept, name, p, seed)
+        dw1 = dh.t() @ rows if needs[1] else None
+        db1 = dh.sum(0) if ctx.has_bias[0] and needs[2] else None
+        dx = (dh @ w1).view(x.shape) if needs[0] else None
+        return dx, dw1, db1, dw2, db2, None, None
+
+
+class Rotate(torch.autograd.Function):
+    """(q, k, v) of qkv (batch, seqlen, heads + 2 heads_k, dim), q and k rotated. Saved: cos and
+    sin."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, heads_k: int) -> Any:
+        ctx.kernels = kernels_for(qkv)
+        ctx.save_for_backward(cos, sin)
+        qk = ctx.kernels.rotate(qkv, cos, sin, heads + heads_k)
+        return qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, heads + heads_k :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dqkv = ctx.kernels.rotate_backward(*grads, *ctx.saved_tensors)
+        return dqkv, None, None, None, None
+
+
+class Packed(torch.autograd.Function):
+    """Weights that lie one after the other in memory, as one tensor, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.sizes = [weight.shape[0] for weight in weights]
+        first = weights[0]
+        shape = (sum(ctx.sizes), *first.shape[1:])
+        return first.detach().as_strided(shape, first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].split(ctx.sizes)

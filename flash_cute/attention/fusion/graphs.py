@@ -1,0 +1,179 @@
+"""One launch a call: CUDA graphs of a forward, kept for the inputs that were seen last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+KEPT = 4
+_WARM_UPS = 3
+
+
+class Recent(Generic[T]):
+    """The last few values by key. Those stored as ``pinned`` stay, and do not count."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.values: OrderedDict[Hashable, T] = OrderedDict()
+        self.pinned: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable) -> T | None:
+        """The value, which is the last used one from now on; None if it is not there."""
+        if key in self.values:
+            self.values.move_to_end(key)
+        return self.pinned.get(key, self.values.get(key))
+
+    def put(self, key: Hashable, value: T, pinned: bool) -> None:
+        """Keeps a value; of those not pinned the one longest unused goes."""
+        kept = self.pinned if pinned else self.values
+        kept[key] = value
+        if len(self.values) > self.size:
+            self.values.popitem(last=False)
+
+    def clear(self) -> None:
+        """Keeps nothing."""
+        self.values.clear()
+        self.pinned.clear()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, the buffers that it reads, and the one that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    output: Tensor
+
+    def replay(self, tensors: list[Tensor]) -> Tensor:
+        """The output of the graph for these inputs, in memory of its own."""
+        for buffer, x in zip(self.inputs, tensors, strict=True):
+            buffer.copy_(x)
+        self.graph.replay()
+        return self.output.clone()
+
+
+class Graphs:
+    """Captures a model's forward at the first call with each kind of inputs, then replays it.
+
+    Args:
+        model: returns one tensor.
+        seqlen: graphs of inputs of this length are kept for good, of others the last ``KEPT``.
+    """
+
+    def __init__(self, model: nn.Module, seqlen: int) -> None:
+        self.model, self.seqlen = model, seqlen
+        self.recent: Recent[Captured] = Recent(KEPT)
+        self.addresses: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return Graphs(memo.get(id(self.model), self.model), self.seqlen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "seqlen": self.seqlen, "recent": Recent(KEPT), "addresses": ()}
+
+    def refusal(self, call: dict[str, Any]) -> str | None:
+        """Why a call cannot be one launch; None if it can."""
+        tensors, _ = flatten(call)
+        if torch.compiler.is_compiling():
+            return "it is compiled"
+        if not tensors or not all(x.is_cuda for x in tensors):
+            return "an input is not on CUDA"
+        if torch.is_grad_enabled() and any(
+            x.requires_grad for x in (*tensors, *self.model.parameters())
+        ):
+            return "a gradient is wanted"
+        if any(drops(module) for module in self.model.modules()):
+            return "dropout is active"
+        return "another graph is captured" if torch.cuda.is_current_stream_capturing() else None
+
+    def run(self, call: dict[str, Any], seqlen: int) -> Tensor:
+        """model(**call), of seqlen tokens, by one graph."""
+        tensors, rest = flatten(call)
+        state = (*self.model.parameters(), *self.model.buffers())
+        addresses = tuple(x.data_ptr() for x in state)
+        if addresses != self.addresses:  # what was captured reads the old ones
+            self.recent.clear()
+            self.addresses = addresses
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        precision = torch.backends.cuda.matmul.fp32_precision
+        kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
+        key = (rest, kinds, autocast, precision)
+        captured = self.recent.get(key)
+        with torch.cuda.device(tensors[0].device):
+            if captured is None:
+                captured = self._capture(call)
+                self.recent.put(key, captured, pinned=seqlen == self.seqlen)
+            return captured.replay(tensors)
+
+    def _capture(self, call: dict[str, Any]) -> Captured:
+        with torch.inference_mode(False), torch.no_grad():
+            buffers: list[Tensor] = []
+
+            def own(x: Tensor) -> Tensor:
+                buffers.append(torch.empty_like(x).copy_(x))
+                return buffers[-1]
+
+            static = replace(call, own)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    self.model(**static)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # No cache of autocast: what it holds may be freed while the graph still reads it.
+            with (
+                torch.autocast("cuda", cache_enabled=False, **_autocast()),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                output = self.model(**static)
+        return Captured(graph, buffers, output)
+
+
+def _autocast() -> dict[str, Any]:
+    enabled = torch.is_autocast_enabled("cuda")
+    return {"enabled": enabled, "dtype": torch.get_autocast_dtype("cuda")}
+
+
+def drops(module: Any) -> bool:
+    """Whether a module drops something now."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.training and module.dropout > 0
+    p = getattr(module, "attention_dropout", getattr(module, "p", 0.0))
+    return module.training and isinstance(p, float) and p > 0
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Any]:
+    """The tensors in nested tuples, lists and dicts, and the rest, which can be compared."""
+    tensors: list[Tensor] = []
+
+    def take(x: Tensor) -> str:
+        tensors.append(x)
+        return "a tensor"
+
+    return tensors, _frozen(replace(value, take))
+
+
+def replace(value: Any, change: Any) -> Any:
+    """A copy with ``change(x)`` in the place of each tensor x."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(replace(x, change) for x in value)
+    if isinstance(value, dict):
+        return {name: replace(x, change) for name, x in value.items()}
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_frozen(x) for x in value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(x)) for name, x in value.items())
+    return value
