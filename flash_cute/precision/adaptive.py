@@ -59,7 +59,7 @@ class PrecisionStats:
 
     @property
     def memory_savings_ratio(self) -> float:
-        return 1 - self.stored_bytes / max(self.base_bytes, 1)
+        return 1 - self.stored_bytes / self.base_bytes if self.base_bytes else 0.0
 
 
 class UltraPrecisionModule(nn.Module):
@@ -106,7 +106,8 @@ class UltraPrecisionModule(nn.Module):
         importance = error_weights(model, weights, self.config, calibration)
         plan = make_plan(model, weights, self.config, importance)
         self._base_bytes = base_bytes(model, self.config.base_precision)
-        self.model, self._packed, self._measured = _packed_copy(model, weights, plan)
+        packed = packed_copy(model, weights, plan)
+        self.model, self._packed, self._measured = packed.model, packed.paths, packed.measured
         if self.config.rounds_inputs:
             round_inputs_of(self.model, self.config)
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
@@ -155,34 +156,34 @@ def create_ultra_precision_module(
     return UltraPrecisionModule(model, config, calibration=calibration, device=device)
 
 
-def _packed_copy(
-    model: nn.Module, weights: Mapping[str, Tensor], plan: Plan
-) -> tuple[nn.Module, dict[str, str], dict[str, tuple[float, float]]]:
-    """The copy; where in it each weight is packed; each weight's entropy and relative error."""
+@dataclass
+class PackedCopy:
+    """A model whose weights are packed, where in it each is, and each's entropy and relative
+    error."""
+
+    model: nn.Module
+    paths: dict[str, str]
+    measured: dict[str, tuple[float, float]]
+
+
+def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> PackedCopy:
+    """Copies a model with weights packed as planned. Paths begin with ``model.``."""
     memo: dict[int, Any] = {}
     names: dict[int, str] = {}
     for name, weight in weights.items():  # the copy gets an empty parameter for each
         empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
         memo[id(weight)], names[id(empty)] = empty, name
-    copied = copy.deepcopy(model, memo)
-    holder = nn.ModuleDict({"model": copied})
-    packed: dict[str, PackedWeight] = {}
-    measured: dict[str, tuple[float, float]] = {}
+    holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
+    packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
     paths: dict[str, str] = {}
     for path, module in list(holder.named_modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in names:
-                continue
-            name = names[id(parameter)]
-            if name not in packed:
-                packed[name] = PackedWeight(weights[name], plan.blocks[name])
-                measured[name] = (
-                    entropy(weights[name]),
-                    _relative_error(packed[name], weights[name]),
-                )
-            place = _install(holder, path, key, packed[name])
-            paths.setdefault(name, place)
-    return holder["model"], paths, measured
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                place = _install(holder, path, key, packed[name])
+                paths.setdefault(name, place)
+    measured = {n: (entropy(w), _relative_error(packed[n], w)) for n, w in weights.items()}
+    return PackedCopy(holder["model"], paths, measured)
 
 
 def _install(holder: nn.Module, path: str, key: str, packed: PackedWeight) -> str:

@@ -47,7 +47,7 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, (nn.RNNBase, ParametrizationList))
         for parameter in module.parameters(recurse=False)
     }
-    return {
+    found: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
@@ -55,6 +55,10 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
         and parameter.numel() >= LEAST_SIZE
         and id(parameter) not in kept
     }
+    for name, weight in found.items():
+        if not weight.detach().isfinite().all():
+            raise ValueError(f"weights must be finite, and {name} is not")
+    return found
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
@@ -172,7 +176,7 @@ def too_much(model: nn.Module, config: PrecisionConfig, budget: int, least: int)
     most = config.target_memory_reduction - (least - budget) / max(base, 1)
     return ValueError(
         f"target_memory_reduction={config.target_memory_reduction} cannot be met: at most "
-        f"{math.floor(most * 1e4) / 1e4} can be had of this model with this config"
+        f"{max(0.0, math.floor(most * 1e4) / 1e4)} can be had of this model with this config"
     )
 
 

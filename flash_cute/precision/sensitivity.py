@@ -28,7 +28,7 @@ SAMPLED = 2**20  # weights that an entropy is taken of
 def entropy(weight: Tensor) -> float:
     """Shannon's entropy of a weight's values, in bits: of 256 bins between -1 and 1, after each
     row is divided by its largest value. One-bit weights have at most 1, three values 1.58, a
-    Gaussian about 6.5."""
+    Gaussian about 7."""
     rows = as_matrix(weight.detach())
     rows = rows[:: max(1, weight.numel() // SAMPLED)].float()
     peaks = rows.abs().amax(1, keepdim=True)
