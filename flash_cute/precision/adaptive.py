@@ -23,6 +23,7 @@ from flash_cute.precision.plan import (
     tensors,
 )
 from flash_cute.precision.quantize import Layout
+from flash_cute.precision.saving import weights_restored_in_backward
 from flash_cute.precision.sensitivity import Samples, batches, entropy, error_weights, undisturbed
 from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
 
@@ -68,7 +69,8 @@ class UltraPrecisionModule(nn.Module):
     Parameters of two dims or more are rounded, each block of their rows to a format of its own,
     1 to 12 bits, fp8 or ``base_precision``, so that all bytes of the module are at most ``1 -
     target_memory_reduction`` of the model's in ``base_precision``. A weight is restored when its
-    layer reads it, and let go after it. ``model`` is neither changed nor held.
+    layer reads it, let go after it, and restored again in backward. ``model`` is neither changed
+    nor held.
 
     Packed weights are buffers: they have no gradient, and no optimizer sees them. Inputs and the
     parameters that are left, biases and norms, have gradients as before. RNNs, weights that have
@@ -118,7 +120,10 @@ class UltraPrecisionModule(nn.Module):
             self.to(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.model(*args, **kwargs)
+        with weights_restored_in_backward():
+            return self.model(*args, **kwargs)
 
     def get_precision_stats(self) -> PrecisionStats:
         """Bytes and bits as they are now, counted on the storages."""

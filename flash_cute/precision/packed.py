@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_cute.precision.quantize import Layout, Rounded, restore, round_rows
+from flash_cute.precision.saving import note_restored
 from flash_cute.precision.settings import PrecisionFormat
 
 
@@ -64,7 +65,8 @@ class PackedWeight(nn.Module):
     def forward(self, original: Tensor | None = None) -> Tensor:
         """The weight. The argument is for torch's parametrizations, and is not used."""
         parts = [restore(block.rounded(), self.cols, self.dtype) for block in self._rows()]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        return note_restored(weight, self.forward)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of a weight of one block: (*ids.shape, cols)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ from flash_cute.precision import (
     UltraPrecisionModule,
     create_ultra_precision_module,
 )
+from flash_cute.precision.packed import PackedWeight
 
 
 def noise(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float16) -> Tensor:
@@ -82,6 +85,16 @@ def test_layers_of_different_entropy_gain_over_uniform_bits(target: float):
     assert all(layer.relative_error == 0 for layer in one_bit + three)
 
 
+@pytest.mark.parametrize("strategy", list(AllocationStrategy)[1:])
+def test_every_strategy_gives_few_valued_layers_few_bits_without_loss(strategy: AllocationStrategy):
+    """Those that probe layers must not conclude that exact ones do not matter."""
+    model, x = mixed_entropy(), noise(32, 128)
+    small = create_ultra_precision_module(
+        model, config(0.7, allocation_strategy=strategy), calibration=x
+    )
+    assert error(small(x), model(x)) < 0.01  # of 4.8 whole bits: 0.15
+
+
 def test_output_is_that_of_a_model_with_the_restored_weights():
     """Through the fused path of eval mode, the plain one, and with gradients."""
     model, x = encoder(), noise(2, 9, 64)
@@ -98,6 +111,30 @@ def test_output_is_that_of_a_model_with_the_restored_weights():
     for module, each in zip((small, plain), inputs, strict=True):
         (module(each).float() * noise(2, 9, 64).float()).sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=2e-2)
+
+
+def test_restored_weights_are_let_go_before_backward(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a call with gradients would hold the whole model again."""
+    small, x = create_ultra_precision_module(encoder(), config(0.6)), noise(2, 9, 64)
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    restore = PackedWeight.forward
+
+    def watched(packed: PackedWeight, original: Tensor | None = None) -> Tensor:
+        weight = restore(packed, original)
+        storages.append(weakref.ref(weight.untyped_storage()))
+        return weight
+
+    monkeypatch.setattr(PackedWeight, "forward", watched)
+    grads = []
+    for call in (small.model, small):
+        leaf = x.clone().requires_grad_()
+        storages.clear()
+        loss = (call(leaf).float() * noise(2, 9, 64).float()).sum()
+        gc.collect()
+        alive = sum(storage() is not None for storage in storages)
+        assert len(storages) >= 8 and (alive >= 8 if call is small.model else alive == 0)
+        grads.append(torch.autograd.grad(loss, leaf)[0])
+    assert torch.equal(*grads)
 
 
 def test_the_model_is_left_alone_and_not_held():
