@@ -27,7 +27,7 @@ def code(page: str) -> list[str]:
 
 
 def looks_like_a_path(text: str) -> bool:
-    with_folder = re.fullmatch(r"\.?[\w-]+/(?:[\w.-]+/?)*", text)
+    with_folder = re.fullmatch(r"\.?[\w-]+/(?:[\w.-]+/)*[\w.-]*", text)
     file_at_root = re.fullmatch(rf"[\w-]+\.(?:{SUFFIXES})", text)
     return bool(with_folder or file_at_root) and not text.startswith(MADE_BY_MAKE)
 
