@@ -114,8 +114,7 @@ class UltraPrecisionModule(nn.Module):
             round_inputs_of(self.model, self.config)
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
                 with undisturbed(self.model), torch.no_grad():
-                    for arguments in batches(calibration):
-                        self.model(*arguments)
+                    self.model(*batches(calibration)[0])
         if device is not None:
             self.to(device)
 

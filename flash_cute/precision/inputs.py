@@ -18,8 +18,8 @@ class InputRounding(nn.Module):
     """Rounds a tensor to INT8 or FP8_E4M3, and gives it back in its own dtype.
 
     In DYNAMIC mode each token (the last dim; for convolutions each sample) has a scale of its own.
-    In STATIC mode there is one, the buffer ``scale``: that of the first call, or of calibration,
-    after which larger values are clipped. Gradients pass as if nothing was rounded.
+    In STATIC mode there is one, the buffer ``scale``: that of calibration's first batch, else of
+    the first call, after which larger values are clipped. Gradients pass as if nothing was rounded.
     """
 
     scale: Tensor | None
