@@ -1,0 +1,211 @@
+"""A model whose weights are held in as many bits as each needs, under a budget of bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from flash_cute.precision.inputs import round_inputs_of
+from flash_cute.precision.packed import PackedEmbedding, PackedWeight, as_matrix
+from flash_cute.precision.plan import (
+    Plan,
+    base_bytes,
+    held_bytes,
+    is_plain_embedding,
+    make_plan,
+    packable,
+    tensors,
+)
+from flash_cute.precision.quantize import Layout
+from flash_cute.precision.saving import weights_restored_in_backward
+from flash_cute.precision.sensitivity import Samples, batches, entropy, error_weights, undisturbed
+from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
+
+
+@dataclass(frozen=True)
+class LayerPrecision:
+    """How one weight is held.
+
+    - ``blocks``: rows and layout (format, columns that share a scale) of each block of rows.
+    - ``bits``: bits a weight, scales included; ``nbytes``: all bytes of it.
+    - ``entropy``: of its values, in bits; ``relative_error``: ``|dW| / |W|`` by rounding.
+    """
+
+    blocks: tuple[tuple[int, Layout], ...]
+    bits: float
+    nbytes: int
+    entropy: float
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """What a module holds.
+
+    - ``base_bytes``: bytes of the model in ``base_precision``, all parameters and buffers.
+    - ``stored_bytes``: bytes of all storages that the module holds, scales and all.
+    - ``memory_savings_ratio``: ``1 - stored_bytes / base_bytes``.
+    - ``layers``: of each packed weight, by its name in the model that was given.
+    """
+
+    base_bytes: int
+    stored_bytes: int
+    layers: dict[str, LayerPrecision]
+
+    @property
+    def memory_savings_ratio(self) -> float:
+        return 1 - self.stored_bytes / self.base_bytes if self.base_bytes else 0.0
+
+
+class UltraPrecisionModule(nn.Module):
+    """A copy of ``model`` with packed weights; calls go to it with the same arguments.
+
+    Parameters of two dims or more are rounded, each block of their rows to a format of its own,
+    1 to 12 bits, fp8 or ``base_precision``, so that all bytes of the module are at most ``1 -
+    target_memory_reduction`` of the model's in ``base_precision``. A weight is restored when its
+    layer reads it, let go after it, and restored again in backward. ``model`` is neither changed
+    nor held.
+
+    Packed weights are buffers: they have no gradient, and no optimizer sees them. Inputs and the
+    parameters that are left, biases and norms, have gradients as before. RNNs, weights that have
+    parametrizations and weights of fewer than 64 numbers are left as they are.
+
+    - ``config``: PrecisionConfig, by default PrecisionConfig().
+    - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments;
+      on the device of ``model``. Strategies that need samples and get none make some up, for
+      models that begin with Linear, Embedding or TransformerEncoderLayer.
+    - ``device``: where the copy goes, by default where ``model`` is.
+
+    ``state_dict`` has the packed form. It can be loaded into a module of the same architecture
+    with any other allocation, which it replaces.
+
+    Raises TypeError if ``model`` is no nn.Module, ValueError if the target cannot be met (the
+    message says what can), if weights are not finite, or if samples are needed.
+
+    Bits under a budget follow HAWQ-V3 (Yao et al., 2021, arXiv:2011.10680): a sum of errors, and
+    a choice for each layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: PrecisionConfig | None = None,
+        *,
+        calibration: Samples | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+        self.config = config if config is not None else PrecisionConfig()
+        weights = packable(model)
+        importance = error_weights(model, weights, self.config, calibration)
+        plan = make_plan(model, weights, self.config, importance)
+        self._base_bytes = base_bytes(model, self.config.base_precision)
+        packed = packed_copy(model, weights, plan)
+        self.model, self._packed, self._measured = packed.model, packed.paths, packed.measured
+        if self.config.rounds_inputs:
+            round_inputs_of(self.model, self.config)
+            if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
+                with undisturbed(self.model), torch.no_grad():
+                    self.model(*batches(calibration)[0])
+        if device is not None:
+            self.to(device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.model(*args, **kwargs)
+        with weights_restored_in_backward():
+            return self.model(*args, **kwargs)
+
+    def get_precision_stats(self) -> PrecisionStats:
+        """Bytes and bits as they are now, counted on the storages."""
+        layers = {}
+        for name, path in self._packed.items():
+            packed = self.get_submodule(path)
+            assert isinstance(packed, PackedWeight)
+            size, (bits_of_values, error) = packed.nbytes(), self._measured[name]
+            bits = 8 * size / packed.shape.numel()
+            blocks = tuple(packed.layouts())
+            layers[name] = LayerPrecision(blocks, bits, size, bits_of_values, error)
+        return PrecisionStats(self._base_bytes, held_bytes(tensors(self)), layers)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"base_bytes": self._base_bytes, "measured": self._measured}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self._base_bytes, self._measured = state["base_bytes"], dict(state["measured"])
+
+
+def create_ultra_precision_module(
+    model: nn.Module,
+    config: PrecisionConfig | None = None,
+    device: torch.device | str | None = None,
+    *,
+    calibration: Samples | None = None,
+) -> UltraPrecisionModule:
+    """A copy of a model in fewer bytes. See UltraPrecisionModule for arguments and errors.
+
+    >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16)).half()
+    >>> small = create_ultra_precision_module(model, PrecisionConfig(target_memory_reduction=0.6))
+    >>> small.get_precision_stats().memory_savings_ratio >= 0.6
+    True
+    """
+    return UltraPrecisionModule(model, config, calibration=calibration, device=device)
+
+
+@dataclass
+class PackedCopy:
+    """A model whose weights are packed, where in it each is, and each's entropy and relative
+    error."""
+
+    model: nn.Module
+    paths: dict[str, str]
+    measured: dict[str, tuple[float, float]]
+
+
+def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> PackedCopy:
+    """Copies a model with weights packed as planned. Paths begin with ``model.``."""
+    memo: dict[int, Any] = {}
+    names: dict[int, str] = {}
+    for name, weight in weights.items():  # the copy gets an empty parameter for each
+        empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        memo[id(weight)], names[id(empty)] = empty, name
+    holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
+    packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
+    paths: dict[str, str] = {}
+    for path, module in list(holder.named_modules()):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                place = _install(holder, path, key, packed[name])
+                paths.setdefault(name, place)
+    measured = {n: (entropy(w), _relative_error(packed[n], w)) for n, w in weights.items()}
+    return PackedCopy(holder["model"], paths, measured)
+
+
+def _install(holder: nn.Module, path: str, key: str, packed: PackedWeight) -> str:
+    """Puts a packed weight in a parameter's place, and says where it is now."""
+    module = holder.get_submodule(path)
+    if is_plain_embedding(module):
+        parent, _, name = path.rpartition(".")
+        holder.get_submodule(parent).add_module(
+            name, PackedEmbedding(packed).train(module.training)
+        )
+        return f"{path}.packed"
+    delattr(module, key)
+    module.register_buffer(key, torch.empty(0))
+    parametrize.register_parametrization(module, key, packed, unsafe=True)
+    return f"{path}.parametrizations.{key}.0"
+
+
+def _relative_error(packed: PackedWeight, weight: Tensor) -> float:
+    right = as_matrix(weight.detach()).float()
+    change = as_matrix(packed()).float() - right
+    return (change.norm() / right.norm().clamp_min(1e-30)).item()

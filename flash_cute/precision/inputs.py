@@ -1,0 +1,77 @@
+"""Rounding of what goes into layers, to 8 bits, at each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute.precision.quantize import FP8_MAX
+from flash_cute.precision.settings import PrecisionConfig, PrecisionFormat, QuantizationMode
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+NAMES = ("input", "query", "key", "value")
+
+
+class InputRounding(nn.Module):
+    """Rounds a tensor to INT8 or FP8_E4M3, and gives it back in its own dtype.
+
+    In DYNAMIC mode each token (the last dim; for convolutions each sample) has a scale of its own.
+    In STATIC mode there is one, the buffer ``scale``: that of calibration's first batch, else of
+    the first call, after which larger values are clipped. Gradients pass as if nothing was rounded.
+    """
+
+    scale: Tensor | None
+
+    def __init__(self, config: PrecisionConfig, per_sample: bool, device: torch.device) -> None:
+        super().__init__()
+        self.format, self.per_sample = config.base_precision, per_sample
+        static = config.quantization_mode is QuantizationMode.STATIC
+        self.register_buffer("scale", torch.zeros((), device=device) if static else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.detach().float()
+        if self.scale is None:
+            dims = tuple(range(1, x.dim())) if self.per_sample else (-1,)
+            peak = values.abs().amax(dims, keepdim=True)
+        else:
+            if self.scale == 0:
+                self.scale.copy_(values.abs().amax())
+            peak = self.scale
+        is_int = self.format is PrecisionFormat.INT8
+        limit = 127.0 if is_int else FP8_MAX
+        step = torch.where(peak == 0, 1.0, peak / limit)
+        scaled = (values / step).clamp(-limit, limit)
+        rounded = scaled.round() if is_int else scaled.to(torch.float8_e4m3fn).float()
+        return x + ((rounded * step).to(x.dtype) - x).detach()
+
+
+def round_inputs_of(model: nn.Module, config: PrecisionConfig) -> None:
+    """Makes every Linear, Conv and MultiheadAttention of a model round its inputs."""
+    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
+    for layer in layers:
+        per_sample = not isinstance(layer, (nn.Linear, nn.MultiheadAttention))
+        device = next(layer.buffers(), next(layer.parameters(), torch.empty(0))).device
+        layer.add_module("input_rounding", InputRounding(config, per_sample, device))
+        layer.register_forward_pre_hook(_round_arguments, with_kwargs=True)
+
+
+def _round_arguments(
+    layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The layer's arguments, rounded. One tensor that is given as query, key and value stays
+    one."""
+    rounding = layer.get_submodule("input_rounding")
+    count = 3 if isinstance(layer, nn.MultiheadAttention) else 1
+    done: dict[int, Tensor] = {}
+
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if id(value) not in done:
+            done[id(value)] = rounding(value)
+        return done[id(value)]
+
+    positional = (*map(rounded, arguments[:count]), *arguments[count:])
+    return positional, {k: rounded(v) if k in NAMES else v for k, v in named.items()}

@@ -1,0 +1,144 @@
+"""Modules that hold rounded weights and give them back in the model's dtype when they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute.precision.quantize import Layout, Rounded, restore, round_rows
+from flash_cute.precision.saving import note_restored
+from flash_cute.precision.settings import PrecisionFormat
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """A weight as (rows, cols): its first dim by the rest, or, if that is 1, the rest by the last
+    dim."""
+    return weight.flatten(1) if weight.shape[0] > 1 else weight.reshape(-1, weight.shape[-1])
+
+
+class PackedRows(nn.Module):
+    """Rows of a weight in one layout: the buffers ``codes`` and ``steps``."""
+
+    codes: Tensor
+    steps: Tensor
+
+    def __init__(self, rounded: Rounded) -> None:
+        super().__init__()
+        self.layout, self.zero, self.exponent = rounded.layout, rounded.zero, rounded.exponent
+        self.register_buffer("codes", rounded.codes)
+        self.register_buffer("steps", rounded.steps)
+
+    def rounded(self, rows: Tensor | None = None) -> Rounded:
+        """All rows, or those of an index."""
+        some = slice(None) if rows is None else rows
+        steps = self.steps[some] if self.steps.dim() > 1 else self.steps
+        return Rounded(self.layout, self.codes[some], steps, self.zero, self.exponent)
+
+    def description(self) -> list[Any]:
+        """What the buffers do not say, as plain values."""
+        form, group = self.layout.format.value, self.layout.group
+        return [form, group, self.zero, self.exponent]
+
+
+class PackedWeight(nn.Module):
+    """A weight in blocks of rows, each in a layout of its own.
+
+    ``PackedWeight(weight, [(rows, layout), ...])`` rounds; ``packed()`` gives the weight back, in
+    its shape and dtype. ``.to(dtype)`` changes the dtype that it is given back in, and nothing that
+    is stored.
+    """
+
+    def __init__(self, weight: Tensor, blocks: list[tuple[int, Layout]]) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        matrix = as_matrix(weight.detach())
+        self.cols = matrix.shape[1]
+        parts = matrix.split([rows for rows, _ in blocks])
+        self.blocks = nn.ModuleList(
+            PackedRows(round_rows(part, layout))
+            for part, (_, layout) in zip(parts, blocks, strict=True)
+        )
+        self.register_load_state_dict_pre_hook(_shape_blocks_as_saved)
+
+    def forward(self, original: Tensor | None = None) -> Tensor:
+        """The weight. The argument is for torch's parametrizations, and is not used."""
+        parts = [restore(block.rounded(), self.cols, self.dtype) for block in self._rows()]
+        weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        return note_restored(weight, self.forward)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows of a weight of one block: (*ids.shape, cols)."""
+        (block,) = self._rows()
+        found = restore(block.rounded(ids.flatten()), self.cols, self.dtype)
+        return found.view(*ids.shape, self.cols)
+
+    def layouts(self) -> list[tuple[int, Layout]]:
+        """Each block's rows and layout."""
+        return [(len(block.codes), block.layout) for block in self._rows()]
+
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "blocks": [b.description() for b in self._rows()]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do: the hook before loading has done it."""
+
+    def _rows(self) -> list[PackedRows]:
+        return [block for block in self.blocks if isinstance(block, PackedRows)]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
+        """Moves between devices. A change of dtype is one of the restored weight alone."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        for block in self._rows():
+            for name, buffer in list(block.named_buffers()):
+                moved = fn(buffer)
+                same = moved.dtype == buffer.dtype
+                setattr(block, name, moved if same else buffer.to(moved.device))
+        return self
+
+
+def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: blocks get the layouts that were saved, whatever they had."""
+    saved = state.get(f"{prefix}_extra_state")
+    if not isinstance(module, PackedWeight) or saved is None:
+        return
+    if saved["shape"] != list(module.shape):
+        raise ValueError(
+            f"{prefix}: a weight of shape {saved['shape']} was saved, not {list(module.shape)}"
+        )
+    device = next(module.buffers()).device
+    blocks = []
+    for number, (form, group, zero, exponent) in enumerate(saved["blocks"]):
+        place = f"{prefix}blocks.{number}."
+        codes, steps = state[f"{place}codes"], state[f"{place}steps"]
+        blocks.append(
+            PackedRows(
+                Rounded(
+                    Layout(PrecisionFormat(form), group),
+                    torch.empty_like(codes, device=device),
+                    torch.empty_like(steps, device=device),
+                    zero,
+                    exponent,
+                )
+            )
+        )
+    module.blocks = nn.ModuleList(blocks)
+
+
+class PackedEmbedding(nn.Module):
+    """nn.Embedding over a PackedWeight: only rows that are looked up are restored."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        self.packed = packed
+
+    @property
+    def weight(self) -> Tensor:
+        return self.packed()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.packed.lookup(input)
