@@ -141,6 +141,8 @@ def create_unified_attention_fusion(
 
     Example::
 
+        from flash_cute.attention.fusion import OptimizationLevel
+
         transformer = torch.nn.TransformerEncoderLayer(d_model=512, nhead=8)
         fused = create_unified_attention_fusion(
             transformer, optimization_level=OptimizationLevel.AGGRESSIVE
