@@ -65,7 +65,8 @@ def save(result: Mapping[str, Any], path: Path) -> None:
     """Writes the JSON whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(result, separators=(",", ":"), allow_nan=False)  # indented it has half more
+    draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 

@@ -91,7 +91,8 @@ def flash_attn_with_kvcache(
         split_size: cut each sequence's keys into parts of about so many: then its result has the
             same bits whatever other sequences are in the batch, as long as the longest query is as
             long. Results of parts take memory for as many as the caches have room for. 0: off, as
-            it must be with ``num_splits``.
+            it must be with ``num_splits``. On CUDA a head dim that is no multiple of 8 copies the
+            keys in use, and leaves those of a sequence whole, whatever both say.
         check_indices: look for indices outside of their tensors, and for rows that two sequences
             would append to, and raise ValueError with the first one. Waits for the GPU; not inside
             of a full graph. Without it indices are clamped on the device: what lies outside is

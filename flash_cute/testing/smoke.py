@@ -56,6 +56,18 @@ def varlen(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) ->
     ops.varlen_bwd(out, q, k, v, out, softmax_lse, *sequences, **options)
 
 
+def paged(dtype: torch.dtype, dim: int, dim_v: int, options: dict[str, Any]) -> None:
+    """Keys that are copied out of their pages, as lengths in use of queries ask for."""
+    cu_seqlens = torch.tensor([0, 70, 70, 130], device="cuda", dtype=torch.int32)
+    used = torch.tensor([50, 0, 60], device="cuda", dtype=torch.int32)
+    table = torch.randperm(15, device="cuda").int().view(3, 5)
+    q = torch.randn(150, HEADS, dim, device="cuda", dtype=dtype)
+    k = torch.randn(15, 16, 2, dim, device="cuda", dtype=dtype)
+    v = torch.randn(15, 16, 2, dim_v, device="cuda", dtype=dtype)
+    sequences = (cu_seqlens, cu_seqlens, 70, 70, used)
+    ops.varlen_fwd(q, k, v, *sequences, block_table=table, return_softmax=True, **options)
+
+
 def cached(name: str, dtype: torch.dtype, dim: int, dim_v: int) -> None:
     """A paged cache, new keys with rotary embedding, parts of keys, every rule of scores."""
     case = CacheCase(
@@ -78,6 +90,7 @@ def trained(kernel: Kernel) -> None:
     # Columns that do not exist, and rows that are not aligned where that may be.
     missing = max(kernel.vector, 5)
     varlen(kernel.dtype, kernel.dim - missing, kernel.dim_v - 2 * missing, options)
+    paged(kernel.dtype, kernel.dim, kernel.dim_v, options)
 
 
 def main(*parts: str) -> None:
