@@ -126,6 +126,20 @@ def test_split_sizes(make_cache, size):
     check(make_cache(CacheCase(**LONG, sink=True, split_size=size)))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlens_q", [1, 20, 70])
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
+def test_sink_that_outweighs_all_keys(make_cache, dim, seqlens_q, splits):
+    """The keys' share, e^-90, is less than the smallest normal fp32; outputs are not."""
+    sizes = {"lengths": (300, 40, 0, 2000), "heads": 8, "heads_k": 2, "dim": dim, "dtype": BF16}
+    inputs = make_cache(CacheCase(**sizes, seqlens_q=seqlens_q, sink=True, **splits))
+    loud = inputs.changed(
+        sink=torch.full_like(inputs["sink"], 95.0), v_cache=inputs["v_cache"] * 10000
+    )
+    out, _ = check(loud)
+    assert (out[[0, 1, 3]] != 0).double().mean() > 0.9
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("splits", [{"split_size": 256}, {"num_splits": 1}], ids=str)
 def test_batch_invariance(make_cache, splits, page_size):

@@ -98,12 +98,18 @@ def multiply_rows(
             out_dtype if half else torch.float32,
             fast,
         )
-        return result[:, : b.data.shape[0]].to(out_dtype)
+        return _in_dtype(result[:, : b.data.shape[0]], out_dtype)
     halves = a.data.is_cuda and out_dtype in (torch.float16, torch.bfloat16)
     exact = torch.bfloat16 if halves else torch.float32
     with torch.autocast(a.data.device.type, enabled=False):
         product = a.data.to(exact) @ b.data.to(exact).t()
-    return (product.float() * (a.inverse_scale * b.inverse_scale)).to(out_dtype)
+    return _in_dtype(product.float() * (a.inverse_scale * b.inverse_scale), out_dtype)
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, which must not be a no-op: in torch 2.11 a compiled autograd.Function whose
+    result is one has zeros for gradients."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def padded(x: Tensor, rows: bool) -> Tensor:

@@ -16,6 +16,7 @@ from flash_cute.attention.fusion import (
     functions,
     kernels_torch,
     kernels_triton,
+    kernels_triton_linear,
 )
 
 
@@ -65,6 +66,38 @@ def check_norms(device: str) -> None:
             strict=True,
         ):
             close(one, other)
+
+
+def check_linear_norms(device: str) -> None:
+    """The product with its sum and norm, of rows that come in either order, and the same bits as
+    apart where dropout keeps all or the same elements."""
+    for number in range(16):
+        rms, has_bias, keep_sum, transposed = (bool(number & 1 << bit) for bit in range(4))
+        x = torch.randn(3, 5, 33, device=device)
+        a = torch.randn(5, 3, 90, device=device, dtype=torch.float16).transpose(0, 1)
+        a = a if transposed else a.contiguous()
+        w = torch.randn(33, 90, device=device, dtype=torch.float16) / 9
+        weight, bias, b = torch.randn(3, 33, device=device).unbind()
+        b = b.half() if has_bias else None
+        options = (weight, bias if has_bias else None, 1e-5, rms, 0.0, None, keep_sum, x.dtype)
+        y = torch.nn.functional.linear(a.float(), w.float(), None if b is None else b.float())
+        wanted = kernels_torch.add_norm(x, y, *options)
+        assert kernels_triton_linear.takes(x, a, w)
+        got = kernels_triton_linear.linear_add_norm(x, a, w, b, *options)
+        for i in (0, 1, 3):
+            if wanted[i] is None:
+                assert got[i] is None
+            else:
+                torch.testing.assert_close(got[i], wanted[i], rtol=2e-3, atol=2e-3)
+    p, seed = 0.25, torch.tensor(987654321, device=device)
+    dropped = [
+        kernels_triton_linear.linear_add_norm(
+            x, a, w, None, weight, None, 1e-5, True, p, seed, True, x.dtype
+        )[0],
+        kernels_triton.add_norm(x, y, weight, None, 1e-5, True, p, seed, True, x.dtype)[0],
+    ]
+    assert torch.equal(dropped[0] == x, dropped[1] == x)
+    assert 0.1 < float((dropped[0] == x).float().mean()) < 0.4
 
 
 def check_layouts(device: str) -> None:
@@ -138,7 +171,15 @@ def check_layers(device: str) -> None:
         assert_same(block, fused, x, position_embeddings=position)
 
 
-CHECKS = (check_activations, check_norms, check_layouts, check_rotary, check_dropout, check_layers)
+CHECKS = (
+    check_activations,
+    check_norms,
+    check_linear_norms,
+    check_layouts,
+    check_rotary,
+    check_dropout,
+    check_layers,
+)
 
 if __name__ == "__main__":
     for check in CHECKS:

@@ -26,7 +26,9 @@ def test_kernels_interpreted():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("name", ["activations", "norms", "layouts", "rotary", "dropout", "layers"])
+@pytest.mark.parametrize(
+    "name", ["activations", "norms", "linear_norms", "layouts", "rotary", "dropout", "layers"]
+)
 def test_kernels(name, cuda):
     pytest.importorskip("triton")
     fusion_kernels = importlib.import_module("fusion_kernels")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from unittest import mock
+
 import pytest
 import torch
 from fusion_models import (
@@ -24,9 +27,33 @@ from flash_cute.attention.fusion import (
     UnifiedAttentionFusion,
     create_unified_attention_fusion,
 )
-from flash_cute.attention.fusion.functions import Activate, AddNorm
+from flash_cute.attention.fusion.functions import Activate, AddNorm, LinearAddNorm
 
 BALANCED = OptimizationLevel.BALANCED
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_16_bits_are_as_near_as_eager(kind, dtype, cuda):
+    """Outputs and gradients, with the projection, the sum and the norm as one kernel."""
+    pytest.importorskip("triton")
+    exact = encoder_layer(cuda, **LAYERS[kind]).double()
+    eager = copy.deepcopy(exact).to(dtype)
+    exact.load_state_dict(eager.state_dict())
+    fused = create_unified_attention_fusion(copy.deepcopy(eager))
+    x = tokens(exact, cuda).to(dtype)
+    dout = torch.randn_like(x)
+    results = []
+    with mock.patch.object(LinearAddNorm, "apply", wraps=LinearAddNorm.apply) as apply:
+        for model in (exact, eager, fused):
+            of = next(model.parameters()).dtype
+            leaf = x.to(of).requires_grad_()
+            out = model(leaf)
+            grads = torch.autograd.grad(out, [leaf, *model.parameters()], dout.to(of))
+            results.append([y.double() for y in (out, *grads)])
+    assert apply.call_count == 1
+    for wanted, theirs, ours in zip(*results, strict=True):
+        assert (ours - wanted).norm() <= 1.5 * (theirs - wanted).norm() + 1e-4 * wanted.norm()
 
 
 @pytest.mark.parametrize("strategy", FusionStrategy)

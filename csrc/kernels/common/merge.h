@@ -17,27 +17,36 @@ template <int kCount>
 class MergedRow {
  public:
   CUTE_DEVICE explicit MergedRow(const RowSum (&sums)[kCount], float sink = -INFINITY) {
-    float top = fmaxf(sink * kLog2e, -FLT_MAX);
+    float top = -FLT_MAX, keys = 0.f;
     CUTE_UNROLL
     for (int n = 0; n < kCount; ++n) top = fmaxf(top, sums[n].reference);
-    sum_ = {top, exp2_approx(sink * kLog2e - top)};
     CUTE_UNROLL
     for (int n = 0; n < kCount; ++n) {
       weight_[n] = exp2_approx(sums[n].reference - top);
-      sum_.value += weight_[n] * sums[n].value;
+      keys += weight_[n] * sums[n].value;
     }
+    const SinkWeight beside(top, sink * kLog2e);
+    damping_ = beside.damping;
+    sum_ = {beside.top, keys * damping_ * damping_ + beside.weight};
   }
 
   CUTE_DEVICE const RowSum& sum() const { return sum_; }
   CUTE_DEVICE float lse() const {
     return sum_.value == 0.f ? -INFINITY : (sum_.reference + __log2f(sum_.value)) * kLn2;
   }
-  // Outputs are to be multiplied by it in the end.
-  CUTE_DEVICE float inverse() const { return sum_.value == 0.f ? 0.f : __fdividef(1.f, sum_.value); }
 
-  // Of kWidth numbers that lie at from(n) in each result, times `factor`.
+  // Of kWidth numbers that lie at from(n) in each result, divided by the sum.
   template <int kWidth, class From>
-  CUTE_DEVICE auto outputs(float factor, From from) const {
+  CUTE_DEVICE auto outputs(From from) const {
+    auto outputs = undivided<kWidth>(from);
+    const float inverse = sum_.value == 0.f ? 0.f : __fdividef(damping_, sum_.value);
+    CUTE_UNROLL
+    for (int e = 0; e < kWidth; ++e) outputs[e] *= damping_, outputs[e] *= inverse;
+    return outputs;
+  }
+  // The same relative to 2^reference, where there is no sink.
+  template <int kWidth, class From>
+  CUTE_DEVICE auto undivided(From from) const {
     cutlass::Array<float, kWidth> outputs;
     outputs.fill(0.f);
     CUTE_UNROLL
@@ -46,13 +55,12 @@ class MergedRow {
       CUTE_UNROLL
       for (int e = 0; e < kWidth; ++e) outputs[e] += weight_[n] * values[e];
     }
-    CUTE_UNROLL
-    for (int e = 0; e < kWidth; ++e) outputs[e] *= factor;
     return outputs;
   }
 
  private:
   RowSum sum_;
+  float damping_;
   float weight_[kCount];
 };
 
@@ -68,7 +76,7 @@ CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, St
   float merged = -INFINITY;
   for (int column = kWidth * lane; column - kWidth * lane < dim; column += kWidth * kLanes) {
     const bool there = column < dim;
-    float top = sink, base = 0.f, total = 0.f;  // sums are relative to exp(base)
+    float top = -INFINITY, base = 0.f, total = 0.f;  // sums are relative to exp(base)
     Values sum;
     sum.fill(0.f);
     CUTE_NO_UNROLL
@@ -95,12 +103,13 @@ CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, St
         for (int e = 0; e < kWidth; ++e) sum[e] += w == 0.f ? 0.f : w * values[i][e];
       }
     }
-    total += exp2_approx((sink - base) * kLog2e);
-    const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
+    const SinkWeight beside(fmaxf(top, -FLT_MAX), sink, kLog2e);
+    total = total * beside.damping * beside.damping + beside.weight;
+    const float inverse = total == 0.f ? 0.f : __fdividef(beside.damping, total);
     CUTE_UNROLL
-    for (int e = 0; e < kWidth; ++e) sum[e] *= inverse;
+    for (int e = 0; e < kWidth; ++e) sum[e] *= beside.damping, sum[e] *= inverse;
     if (there) store(column, sum);
-    merged = total == 0.f ? -INFINITY : base + __log2f(total) * kLn2;
+    merged = total == 0.f ? -INFINITY : beside.top + __log2f(total) * kLn2;
   }
   return merged;
 }

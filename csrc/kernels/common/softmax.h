@@ -44,6 +44,16 @@ struct RowSum {
   float reference, value;
 };
 
+// A sink beside a row of keys, both given by their logarithms of base 2^unit. Relative to the larger of both, keys weigh
+// damping^2, which may be too small for a float, and the sink `weight`.
+struct SinkWeight {
+  float top, damping, weight;
+
+  CUTE_DEVICE SinkWeight(float keys /* finite */, float sink /* -inf: none */, float unit = 1.f)
+      : top(fmaxf(keys, sink)), damping(exp2_approx((keys - top) * (0.5f * unit))),
+        weight(exp2_approx((sink - top) * unit)) {}
+};
+
 // The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
@@ -181,12 +191,11 @@ struct OnlineSoftmax {
   template <bool kBranchless = false>
   CUTE_DEVICE Total close(int r, float sink /* -inf: none */, float factor) {
     const RowSum own = sum(r);
-    const float top = fmaxf(own.reference, sink * kLog2e);
-    // Where the sink outweighs all keys; its square may be too small for a float.
-    const float damping = exp2_approx((own.reference - top) * 0.5f);
-    const float total = own.value * damping * damping + exp2_approx(sink * kLog2e - top);
-    const float weight = factor * damping, inverse = kBranchless ? __fdividef(weight, total) : weight / total;
-    return {total == 0.f ? -INFINITY : (top + log2f(total)) * kLn2, damping, total == 0.f ? 0.f : inverse};
+    const SinkWeight beside(own.reference, sink * kLog2e);
+    const float total = own.value * beside.damping * beside.damping + beside.weight, weight = factor * beside.damping;
+    const float inverse = kBranchless ? __fdividef(weight, total) : weight / total;
+    const float lse = total == 0.f ? -INFINITY : (beside.top + log2f(total)) * kLn2;
+    return {lse, beside.damping, total == 0.f ? 0.f : inverse};
   }
 
   // Divides row r of outputs (rows,dims) by its sum. A row without keys stays 0.

@@ -114,8 +114,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
   }
 
   if constexpr (T::kTeams == 1) {
-    const auto lse = softmax.finish(output, -INFINITY, 1.f);
-    store_rows<C>(p, part, output, lse, at);
+    store_rows<C>(p, part, output, softmax, at);
   } else {
     // After this none of the team still reads the last tile.
     team_sync();

@@ -125,7 +125,7 @@ class TeamMerge {
   CUTE_DEVICE void merge(Storage& storage, int stage, int i, const RowPlace<C>& place) const {
     const int row = i / kAcross, column = i % kAcross * kTogether;
     const MergedRow<DecodeTraits<C>::kTeams> merged(storage.sums[row], place.sink);
-    const auto outputs = merged.template outputs<kTogether>(merged.inverse(), [&](int team) {
+    const auto outputs = merged.template outputs<kTogether>([&](int team) {
       return storage.ring[stage][team].results() + row * C.head_dim_v + result_column(row, column);
     });
     if (column == 0) *place.lse = merged.lse();
@@ -155,25 +155,24 @@ CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const UnitParts& parts, bo
   return shared;
 }
 
-// The only team's outputs (rows,dims), whose coordinates are `at`, and log-sum-exps go out without a detour.
-template <KernelConfig C, class Output, class Lse, class Coordinates>
-CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& output, const Lse& lse,
+// The only team's outputs (rows,dims), not divided yet, whose coordinates are `at`, go out without a detour.
+template <KernelConfig C, class Output, class Softmax, class Coordinates>
+CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& output, Softmax& softmax,
                             const Coordinates& at) {
   const int first_column = get<1>(at(0, 0));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
     const RowPlace<C> row(p, part, get<0>(at(r, 0)), part.all.count == 1);
+    const auto total = softmax.close(r, row.sink, 1.f);
+    softmax.divide(output, r, total);
     if (!row.exists) continue;
-    const float top = fmaxf(lse[r], row.sink), base = top == -INFINITY ? 0.f : top;
-    const float own = exp2_approx((lse[r] - base) * kLog2e), all = own + exp2_approx((row.sink - base) * kLog2e);
-    if (first_column == 0) *row.lse = row.sink == -INFINITY ? lse[r] : base + __log2f(all) * kLn2;
-    const float factor = row.sink == -INFINITY ? 1.f : own / all;
+    if (first_column == 0) *row.lse = total.lse;
     row.visit([&](auto* to) {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(output); c += 2) {
         const int column = first_column + column_offset(c);
         if (column < p.fwd.head_dim_v) {
-          store(to + column, cutlass::Array<float, 2>{output(r, c) * factor, output(r, c + 1) * factor});
+          store(to + column, cutlass::Array<float, 2>{output(r, c), output(r, c + 1)});
         }
       }
     });

@@ -130,7 +130,7 @@ CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int sta
   for (int i = threadIdx.x; i < rows * kAcross; i += C.threads()) {
     const int row = i / kAcross, column = i % kAcross * kTogether;
     const MergedRow<T::kTeams> merged(storage.sums[row]);
-    const auto outputs = merged.template outputs<kTogether>(1.f, [&](int team) {
+    const auto outputs = merged.template undivided<kTogether>([&](int team) {
       return storage.ring[stage][team].results() + row * C.head_dim_v + sm80::result_column(row, column);
     });
     hand_over(column >> place.column_bits, &storage.outputs[row][place.rank * columns + (column & (columns - 1))],
@@ -165,7 +165,7 @@ CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const Part& part, typename D
       outputs[n] = there ? *reinterpret_cast<const float2*>(from) : float2{0.f, 0.f};
     }
     const MergedRow<C.cluster> merged(sums, to.sink);
-    const auto all = merged.template outputs<kTogether>(merged.inverse(), [&](int n) { return &outputs[n].x; });
+    const auto all = merged.template outputs<kTogether>([&](int n) { return &outputs[n].x; });
     const int to_column = place.rank * columns + column;
     if (to_column == 0) *to.lse = merged.lse();
     if (to_column < p.fwd.head_dim_v) to.visit([&](auto* out) { sm80::store(out + to_column, all); });

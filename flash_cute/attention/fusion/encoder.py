@@ -65,12 +65,10 @@ class FusedEncoderLayer(nn.Module):
         x = src if src.dim() == 3 else src.unsqueeze(self.batch_dim)
         norms = [steps.Norm.of(norm, rms=False) for norm in (self.norm1, self.norm2)]
         if self.norm_first:
-            y = self._attend(norms[0](x), visible, seeds[:2])
-            x, normal = self._add_norm(x, y, 1, norms[1], seeds[2], True)
+            x, normal = self._attend(x, norms[0](x), visible, norms[1], seeds, True)
             out = self._add(x, self._feed_forward(normal, seeds[3]), seeds[4])
         else:
-            y = self._attend(x, visible, seeds[:2])
-            _, x = self._add_norm(x, y, 1, norms[0], seeds[2], False)
+            _, x = self._attend(x, x, visible, norms[0], seeds, False)
             y = self._feed_forward(x, seeds[3])
             _, out = self._add_norm(x, y, 2, norms[1], seeds[4], False)
         return out if src.dim() == 3 else out.squeeze(self.batch_dim)
@@ -104,17 +102,32 @@ class FusedEncoderLayer(nn.Module):
         dropout = getattr(self, name)
         return dropout.p if dropout.training else 0.0
 
-    def _attend(self, x: Tensor, visible: masks.Visible, rng: Any) -> Tensor:
-        attn = self.self_attn
+    def _attend(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        visible: masks.Visible,
+        norm: steps.Norm,
+        seeds: Any,
+        keep_sum: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of x, its sum with the residual, and the norm that follows."""
+        attn, rng = self.self_attn, seeds[:2]
         if not self.config.fuses("attention"):
-            return self._attend_by_module(x, visible)
+            y = self._attend_by_module(x, visible)
+            return self._add_norm(residual, y, 1, norm, seeds[2], keep_sum)
         qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias)
         qkv = qkv.view(*x.shape[:2], 3, attn.num_heads, attn.head_dim)
         qkv = qkv if attn.batch_first else qkv.transpose(0, 1)
         p = attn.dropout if attn.training else 0.0
         out = attend_packed(qkv, visible, p, rng if p and torch.is_tensor(rng) else None)
-        out = F.linear(out.flatten(2), attn.out_proj.weight, attn.out_proj.bias)
-        return out if attn.batch_first else out.transpose(0, 1)
+        out = out.flatten(2) if attn.batch_first else out.flatten(2).transpose(0, 1)
+        if self.config.fuses("norm"):
+            p = self._p("dropout1")
+            return steps.linear_add_norm(
+                residual, out, attn.out_proj, norm, p, seeds[2], self.means, keep_sum
+            )
+        return self._add_norm(residual, attn.out_proj(out), 1, norm, seeds[2], keep_sum)
 
     def _attend_by_module(self, x: Tensor, visible: masks.Visible) -> Tensor:
         mask, batch_first = visible.mask, self.self_attn.batch_first

@@ -39,6 +39,20 @@ def kernels_for(x: Tensor) -> ModuleType | None:
     return _triton_kernels() if x.is_cuda and small else None
 
 
+@cache
+def linear_kernels() -> Any:
+    """The module with ``linear_add_norm``, to be asked for where :func:`kernels_for` gives Triton's
+    kernels."""
+    from flash_cute.attention.fusion import kernels_triton_linear
+
+    return kernels_triton_linear
+
+
+def as_it_lies(x: Tensor) -> Tensor:
+    """x (outer, inner, width), with the outer two dimensions in the order of memory."""
+    return x.transpose(0, 1) if x.stride(0) < x.stride(1) else x
+
+
 class Activate(torch.autograd.Function):
     """residual + dropout(activation(x)). Saved: x, unless there is no activation; the seed."""
 
@@ -118,6 +132,59 @@ class AddNorm(torch.autograd.Function):
         )
         db = None if ctx.bias_dtype is None else db.to(ctx.bias_dtype)
         return dx.to(ctx.dtypes[0]), dy, dw.to(weight.dtype), db, None, None
+
+
+class LinearAddNorm(torch.autograd.Function):
+    """:class:`AddNorm` of x and linear(a), x (outer, inner, width), a (outer, inner, depth), by one
+    kernel. Saved: the sum, a and the weights; a mean and a factor a row; the seed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: tuple[float, bool, float, bool, bool],
+        seed: Tensor | None,
+    ) -> Any:
+        eps, ctx.rms, ctx.p, keep_sum, with_grad = options
+        ctx.set_materialize_grads(False)
+        ctx.kernels = kernels_for(x)
+        dtype = torch.promote_types(x.dtype, a.dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.promote_types(dtype, weight.dtype)
+        total, out, mean, rstd = linear_kernels().linear_add_norm(
+            x, a, w, b, weight, bias, eps, ctx.rms, ctx.p, seed, keep_sum or with_grad, dtype
+        )
+        ctx.dtypes = (x.dtype, None if b is None else b.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(total, a, w, weight, mean, rstd, seed)
+        return total if keep_sum else None, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        d_sum, d_out = grads
+        total, a, w, weight, mean, rstd, seed = ctx.saved_tensors
+        d_out = torch.zeros_like(total) if d_out is None else d_out
+        x_dtype, b_dtype, bias_dtype = ctx.dtypes
+        # The gradient of the product lies as a does, so that both are matrices without a copy.
+        rows = as_it_lies(a)
+        y_like = torch.empty(*rows.shape[:-1], w.shape[0], dtype=a.dtype, device="meta")
+        y_like = y_like.transpose(0, 1) if rows is not a else y_like
+        dx, dy, d_weight, d_bias = ctx.kernels.add_norm_backward(
+            d_out, d_sum, total, None, weight, mean, rstd, ctx.rms, ctx.p, seed, y_like
+        )
+        dy = (dy.transpose(0, 1) if rows is not a else dy).reshape(-1, w.shape[0])
+        needs = ctx.needs_input_grad
+        da = (dy @ w).view(rows.shape) if needs[1] else None
+        da = da.transpose(0, 1) if rows is not a and da is not None else da
+        dw = dy.t() @ rows.reshape(-1, w.shape[1]) if needs[2] else None
+        db = None if b_dtype is None or not needs[3] else dy.sum(0).to(b_dtype)
+        d_bias = None if bias_dtype is None else d_bias.to(bias_dtype)
+        return dx.to(x_dtype), da, dw, db, d_weight.to(weight.dtype), d_bias, None, None
 
 
 class FeedForward(torch.autograd.Function):

@@ -244,7 +244,7 @@ def _add_norm_backward_kernel(
             value -= tl.load(mean + row)
         inverse = tl.load(rstd + row)
         normal = tl.where(inside, value * inverse, 0.0)
-        at = tl.to_tensor(row).to(tl.int64) * width + column
+        at = (column * 0 + row).to(tl.int64) * width + column
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         dw += g * normal
         db += g

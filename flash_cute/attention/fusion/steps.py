@@ -16,8 +16,11 @@ from flash_cute.attention.fusion.functions import (
     AddNorm,
     FeedForward,
     Gate,
+    LinearAddNorm,
     Packed,
+    as_it_lies,
     kernels_for,
+    linear_kernels,
 )
 
 MAX_WIDTH = 32768  # of a norm's row, which one program of a kernel holds
@@ -64,6 +67,29 @@ def add_norm(
         return AddNorm.apply(x, y, norm.weight, norm.bias, options, seed if p else None)
     total = x + F.dropout(y, p)
     return total, norm(total)
+
+
+def linear_add_norm(
+    x: Tensor,
+    a: Tensor,
+    linear: nn.Linear,
+    norm: Norm,
+    p: float,
+    seed: Tensor | None,
+    means: Means,
+    keep_sum: bool,
+) -> tuple[Tensor, Tensor]:
+    """:func:`add_norm` of x and linear(a), by one kernel where one takes it."""
+    if means.own and x.dim() == 3 and x.is_cuda and kernels_for(x) is not None:
+        arguments = under_autocast(a, linear.weight, linear.bias)
+        if linear_kernels().takes(x, *arguments[:2]):
+            options = (norm.eps, norm.rms, p, keep_sum, torch.is_grad_enabled())
+            seed = seed if p else None
+            return LinearAddNorm.apply(x, *arguments, norm.weight, norm.bias, options, seed)
+    rows = as_it_lies(a)
+    y = F.linear(rows, linear.weight, linear.bias)
+    y = y if rows is a else y.transpose(0, 1)
+    return add_norm(x, y, norm, p, seed, means, keep_sum)
 
 
 def add(x: Tensor, y: Tensor, p: float, seed: Tensor | None, means: Means) -> Tensor:
