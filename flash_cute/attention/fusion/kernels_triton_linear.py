@@ -88,7 +88,7 @@ def takes(x: Tensor, a: Tensor, w: Tensor) -> bool:
     if not x.is_cuda:
         return True
     properties: Any = torch.cuda.get_device_properties(x.device)
-    optin = properties.shared_memory_per_block_optin
+    optin = getattr(properties, "shared_memory_per_block_optin", 0)
     return properties.major >= 8 and optin >= _SHARED_BYTES
 
 

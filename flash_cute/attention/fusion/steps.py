@@ -35,9 +35,9 @@ class Means:
     save_memory: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Norm:
-    """LayerNorm, or RMSNorm, of the last dimension."""
+    """LayerNorm, or RMSNorm, of the last dimension. Not frozen: torch 2.11 cannot trace that."""
 
     weight: Tensor
     bias: Tensor | None
