@@ -170,6 +170,11 @@ def in_graph() -> bool:
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
+def assert_in_graph(right: Tensor, message: str) -> None:
+    """Raises RuntimeError when the graph runs, if ``right`` is False; on CUDA without waiting."""
+    torch._assert_async(right, message)
+
+
 def begins_by_sizes(x: Tensor) -> bool:
     """Whether dynamic sizes decide where a fake begins in its memory: it is a view that the graph
     makes. A number decides no longer, nor does the offset that an input of the graph has."""
