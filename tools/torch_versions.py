@@ -32,6 +32,7 @@ TESTS = [
     "tests/test_autograd.py",
     "tests/test_packed.py",
     "tests/test_functional.py",
+    "tests/test_accept.py",
     "tests/test_rng.py",
     "tests/test_check.py",
     "tests/test_mha.py",
