@@ -113,7 +113,8 @@ def flash_attn_func(
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    sink = accept.sink(sink, s_aux, learnable_sink)
+    if s_aux is not None or learnable_sink is not None:
+        sink = accept.sink(sink, s_aux, learnable_sink)
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     usual = usual and not check.is_on() and out is None and not (others or return_max_logits)
