@@ -145,6 +145,13 @@ def below(key: str) -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[return-value]
 
 
+def kernel_of(op: str, key: str) -> Callable[..., Any]:
+    """The kernel that an op has for a dispatch key now, whatever is registered later."""
+    kernel = torch.library.get_kernel(op, key)  # type: ignore[attr-defined]
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return lambda *args, **named: kernel.call_boxed(keys, *args, **named)
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 

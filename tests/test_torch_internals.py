@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_private_symbols_live_in_one_file():
                 if parts if name.startswith("torch.") else parts - own - {HOME.stem}:
                     found.append(f"{path.name}:{node.lineno}: {name}")
     assert not found, found
+
+
+def test_kernel_of():
+    """It stays the one that was registered, when another one is."""
+    kernel = internals.kernel_of("aten::trunc", "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("trunc", lambda x: x + 7, "CPU", allow_override=True)
+    x = torch.tensor([1.5])
+    assert torch.ops.aten.trunc(x).item() == 8.5 and kernel(x).item() == 1
+    del library
+    assert torch.ops.aten.trunc(x).item() == 1
 
 
 def test_assert_in_graph():
