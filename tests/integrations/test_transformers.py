@@ -171,6 +171,23 @@ def test_autocast():
     assert errors["flash_cute"] < 1.5 * errors["eager"] < 0.1 * exact.abs().mean().item()
 
 
+def test_vmap():
+    """One call for models of several weights."""
+    made = model("llama", "flash_cute")
+    names, weights = zip(*made.named_parameters(), strict=True)
+    stacked = {x: torch.stack([w, w * 1.1]).detach() for x, w in zip(names, weights, strict=True)}
+    ids = tokens(2, 9)
+
+    def logits(parameters):
+        named = {"input_ids": ids, "use_cache": False}
+        return torch.func.functional_call(made, parameters, (), named).logits
+
+    got = torch.vmap(logits)(stacked)
+    for i in range(2):
+        expected = logits({name: x[i] for name, x in stacked.items()})
+        torch.testing.assert_close(got[i], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_queries_of_norms_in_fp32():
     """A model in bf16 whose norms were cast to fp32, as PEFT does."""
     made = model("llama", "flash_cute").bfloat16()
