@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    PhimoeConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -58,6 +59,8 @@ def config(name: str) -> Any:
             n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
             q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
         )  # fmt: skip
+    if name == "phimoe":  # a window that its mask has, and its layers do not know
+        return PhimoeConfig(**sizes, sliding_window=5, num_local_experts=2, num_experts_per_tok=1)
     if name == "bert":
         return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     if name == "gpt2":
@@ -84,7 +87,7 @@ def config(name: str) -> Any:
     raise KeyError(name)
 
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2")
+DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "phimoe")
 ENCODERS = ("bert", "modernbert")
 _CLASSES = {
     "bert": AutoModel,

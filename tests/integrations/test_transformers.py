@@ -217,6 +217,17 @@ def test_compiled():
 
 
 class TestRefusals:
+    def test_graphs_of_layers_that_do_not_know_their_window(self):
+        made = model("phimoe", "flash_cute")
+        layer = made.model.layers[0].self_attn
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def attend(q):
+            return integration.attention(layer, q, q, q, None)[0]
+
+        with pytest.raises(Exception, match="does not tell attention its sliding window"):
+            attend(torch.randn(1, 4, 9, 8))
+
     def test_models_without_flash_attention(self):
         from transformers import AutoModel, T5Config
 

@@ -13,6 +13,7 @@ from flash_cute import functional, kvcache, validate_kvcache
 from flash_cute.core.padding import offsets, packing
 
 Options = dict[str, Any]
+_UNSAID: Any = "not given"  # by the layer, which then does not know its window
 
 # Arguments that change the result, and that no function here takes.
 _REFUSED = (
@@ -28,7 +29,7 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNSAID,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -66,13 +67,15 @@ def attention(
     _refuse(attention_mask, others)
     q, k, v = _in_one_dtype(module, *(x.transpose(1, 2) for x in (query, key, value)))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = -1 if sliding_window is None else sliding_window - 1
+    window = _window(module, attention_mask, sliding_window, causal, k.shape[1])
+    if getattr(attention_mask, "is_full", False):
+        attention_mask = None
     if deterministic is None:
         deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
     score: Options = {
         "softmax_scale": scaling,
         "causal": causal,
-        "window_size": (window, 0 if causal else window),
+        "window_size": window,
         "softcap": softcap or 0.0,
         "sink": s_aux,
     }
@@ -108,6 +111,29 @@ def _refuse(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
             f"attention_mask has shape {tuple(attention_mask.shape)}; flash_cute takes (batch, "
             "seqlen), 1 for tokens that take part; use attn_implementation='sdpa' for others"
         )
+
+
+def _window(
+    module: torch.nn.Module,
+    attention_mask: Tensor | None,
+    sliding_window: int | None,
+    causal: bool,
+    seqlen_k: int,
+) -> tuple[int, int]:
+    """(left, right): the mask's if it says one, else the layer's."""
+    band = getattr(attention_mask, "band", None)
+    if band is not None:
+        return band
+    if sliding_window is _UNSAID:
+        width = getattr(getattr(module, "config", None), "sliding_window", None)
+        if torch.compiler.is_compiling() and width is not None and seqlen_k > width:
+            raise NotImplementedError(
+                f"{type(module).__name__} does not tell attention its sliding window, which a "
+                "graph then does not know; use attn_implementation='sdpa' with torch.compile"
+            )
+        sliding_window = None
+    side = -1 if sliding_window is None else sliding_window - 1
+    return side, 0 if causal else side
 
 
 def _in_one_dtype(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

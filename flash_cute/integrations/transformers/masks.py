@@ -3,8 +3,12 @@
 Models ask for a mask once a forward, and give what they get to every layer:
 
 - None: nothing beyond the causal mask or the window, which layers know themselves;
-- bool (batch, seqlen_k): padding. An attribute ``starts`` says that it is on the left alone;
+- bool (batch, seqlen_k): padding. An attribute ``starts`` says that it is on the left alone,
+  ``is_full`` that there is none;
 - int32 (batch, seqlen): the number of the sequence that each token belongs to, from 1 on.
+
+An attribute ``band`` is the window that hides a key, as (left, right): not all layers know theirs.
+Graphs have no such attributes.
 """
 
 from __future__ import annotations
@@ -58,16 +62,43 @@ def mask(
     if is_traced and "or_mask" in names:
         raise _refused("block_sequence_ids")
     is_causal = "bidirectional_mask_function" not in names
-    if _SEQUENCES in names or (is_traced and "and_mask" in names and attention_mask is None):
-        return _numbers(mask_function, batch_size, q_length, device)
+    if is_traced:
+        if "and_mask" in names and attention_mask is None:
+            return _numbers(mask_function, batch_size, q_length, device)
+    elif _SEQUENCES in names:
+        numbers = _numbers(mask_function, batch_size, q_length, device)
+        return _with_band(numbers, _band(mask_function), kv_length)
     if is_causal and not (is_traced and isinstance(q_offset, Tensor)):
         end = int(q_offset) + q_length
         attention_mask = _seen(attention_mask, batch_size, kv_length, kv_offset, end, device)
     elif attention_mask is not None:
         attention_mask = attention_mask[:, -kv_length:]
-    if attention_mask is None or is_traced:
+    if is_traced:
         return attention_mask
-    return _padding(attention_mask, kv_length, any("sliding" in name for name in names))
+    band = _band(mask_function)
+    if attention_mask is not None:
+        attention_mask = _padding(attention_mask, kv_length, band is not None)
+    if attention_mask is None and band is not None and kv_length > band[0]:
+        attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        attention_mask.is_full = True  # type: ignore[attr-defined]
+    return None if attention_mask is None else _with_band(attention_mask, band, kv_length)
+
+
+def _band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
+    """(left, right) of the sliding window in it."""
+    name = mask_function.__qualname__
+    if name.startswith("sliding_window_overlay"):
+        return _captured(mask_function, "sliding_window") - 1, 0
+    if name.startswith("sliding_window_bidirectional_overlay"):
+        side = _captured(mask_function, "sliding_window")
+        return side, side
+    return next((x for x in map(_band, _parts(mask_function)) if x is not None), None)
+
+
+def _with_band(mask: Tensor, band: tuple[int, int] | None, kv_length: int) -> Tensor:
+    if band is not None and kv_length > band[0]:
+        mask.band = band  # type: ignore[attr-defined]
+    return mask
 
 
 def _seen(
@@ -80,8 +111,8 @@ def _seen(
 ) -> Tensor | None:
     """Of the keys, those before ``end``, where the last query is: a static cache has more."""
     seen = min(kv_length, end - kv_offset)
-    if padding is not None:
-        return padding[:, kv_offset : kv_offset + seen]
+    if padding is not None:  # its last entry is the last token's; it may be what was returned here
+        return padding[:, :end][:, -seen:]
     if seen == kv_length:
         return None
     return torch.ones(batch, seen, dtype=torch.bool, device=device)
@@ -126,13 +157,21 @@ def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
     name = mask_function.__qualname__
     if mask_function.__module__ != masking_utils.__name__:
         yield f"{mask_function.__module__}.{name}"
-    elif name == _AND:
-        for part in _captured(mask_function, "mask_functions"):
-            yield from _names(part)
-    else:
+    elif name != _AND:
         yield name
-        if name.startswith("remap_positions"):
-            yield from _names(_captured(mask_function, "mask_function"))
+    for part in _parts(mask_function):
+        yield from _names(part)
+
+
+def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Mask functions inside of one of transformers' own."""
+    if mask_function.__module__ != masking_utils.__name__:
+        return ()
+    if mask_function.__qualname__ == _AND:
+        return _captured(mask_function, "mask_functions")
+    if mask_function.__qualname__.startswith("remap_positions"):
+        return (_captured(mask_function, "mask_function"),)
+    return ()
 
 
 def _captured(function: Any, name: str) -> Any:
