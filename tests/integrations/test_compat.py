@@ -262,6 +262,16 @@ def test_over_a_cache(device):
     assert (lse[1] == torch.inf).all() and lse[0].isfinite().all() and (out[1] == 0).all()
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+def test_compiled(module):
+    q, k, v = (x.requires_grad_() for x in good_arguments("func", "cpu").values())
+    run = torch.compile(module.flash_attn_func, backend="aot_eager", fullgraph=True)
+    out, expected = (f(q, k, v, causal=True) for f in (run, module.flash_attn_func))
+    assert torch.equal(out, expected)
+    dout = torch.randn_like(out)
+    assert torch.equal(*(torch.autograd.grad(x, q, dout)[0] for x in (out, expected)))
+
+
 def test_errors_are_runtime_errors(device):
     q, k, v = good_arguments("func", device).values()
     for module in (flash_attn, flash_attn_interface):
