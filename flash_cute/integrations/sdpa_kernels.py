@@ -131,9 +131,10 @@ def _dense(
 
 
 def _philox(rng: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of dropout as ATen's operators return it: uint64 (2,), and a scalar."""
-    state = like.new_zeros(2, dtype=torch.int64) if rng is None else rng
-    return state.view(torch.uint64), like.new_zeros((), dtype=torch.int64).view(torch.uint64)
+    """The state of dropout as ATen's operators return it: uint64 (2,), and a scalar that nobody
+    reads. Without dropout nobody reads the state either."""
+    state = like.new_empty(2, dtype=torch.uint64) if rng is None else rng.view(torch.uint64)
+    return state, like.new_empty((), dtype=torch.uint64)
 
 
 # --- the CPU's own operators ----------------------------------------------------------------------
