@@ -305,6 +305,7 @@ def test_on_cuda_in_bf16(cuda, name):
         if name in DECODERS:
             made.generate(**inputs, max_new_tokens=4, do_sample=False)
     exact, eager, ours = found.values()
+    largest = max(x.norm().item() for x in exact[1:])
     for x, y, z in zip(ours, eager, exact, strict=True):
         error, allowed = ((w - z).float().norm().item() for w in (x, y))
-        assert error <= 1.5 * allowed + 1e-2 * z.norm().item()
+        assert error <= 1.5 * allowed + 1e-2 * z.norm().item() + 1e-3 * largest

@@ -256,4 +256,5 @@ def _is_inference(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Opt
     tensors = [x for x in (q, k, v, score["sink"]) if x is not None]
     if training["dropout_p"] or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
-    return not q.is_cuda or q.dtype in validate_kvcache.KVCACHE_CUDA_DTYPES
+    is_in_vectors = q.shape[-1] % 8 == v.shape[-1] % 8 == 0  # as the kernels read caches
+    return not q.is_cuda or (is_in_vectors and q.dtype in validate_kvcache.KVCACHE_CUDA_DTYPES)

@@ -29,7 +29,7 @@ def register() -> None:
     attention. Models that were made before take it by ``set_attn_implementation``.
 
     Raises:
-        ImportError: transformers is missing, or has no attention interface: 5.20 or newer is needed.
+        ImportError: transformers is missing, or older than 5.20 and without what is needed.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
