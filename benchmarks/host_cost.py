@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +18,10 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_cute.integrations import sdpa
 
 from . import report, timing
 from .rivals import OURS, Candidate, FlashCute, Work, describe, load
@@ -27,14 +32,29 @@ _LEAST_BATCHES = 20
 
 
 def ways(candidates: Mapping[str, Candidate], x: Inputs) -> dict[str, Work]:
-    """What is called: each candidate's forward; of ours also with grad, and the bare op."""
+    """What is called: each candidate's forward; of ours also with grad, the bare op, and SDPA."""
     works = {name: candidate.forward(CASE, x) for name, candidate in candidates.items()}
     ours = candidates.get(OURS)
     if isinstance(ours, FlashCute):
         leaves = {name: getattr(x, name).detach().requires_grad_() for name in "qkv"}
         works[f"{OURS} with grad"] = ours.forward(CASE, replace(x, **leaves))
         works[f"{OURS} op"] = ours.op(CASE, x)
+        works[f"{OURS} through SDPA"] = through_sdpa(x)
     return works
+
+
+def through_sdpa(x: Inputs) -> Work:
+    """torch's own function, with flash_cute activated as its flash attention."""
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        with sdpa.activated(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+
+    return Work(
+        lambda: F.scaled_dot_product_attention(q, k, v), lambda out: (out.transpose(1, 2),), scope
+    )
 
 
 def batch_us(work: Work, calls: int, device: torch.device) -> float:

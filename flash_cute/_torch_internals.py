@@ -145,6 +145,13 @@ def below(key: str) -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[return-value]
 
 
+def kernel_of(op: str, key: str) -> Callable[..., Any]:
+    """The kernel that an op has for a dispatch key now, whatever is registered later."""
+    kernel = torch.library.get_kernel(op, key)  # type: ignore[attr-defined]
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return lambda *args, **named: kernel.call_boxed(keys, *args, **named)
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 
@@ -168,6 +175,11 @@ def in_graph() -> bool:
     """Whether a graph is being made, whose ops see fakes: before torch 2.13 ``is_compiling`` does
     not say so there."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+def assert_in_graph(right: Tensor, message: str) -> None:
+    """Raises RuntimeError when the graph runs, if ``right`` is False; on CUDA without waiting."""
+    torch._assert_async(right, message)
 
 
 def begins_by_sizes(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import check, ops, validate
+from flash_cute import accept, check, ops, validate, validate_ops
 from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
@@ -21,6 +21,10 @@ from flash_cute.rng import rng_of_call
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
+_OUT_OF = {
+    ops.fwd: torch.ops.flash_cute.fwd.out,
+    ops.varlen_fwd: torch.ops.flash_cute.varlen_fwd.out,
+}
 Result = Any  # out, or the tuple that return_lse or return_attn_probs asks for
 
 
@@ -42,6 +46,11 @@ def flash_attn_func(
     rng: Tensor | None = None,
     return_lse: bool = False,
     return_rng: bool = False,
+    return_max_logits: bool = False,
+    out: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """softmax(scale q k^T) v without the seqlen_q x seqlen_k matrix in memory (FlashAttention,
     arXiv 2205.14135).
@@ -75,14 +84,24 @@ def flash_attn_func(
             drops the same, compiled or not. See :func:`flash_cute.rng_state`.
         return_lse: also return the log-sum-exp.
         return_rng: also return the state that dropout used.
+        return_max_logits: also return the largest score of each head, for QK-clip.
+        out: tensor for the result, which is returned; without gradients.
+        s_aux, learnable_sink: other names of ``sink``.
+        others: ``return_softmax_lse``, another name of ``return_lse``; FlashAttention-3's
+            ``num_splits``, ``pack_gqa`` and ``sm_margin``, which say how its kernels are scheduled
+            and nothing here; features that do not exist, with values that ask for none.
+
+    Where the last dimension of q, k or v is not contiguous it is copied. ``window_size`` may be any
+    pair, None unbounded.
 
     Returns:
         out (batch, seqlen_q, heads, dim_v) in q's dtype. With ``return_lse``: (out, softmax_lse),
         softmax_lse fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q), natural log,
         differentiable. With ``return_attn_probs``: (out, softmax_lse, probs), probs (batch, heads,
-        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. With ``return_rng`` the
-        state comes last, None where ``dropout_p`` is 0. A row that sees no key has out 0 and lse
-        -inf, or ``sink``'s logit if there is one.
+        seqlen_q, seqlen_k) in q's dtype, negative where dropout drops. Behind these, as asked: the
+        state of dropout, None where ``dropout_p`` is 0; max_logits (heads,), dtype as softmax_lse,
+        of scores after scale, softcap and slopes, without a gradient. A row that sees no key has
+        out 0 and lse -inf, or ``sink``'s logit if there is one.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
@@ -94,9 +113,11 @@ def flash_attn_func(
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
     options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if s_aux is not None or learnable_sink is not None:
+        sink = accept.sink(sink, s_aux, learnable_sink)
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
-    usual = usual and not check.is_on()
+    usual = usual and not check.is_on() and out is None and not (others or return_max_logits)
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
@@ -104,17 +125,19 @@ def flash_attn_func(
             if options == _PLAIN:
                 with internals.below_autograd():
                     precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
-                    out, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
-                return (out, softmax_lse) if return_lse else out
+                    result, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
+                return (result, softmax_lse) if return_lse else result
         except (RuntimeError, TypeError, ValueError):
             pass
-    q, k, v = autocast.cast(q, k, v)
+    return_lse = accept.others(flash_attn_func, others) or return_lse
+    q, k, v = accept.rows(*autocast.cast(q, k, v))
     validate.dense(q, k, v)
     check.dense(q, k)
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, out=out,
     )  # fmt: skip
 
 
@@ -135,12 +158,18 @@ def flash_attn_kvpacked_func(
     rng: Tensor | None = None,
     return_lse: bool = False,
     return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
 
     Backward fills one gradient of kv in place of stacking two.
     """
-    q, kv = autocast.cast(q, kv)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_kvpacked_func, others) or return_lse
+    q, kv = accept.rows(*autocast.cast(q, kv))
     validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
@@ -148,7 +177,8 @@ def flash_attn_kvpacked_func(
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, kv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, kv,
     )  # fmt: skip
 
 
@@ -168,12 +198,18 @@ def flash_attn_qkvpacked_func(
     rng: Tensor | None = None,
     return_lse: bool = False,
     return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
 
     Backward fills one gradient of qkv in place of stacking three.
     """
-    (qkv,) = autocast.cast(qkv)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_qkvpacked_func, others) or return_lse
+    (qkv,) = accept.rows(*autocast.cast(qkv))
     validate.packed("qkv", qkv, 5, 3)
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
@@ -181,7 +217,8 @@ def flash_attn_qkvpacked_func(
     return _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, qkv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, qkv,
     )  # fmt: skip
 
 
@@ -190,7 +227,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0,
@@ -211,6 +248,11 @@ def flash_attn_varlen_func(
     rng: Tensor | None = None,
     return_lse: bool = False,
     return_rng: bool = False,
+    return_max_logits: bool = False,
+    out: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """Attention over sequences of different lengths laid end to end.
 
@@ -220,8 +262,10 @@ def flash_attn_varlen_func(
         v: as k, with its own head dim.
         cu_seqlens_q: int32 (batch + 1): sequence b is rows ``[cu_seqlens_q[b], cu_seqlens_q[b +
             1])`` of q.
-        cu_seqlens_k: int32 (batch + 1), likewise for k and v.
-        max_seqlen_q: the longest sequence of q; longer ones are cut to it.
+        cu_seqlens_k: int32 (batch + 1), likewise for k and v. None with ``seqused_k`` and pages, or
+            k of (batch, seqlen, heads_k, dim).
+        max_seqlen_q: the longest sequence of q; longer ones are cut to it. An int, or a numpy
+            integer or tensor without dimensions.
         max_seqlen_k: the longest sequence of k; longer ones are cut to it.
         block_table: int32 (batch, max_blocks), the page ids of each sequence's keys and values.
             Forward only.
@@ -240,7 +284,12 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
-    q, k, v = autocast.cast(q, k, v)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_varlen_func, others) or return_lse
+    q, k, v = accept.rows(*autocast.cast(q, k, v))
+    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
+    if cu_seqlens_k is None:
+        k, v, cu_seqlens_k = accept.keys(k, v, seqused_k, block_table)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
@@ -249,6 +298,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, out=out,
     )  # fmt: skip
 
 
@@ -276,9 +326,16 @@ def flash_attn_varlen_kvpacked_func(
     rng: Tensor | None = None,
     return_lse: bool = False,
     return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
-    q, kv = autocast.cast(q, kv)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_varlen_kvpacked_func, others) or return_lse
+    q, kv = accept.rows(*autocast.cast(q, kv))
+    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
     validate.packed("kv", kv, 4, 2, q)
     k, v = kv.unbind(1)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -287,7 +344,8 @@ def flash_attn_varlen_kvpacked_func(
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, kv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, kv,
     )  # fmt: skip
 
 
@@ -311,9 +369,16 @@ def flash_attn_varlen_qkvpacked_func(
     rng: Tensor | None = None,
     return_lse: bool = False,
     return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
-    (qkv,) = autocast.cast(qkv)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
+    (qkv,) = accept.rows(*autocast.cast(qkv))
+    max_seqlen = accept.integer(max_seqlen)
     validate.packed("qkv", qkv, 4, 3)
     q, k, v = qkv.unbind(1)
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
@@ -322,7 +387,8 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng, qkv,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, qkv,
     )  # fmt: skip
 
 
@@ -355,7 +421,9 @@ def _attend(
     randomness: tuple[torch.Generator | None, Tensor | None],
     return_lse: bool,
     return_rng: bool,
+    return_max_logits: bool,
     packed: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Result:
     """The one way from every public function to its op.
 
@@ -365,6 +433,8 @@ def _attend(
     validate.flag("return_attn_probs", return_attn_probs)
     validate.flag("return_lse", return_lse)
     validate.flag("return_rng", return_rng)
+    validate.flag("return_max_logits", return_max_logits)
+    window_size = accept.window(window_size)
     if sequences:
         validate.flag("zero_tensors", sequences[-2])
     validate.options(
@@ -382,18 +452,26 @@ def _attend(
     rng = rng_of_call(q, dropout_p, *randomness)
     args = (
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
-        rng, deterministic, return_attn_probs, False, ops.allow_tf32(q),
+        rng, deterministic, return_attn_probs, bool(return_max_logits), ops.allow_tf32(q),
     )  # fmt: skip
     is_eager = not torch.compiler.is_compiling() and not ops.transformed()
-    if not grad and is_eager:
+    row_max = probs = None
+    if out is not None:
+        if grad or return_attn_probs:
+            raise ValueError(
+                "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
+                "without return_attn_probs"
+            )
+        softmax_lse, row_max = _into(out, op, (q, k, v), args, (return_lse, return_max_logits))
+    elif not grad and is_eager:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
         with internals.below_autograd():
-            out, softmax_lse, _, probs = op(q, k, v, *args)
-    elif packed is not None and packed.requires_grad and is_eager:
+            out, softmax_lse, row_max, probs = op(q, k, v, *args)
+    elif packed is not None and packed.requires_grad and is_eager and not return_max_logits:
         separate_q = q if packed.shape[-3] == 2 else None
         out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, sink, op, args)
     else:
-        out, softmax_lse, _, probs = op(q, k, v, *args)
+        out, softmax_lse, row_max, probs = op(q, k, v, *args)
     results = [out]
     if return_lse or return_attn_probs:
         results.append(softmax_lse)
@@ -401,4 +479,24 @@ def _attend(
         results.append(probs)
     if return_rng:
         results.append(rng)
+    if row_max is not None:
+        results.append(row_max.detach().amax(1 if sequences else (0, 2)))
     return tuple(results) if len(results) > 1 else out
+
+
+def _into(
+    out: Tensor, op: Any, qkv: tuple[Tensor, Tensor, Tensor], args: tuple, wanted: tuple
+) -> tuple[Tensor | None, Tensor | None]:
+    """Attention into ``out``, by the op's out overload; (softmax_lse, row_max) as ``wanted``."""
+    q, k, v = qkv
+    validate_ops.buffer("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    validate._contiguous_last("out", out)
+    if not torch.compiler.is_compiling():
+        validate_ops.apart({"out": out}, {"q": q, "k": k, "v": v})
+    *lead, rows, heads, _ = q.shape
+    softmax_lse, row_max = (
+        q.new_empty((*lead, heads, rows), dtype=validate_ops.statistic_dtype(q)) if x else None
+        for x in wanted
+    )
+    _OUT_OF[op](q, k, v, *args, out=out, softmax_lse=softmax_lse, row_max=row_max)
+    return softmax_lse, row_max

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import check, ops, validate, validate_kvcache, validate_ops
+from flash_cute import accept, check, ops, validate, validate_kvcache, validate_ops
 from flash_cute.ops import autocast
 
 
@@ -46,6 +46,9 @@ def flash_attn_with_kvcache(
     sink: Tensor | None = None,
     split_size: int = 0,
     check_indices: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    **others: Any,
 ) -> Any:
     """Attention of a few queries a sequence over its cache, which new keys and values join first.
 
@@ -98,6 +101,7 @@ def flash_attn_with_kvcache(
             of a full graph. Without it indices are clamped on the device: what lies outside is
             neither read nor written. ``FLASH_CUTE_CHECK=1`` asks for it everywhere
             (:mod:`flash_cute.check`).
+        s_aux, learnable_sink, others: as in :func:`flash_attn_func`.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
@@ -110,6 +114,9 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate_kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
+    accept.others(flash_attn_with_kvcache, others)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    window_size, max_seqlen_q = accept.window(window_size), accept.integer(max_seqlen_q)
     if page_table is not None:
         if block_table is not None:
             raise ValueError("block_table and page_table are given; they are names of one argument")
@@ -123,6 +130,7 @@ def flash_attn_with_kvcache(
     ):
         validate.flag(name, flag)
     q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
+    q, k, v = accept.rows(q, k, v)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)

@@ -187,8 +187,15 @@ def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
 def tensor(name: str, x: Any) -> None:
     """Refuses what is no tensor, and tensors whose elements do not lie at strides."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor")
+        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor{_of_a_tracer(x)}")
     strided(name, x)
+
+
+def _of_a_tracer(x: Any) -> str:
+    """What to do about a proxy of torch.fx's symbolic tracing."""
+    if not isinstance(x, torch.fx.Proxy):
+        return ""
+    return '; call torch.fx.wrap("flash_attn_func") in the module that calls the function'
 
 
 def strided(name: str, x: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from flash_cute import _torch_internals as internals
 
 PACKAGE = Path(flash_cute.__file__).parent
 HOME = PACKAGE / "_torch_internals.py"
+# Other libraries' symbols that are not public, each library's in one file.
+OTHERS = {PACKAGE / "integrations" / "transformers" / "registry.py"}
 
 
 def private(name: str) -> bool:
@@ -54,9 +57,35 @@ def test_private_symbols_live_in_one_file():
         for node in [] if path == HOME else ast.walk(ast.parse(path.read_text())):
             for name in names_in(node):
                 parts = set(filter(private, name.split(".")))
+                if path in OTHERS and not name.startswith("torch."):
+                    continue
                 if parts if name.startswith("torch.") else parts - own - {HOME.stem}:
                     found.append(f"{path.name}:{node.lineno}: {name}")
     assert not found, found
+
+
+def test_kernel_of():
+    """It stays the one that was registered, when another one is."""
+    kernel = internals.kernel_of("aten::trunc", "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("trunc", lambda x: x + 7, "CPU", allow_override=True)
+    x = torch.tensor([1.5])
+    assert torch.ops.aten.trunc(x).item() == 8.5 and kernel(x).item() == 1
+    del library
+    assert torch.ops.aten.trunc(x).item() == 1
+
+
+def test_assert_in_graph():
+    def f(x):
+        internals.assert_in_graph(x.sum() > 0, "not positive")
+        return x + 1
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="not positive"):
+        compiled(-torch.ones(2))
 
 
 def test_below_autograd():

@@ -5,9 +5,6 @@ They count as those of torch's own attention: nothing is taken off for what a ma
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
@@ -16,35 +13,12 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu.varlen import spans
 from flash_cute.ops.schema import DEFAULTS, OPS
-
-_COUNTER = "torch.utils.flop_counter"  # imports triton, where there is one
+from flash_cute.ops.when_imported import when_imported
 
 
 def register(_: torch.library.Library) -> None:
-    """Now if torch's counter is there, else as soon as somebody imports it."""
-    if _COUNTER in sys.modules:
-        _register_formulas()
-    else:
-        sys.meta_path.insert(0, _WhenImported())
-
-
-class _WhenImported(MetaPathFinder):
-    """Finds torch's counter as others would, once, and registers the formulas behind its import."""
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        run = spec.loader.exec_module
-
-        def run_and_register(module: Any) -> None:
-            run(module)
-            _register_formulas()
-
-        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
-        return spec
+    """With torch's counter, which imports triton where there is one."""
+    when_imported("torch.utils.flop_counter", _register_formulas)
 
 
 def _register_formulas() -> None:

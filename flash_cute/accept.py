@@ -1,0 +1,138 @@
+"""Arguments as other libraries spell them, brought to the form that :mod:`flash_cute.validate`
+checks. What cannot be brought to it stays as it is, and is refused there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import validate
+
+# How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
+# not depend on it.
+_HINTS = {"num_splits": int, "pack_gqa": bool, "sm_margin": int}
+# Features that do not exist, with the values that ask for nothing.
+_ABSENT = {
+    "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
+    "scheduler_metadata": None,
+}  # fmt: skip
+# Names that torch's attention has for these things.
+_ELSEWHERE = {
+    "is_causal": "causal=",
+    "scale": "softmax_scale=",
+    "attn_mask": "causal=, window_size=, or a varlen function with the lengths",
+    "key_padding_mask": "a varlen function with the lengths",
+    "attn_bias": "alibi_slopes=; other biases are not supported",
+    "enable_gqa": "k and v with fewer heads, which needs no argument",
+    "return_softmax": "return_attn_probs=",
+}
+IntegerLike = Any  # int, or a numpy integer or tensor without dimensions
+
+
+def rows(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors whose last dimension is not contiguous are copied, as flash-attn does."""
+    return tuple(x.contiguous() if _is_in_columns(x) else x for x in tensors)
+
+
+def _is_in_columns(x: Any) -> bool:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided or x.dim() == 0:
+        return False
+    return not validate.has_rows(x)
+
+
+def integer(x: IntegerLike) -> Any:
+    """An int from what holds one. A tensor on a GPU is waited for."""
+    if type(x) is int or isinstance(x, (bool, float, torch.SymInt)) or x is None:
+        return x
+    if isinstance(x, Tensor):
+        is_one = x.dim() == 0 and not (x.is_floating_point() or x.is_complex())
+        return x.item() if is_one and x.dtype != torch.bool else x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
+
+
+def window(x: Any) -> Any:
+    """(left, right) from any sequence of two, None standing for an unbounded side or for both."""
+    if type(x) is tuple and len(x) == 2 and type(x[0]) is type(x[1]) is int:
+        return x
+    if x is None:
+        return (-1, -1)
+    if not isinstance(x, (tuple, list)):
+        if getattr(x, "ndim", None) != 1:
+            return x
+        x = x.tolist()
+    return tuple(-1 if side is None else integer(side) for side in x)
+
+
+def sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
+    """One of three names of attention sinks; vLLM and transformers have the second, FA4 the third.
+
+    Raises:
+        ValueError: several are given.
+    """
+    given = [x for x in (sink, s_aux, learnable_sink) if x is not None]
+    if len(given) > 1:
+        raise ValueError("sink, s_aux and learnable_sink are names of one argument; give one")
+    return given[0] if given else None
+
+
+def keys(
+    k: Tensor, v: Tensor, seqused_k: Tensor | None, block_table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and the offsets that belong to ``cu_seqlens_k=None``: where lengths alone are given.
+
+    Raises:
+        ValueError: they are not, or k is not (batch, seqlen, heads, dim) or in pages.
+    """
+    if not isinstance(seqused_k, Tensor) or not isinstance(k, Tensor) or k.dim() != 4:
+        raise ValueError(
+            "cu_seqlens_k is None; it goes with seqused_k and with k of pages (block_table), or of "
+            "(batch, seqlen, heads, dim)"
+        )
+    if block_table is not None:
+        sums = seqused_k.cumsum(0, dtype=torch.int32)
+        return k, v, torch.nn.functional.pad(sums, (1, 0))
+    batch, seqlen = k.shape[:2]
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * seqlen
+    return k.flatten(0, 1), v.flatten(0, 1), offsets
+
+
+def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
+    """Keywords that a function does not name itself: hints, features that are not asked for, and
+    ``return_softmax_lse``, which is what it returns.
+
+    Raises:
+        NotImplementedError: a feature that does not exist is asked for.
+        TypeError: anything else, with the name that it has here.
+    """
+    for name, x in named.items():
+        if name in _HINTS:
+            if x is not None and not isinstance(integer(x), _HINTS[name]):
+                raise TypeError(f"{name} is {validate._kind(x)}; expected {_HINTS[name].__name__}")
+        elif name in _ABSENT:
+            if x is not None and x is not _ABSENT[name]:
+                raise NotImplementedError(
+                    f"{name} is given, and {function.__name__} has no such feature yet; leave it "
+                    f"{_ABSENT[name]}"
+                )
+        elif name != "return_softmax_lse":
+            raise TypeError(_unknown(function, name))
+    return bool(named.get("return_softmax_lse"))
+
+
+def _unknown(function: Callable[..., Any], name: str) -> str:
+    message = f"{function.__name__}() got an unexpected keyword argument '{name}'"
+    if name in _ELSEWHERE:
+        return f"{message}; use {_ELSEWHERE[name]}"
+    known = list(inspect.signature(function).parameters)
+    close = difflib.get_close_matches(name, known, 1)
+    return f"{message}; did you mean {close[0]}=?" if close else message

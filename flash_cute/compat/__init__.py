@@ -1,0 +1,64 @@
+"""Modules that are named and behave as flash-attn's, for programs that were written for it.
+
+``install()`` puts them where ``import flash_attn`` (2.8) and ``import flash_attn_interface``
+(FlashAttention-3) look; nothing else of flash_cute does. They can also be imported as they are:
+``from flash_cute.compat.flash_attn import flash_attn_func``.
+
+Example::
+
+    import flash_cute.compat
+
+    flash_cute.compat.install()
+    from flash_attn import flash_attn_func  # flash_cute's kernels
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+_HERE = "flash_cute.compat"
+# Names that programs import, each with the module of flash_cute that stands for it.
+MODULES = {
+    name: f"{_HERE}.{name}"
+    for name in (
+        "flash_attn",
+        "flash_attn.bert_padding",
+        "flash_attn.flash_attn_interface",
+        "flash_attn.layers",
+        "flash_attn.layers.rotary",
+        "flash_attn_2_cuda",
+        "flash_attn_interface",
+    )
+}
+_replaced: dict[str, ModuleType] | None = None  # None while not installed
+
+
+def install() -> None:
+    """Makes ``import flash_attn``, ``flash_attn_2_cuda`` and ``flash_attn_interface`` import these
+    modules, until :func:`uninstall`.
+
+    To be called before the program imports them: what it holds already stays. flash-attn itself, if
+    it is there, is out of reach meanwhile. No distribution of that name appears: programs that look
+    for its metadata (transformers does) do not find any.
+    """
+    global _replaced
+    if _replaced is not None:
+        return
+    replaced = {x: m for x, m in sys.modules.items() if x in MODULES or x.startswith("flash_attn.")}
+    for name in replaced:
+        del sys.modules[name]
+    _replaced = replaced
+    sys.modules |= {name: importlib.import_module(module) for name, module in MODULES.items()}
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`: modules that were there before come back."""
+    global _replaced
+    if _replaced is None:
+        return
+    for name in [x for x in sys.modules if x in MODULES or x.startswith("flash_attn.")]:
+        del sys.modules[name]
+    sys.modules |= _replaced
+    _replaced = None

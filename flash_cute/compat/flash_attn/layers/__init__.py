@@ -1,0 +1,1 @@
+"""flash-attn's layers: ``rotary`` alone."""

@@ -1,0 +1,304 @@
+"""ATen's operators of flash attention, in terms of flash_cute's.
+
+Shapes, strides and dtypes of results are those of ATen's, which graphs rely on. Kernels are called
+below autograd: ATen's operators bring their own formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import _torch_internals as internals
+from flash_cute import accept, kvcache, ops
+from flash_cute.ops.switches import deterministic
+from flash_cute.rng import rng_state
+
+_FWD_OUT, _BWD_OUT = torch.ops.flash_cute.fwd.out, torch.ops.flash_cute.bwd.out
+_SDPA = "_scaled_dot_product_flash_attention"
+
+
+def kernels() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Kernels by the operator's name and the dispatch key."""
+    found: dict[tuple[str, str], Callable[..., Any]] = {}
+    for key in ("CUDA", "CPU"):
+        found[_SDPA, key] = sdpa_forward
+        found[f"{_SDPA}_backward", key] = sdpa_backward
+        found["_flash_attention_forward", key] = flash_forward
+        found["_flash_attention_backward", key] = flash_backward
+        if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
+            found["_flash_attention_forward_no_dropout_inplace", key] = flash_forward_inplace
+    for name, kernel in (("", cpu_forward), ("_backward", cpu_backward)):
+        op = f"{_SDPA}_for_cpu{name}"
+        found[op, "CPU"] = partial(kernel, internals.kernel_of(f"aten::{op}", "CPU"))
+    return found
+
+
+# --- (batch, heads, seqlen, dim) ------------------------------------------------------------------
+
+
+def sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """A causal mask is aligned to the bottom right, as that of ATen's operator."""
+    rng = rng_state(query.device) if dropout_p else None
+    wants_softmax = return_debug_mask and dropout_p > 0
+    out, lse, softmax = _dense(
+        query, key, value, scale, is_causal, -1, dropout_p, rng, wants_softmax
+    )
+    mask = query.new_empty(0) if softmax is None else softmax
+    state, unused = _philox(rng, query)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients lie in memory as what they are of."""
+    rng = philox_seed.view(torch.int64) if dropout_p else None
+    grads = tuple(torch.empty_like(x) for x in (query, key, value))
+    saved = accept.rows(*(x.transpose(1, 2) for x in (grad_out, query, key, value, out)))
+    written = accept.rows(*(x.transpose(1, 2) for x in grads))
+    with internals.below_autograd():
+        _BWD_OUT(
+            *saved, logsumexp.contiguous(), None, scale, is_causal, -1, -1, 0.0, None, None,
+            dropout_p, rng, deterministic(False), ops.allow_tf32(query),
+            dq=written[0], dk=written[1], dv=written[2],
+        )  # fmt: skip
+    for x, y in zip(grads, written, strict=True):
+        if x.data_ptr() != y.data_ptr():  # those without contiguous rows
+            x.copy_(y.transpose(1, 2))
+    return grads  # type: ignore[return-value]
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    right: int,
+    dropout_p: float,
+    rng: Tensor | None,
+    wants_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out as query lies in memory, softmax_lse (batch, heads, seqlen), probabilities if wanted."""
+    batch, heads, seqlen, dim = query.shape
+    dim_v = value.shape[-1]
+    out = torch.empty_like(query) if dim == dim_v else query.new_empty(batch, heads, seqlen, dim_v)
+    rows = (
+        out
+        if out.stride(-1) == 1 or dim_v == 1
+        else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+    statistic = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = query.new_empty((batch, heads, seqlen), dtype=statistic)
+    softmax = query.new_empty((batch, heads, seqlen, key.shape[2])) if wants_softmax else None
+    q, k, v = accept.rows(*(x.transpose(1, 2) for x in (query, key, value)))
+    with internals.below_autograd():
+        _FWD_OUT(
+            q, k, v, scale, is_causal, -1, right, 0.0, None, None, dropout_p, rng, False,
+            wants_softmax, False, ops.allow_tf32(query), out=rows.transpose(1, 2), softmax_lse=lse,
+            softmax=softmax,
+        )  # fmt: skip
+    return (out if rows is out else out.copy_(rows)), lse, softmax
+
+
+def _philox(rng: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of dropout as ATen's operators return it: uint64 (2,), and a scalar that nobody
+    reads. Without dropout nobody reads the state either."""
+    state = like.new_empty(2, dtype=torch.uint64) if rng is None else rng.view(torch.uint64)
+    return state, like.new_empty((), dtype=torch.uint64)
+
+
+# --- the CPU's own operators ----------------------------------------------------------------------
+
+
+def cpu_forward(
+    original: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A causal mask is aligned to the top left. Calls with ``attn_mask`` are ATen's."""
+    if attn_mask is not None:
+        return original(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    key, value, right = _top_left(query, key, value, is_causal)
+    out, lse, _ = _dense(query, key, value, scale, False, right, dropout_p, None, False)
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cpu_backward(
+    original: Callable[..., Any],
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if attn_mask is not None:
+        return original(
+            grad_out, query, key, value, out, logsumexp, dropout_p, is_causal,
+            attn_mask=attn_mask, scale=scale,
+        )  # fmt: skip
+    seen_k, seen_v, right = _top_left(query, key, value, is_causal)
+    tensors = (grad_out, query, seen_k, seen_v, out)
+    rows = accept.rows(*(x.transpose(1, 2) for x in tensors))
+    with internals.below_autograd():
+        dq, dk, dv, *_ = ops.bwd(
+            *rows, logsumexp.contiguous(), None, scale, False, -1, right, 0.0, None, None, 0.0,
+            None, deterministic(False),
+        )  # fmt: skip
+    hidden = key.shape[2] - seen_k.shape[2]
+    pad = (0, 0, 0, 0, 0, hidden)
+    dk, dv = (torch.nn.functional.pad(x, pad) if hidden else x for x in (dk, dv))
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _top_left(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Keys that some query sees, and the window's right bound that makes query i see keys <= i."""
+    if not is_causal:
+        return key, value, -1
+    seqlen = query.shape[2]
+    key, value = key[:, :, :seqlen], value[:, :, :seqlen]
+    return key, value, seqlen - key.shape[2]
+
+
+# --- (batch, seqlen, heads, dim), or (total, heads, dim) ------------------------------------------
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sequences of different lengths, also in pages; dense without ``cum_seq_q``."""
+    q, k, v = accept.rows(query, key, value)
+    window = _bound(window_size_left), _bound(window_size_right)
+    if block_table is not None:
+        out, lse = kvcache.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=seqused_k, block_table=block_table, cu_seqlens_q=cum_seq_q,
+            max_seqlen_q=max_q, softmax_scale=scale, causal=is_causal, window_size=window,
+            alibi_slopes=alibi_slopes, num_splits=num_splits or 0, return_softmax_lse=True,
+        )  # fmt: skip
+        return out, lse, *_philox(None, q), q.new_empty(0)
+    if num_splits:
+        raise NotImplementedError(
+            f"num_splits is {num_splits}, which flash_cute takes over pages alone; leave it None"
+        )
+    rng = rng_state(q.device) if dropout_p else None
+    wants_softmax = return_debug_mask and dropout_p > 0
+    options = (
+        scale, is_causal, *window, 0.0, alibi_slopes, None, dropout_p, rng, False, wants_softmax,
+        False, ops.allow_tf32(q),
+    )  # fmt: skip
+    with internals.below_autograd():
+        if cum_seq_q is None:
+            out, lse, _, softmax = ops.fwd(q, k, v, *options)
+        else:
+            if cum_seq_k is None:
+                k, v, cum_seq_k = accept.keys(k, v, seqused_k, None)
+            sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, False, None)
+            out, lse, _, softmax = ops.varlen_fwd(q, k, v, *sequences, *options)
+    return out, lse, *_philox(rng, q), q.new_empty(0) if softmax is None else softmax
+
+
+def _bound(x: int | None) -> int:
+    return -1 if x is None or x < 0 else x
+
+
+def flash_forward_inplace(out: Tensor, *args: Any, **named: Any) -> Tensor:
+    """:func:`flash_forward` into ``out``; returns softmax_lse."""
+    result, lse, *_ = flash_forward(*args, **named)
+    out.copy_(result)
+    return lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    saved = accept.rows(grad_out, query, key, value, out)
+    window = _bound(window_size_left), _bound(window_size_right)
+    rng = state.view(torch.int64) if dropout_p else None
+    options = (
+        None, scale, is_causal, *window, 0.0, None, None, dropout_p, rng, deterministic(False),
+        ops.allow_tf32(query),
+    )  # fmt: skip
+    with internals.below_autograd():
+        if cum_seq_q is None:
+            dq, dk, dv, *_ = ops.bwd(*saved, logsumexp.contiguous(), *options)
+        else:
+            sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, None, False)
+            dq, dk, dv, *_ = ops.varlen_bwd(*saved, logsumexp.contiguous(), *sequences, *options)
+    return dq, dk, dv

@@ -1,0 +1,260 @@
+"""Attention as layers of transformers call it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import _torch_internals as internals
+from flash_cute import functional, kvcache, validate_kvcache
+from flash_cute.core.padding import offsets, packing
+
+Options = dict[str, Any]
+_UNSAID: Any = "not given"  # by the layer, which then does not know its window
+
+# Arguments that change the result, and that no function here takes.
+_REFUSED = (
+    "position_bias", "sinks", "attention_similarity", "indices", "block_indices", "score_mod",
+)  # fmt: skip
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = _UNSAID,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    deterministic: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    block_table: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        module: the layer; says whether it is causal where ``is_causal`` is None.
+        query: (batch, heads, seqlen_q, dim); ``key`` and ``value`` (batch, heads_k, seqlen_k, ..).
+        attention_mask: what :func:`flash_cute.integrations.transformers.mask` returned.
+        sliding_window: w > 0: a query sees the w last keys, itself included; if the layer is not
+            causal also the w - 1 behind it.
+        s_aux: (heads,), logits of attention sinks.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: sequences laid end to end.
+        block_table, k_cache, v_cache: pages of continuous batching, which key and value join.
+        others: what does not concern attention; what does is refused by name.
+
+    Returns:
+        (batch, seqlen_q, heads, dim_v), and None for the weights. Rows of padding are 0, or see the
+        keys that all see.
+
+    Raises:
+        NotImplementedError, ValueError: biases, masks of 4 dimensions, weights as a result; and
+            what flash_cute refuses.
+    """
+    _refuse(attention_mask, others)
+    q, k, v = _in_one_dtype(module, *(x.transpose(1, 2) for x in (query, key, value)))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window = _window(module, attention_mask, sliding_window, causal, k.shape[1])
+    if getattr(attention_mask, "is_full", False):
+        attention_mask = None
+    if deterministic is None:
+        deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+    score: Options = {
+        "softmax_scale": scaling,
+        "causal": causal,
+        "window_size": window,
+        "softcap": softcap or 0.0,
+        "sink": s_aux,
+    }
+    training: Options = {"dropout_p": dropout, "deterministic": deterministic}
+    sequences = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if block_table is not None and k_cache is not None and v_cache is not None:
+        return _paged(q, k, v, k_cache, v_cache, block_table, cu_seq_lens_k, score), None
+    if attention_mask is None or attention_mask.dtype == torch.bool:
+        if all(x is not None for x in sequences) and attention_mask is None:
+            return _packed(q, k, v, sequences, score | training), None
+        if attention_mask is None:
+            return _dense(q, k, v, score, training), None
+        return _padded(q, k, v, attention_mask, score, training), None
+    if all(x is not None for x in sequences):
+        return _packed(q, k, v, sequences, score | training), None
+    return _numbered(q, k, v, attention_mask, score, training), None
+
+
+def _refuse(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} is given, which flash_cute does not compute; use "
+                "attn_implementation='sdpa' or 'eager'"
+            )
+    if others.get("output_attentions"):
+        raise ValueError(
+            "output_attentions is True, and flash_cute keeps no attention weights; use "
+            "attn_implementation='eager'"
+        )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise NotImplementedError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; flash_cute takes (batch, "
+            "seqlen), 1 for tokens that take part; use attn_implementation='sdpa' for others"
+        )
+
+
+def _window(
+    module: torch.nn.Module,
+    attention_mask: Tensor | None,
+    sliding_window: int | None,
+    causal: bool,
+    seqlen_k: int,
+) -> tuple[int, int]:
+    """(left, right): the mask's if it says one, else the layer's."""
+    band = getattr(attention_mask, "band", None)
+    if band is not None:
+        return band
+    if sliding_window is _UNSAID:
+        width = getattr(getattr(module, "config", None), "sliding_window", None)
+        if torch.compiler.is_compiling() and width is not None and seqlen_k > width:
+            raise NotImplementedError(
+                f"{type(module).__name__} does not tell attention its sliding window, which a "
+                "graph then does not know; use attn_implementation='sdpa' with torch.compile"
+            )
+        sliding_window = None
+    side = -1 if sliding_window is None else sliding_window - 1
+    return side, 0 if causal else side
+
+
+def _in_one_dtype(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """fp32 queries of a layer with half precision weights (norms in fp32) are cast to those."""
+    target = q.dtype
+    if q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type):
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_is_quantized"):
+            target = config.dtype
+        else:
+            weights = (x.dtype for x in module.parameters() if x.is_floating_point())
+            target = next(weights, q.dtype)
+    return q.to(target), k.to(target), v.to(target)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Options) -> Tensor:
+    if q.shape[1] < k.shape[1] and _is_inference(q, k, v, score, training):
+        return kvcache.flash_attn_with_kvcache(q, k, v, **score)
+    return functional.flash_attn_func(q, k, v, **score, **training)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, sequences: tuple, options: Options) -> Tensor:
+    """Sequences laid end to end; their batch is 1."""
+    cu_q, cu_k, longest_q, longest_k = sequences
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    out = functional.flash_attn_varlen_func(
+        q_rows, k_rows, v_rows, cu_q.int(), cu_k.int(), longest_q, longest_k, **options
+    )
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def _numbered(
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, score: Options, training: Options
+) -> Tensor:
+    """Tokens by the number of their sequence: no row of a batch shares one with another."""
+    if torch.compiler.is_compiling():
+        # How many there are is not to be known here; to compile, give cu_seq_lens.
+        internals.assert_in_graph(
+            (numbers[:, -1] == 1).all(),
+            "position_ids restart: under torch.compile packed sequences need cu_seq_lens_q, "
+            "cu_seq_lens_k, max_length_q and max_length_k",
+        )
+        return _dense(q, k, v, score, training)
+    found = getattr(numbers, "sequences", None)  # the layer before has looked
+    if found is None:
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        begins[:, 1:] = numbers.diff(dim=1) != 0
+        starts = begins.flatten().nonzero().flatten().int()
+        cu = torch.cat([starts, starts.new_tensor([numbers.numel()])])
+        found = (cu, int(cu.diff().max()))
+        numbers.sequences = found  # type: ignore[attr-defined]
+    cu, longest = found
+    return _packed(q, k, v, (cu, cu, longest, longest), score | training)
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, score: Options, training: Options
+) -> Tensor:
+    """Keys that ``mask`` (batch, seqlen) does not let take part count nowhere.
+
+    A causal layer's queries are the last of its tokens, and padding among them is left out; queries
+    of other layers all take part, but under a window, which counts tokens.
+    """
+    batch, seqlen_k = mask.shape
+    if seqlen_k > k.shape[1]:
+        raise ValueError(f"attention_mask has {seqlen_k} entries a sequence, and keys {k.shape[1]}")
+    k, v = k[:, :seqlen_k], v[:, :seqlen_k]  # a static cache has room for more
+    seqlen_q = q.shape[1]
+    has_window = score["window_size"][0] >= 0
+    starts = getattr(mask, "starts", None)
+    if starts is not None and _is_inference(q, k, v, score, training):
+        return kvcache.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=seqlen_k, cache_leftpad=starts, **score
+        )
+    if has_window and not score["causal"] and seqlen_q != seqlen_k:
+        raise NotImplementedError("a window, padding and keys of other tokens than the queries")
+    keys = packing(mask, k)
+    k_rows, v_rows = (_pack(keys, x) for x in (k, v))
+    if score["causal"] or has_window:
+        queries = keys if seqlen_q == seqlen_k else packing(mask[:, -seqlen_q:], q)
+        q_rows, used, cu_q = _pack(queries, q), queries.lengths, queries.offsets
+    else:
+        q_rows, used, cu_q = q.flatten(0, 1), None, offsets(batch, seqlen_q, q.device)
+    out = functional.flash_attn_varlen_func(
+        q_rows, k_rows, v_rows, cu_q, keys.offsets, seqlen_q, seqlen_k,
+        seqused_q=used, seqused_k=keys.lengths, **score, **training,
+    )  # fmt: skip
+    if used is not None:
+        out = queries.unpack(out)
+    return out.reshape(batch, seqlen_q, *out.shape[-2:])
+
+
+def _pack(packed: Any, x: Tensor) -> Tensor:
+    return packed.pack(x.flatten(2)).unflatten(-1, x.shape[2:])
+
+
+def _paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seq_lens_k: Tensor | None,
+    score: Options,
+) -> Tensor:
+    """One new token a sequence; transformers lays them end to end."""
+    assert cu_seq_lens_k is not None
+    q_new, k_new, v_new = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
+    lengths = cu_seq_lens_k.diff()[: len(q_new)] - 1  # before the new one
+    out = kvcache.flash_attn_with_kvcache(
+        q_new, k_cache, v_cache, k_new, v_new, cache_seqlens=lengths.int(),
+        block_table=block_table, **score,
+    )  # fmt: skip
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def _is_inference(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Options) -> bool:
+    """Whether the function over caches, which needs no copies, may compute it."""
+    tensors = [x for x in (q, k, v, score["sink"]) if x is not None]
+    if training["dropout_p"] or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
+    is_in_vectors = q.shape[-1] % 8 == v.shape[-1] % 8 == 0  # as the kernels read caches
+    return not q.is_cuda or (is_in_vectors and q.dtype in validate_kvcache.KVCACHE_CUDA_DTYPES)

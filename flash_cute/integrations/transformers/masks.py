@@ -1,0 +1,186 @@
+"""What transformers wants masked, as attention without a score matrix can take it.
+
+Models ask for a mask once a forward, and give what they get to every layer:
+
+- None: nothing beyond the causal mask or the window, which layers know themselves;
+- bool (batch, seqlen_k): padding. An attribute ``starts`` says that it is on the left alone,
+  ``is_full`` that there is none;
+- int32 (batch, seqlen): the number of the sequence that each token belongs to, from 1 on.
+
+An attribute ``band`` is the window that hides a key, as (left, right): not all layers know theirs.
+Graphs have no such attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+# Mask functions that the arguments of attention stand for, and those that say which sequence.
+_BANDS = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+    "chunked_overlay.<locals>.inner_mask",  # within one chunk, as transformers checks
+    "remap_positions_for_packed_sequence.<locals>.inner_mask",
+}
+_SEQUENCES = "packed_sequence_mask_function.<locals>.inner_mask"
+_AND = "and_masks.<locals>.and_mask"
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """transformers' mask interface: queries ``q_offset + [0, q_length)`` and keys ``kv_offset +
+    [0, kv_length)`` by ``mask_function``, without the padding of ``attention_mask`` (batch, keys).
+
+    Raises:
+        NotImplementedError: the mask is neither a band nor padding nor sequences laid end to end.
+        ValueError: padding between tokens, under a window.
+    """
+    is_traced = torch.compiler.is_compiling()
+    if use_vmap:
+        raise _refused("a mask function of the model's own (or_mask_function, and_mask_function)")
+    names = {mask_function.__name__} if is_traced else set(_names(mask_function))
+    unknown = names - (_BANDS | {_SEQUENCES})
+    if unknown and not is_traced:
+        raise _refused(", ".join(sorted(unknown)))
+    if is_traced and "or_mask" in names:
+        raise _refused("block_sequence_ids")
+    is_causal = "bidirectional_mask_function" not in names
+    if is_traced:
+        if "and_mask" in names and attention_mask is None:
+            return _numbers(mask_function, batch_size, q_length, device)
+    elif _SEQUENCES in names:
+        numbers = _numbers(mask_function, batch_size, q_length, device)
+        return _with_band(numbers, _band(mask_function), kv_length)
+    if is_causal and not (is_traced and isinstance(q_offset, Tensor)):
+        end = int(q_offset) + q_length
+        attention_mask = _seen(attention_mask, batch_size, kv_length, kv_offset, end, device)
+    elif attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+    if is_traced:
+        return attention_mask
+    band = _band(mask_function)
+    if attention_mask is not None:
+        attention_mask = _padding(attention_mask, kv_length, band is not None)
+    if attention_mask is None and band is not None and kv_length > band[0]:
+        attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        attention_mask.is_full = True  # type: ignore[attr-defined]
+    return None if attention_mask is None else _with_band(attention_mask, band, kv_length)
+
+
+def _band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
+    """(left, right) of the sliding window in it."""
+    name = mask_function.__qualname__
+    if name.startswith("sliding_window_overlay"):
+        return _captured(mask_function, "sliding_window") - 1, 0
+    if name.startswith("sliding_window_bidirectional_overlay"):
+        side = _captured(mask_function, "sliding_window")
+        return side, side
+    return next((x for x in map(_band, _parts(mask_function)) if x is not None), None)
+
+
+def _with_band(mask: Tensor, band: tuple[int, int] | None, kv_length: int) -> Tensor:
+    if band is not None and kv_length > band[0]:
+        mask.band = band  # type: ignore[attr-defined]
+    return mask
+
+
+def _seen(
+    padding: Tensor | None,
+    batch: int,
+    kv_length: int,
+    kv_offset: int,
+    end: int,
+    device: torch.device | str,
+) -> Tensor | None:
+    """Of the keys, those before ``end``, where the last query is: a static cache has more."""
+    seen = min(kv_length, end - kv_offset)
+    if padding is not None:  # its last entry is the last token's; it may be what was returned here
+        return padding[:, :end][:, -seen:]
+    if seen == kv_length:
+        return None
+    return torch.ones(batch, seen, dtype=torch.bool, device=device)
+
+
+def _padding(padding: Tensor, kv_length: int, has_window: bool) -> Tensor | None:
+    """None where there is none. Waits for the GPU, as transformers' own does, once a forward."""
+    steps = padding.diff(dim=1)
+    rises, falls = steps & padding[:, 1:], steps & padding[:, :-1]
+    is_full, is_left, has_gaps = torch.stack(
+        [
+            padding.all(),
+            ~falls.any() & padding[:, -1].all(),
+            (rises.sum(1) + padding[:, 0] > 1).any(),
+        ]
+    ).tolist()
+    if is_full and padding.shape[1] == kv_length:
+        return None
+    if has_gaps and has_window:
+        raise ValueError(
+            "attention_mask has padding between tokens, and a layer a sliding window, which would "
+            "count it; pad on one side, or use attn_implementation='eager'"
+        )
+    padding = padding.contiguous()
+    if is_left:
+        padding.starts = (~padding).sum(1, dtype=torch.int32)  # type: ignore[attr-defined]
+    return padding
+
+
+def _numbers(mask_function: Callable[..., Any], batch: int, seqlen: int, device: Any) -> Tensor:
+    """The sequence of each token: a new one begins where a query does not see the key before."""
+    tokens = torch.arange(seqlen, device=device)
+    batches = torch.arange(batch, device=device)[:, None]
+    joined = mask_function(batches, torch.zeros_like(batches), tokens, (tokens - 1).clamp(min=0))
+    begins = ~joined.expand(batch, seqlen)
+    begins = torch.cat([torch.ones_like(begins[:, :1]), begins[:, 1:]], 1)
+    return begins.cumsum(1, dtype=torch.int32)
+
+
+def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The mask functions that one is made of."""
+    name = mask_function.__qualname__
+    if mask_function.__module__ != masking_utils.__name__:
+        yield f"{mask_function.__module__}.{name}"
+    elif name != _AND:
+        yield name
+    for part in _parts(mask_function):
+        yield from _names(part)
+
+
+def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Mask functions inside of one of transformers' own."""
+    if mask_function.__module__ != masking_utils.__name__:
+        return ()
+    if mask_function.__qualname__ == _AND:
+        return _captured(mask_function, "mask_functions")
+    if mask_function.__qualname__.startswith("remap_positions"):
+        return (_captured(mask_function, "mask_function"),)
+    return ()
+
+
+def _captured(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _refused(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"flash_cute does not compute this mask: {what}. It takes causal masks, sliding windows, "
+        "padding, and sequences laid end to end; use attn_implementation='sdpa' or "
+        "'flex_attention'"
+    )

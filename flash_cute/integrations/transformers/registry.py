@@ -1,0 +1,96 @@
+"""Makes the name known to transformers, and takes it back.
+
+transformers takes any name with "flash" in it for a flash attention, as static caches and
+continuous batching need it, and then looks for functions of that name: two of its functions are
+wrapped to find these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import modeling_flash_attention_utils as flash
+
+import flash_cute
+from flash_cute.integrations.transformers.attention import attention
+from flash_cute.integrations.transformers.masks import mask
+
+NAME = "flash_cute"
+_LOADER = "_lazy_imports"  # of functions by the name of an implementation
+_CHOICE = "_check_and_adjust_attn_implementation"  # of an implementation, by a model
+
+
+def register() -> None:
+    """Makes ``attn_implementation="flash_cute"`` a choice of every model that supports flash
+    attention. Models that were made before take it by ``set_attn_implementation``.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.20 and without what is needed.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    _wrap(flash, _LOADER, _functions)
+    _wrap(PreTrainedModel, _CHOICE, _choose)
+
+
+def unregister() -> None:
+    """Undoes :func:`register`. Models that were made with the name can no longer be called."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
+    for owner, name in ((flash, _LOADER), (PreTrainedModel, _CHOICE)):
+        original = getattr(getattr(owner, name), "__wrapped__", None)
+        if original is not None:
+            setattr(owner, name, original)
+    if flash._loaded_implementation == NAME:
+        flash._loaded_implementation = None
+
+
+def _wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replaces a function by ``function(original, ...)``, once."""
+    original = getattr(owner, name)
+    if getattr(original, "is_of_flash_cute", False):
+        return
+
+    @wraps(original)
+    def wrapped(*args: Any, **named: Any) -> Any:
+        return function(original, *args, **named)
+
+    wrapped.is_of_flash_cute = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _functions(original: Callable[..., Any], implementation: str | None, *args: Any, **named: Any):
+    """What transformers calls an implementation: three functions, and those of padding."""
+    if implementation != NAME:
+        return original(implementation, *args, **named)
+    return (
+        flash_cute.flash_attn_func,
+        flash_cute.flash_attn_varlen_func,
+        flash_cute.flash_attn_with_kvcache,
+        flash._pad_input,
+        flash._unpad_input,
+    )
+
+
+def _choose(original: Callable[..., str], model: Any, name: str | None, *args: Any, **named: Any):
+    """The name itself, if the model supports flash attention that is dense.
+
+    transformers would exchange it for another one where a model lists implementations.
+    """
+    if name != NAME:
+        return original(model, name, *args, **named)
+    listed = getattr(model, "_compatible_flash_implementations", None)
+    code = sys.modules[type(model).__module__]
+    has_class_of_its_own = hasattr(code, "is_flash_attn_available")  # for flash-attn alone
+    is_other = listed and not any("flash" in x for x in listed)
+    if not model._supports_flash_attn or has_class_of_its_own or is_other:
+        raise ValueError(
+            f'{type(model).__name__} does not support attn_implementation="{NAME}": its attention '
+            'is none that flash attention computes; use "sdpa" or "eager"'
+        )
+    flash.lazy_import_flash_attention(NAME)
+    return name
