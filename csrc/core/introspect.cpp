@@ -1,6 +1,7 @@
 #include "core/introspect.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <stdexcept>
 #include <vector>
@@ -202,10 +203,14 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
   for (Verdict& v : choice.verdicts) {
     if (v.row == choice.chosen || !v.refused.empty()) continue;
     const KernelConfig &best = choice.chosen->config, &other = v.row->config;
+    if (!alternatives(best, other)) {
+      v.passed_over = "comes after " + best.id() + " in order of preference";
+      continue;
+    }
     const double least = cost(best, weighed_problem, asked.gpu), more = cost(other, weighed_problem, asked.gpu);
-    v.passed_over = alternatives(best, other) && least > 0
+    v.passed_over = std::isfinite(more) && least > 0
                         ? "estimated to take " + three_digits(more / least) + " times as long as " + best.id()
-                        : "comes after " + best.id() + " in order of preference";
+                        : "not for such sizes, by the estimate that prefers " + best.id();
   }
   return choice;
 }
