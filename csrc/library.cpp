@@ -87,6 +87,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def("use_kernels(str ids) -> ()");
   m.def("limit_kernels(str ids) -> str");
   m.def("describe_kernels() -> str");
+  m.def("describe_gpu(int index) -> str");
   m.def("plan(str problem) -> str");
   m.def("explain(str problem) -> str");
   m.def(
@@ -117,6 +118,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("use_kernels", &guarded<TORCH_BOX(&use_kernels)>);
   m.impl("limit_kernels", &guarded<TORCH_BOX(&limit_kernels)>);
   m.impl("describe_kernels", &guarded<TORCH_BOX(&describe_kernels)>);
+  m.impl("describe_gpu", &guarded<TORCH_BOX(&describe_gpu)>);
   m.impl("plan", &guarded<TORCH_BOX(&plan)>);
   m.impl("explain", &guarded<TORCH_BOX(static_cast<std::string (*)(std::string)>(&explain))>);
   m.impl("preferred_forward", &guarded<TORCH_BOX(&preferred_forward)>);

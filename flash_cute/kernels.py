@@ -16,6 +16,7 @@ Example::
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.library import can_use_cuda, has_cuda_kernels
 
 OPS = ("fwd", "bwd", "decode")
@@ -207,7 +209,9 @@ class Problem:
 
 def _is_aligned(x: Tensor) -> bool:
     """Whether every vector of x begins on a 16-byte boundary."""
-    bytes_at = [x.data_ptr(), *(s * x.element_size() for s in x.stride()[:-1])]
+    element = x.element_size()
+    first = x.storage_offset() * element if internals.is_fake(x) else x.data_ptr()
+    bytes_at = [first, *(stride * element for stride in x.stride()[:-1])]
     return x.stride(-1) == 1 and all(at % 16 == 0 for at in bytes_at)
 
 
@@ -216,6 +220,19 @@ def kernels() -> tuple[KernelConfig, ...]:
     """Every row of ``csrc/configs.def``, in its order, whether the loaded library has it or not."""
     rows = json.loads(torch.ops.flash_cute.describe_kernels())
     return tuple(KernelConfig(**row) for row in rows)
+
+
+def gpu(index: int | None = None) -> Gpu:
+    """A GPU that is there; None is the current one.
+
+    Raises:
+        RuntimeError: there is none, or this build has no CUDA.
+    """
+    if not has_cuda_kernels():
+        raise RuntimeError("this build of flash_cute has no CUDA, and knows no GPU")
+    index = torch.cuda.current_device() if index is None else index
+    facts = json.loads(torch.ops.flash_cute.describe_gpu(index))
+    return Gpu(torch.cuda.get_device_name(index), **facts)
 
 
 def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
@@ -258,6 +275,41 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
         gpu = GPUS[gpu]
     facts = {f"gpu_{f.name}": getattr(gpu, f.name) for f in fields(gpu) if f.name != "name"}
     return json.dumps(request | facts)
+
+
+def nearest(
+    problem: Problem, block_m: int, block_n: int, gpu: Gpu | str | int | None = None
+) -> str:
+    """Id of the kernel whose tile is nearest to so many query and key rows.
+
+    Of the kernels that can do the problem those count that are made for its head dims: no narrower
+    one of their arch can. Of these the nearest is the one with the least ``|log2(m / block_m)| +
+    |log2(n / block_n)|``; among equals the planned one, then the first in order of preference.
+
+    Raises:
+        ValueError, RuntimeError: :func:`plan`'s.
+    """
+    planned = plan(problem, gpu).kernel.id
+    by_id = {kernel.id: kernel for kernel in kernels()}
+    fitting = [by_id[row.id] for row in explain(problem, gpu) if row.verdict != "refused"]
+    narrowest: dict[int, int] = {}
+    for kernel in fitting:
+        dims = kernel.head_dim + kernel.head_dim_v
+        narrowest[kernel.arch] = min(dims, narrowest.get(kernel.arch, dims))
+    made_for = [x for x in fitting if x.head_dim + x.head_dim_v == narrowest[x.arch]]
+
+    def distance(kernel: KernelConfig) -> tuple[float, bool]:
+        of_rows, of_keys = kernel.block_m / block_m, kernel.block_n / block_n
+        return abs(math.log2(of_rows)) + abs(math.log2(of_keys)), kernel.id != planned
+
+    return min(made_for, key=distance).id
+
+
+def limit() -> str:
+    """Ids of the kernels that this thread's calls may take, one a line; empty if any."""
+    ids = torch.ops.flash_cute.limit_kernels("")
+    torch.ops.flash_cute.limit_kernels(ids)
+    return ids
 
 
 @contextmanager

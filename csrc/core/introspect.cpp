@@ -24,7 +24,7 @@ static bool set_aside(const std::string&) {
   return false;
 }
 const Device& device(int) {
-  throw std::invalid_argument("flash_cute: this build has no CUDA: give gpu_capability and what follows, not device");
+  throw std::invalid_argument("flash_cute: this build has no CUDA, and knows no device");
 }
 }  // namespace flash_cute
 #endif
@@ -318,6 +318,16 @@ std::string describe_kernels() {
     rows.push_back(describe(row.config).flag("built", is_listed(built, row.config.id())).str());
   }
   return array(rows);
+}
+
+std::string describe_gpu(int64_t index) {
+  const Device& gpu = device(static_cast<int>(index));
+  return JsonObject()
+      .integer("capability", gpu.capability)
+      .integer("smem_optin", gpu.smem_optin)
+      .integer("sms", gpu.sms)
+      .integer("memory_gb_s", gpu.memory_gb_s)
+      .str();
 }
 
 std::string plan(std::string problem) {
