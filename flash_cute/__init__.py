@@ -1,11 +1,10 @@
 """flash_cute: exact attention from CuTe kernels, as PyTorch ops."""
 
 from flash_cute import check, mha
-from flash_cute.functional import (
-    flash_attn_func,
+from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
+from flash_cute.functional_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )

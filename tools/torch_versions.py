@@ -49,6 +49,7 @@ TESTS = [
     "tests/test_torch_internals.py",
     "tests/test_import.py",
     "tests/test_tiled.py",
+    "tests/test_fp8_inputs.py",
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",
