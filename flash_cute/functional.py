@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import check, fp8, ops, validate
+from flash_cute import check, fp8, ops, plan_log, validate
 from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
@@ -108,7 +108,7 @@ def flash_attn_func(
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     usual = usual and out_dtype is q_descale is k_descale is v_descale is None
-    usual = usual and not check.is_on()
+    usual = usual and not (check.is_on() or plan_log.is_on())
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
@@ -268,6 +268,12 @@ def _attend(
     )
     if q.is_cuda:
         validate.cuda(q, v, sink)
+    if plan_log.is_on():
+        plan_log.attention(
+            q, k, v, sequences, grad, causal=causal, window_size=tuple(window_size),
+            softmax_scale=softmax_scale or 1.0, softcap=softcap > 0, alibi=alibi_slopes is not None,
+            dropout=dropout_p > 0, deterministic=deterministic,
+        )  # fmt: skip
     rng = rng_of_call(q, dropout_p, *randomness)
     args = (
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,

@@ -186,6 +186,52 @@ class Problem:
             v.shape[3], unaligned=not all(map(_is_aligned, (q, k, v))), **options,
         )  # fmt: skip
 
+    @classmethod
+    def of_packed(
+        cls, q: Tensor, k: Tensor, v: Tensor, sequences: tuple[Any, ...], op: str = "fwd",
+        **options: Any,
+    ) -> Problem:  # fmt: skip
+        """Of packed q (total_q, heads, dim), k and v, with ``sequences`` what the op varlen_fwd
+        takes behind them. Over pages in 16 bits it is a call over a cache."""
+        cu_seqlens_q, _, longest_q, longest_k, _, used_q, *_ = sequences
+        block_table = sequences[7] if len(sequences) > 7 else None
+        sizes: dict[str, Any] = {
+            "dtype": q.dtype, "batch": len(cu_seqlens_q) - 1, "heads": q.shape[1],
+            "heads_k": k.shape[-2], "seqlen_q": longest_q, "head_dim": q.shape[2],
+            "head_dim_v": v.shape[-1], "varlen": True, "total_q": len(q),
+            "unaligned": not all(map(_is_aligned, (q, k, v))), **options,
+        }  # fmt: skip
+        if block_table is None:
+            return cls(op, seqlen_k=longest_k, total_k=len(k), **sizes)
+        page_size, capacity = k.shape[1], block_table.shape[1] * k.shape[1]
+        if q.dtype in _SIXTEEN_BITS and used_q is None and not sizes.get("dropout"):
+            return cls("decode", seqlen_k=capacity, page_size=page_size, lengths=True, **sizes)
+        return cls(op, seqlen_k=min(longest_k, capacity), **sizes)
+
+    def __str__(self) -> str:
+        """Sizes as the benchmarks write them, then what differs from a plain call."""
+        name = str(self.dtype).removeprefix("torch.")
+        heads_k, seqlen_k = self.heads_k or self.heads, self._seqlen_k
+        sizes = (
+            f"{self.op} {name} b{self.batch} h{self.heads}/{heads_k} q{self.seqlen_q} "
+            f"k{seqlen_k} d{self.head_dim}/{self.head_dim_v or self.head_dim}"
+        )
+        flags = ("causal", "softcap", "alibi", "dropout", "varlen", "unaligned", "deterministic",
+                 "allow_tf32", "lengths", "leftpad")  # fmt: skip
+        numbers = ("window_size", "page_size", "num_splits", "split_size")
+        defaults = {f.name: f.default for f in fields(self)}
+        rest = [name for name in flags if getattr(self, name)]
+        rest += [
+            f"{name}={getattr(self, name)}".replace(" ", "")
+            for name in numbers
+            if getattr(self, name) != defaults[name]
+        ]
+        return " ".join([sizes, *rest])
+
+    @property
+    def _seqlen_k(self) -> int:
+        return self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+
     @property
     def is_widened(self) -> bool:
         """Whether q and k are fp8, which no kernel computes in yet."""
