@@ -281,6 +281,14 @@ def gpu(index: int | None = None) -> Gpu:
     return Gpu(torch.cuda.get_device_name(index), **facts)
 
 
+def ctas_an_sm(kernel: KernelConfig, gpu: Gpu) -> int:
+    """CTAs of a kernel that an SM holds at once by its launch bounds and shared memory; 0 where one
+    has no room, or the GPU is another arch."""
+    kept = 1024  # bytes that an SM keeps for itself of each CTA
+    runs = gpu.capability == 90 if kernel.arch == 90 else gpu.capability >= kernel.arch
+    return min(kernel.ctas, (gpu.smem_optin + kept) // (kernel.smem_bytes + kept)) if runs else 0
+
+
 def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
     """What a call of these sizes runs.
 

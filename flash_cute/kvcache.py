@@ -165,11 +165,11 @@ def flash_attn_with_kvcache(
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             check.positions(len(rotary_cos), rows, used, rotary_seqlens)
     if plan_log.is_on():
-        rows = k_cache.shape[1]
-        pages, page_size = (1, 0) if block_table is None else (block_table.shape[1], rows)
+        page_size = 0 if block_table is None else k_cache.shape[1]
+        pages = 1 if block_table is None else block_table.shape[1]
         plan_log.cache(
             q, k_cache, v_cache, batch=batch, seqlen_q=longest_q or q.shape[1],
-            seqlen_k=pages * rows, page_size=page_size,
+            seqlen_k=pages * k_cache.shape[1], page_size=page_size,
             lengths=used is not None, leftpad=cache_leftpad is not None, causal=causal,
             window_size=tuple(window_size), softmax_scale=softmax_scale or 1.0, softcap=softcap > 0,
             alibi=alibi_slopes is not None, varlen=cu_seqlens_q is not None, num_splits=num_splits,
