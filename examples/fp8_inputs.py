@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = (BATCH, options.seqlen)
     q = torch.randn(*rows, HEADS, DIM, device=options.device)
     k, v = torch.randn(2, *rows, HEADS_K, DIM, device=options.device).unbind()
-    v = v * torch.logspace(-2, 1, HEADS_K, device=options.device)[:, None]  # heads of unlike sizes
+    v = v * torch.logspace(-4, 1, HEADS_K, device=options.device)[:, None]  # heads of unlike sizes
     exact = flash_attn_func(q, k, v, causal=True)
     worst = 0.0
     for each_head in (False, True):
@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         out = flash_attn_func(
             q8, k8, v8, causal=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
         )
-        of_heads = (out.float() - exact).norm(dim=(0, 1, 3)) / exact.norm(dim=(0, 1, 3))
+        squares = (0, 1, 3)
+        of_heads = (
+            (out.float() - exact).square().sum(squares) / exact.square().sum(squares)
+        ).sqrt()
         worst = float(of_heads.max())
         name = "each head" if each_head else "each tensor"
         print(f"a descale for {name}: error {float(of_heads.mean()):.3f}, worst head {worst:.3f}")
