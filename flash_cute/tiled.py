@@ -64,7 +64,7 @@ def flash_attention_forward(
     Q, K, V = autocast.cast(Q, K, V)
     tile = _checked({"Q": Q, "K": K, "V": V}, Bc, Br, use_half)
     validate.flag("return_stats", return_stats)
-    out, sums, maxima = _Attention.apply(*_computed((Q, K, V), use_half), tile)
+    out, sums, maxima = _Attention.apply(*_computed((Q, K, V), use_half), tile, return_stats)
     out = out.to(Q.dtype)
     return (out, sums, maxima) if return_stats else out
 
@@ -186,34 +186,46 @@ def kernel_of(Q: Tensor, Bc: int = DEFAULT_BLOCK, Br: int = DEFAULT_BLOCK, op: s
 
 
 class _Attention(torch.autograd.Function):
-    """(O, l, m) of q, k and v (B, H, N, D) in the dtype to compute in."""
+    """(O, l, m) of q, k and v (B, H, N, D) in the dtype to compute in; l and m are None where they
+    are not asked for."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tile: streaming.Tile) -> Any:
-        out, sums, maxima = _forward(q, k, v, tile)
-        ctx.save_for_backward(q, k, v, out, maxima + sums.log())
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tile: streaming.Tile, stats: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        out, lse, *row_stats = _forward(q, k, v, tile, stats)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.tile = tile
+        if not stats:
+            return out, None, None
+        sums, maxima = row_stats
         ctx.mark_non_differentiable(sums, maxima)
         return out, sums, maxima
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-        *tensors, lse = ctx.saved_tensors
-        q, k, v, out = tensors
-        return *_backward(q, k, v, out, dout, lse, ctx.tile), None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *_backward(q, k, v, out, dout, lse, ctx.tile), None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, tile: streaming.Tile) -> tuple[Tensor, ...]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, tile: streaming.Tile, stats: bool
+) -> tuple[Tensor, ...]:
+    """(O, log-sum-exp), and with ``stats`` l and m."""
     if not q.is_cuda:
         results = streaming.forward(_folded(q), _folded(k), _folded(v), q.shape[-1] ** -0.5, tile)
         out, sums, maxima = (x.unflatten(0, q.shape[:2]) for x in results)
-        return out.to(q.dtype), sums.squeeze(-1), maxima.squeeze(-1)
+        sums, maxima = sums.squeeze(-1), maxima.squeeze(-1)
+        return out.to(q.dtype), maxima + sums.log(), sums, maxima
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    precision = ops.allow_tf32(q)
     with internals.below_autograd(), kernels.only(_kernel(qkv, "fwd", tile)):
-        out, lse, maxima, _ = ops.fwd(*qkv, return_row_max=True, allow_tf32=ops.allow_tf32(q))
+        out, lse, maxima, _ = ops.fwd(*qkv, return_row_max=stats, allow_tf32=precision)
+    if not stats:
+        return out.transpose(1, 2), lse
     sums = (lse - maxima.masked_fill(maxima == -torch.inf, 0)).exp_()
-    return out.transpose(1, 2), sums, maxima
+    return out.transpose(1, 2), lse, sums, maxima
 
 
 def _backward(
