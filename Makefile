@@ -28,7 +28,7 @@ demo: build
 	$(BIN)/python examples/train_gpt.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
 test: build
-	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest rich transformers
+	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest rich transformers typer
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 test-integrations: build
@@ -37,7 +37,7 @@ test-integrations: build
 	$(BIN)/python -m pytest tests/integrations -rs $(TEST_ARGS)
 
 lint: $(VENV)/torch
-	$(BIN)/python -I tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich
+	$(BIN)/python -I tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich typer
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy

@@ -6,6 +6,8 @@
 
 #include "boundary.h"
 #include "core/decode_plan.h"
+#include "core/introspect.h"
+#include "core/limit.h"
 #include "core/picks.h"
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
@@ -83,6 +85,11 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("kernels() -> str");
   m.def("use_kernels(str ids) -> ()");
+  m.def("limit_kernels(str ids) -> str");
+  m.def("describe_kernels() -> str");
+  m.def("describe_gpu(int index) -> str");
+  m.def("plan(str problem) -> str");
+  m.def("explain(str problem) -> str");
   m.def(
       "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
       "int window_size_right=-1, bool varlen=False, int sms=132, int heads_k=0, bool rules=False) -> (str id, int "
@@ -109,6 +116,11 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("kernels", &guarded<TORCH_BOX(&kernels)>);
   m.impl("use_kernels", &guarded<TORCH_BOX(&use_kernels)>);
+  m.impl("limit_kernels", &guarded<TORCH_BOX(&limit_kernels)>);
+  m.impl("describe_kernels", &guarded<TORCH_BOX(&describe_kernels)>);
+  m.impl("describe_gpu", &guarded<TORCH_BOX(&describe_gpu)>);
+  m.impl("plan", &guarded<TORCH_BOX(&plan)>);
+  m.impl("explain", &guarded<TORCH_BOX(static_cast<std::string (*)(std::string)>(&explain))>);
   m.impl("preferred_forward", &guarded<TORCH_BOX(&preferred_forward)>);
   m.impl("preferred_kvcache", &guarded<TORCH_BOX(&preferred_kvcache)>);
   m.impl("preferred_decode_cluster", &guarded<TORCH_BOX(&preferred_decode_cluster)>);

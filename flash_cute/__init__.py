@@ -1,21 +1,26 @@
 """flash_cute: exact attention from CuTe kernels, as PyTorch ops."""
 
 from flash_cute import check, mha
-from flash_cute.functional import (
-    flash_attn_func,
+from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
+from flash_cute.functional_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
 from flash_cute.kvcache import flash_attn_combine, flash_attn_with_kvcache, kvcache_status
 from flash_cute.rng import rng_state
+from flash_cute.tiled import FlashAttention, flash_attention_backward, flash_attention_forward
+from flash_cute.tiled_sizes import estimate_memory_usage, get_optimal_block_sizes
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FlashAttention",
     "check",
+    "estimate_memory_usage",
+    "flash_attention_backward",
+    "flash_attention_forward",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -24,6 +29,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "get_optimal_block_sizes",
     "kvcache_status",
     "mha",
     "rng_state",

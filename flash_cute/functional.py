@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, ops, validate, validate_ops
+from flash_cute import accept, check, fp8, ops, plan_log, validate, validate_ops
 from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
@@ -50,6 +50,10 @@ def flash_attn_func(
     out: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> Result:
     """softmax(scale q k^T) v without the seqlen_q x seqlen_k matrix in memory (FlashAttention,
@@ -59,7 +63,9 @@ def flash_attn_func(
         q: (batch, seqlen_q, heads, dim), fp16, bf16, fp32 or fp64; any strides, last dimension
             contiguous. fp32 on CUDA is as accurate as fp32 products are, unless torch's matmuls
             are in TF32 at the time of the call (``torch.backends.cuda.matmul``). Under
-            ``torch.autocast`` q, k and v are cast to its dtype, unless they are fp64.
+            ``torch.autocast`` q, k and v are cast to its dtype, unless they are fp64. q and k may
+            be fp8 (e4m3fn or e5m2), and v fp8 or 16 bits, forward only: they are widened to 16
+            bits, which is exact (:mod:`flash_cute.fp8`).
         k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
             reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
         v: (batch, seqlen_k, heads_k, dim_v).
@@ -85,8 +91,13 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp.
         return_rng: also return the state that dropout used.
         return_max_logits: also return the largest score of each head, for QK-clip.
-        out: tensor for the result, which is returned; without gradients.
+        out: tensor for the result, which is returned; without gradients, and not of fp8.
         s_aux, learnable_sink: other names of ``sink``.
+        q_descale: what fp8 q is to be multiplied by: a number, or fp32 of one element or (batch,
+            heads_k). None is 1.
+        k_descale: likewise for k.
+        v_descale: likewise for v.
+        out_dtype: dtype of out of fp8 q and k: bf16, which None stands for, fp16 or fp32.
         others: ``return_softmax_lse``, another name of ``return_lse``; FlashAttention-3's
             ``num_splits``, ``pack_gqa`` and ``sm_margin``, which say how its kernels are scheduled
             and nothing here; features that do not exist, with values that ask for none.
@@ -117,7 +128,8 @@ def flash_attn_func(
         sink = accept.sink(sink, s_aux, learnable_sink)
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
-    usual = usual and not check.is_on() and out is None and not (others or return_max_logits)
+    usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
+    usual = usual and not (others or return_max_logits or check.is_on() or plan_log.is_on())
     if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
@@ -130,96 +142,22 @@ def flash_attn_func(
         except (RuntimeError, TypeError, ValueError):
             pass
     return_lse = accept.others(flash_attn_func, others) or return_lse
+    descales, narrow = (q_descale, k_descale, v_descale), None
+    if fp8.is_asked((q, k, v), descales, out_dtype):
+        narrow = fp8.Narrow.of(q, k, v, descales, out_dtype, out)
+        q, k, v = narrow.widen(q, k, v)
     q, k, v = accept.rows(*autocast.cast(q, k, v))
     validate.dense(q, k, v)
     check.dense(q, k)
-    return _attend(
+    if narrow is not None:
+        q, softmax_scale = narrow.descale(q, k.shape[2], softmax_scale)
+    result = _attend(
         ops.fwd, (q, k, v), (), q.shape[0],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
         return_max_logits, out=out,
     )  # fmt: skip
-
-
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    sink: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    rng: Tensor | None = None,
-    return_lse: bool = False,
-    return_rng: bool = False,
-    return_max_logits: bool = False,
-    s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
-    **others: Any,
-) -> Result:
-    """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
-
-    Backward fills one gradient of kv in place of stacking two.
-    """
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_kvpacked_func, others) or return_lse
-    q, kv = accept.rows(*autocast.cast(q, kv))
-    validate.packed("kv", kv, 5, 2, q)
-    k, v = kv.unbind(2)
-    validate.dense(q, k, v)
-    check.dense(q, k)
-    return _attend(
-        ops.fwd, (q, k, v), (), q.shape[0],
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, kv,
-    )  # fmt: skip
-
-
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    sink: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    rng: Tensor | None = None,
-    return_lse: bool = False,
-    return_rng: bool = False,
-    return_max_logits: bool = False,
-    s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
-    **others: Any,
-) -> Result:
-    """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
-
-    Backward fills one gradient of qkv in place of stacking three.
-    """
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_qkvpacked_func, others) or return_lse
-    (qkv,) = accept.rows(*autocast.cast(qkv))
-    validate.packed("qkv", qkv, 5, 3)
-    q, k, v = qkv.unbind(2)
-    validate.dense(q, k, v)
-    check.dense(q, k)
-    return _attend(
-        ops.fwd, (q, k, v), (), q.shape[0],
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, qkv,
-    )  # fmt: skip
+    return result if narrow is None else narrow.finish(result)
 
 
 def flash_attn_varlen_func(
@@ -252,6 +190,10 @@ def flash_attn_varlen_func(
     out: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> Result:
     """Attention over sequences of different lengths laid end to end.
@@ -286,6 +228,10 @@ def flash_attn_varlen_func(
     """
     sink = accept.sink(sink, s_aux, learnable_sink)
     return_lse = accept.others(flash_attn_varlen_func, others) or return_lse
+    descales, narrow = (q_descale, k_descale, v_descale), None
+    if fp8.is_asked((q, k, v), descales, out_dtype):
+        narrow = fp8.Narrow.of(q, k, v, descales, out_dtype, out)
+        q, k, v = narrow.widen(q, k, v)
     q, k, v = accept.rows(*autocast.cast(q, k, v))
     max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
     if cu_seqlens_k is None:
@@ -293,103 +239,16 @@ def flash_attn_varlen_func(
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
-    return _attend(
+    if narrow is not None:
+        q, softmax_scale = narrow.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
+    result = _attend(
         ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table),
         cu_seqlens_q.shape[0] - 1,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
         return_max_logits, out=out,
     )  # fmt: skip
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    sink: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    rng: Tensor | None = None,
-    return_lse: bool = False,
-    return_rng: bool = False,
-    return_max_logits: bool = False,
-    s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
-    **others: Any,
-) -> Result:
-    """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_varlen_kvpacked_func, others) or return_lse
-    q, kv = accept.rows(*autocast.cast(q, kv))
-    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
-    validate.packed("kv", kv, 4, 2, q)
-    k, v = kv.unbind(1)
-    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
-    validate.varlen(q, k, v, *sequences)
-    check.varlen(q, k, *sequences, None, zero_tensors)
-    return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, kv,
-    )  # fmt: skip
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    seqused: Tensor | None = None,
-    zero_tensors: bool = False,
-    sink: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    rng: Tensor | None = None,
-    return_lse: bool = False,
-    return_rng: bool = False,
-    return_max_logits: bool = False,
-    s_aux: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
-    **others: Any,
-) -> Result:
-    """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
-    (qkv,) = accept.rows(*autocast.cast(qkv))
-    max_seqlen = accept.integer(max_seqlen)
-    validate.packed("qkv", qkv, 4, 3)
-    q, k, v = qkv.unbind(1)
-    validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
-    sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
-    check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
-    return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, qkv,
-    )  # fmt: skip
+    return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 
 
 def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -449,6 +308,12 @@ def _attend(
     )
     if q.is_cuda:
         validate.cuda(q, v, sink)
+    if plan_log.is_on():
+        plan_log.attention(
+            q, k, v, sequences, grad, causal=causal, window_size=tuple(window_size),
+            softmax_scale=softmax_scale or 1.0, softcap=softcap > 0, alibi=alibi_slopes is not None,
+            dropout=dropout_p > 0, deterministic=deterministic,
+        )  # fmt: skip
     rng = rng_of_call(q, dropout_p, *randomness)
     args = (
         *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import accept, check, ops, validate, validate_kvcache, validate_ops
+from flash_cute import accept, check, ops, plan_log, validate, validate_kvcache, validate_ops
 from flash_cute.ops import autocast
 
 
@@ -172,6 +172,17 @@ def flash_attn_with_kvcache(
             steps = causal or tuple(window_size) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             check.positions(len(rotary_cos), rows, used, rotary_seqlens)
+    if plan_log.is_on():
+        page_size = 0 if block_table is None else k_cache.shape[1]
+        pages = 1 if block_table is None else block_table.shape[1]
+        plan_log.cache(
+            q, k_cache, v_cache, batch=batch, seqlen_q=longest_q or q.shape[1],
+            seqlen_k=pages * k_cache.shape[1], page_size=page_size,
+            lengths=used is not None, leftpad=cache_leftpad is not None, causal=causal,
+            window_size=tuple(window_size), softmax_scale=softmax_scale or 1.0, softcap=softcap > 0,
+            alibi=alibi_slopes is not None, varlen=cu_seqlens_q is not None, num_splits=num_splits,
+            split_size=split_size,
+        )  # fmt: skip
     score = (softmax_scale, causal, *window_size, softcap, alibi_slopes, sink)
     splits = (num_splits, split_size)
     try:

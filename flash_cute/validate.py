@@ -213,13 +213,20 @@ def flag(name: str, x: Any) -> None:
         raise TypeError(f"{name} is {_kind(x)}; expected a bool")
 
 
-def packed(name: str, x: Tensor, rank: int, parts: int, q: Tensor | None = None) -> None:
+def packed(
+    name: str,
+    x: Tensor,
+    rank: int,
+    parts: int,
+    q: Tensor | None = None,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
     """A packed tensor (..., parts, heads, dim) of the given rank, with queries of their own."""
     tensor(name, x)
     if isinstance(q, Tensor):
         strided("q", q)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}; supported: {_listed(DTYPES)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; supported: {_listed(dtypes)}")
     if isinstance(q, Tensor) and q.dtype != x.dtype:
         raise TypeError(f"dtypes differ: q has {q.dtype}, {name} {x.dtype}; cast them to one")
     if x.dim() != rank or x.shape[-3] != parts:

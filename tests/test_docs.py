@@ -13,7 +13,8 @@ import pytest
 from flash_cute import validate
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
+GUIDES = ["README.md", "CONTRIBUTING.md", *DOCS]
 PAGES = [*GUIDES, "CHANGELOG.md", "benchmarks/README.md", "third_party/README.md"]
 MADE_BY_MAKE = (".venv/", "build/")
 MADE_ON_A_GPU = {"benchmarks/results/gpu_check.json"}  # may be missing as long as there was none
@@ -133,6 +134,32 @@ def test_tests_exist():
     assert len(names) > 30
     missing = [n for n in names if f"def {n[1]}(" not in (ROOT / n[0]).read_text()]
     assert missing == []
+
+
+def test_every_variable_is_in_the_table():
+    """Of those that Python and the build read from the environment."""
+    read = re.compile(r"""(?:environ(?:\.get)?[(\[]|in os\.environ|ENV\{)\W*(FLASH_CUTE_\w+)""")
+    files = [*ROOT.glob("**/*.py"), *ROOT.glob("cmake/*.cmake"), *ROOT.glob("third_party/*.cmake")]
+    files = [file for file in files if not file.relative_to(ROOT).as_posix().startswith("build/")]
+    names = set().union(*(read.findall(file.read_text()) for file in files))
+    names |= {"FLASH_CUTE_BUILD", "FLASH_CUTE_CUDA_ARCHS"}  # a loop of CMake's
+    table = (ROOT / "docs" / "environment.md").read_text()
+    rows = set(re.findall(r"^\| `(FLASH_CUTE_\w+)`", table, re.MULTILINE))
+    assert names - {"FLASH_CUTE_TIMING"} <= rows
+    text = "".join(file.read_text() for file in [*files, ROOT / "cmake" / "targets.cmake"])
+    assert [name for name in rows if name not in text] == []
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    for package in ("mkdocs", "material", "mkdocstrings_handlers"):
+        pytest.importorskip(package)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    pages = [page.removeprefix("docs/").removesuffix(".md") for page in DOCS]
+    built = [tmp_path / ("" if page == "index" else page) / "index.html" for page in pages]
+    assert [page for page in built if not page.is_file()] == []
+    assert "flash_attention_forward" in (tmp_path / "reference" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)

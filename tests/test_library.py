@@ -88,7 +88,8 @@ def test_errors_pass_where_the_cpp_runtime_is_inside(tmp_path):
     """As compilers with a prefix of their own link it, which have no shared one on the path."""
     torch_path = Path(torch.__file__).parent
     core = [ROOT / "csrc" / "core" / f"{name}.cpp" for name in
-            ("backward_order", "decode_plan", "heuristics", "picks")]  # fmt: skip
+            ("backward_order", "decode_plan", "heuristics", "introspect", "json", "limit", "picks",
+             "refusal")]  # fmt: skip
     built = tmp_path / "libstatic.so"
     subprocess.run(
         ["c++", "-std=c++20", "-shared", "-fPIC", "-O0", "-fvisibility=hidden",

@@ -47,6 +47,7 @@ FEATURES = {
     "attention sink and its gradient": (YES, YES),
     "dropout": (YES, YES),
     "returned probabilities": (YES, YES),
+    "fp8 q, k and v, forward": ("widened to 16 bits", "widened to 16 bits"),
 }
 
 

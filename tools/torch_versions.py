@@ -52,6 +52,8 @@ TESTS = [
     "tests/integrations/test_dtensor.py",
     "tests/integrations/test_sdpa.py",
     "tests/integrations/test_torch_tools.py",
+    "tests/test_tiled.py",
+    "tests/test_fp8_inputs.py",
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",

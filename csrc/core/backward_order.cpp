@@ -17,7 +17,7 @@ bool hides_late_keys(const FwdProblem& f) {
 // Of one query of all heads that share a kv head: Q, dO, and the sums of dQ.
 int64_t bytes_of_query(const FwdProblem& f) {
   const int64_t of_head = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
-  return of_head * (f.heads / f.heads_k);
+  return of_head * (f.heads / std::max(1, f.heads_k));
 }
 
 }  // namespace

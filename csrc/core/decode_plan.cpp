@@ -94,7 +94,7 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu
   constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
   const FwdProblem& f = p.fwd;
   p.heads_k = Divisor(std::max(1, f.heads_k));
-  p.group = Divisor(std::max(1, f.heads / f.heads_k));
+  p.group = Divisor(std::max(1, f.heads / std::max(1, f.heads_k)));
   p.page_size = Divisor(std::max(1, f.pages.size));
   p.kept = kept_in_l2(p, config);
   const bool even = p.even_shares();
@@ -127,6 +127,9 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu
 
 std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, int64_t heads_k, int64_t num_splits,
                          int64_t split_size, int64_t capacity, int64_t sms, int64_t ctas) {
+  if (std::min({seqlen_q, num_splits, split_size, capacity}) < 0 || std::min({heads, heads_k, sms, ctas}) < 1) {
+    throw std::invalid_argument("flash_cute: sizes must not be negative, heads, heads_k, sms and ctas at least 1");
+  }
   std::vector<int> rows;
   std::stringstream in(lengths);
   for (std::string length; std::getline(in, length, ',');) rows.push_back(std::stoi(length));

@@ -166,7 +166,7 @@ static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, co
   constexpr int kMost = 10, kMostWide = 12, kMostOnAllSms = 64, kMostUnknown = 8, kMostAlone = 20;
   constexpr double kAll = 0.9, kMany = 0.3;  // of the SMs
   const FwdProblem& f = p.fwd;
-  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / f.heads_k), units = int64_t(f.heads_k) * f.batch;
+  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k)), units = int64_t(f.heads_k) * f.batch;
   if (rows > config.block_m || units > gpu.clusters[1]) return false;
   const int ctas = ctas_of_unit(p, config, gpu);
   const int blocks_of_cta = detail::ceil_div(detail::ceil_div(f.seqlen_k, config.block_n), ctas);
@@ -184,7 +184,7 @@ double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gp
   constexpr double kOverlapped = 0.99;
   const FwdProblem& problem = p.fwd;
   if (config.arch == Arch::Sm90) return clusters_suit(config, p, gpu) ? 0 : std::numeric_limits<double>::infinity();
-  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / problem.heads_k);
+  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / std::max(1, problem.heads_k));
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
   const bool overlaps =
       config.ctas > 1 && fit_at_once(config, gpu) && tiles >= tiles_to_overlap(p, config, gpu) * gpu.sms;
@@ -203,7 +203,7 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
   // what forward takes more to begin and to end. From pages they take longer anyway.
   constexpr double kLong = 75;
   constexpr int kFewRows = 16, kMoreRows = 32;  // of decoding's smaller tiles
-  const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / p.fwd.heads_k);
+  const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
   if (rows <= kFewRows) return false;
   const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
   if (rows <= decode.block_m && decode.block_m == kMoreRows) {

@@ -1,30 +1,18 @@
 #include "core/picks.h"
 
 #include <algorithm>
-#include <vector>
+#include <stdexcept>
 
 #include "core/backward_order.h"
 #include "core/decode_plan.h"
 #include "core/heuristics.h"
+#include "core/rows.h"
 
 namespace flash_cute {
 namespace {
 
-// Rows of configs.def, whether this build has their kernels or not.
-struct Row {
-  KernelConfig config;
-};
-
-const std::vector<Row>& rows_of_configs() {
-  static const std::vector<Row> rows = {
-#define KERNEL(op, arch, dtype, tier, ...) {{Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__}},
-#include "configs.def"
-#undef KERNEL
-  };
-  return rows;
-}
-
 Device hopper(int64_t sms, int64_t memory_gb_s = 0, int64_t smem_optin = KernelConfig::kMostSharedMemory) {
+  if (sms < 1) throw std::invalid_argument("flash_cute: sms must be at least 1");
   return {.capability = 90,
           .smem_optin = static_cast<int>(smem_optin),
           .sms = static_cast<int>(sms),
@@ -53,6 +41,12 @@ FwdProblem problem_of(int64_t batch, int64_t heads, int64_t heads_k, int64_t seq
                       int64_t head_dim, int64_t head_dim_v, int64_t window_size_left, int64_t window_size_right,
                       bool varlen) {
   static constexpr int64_t kUnbounded = Band::kUnbounded;
+  // Sizes that calls refuse would divide by 0 here.
+  const bool sized = std::min({batch, heads, heads_k, seqlen_q, seqlen_k}) >= 0 && std::min(head_dim, head_dim_v) > 0;
+  if (!sized || (heads_k == 0 ? heads > 0 : heads % heads_k != 0)) {
+    throw std::invalid_argument(
+        "flash_cute: sizes must not be negative, head dims positive, heads a multiple of heads_k");
+  }
   auto bound = [](int64_t window) { return static_cast<int>(window < 0 ? kUnbounded : std::min(window, kUnbounded)); };
   FwdProblem p{};
   p.dtype = DType::BF16;

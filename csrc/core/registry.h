@@ -29,23 +29,6 @@ const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 const std::vector<Kernel<Op::Decode>>& decode_kernels();
 
-// What keeps a kernel from doing a problem on a device.
-struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, parts;
-  bool set_aside;
-
-  bool any() const {
-    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || parts || set_aside;
-  }
-};
-
-template <Op op>
-Refusal refusal(const Kernel<op>& kernel, const Problem<op>& problem, const Device& device);
-
-// The reasons in words.
-std::string explain(const Refusal& refusal);
-
 // The kernel that heuristics.h prefers of those that can do the problem; null if none can.
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
@@ -60,5 +43,8 @@ std::string kernels();
 // From now on only kernels with these ids, one a line, are selected; all if there is none. For tests and measurements:
 // must not run beside other calls.
 void use_kernels(std::string ids);
+
+// Whether use_kernels() left the kernel with this id out.
+bool set_aside(const std::string& id);
 
 }  // namespace flash_cute

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_cute.core.padding import Packing, offsets, packing
-from flash_cute.functional import (
-    flash_attn_func,
+from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
+from flash_cute.functional_packed import (
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
 )
 

@@ -84,8 +84,11 @@ class LiveBytes(internals.DispatchMode):
 
 
 def reduction_buffer(x: Tensor, total: Tensor) -> int:
-    """Bytes that torch takes on CUDA to sum columns of x into ``total`` by several blocks each: four
-    columns a thread, blocks of 32 x 4 threads, as many as the GPU runs at once, or 16 rows each."""
+    """Bytes that torch takes on CUDA to sum columns of x into ``total``, each by several blocks.
+
+    A thread has four columns, a block 32 x 4 threads; there are as many blocks as the GPU runs at
+    once, or one for 64 rows.
+    """
     if total.numel() == 0 or x.stride(-1) != 1 or total.shape[-1:] != x.shape[-1:]:
         return 0
     columns, rows = total.numel(), x.numel() // total.numel()

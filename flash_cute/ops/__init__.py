@@ -32,7 +32,7 @@ from flash_cute.ops.schema import (
     varlen_bwd,
     varlen_fwd,
 )
-from flash_cute.ops.switches import allow_tf32
+from flash_cute.ops.switches import allow_tf32, deterministic
 
 __all__ = [
     "allow_tf32",
@@ -42,6 +42,7 @@ __all__ = [
     "bwd",
     "call",
     "combine",
+    "deterministic",
     "fwd",
     "fwd_kvcache",
     "has_cuda_kernels",

@@ -1,0 +1,23 @@
+// What kernels there are, which one a call takes, and why no other: as JSON, from sizes alone. Nothing is launched, and
+// no GPU is needed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace flash_cute {
+
+// An array: every row of configs.def, its bytes of shared memory, and whether this build has the kernel.
+std::string describe_kernels();
+
+// What of the GPU with this index decides about kernels. Throws std::runtime_error if there is none.
+std::string describe_gpu(int64_t index);
+
+// The Plan of a problem, a flat object whose fields introspect.cpp reads in read_problem(): kernel, parts, workspace.
+// Throws std::runtime_error with the reasons of each kernel if none can do it, std::invalid_argument for a bad problem.
+std::string plan(std::string problem);
+
+// An array: every kernel of the problem's op, with a verdict, "chosen", "fits" or "refused", and the reason in words.
+std::string explain(std::string problem);
+
+}  // namespace flash_cute

@@ -1,0 +1,48 @@
+// What keeps a kernel from doing a problem: one list of reasons, for the choice, for errors and for explanations.
+#pragma once
+
+#include <string>
+
+#include "core/config.h"
+#include "core/device.h"
+#include "core/problem.h"
+
+namespace flash_cute {
+
+struct Refusal {
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, parts;
+
+  bool any() const {
+    return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
+           dropout || parts;
+  }
+};
+
+template <Op op>
+Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device);
+
+// The reasons in words, with what the kernel needs and what is there. Empty if there is none.
+std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,
+                    const Device& device);
+
+// Why no call may take the kernel now, whatever the problem: for lists of reasons.
+constexpr const char* kSetAside = "set aside by use_kernels()";
+constexpr const char* kBeyondLimit = "not one of the kernels that this thread is limited to";
+constexpr const char* kNotBuilt = "not in this build of the library";
+
+void add_reason(std::string& reasons, const std::string& reason);
+
+// What alternatives are weighed for. Where the caller says how keys are parted, a sequence's result must not depend on
+// the batch around it: nor may the kernel.
+template <class P>
+const FwdProblem& weighed(const P& p) {
+  return forward_of(p);
+}
+
+inline DecodeProblem weighed(const DecodeProblem& p) {
+  DecodeProblem one = p;
+  if (!p.even_shares()) one.fwd.batch = 1;
+  return one;
+}
+
+}  // namespace flash_cute

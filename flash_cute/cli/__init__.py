@@ -1,0 +1,21 @@
+"""The command ``flash-cute``, or ``python -m flash_cute``: see, explain, time, profile kernels.
+
+It needs the extra ``cli`` (typer and rich). docs/cli.md has an output of each command.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+_NEEDED = ("typer", "rich")
+
+
+def main() -> None:
+    """Runs the command that ``sys.argv`` asks for, and exits with its status."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"flash-cute needs {' and '.join(missing)}: pip install 'flash-cute[cli]'")
+    from flash_cute.cli.app import app
+
+    app()

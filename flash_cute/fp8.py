@@ -1,0 +1,176 @@
+"""fp8 inputs of the attention functions: forward, with descales, by widening.
+
+There are no fp8 kernels yet. q and k, and v if it is fp8 too, become 16 bits, of v's dtype or else
+bf16, and the 16-bit kernels run. fp16 and bf16 both hold every value of e4m3 and e5m2, so widening
+is exact: the result is that of attention of the values given, as accurate as the 16-bit kernels.
+
+Descales are FlashAttention-3's: the values meant are fp8 values times a descale, a number, a tensor
+of one element, or a tensor (batch, heads_k) whose kv heads speak for their group of query heads.
+Those of q and k that are numbers go into the scale of the softmax. Tensors, which the host does not
+read, multiply q, whose products are rounded to 16 bits once. ``v_descale`` multiplies out, in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import validate
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDE_DTYPES = (torch.float16, torch.bfloat16)
+OUT_DTYPES = (*WIDE_DTYPES, torch.float32)
+
+Descale = Tensor | float | None
+
+
+def is_asked(tensors: tuple[Any, ...], descales: tuple[Descale, ...], out_dtype: Any) -> bool:
+    """Whether a call is one of fp8, or gives an argument that only such a call has."""
+    if out_dtype is not None or any(x is not None for x in descales):
+        return True
+    return any(isinstance(x, Tensor) and x.dtype in DTYPES for x in tensors)
+
+
+def unpacked(name: str, x: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
+    """The parts of a packed tensor (..., parts, heads, dim) of the given rank, of any dtype."""
+    validate.packed(name, x, rank, parts, dtypes=(*validate.DTYPES, *DTYPES))
+    return x.unbind(-3)
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A call of fp8: what is done before attention of 16 bits, and after it."""
+
+    descales: tuple[Descale, Descale, Descale]  # of q, k and v
+    dtype: torch.dtype  # that attention is computed in
+    out_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        descales: tuple[Descale, Descale, Descale],
+        out_dtype: torch.dtype | None,
+        out: Tensor | None = None,
+    ) -> Narrow:
+        """Refuses kinds of tensors that do not go together; out is bf16 if nothing else is asked.
+
+        Raises TypeError, ValueError, and NotImplementedError for a gradient, and for ``out``.
+        """
+        if out is not None:
+            raise NotImplementedError(
+                "out is given; with fp8 q, k and v, descales or out_dtype leave it None, as the "
+                "result is a new tensor"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            validate.tensor(name, x)
+        if q.dtype not in DTYPES or k.dtype not in DTYPES:
+            name, x = ("q", q) if q.dtype not in DTYPES else ("k", k)
+            if not any(x.dtype in DTYPES for x in (q, k, v)):
+                raise ValueError(
+                    f"descales and out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
+                )
+            raise TypeError(
+                f"{name} has dtype {x.dtype}; with fp8, q and k are of {_listed(DTYPES)}, and v is "
+                "of these or of 16 bits"
+            )
+        if v.dtype not in DTYPES and v.dtype not in WIDE_DTYPES:
+            raise TypeError(
+                f"v has dtype {v.dtype}; with fp8 q and k it is of {_listed(DTYPES + WIDE_DTYPES)}"
+            )
+        if out_dtype is not None and out_dtype not in OUT_DTYPES:
+            raise TypeError(f"out_dtype is {out_dtype}; supported: {_listed(OUT_DTYPES)}")
+        tensors = [x for x in (q, k, v, *descales) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise NotImplementedError(
+                "backward through fp8 q and k is not supported: call under torch.no_grad(), or "
+                "widen them first, q.to(torch.bfloat16)"
+            )
+        wide = next((x for x in (v.dtype, out_dtype) if x in WIDE_DTYPES), torch.bfloat16)
+        return cls(descales, wide, out_dtype or torch.bfloat16)
+
+    def widen(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The same values in 16 bits."""
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+
+    def descale(
+        self, q: Tensor, heads_k: int, softmax_scale: Any, cu_seqlens_q: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """q (batch, seqlen_q, heads, dim), or packed (total_q, heads, dim), and the scale of the
+        softmax, with the descales of q and k in one or the other."""
+        batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        for name, x in zip(("q_descale", "k_descale", "v_descale"), self.descales, strict=True):
+            _check(name, x, q, batch, heads_k)
+        factor: Tensor | float = 1.0
+        for x in self.descales[:2]:
+            if isinstance(x, Tensor):
+                factor = factor * x.float()
+            elif x is not None and (softmax_scale is None or _is_number(softmax_scale)):
+                softmax_scale = x * (
+                    q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+                )
+        if isinstance(factor, Tensor):
+            q = (q * _of_rows(factor, q, cu_seqlens_q)).to(q.dtype)
+        return q, softmax_scale
+
+    def finish(self, result: Any, cu_seqlens_q: Tensor | None = None) -> Any:
+        """The function's result: out in the dtype asked for, times the descale of v."""
+        out, *rest = result if isinstance(result, tuple) else (result,)
+        x = self.descales[2]
+        if x is not None:
+            out = out.float() * (
+                _of_rows(x.float(), out, cu_seqlens_q) if isinstance(x, Tensor) else x
+            )
+        out = out.to(self.out_dtype)
+        return (out, *rest) if rest else out
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def _check(name: str, x: Descale, q: Tensor, batch: int, heads_k: int) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        if not _is_number(x):
+            raise TypeError(f"{name} is {type(x).__name__}; expected a number or a tensor")
+        if not 0 < x < math.inf:
+            raise ValueError(f"{name} is {x}; expected a positive number")
+        return
+    validate.strided(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+    one = x.dim() < 2 and x.numel() == 1
+    if not one and tuple(x.shape) != (batch, heads_k):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected (batch, heads_k), {(batch, heads_k)}, or "
+            "one element"
+        )
+
+
+def _of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A descale in fp32 for each head of ``rows`` (batch, seqlen, heads, dim) or (total, heads,
+    dim): a tensor that multiplies them."""
+    if x.dim() < 2:
+        return x
+    x = x.repeat_interleave(rows.shape[-2] // x.shape[1], dim=1)[..., None]  # (batch, heads, 1)
+    if cu_seqlens is None:
+        return x[:, None]
+    if len(x) == 0:
+        return x.new_ones(())
+    row = torch.arange(len(rows), device=rows.device, dtype=cu_seqlens.dtype)
+    sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(x) - 1)
+    return x[sequence]

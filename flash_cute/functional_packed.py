@@ -1,0 +1,240 @@
+"""The attention functions of packed tensors: qkv, or q and kv, in one.
+
+They are :mod:`flash_cute.functional`'s, but that backward fills one gradient of the packed tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import accept, check, fp8, ops, validate
+from flash_cute.functional import Result, _attend, flash_attn_func, flash_attn_varlen_func
+from flash_cute.ops import autocast
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    return_lse: bool = False,
+    return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
+
+    Backward fills one gradient of kv in place of stacking two.
+    """
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_kvpacked_func, others) or return_lse
+    if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
+        k, v = fp8.unpacked("kv", kv, 5, 2)
+        return flash_attn_func(
+            q, k, v,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, sink=sink, generator=generator, rng=rng, return_lse=return_lse,
+            return_rng=return_rng, return_max_logits=return_max_logits,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+        )  # fmt: skip
+    q, kv = accept.rows(*autocast.cast(q, kv))
+    validate.packed("kv", kv, 5, 2, q)
+    k, v = kv.unbind(2)
+    validate.dense(q, k, v)
+    check.dense(q, k)
+    return _attend(
+        ops.fwd, (q, k, v), (), q.shape[0],
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, kv,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    return_lse: bool = False,
+    return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
+
+    Backward fills one gradient of qkv in place of stacking three.
+    """
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_qkvpacked_func, others) or return_lse
+    if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):
+        q, k, v = fp8.unpacked("qkv", qkv, 5, 3)
+        return flash_attn_func(
+            q, k, v,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, sink=sink, generator=generator, rng=rng, return_lse=return_lse,
+            return_rng=return_rng, return_max_logits=return_max_logits,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+        )  # fmt: skip
+    (qkv,) = accept.rows(*autocast.cast(qkv))
+    validate.packed("qkv", qkv, 5, 3)
+    q, k, v = qkv.unbind(2)
+    validate.dense(q, k, v)
+    check.dense(q, k)
+    return _attend(
+        ops.fwd, (q, k, v), (), q.shape[0],
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, qkv,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    return_lse: bool = False,
+    return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_varlen_kvpacked_func, others) or return_lse
+    if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
+        k, v = fp8.unpacked("kv", kv, 4, 2)
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, seqused_q=seqused_q, seqused_k=seqused_k,
+            zero_tensors=zero_tensors, sink=sink, generator=generator, rng=rng,
+            return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+        )  # fmt: skip
+    q, kv = accept.rows(*autocast.cast(q, kv))
+    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
+    validate.packed("kv", kv, 4, 2, q)
+    k, v = kv.unbind(1)
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    validate.varlen(q, k, v, *sequences)
+    check.varlen(q, k, *sequences, None, zero_tensors)
+    return _attend(
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, kv,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused: Tensor | None = None,
+    zero_tensors: bool = False,
+    sink: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    rng: Tensor | None = None,
+    return_lse: bool = False,
+    return_rng: bool = False,
+    return_max_logits: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    return_lse = accept.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
+    if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):
+        q, k, v = fp8.unpacked("qkv", qkv, 4, 3)
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, seqused_q=seqused, seqused_k=seqused,
+            zero_tensors=zero_tensors, sink=sink, generator=generator, rng=rng,
+            return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+        )  # fmt: skip
+    (qkv,) = accept.rows(*autocast.cast(qkv))
+    max_seqlen = accept.integer(max_seqlen)
+    validate.packed("qkv", qkv, 4, 3)
+    q, k, v = qkv.unbind(1)
+    validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
+    sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
+    check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
+    return _attend(
+        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
+        return_max_logits, qkv,
+    )  # fmt: skip

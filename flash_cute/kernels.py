@@ -1,0 +1,385 @@
+"""The CUDA kernels as values: which there are, which one a call takes, and why no other.
+
+Everything is computed by the code that calls go through (``csrc/core/``), from sizes alone: no
+tensor, no GPU and no CUDA build is needed.
+
+Example::
+
+    from flash_cute import kernels
+
+    problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, head_dim=128, causal=True)
+    print(kernels.plan(problem, gpu="h100").kernel.id)
+    for row in kernels.explain(problem, gpu="a100"):
+        print(row.verdict, row.id, row.reason)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import _torch_internals as internals
+from flash_cute.library import can_use_cuda, has_cuda_kernels
+
+OPS = ("fwd", "bwd", "decode")
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What of a GPU decides about kernels; bytes are those that one CTA can have."""
+
+    name: str
+    capability: int  # 10 * major + minor
+    smem_optin: int
+    sms: int
+    memory_gb_s: int
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100", 80, 166_912, 108, 2039),
+        Gpu("a10", 86, 101_376, 72, 600),
+        Gpu("l40s", 89, 101_376, 142, 864),
+        Gpu("h100", 90, 232_448, 132, 3352),
+        Gpu("h200", 90, 232_448, 132, 4917),
+    )
+}
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One kernel, a row of ``csrc/configs.def``. Sizes are those of its tiles."""
+
+    id: str
+    op: str  # "fwd", "bwd", or "decode": forward over a key/value cache
+    arch: int  # 80 runs on that GPU and newer ones, 90 on Hopper alone
+    dtype: str  # "fp16", "bf16", "tf32", or "tf32x3": fp32 in three products of TF32
+    tier: str  # "rich" has softcap, ALiBi, dropout and scales below 0
+    head_dim: int  # the largest that it does
+    head_dim_v: int
+    block_m: int  # query rows a tile
+    block_n: int  # key rows a tile
+    stages: int
+    warps: int
+    threads: int
+    ctas: int  # that an SM is to hold at once
+    cluster: int
+    smem_bytes: int  # of a CTA
+    built: bool = True  # whether the library that is loaded has it
+
+    @property
+    def most_registers(self) -> int:
+        """Of a thread at launch: what the launch bounds allow. Hopper's warps trade theirs then."""
+        return min(255, 65_536 // (self.threads * self.ctas) // 8 * 8)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call runs."""
+
+    kernel: KernelConfig
+    parts: int = 1  # that keys (backward: the queries of a tile of keys) are cut into
+    heads_in_tile: int = 1  # query heads of a group that share a tile of queries
+    parts_of_heads: int = 1  # backward: `parts` is this times parts_of_queries
+    parts_of_queries: int = 1
+    whole_tiles: int = 0  # backward: tiles of keys before those that are cut
+    dq_order: str | None = None  # backward: "added", "opened" or "in turns"
+    ctas: int | None = None  # decode
+    cluster: int = 1  # decode: CTAs that share the keys of a tile of queries
+    workspace_bytes: int | None = None  # of forward and decode
+
+    def __str__(self) -> str:
+        rest = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name != "kernel" and getattr(self, f.name) not in (f.default, 0)
+        ]
+        return " ".join([self.kernel.id, *rest])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one kernel: "chosen", "fits" (another is preferred) or "refused"."""
+
+    id: str
+    verdict: str
+    reason: str  # in the words of the error that a call raises; empty for the chosen one
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call in sizes. ``None`` is: as many heads_k as heads, seqlen_k as seqlen_q, head_dim_v as
+    head_dim, and for totals batch times length.
+
+    ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with seqlen_k the capacity of the
+    cache, and varlen calls over pages in 16 bits. fp8 is planned as the 16 bits that it is widened
+    to: see :func:`flash_cute.flash_attn_func`.
+
+    Raises:
+        ValueError: a size is negative or heads are no multiple of heads_k; the op or the dtype is
+            unknown.
+    """
+
+    op: str = "fwd"
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+    heads: int = 1
+    heads_k: int | None = None
+    seqlen_q: int = 1
+    seqlen_k: int | None = None
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float = 1.0  # only its sign counts
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    varlen: bool = False
+    total_q: int | None = None
+    total_k: int | None = None
+    unaligned: bool = False  # vectors of q, k and v do not all begin on 16-byte boundaries
+    deterministic: bool = False  # bwd
+    allow_tf32: bool = False  # fp32
+    page_size: int = 0  # decode, as what follows; 0: no pages
+    lengths: bool = False  # whether the device alone knows how long sequences are
+    leftpad: bool = False
+    num_splits: int = 0
+    split_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}; expected one of {', '.join(OPS)}")
+        known = (*_SIXTEEN_BITS, torch.float32, *FP8_DTYPES)
+        if self.dtype not in known:
+            raise ValueError(
+                f"dtype {self.dtype} has no CUDA kernel; expected {', '.join(map(str, known))}"
+            )
+        least = {"heads": 1, "heads_k": 1, "head_dim": 1, "head_dim_v": 1}
+        sizes = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "page_size", "num_splits",
+                 "split_size", *least)  # fmt: skip
+        for name in sizes:
+            size = getattr(self, name)
+            if size is not None and (type(size) is not int or size < least.get(name, 0)):
+                raise ValueError(f"{name} is {size!r}; expected an int >= {least.get(name, 0)}")
+        if self.heads % (self.heads_k or self.heads):
+            raise ValueError(
+                f"heads is {self.heads}; expected a multiple of heads_k, {self.heads_k}"
+            )
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, op: str = "fwd", **options: Any) -> Problem:
+        """Of dense q (batch, seqlen_q, heads, dim), k and v; other fields are ``options``."""
+        return cls(
+            op, q.dtype, len(q), q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3],
+            v.shape[3], unaligned=not all(map(_is_aligned, (q, k, v))), **options,
+        )  # fmt: skip
+
+    @classmethod
+    def of_packed(
+        cls, q: Tensor, k: Tensor, v: Tensor, sequences: tuple[Any, ...], op: str = "fwd",
+        **options: Any,
+    ) -> Problem:  # fmt: skip
+        """Of packed q (total_q, heads, dim), k and v, with ``sequences`` what the op varlen_fwd
+        takes behind them. Over pages in 16 bits it is a call over a cache."""
+        cu_seqlens_q, _, longest_q, longest_k, _, used_q, *_ = sequences
+        block_table = sequences[7] if len(sequences) > 7 else None
+        sizes: dict[str, Any] = {
+            "dtype": q.dtype, "batch": len(cu_seqlens_q) - 1, "heads": q.shape[1],
+            "heads_k": k.shape[-2], "seqlen_q": longest_q, "head_dim": q.shape[2],
+            "head_dim_v": v.shape[-1], "varlen": True, "total_q": len(q),
+            "unaligned": not all(map(_is_aligned, (q, k, v))), **options,
+        }  # fmt: skip
+        if block_table is None:
+            return cls(op, seqlen_k=longest_k, total_k=len(k), **sizes)
+        page_size, capacity = k.shape[1], block_table.shape[1] * k.shape[1]
+        if q.dtype in _SIXTEEN_BITS and used_q is None and not sizes.get("dropout"):
+            return cls("decode", seqlen_k=capacity, page_size=page_size, lengths=True, **sizes)
+        return cls(op, seqlen_k=min(longest_k, capacity), **sizes)
+
+    def __str__(self) -> str:
+        """Sizes as the benchmarks write them, then what differs from a plain call."""
+        name = str(self.dtype).removeprefix("torch.")
+        heads_k, seqlen_k = self.heads_k or self.heads, self._seqlen_k
+        sizes = (
+            f"{self.op} {name} b{self.batch} h{self.heads}/{heads_k} q{self.seqlen_q} "
+            f"k{seqlen_k} d{self.head_dim}/{self.head_dim_v or self.head_dim}"
+        )
+        flags = ("causal", "softcap", "alibi", "dropout", "varlen", "unaligned", "deterministic",
+                 "allow_tf32", "lengths", "leftpad")  # fmt: skip
+        numbers = ("window_size", "page_size", "num_splits", "split_size")
+        defaults = {f.name: f.default for f in fields(self)}
+        rest = [name for name in flags if getattr(self, name)]
+        rest += [
+            f"{name}={getattr(self, name)}".replace(" ", "")
+            for name in numbers
+            if getattr(self, name) != defaults[name]
+        ]
+        return " ".join([sizes, *rest])
+
+    @property
+    def _seqlen_k(self) -> int:
+        return self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether q and k are fp8, which no kernel computes in yet."""
+        return self.dtype in FP8_DTYPES
+
+    def _fields(self) -> dict[str, Any]:
+        left, right = self.window_size
+        given = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
+        for name in ("window_size", "causal", "allow_tf32"):
+            given.pop(name, None)
+        given["dtype"] = _SIXTEEN_BITS.get(self.dtype, "bf16")
+        if self.dtype == torch.float32:
+            given["dtype"] = "tf32" if self.allow_tf32 else "tf32x3"
+        given["window_size_left"], given["window_size_right"] = left, 0 if self.causal else right
+        return given
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every vector of x begins on a 16-byte boundary."""
+    element = x.element_size()
+    first = x.storage_offset() * element if internals.is_fake(x) else x.data_ptr()
+    bytes_at = [first, *(stride * element for stride in x.stride()[:-1])]
+    return x.stride(-1) == 1 and all(at % 16 == 0 for at in bytes_at)
+
+
+@cache
+def kernels() -> tuple[KernelConfig, ...]:
+    """Every row of ``csrc/configs.def``, in its order, whether the loaded library has it or not."""
+    rows = json.loads(torch.ops.flash_cute.describe_kernels())
+    return tuple(KernelConfig(**row) for row in rows)
+
+
+def gpu(index: int | None = None) -> Gpu:
+    """A GPU that is there; None is the current one.
+
+    Raises:
+        RuntimeError: there is none, or this build has no CUDA.
+    """
+    if not has_cuda_kernels():
+        raise RuntimeError("this build of flash_cute has no CUDA, and knows no GPU")
+    index = torch.cuda.current_device() if index is None else index
+    facts = json.loads(torch.ops.flash_cute.describe_gpu(index))
+    return Gpu(torch.cuda.get_device_name(index), **facts)
+
+
+def ctas_an_sm(kernel: KernelConfig, gpu: Gpu) -> int:
+    """CTAs of a kernel that an SM holds at once by its launch bounds and shared memory; 0 where one
+    has no room, or the GPU is another arch."""
+    kept = 1024  # bytes that an SM keeps for itself of each CTA
+    runs = gpu.capability == 90 if kernel.arch == 90 else gpu.capability >= kernel.arch
+    return min(kernel.ctas, (gpu.smem_optin + kept) // (kernel.smem_bytes + kept)) if runs else 0
+
+
+def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
+    """What a call of these sizes runs.
+
+    Args:
+        problem: the call.
+        gpu: a :class:`Gpu`, a name in :data:`GPUS`, or the index of a GPU that is there; None is
+            the current one, or without one an H100. For a GPU that is there the kernels count that
+            the library has, else all rows of ``csrc/configs.def``.
+
+    Raises:
+        ValueError: the GPU is unknown.
+        RuntimeError: no kernel can do it; with the reasons of each.
+    """
+    found = json.loads(torch.ops.flash_cute.plan(_request(problem, gpu)))
+    return Plan(KernelConfig(**found.pop("kernel")), **found)
+
+
+def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:
+    """Every kernel of the problem's op, in order of preference: chosen, or why not.
+
+    Arguments and ValueError are :func:`plan`'s; that no kernel is chosen is no error.
+    """
+    rows = json.loads(torch.ops.flash_cute.explain(_request(problem, gpu)))
+    return tuple(Verdict(**row) for row in rows)
+
+
+def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
+    request = problem._fields()
+    if gpu is None:
+        gpu = torch.cuda.current_device() if can_use_cuda() else "h100"
+    if isinstance(gpu, int):
+        if not has_cuda_kernels():
+            raise ValueError(f"gpu is {gpu}, and this build has no CUDA; give one of {list(GPUS)}")
+        return json.dumps(request | {"device": gpu, "built_only": True})
+    if isinstance(gpu, str):
+        if gpu not in GPUS:
+            raise ValueError(f"gpu is {gpu!r}; expected one of {list(GPUS)}, or a Gpu")
+        gpu = GPUS[gpu]
+    facts = {f"gpu_{f.name}": getattr(gpu, f.name) for f in fields(gpu) if f.name != "name"}
+    return json.dumps(request | facts)
+
+
+def nearest(
+    problem: Problem, block_m: int, block_n: int, gpu: Gpu | str | int | None = None
+) -> str:
+    """Id of the kernel whose tile is nearest to so many query and key rows.
+
+    Of the kernels that can do the problem those count that are made for its head dims: no narrower
+    one of their arch can. Of these the nearest is the one with the least ``|log2(m / block_m)| +
+    |log2(n / block_n)|``; among equals the planned one, then the first in order of preference.
+
+    Raises:
+        ValueError, RuntimeError: :func:`plan`'s.
+    """
+    planned = plan(problem, gpu).kernel.id
+    by_id = {kernel.id: kernel for kernel in kernels()}
+    fitting = [by_id[row.id] for row in explain(problem, gpu) if row.verdict != "refused"]
+    narrowest: dict[int, int] = {}
+    for kernel in fitting:
+        dims = kernel.head_dim + kernel.head_dim_v
+        narrowest[kernel.arch] = min(dims, narrowest.get(kernel.arch, dims))
+    made_for = [x for x in fitting if x.head_dim + x.head_dim_v == narrowest[x.arch]]
+
+    def distance(kernel: KernelConfig) -> tuple[float, bool]:
+        of_rows, of_keys = kernel.block_m / block_m, kernel.block_n / block_n
+        return abs(math.log2(of_rows)) + abs(math.log2(of_keys)), kernel.id != planned
+
+    return min(made_for, key=distance).id
+
+
+def limit() -> str:
+    """Ids of the kernels that this thread's calls may take, one a line; empty if any."""
+    ids = torch.ops.flash_cute.limit_kernels("")
+    torch.ops.flash_cute.limit_kernels(ids)
+    return ids
+
+
+@contextmanager
+def only(*ids: str) -> Iterator[None]:
+    """Inside, CUDA calls of this thread take kernels with these ids, or raise RuntimeError with the
+    reasons. Plans and explanations go by it, too. Autograd's backward runs in a thread of its own.
+
+    Raises:
+        ValueError: there is no kernel of an id.
+    """
+    known = {kernel.id for kernel in kernels()}
+    if not ids or not known.issuperset(ids):
+        unknown = ", ".join(i for i in ids if i not in known) or "nothing"
+        raise ValueError(f"{unknown} is no kernel's id; kernels() lists them")
+    before = torch.ops.flash_cute.limit_kernels("\n".join(ids))
+    try:
+        yield
+    finally:
+        torch.ops.flash_cute.limit_kernels(before)

@@ -1,0 +1,53 @@
+"""The examples run, each as its docstring says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = {
+    "notebook_benchmark": (["--batch", "1", "--seqlen", "64"], r"fwd +full +[\d.]+ ms"),
+    "choose_tiles": (["--seqlen", "70"], r"Bc=100 +Br=7 +differs by"),
+    "fp8_inputs": (["--seqlen", "100"], r"each head: error 0\.0"),
+    "pack_sequences": (["--longest", "40"], r"rows in place of"),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_examples(device, name, capsys):
+    arguments, words = SHORT[name]
+    if name == "notebook_benchmark" and device == "cuda":
+        pytest.importorskip("triton")
+    example = importlib.import_module(f"examples.{name}")
+    assert example.main(["--device", device, *arguments]) == 0
+    assert re.search(words, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_explain_a_call(gpu, capsys):
+    assert importlib.import_module("examples.explain_a_call").main(["--gpu", gpu]) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"runs (fwd|bwd|decode)_sm", text)) == 3 and "not fwd_sm" in text
+
+
+def test_as_a_script():
+    script = ROOT / "examples" / "explain_a_call.py"
+    assert subprocess.run([sys.executable, script], capture_output=True).returncode == 0
+
+
+def test_notebook_shapes_by_default():
+    example = importlib.import_module("examples.notebook_benchmark")
+    assert (example.HEADS, example.DIM, example.SCALE) == (16, 64, 1.3)
+
+
+def test_every_example_is_run_by_a_test():
+    texts = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = [path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "gpt"]
+    assert len(names) >= 6
+    assert [name for name in names if name not in texts] == []

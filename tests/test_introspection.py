@@ -1,0 +1,291 @@
+"""Kernels, plans and explanations: those of the code that calls go through."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from dataclasses import replace
+
+import pytest
+import support_matrix
+import torch
+
+from flash_cute import kernels as k
+from flash_cute import library
+
+ops = torch.ops.flash_cute
+A_CALL = k.Problem(batch=4, heads=16, heads_k=4, seqlen_q=4096, head_dim=128)
+
+
+def chosen(problem, gpu="h100"):
+    (id,) = [row.id for row in k.explain(problem, gpu) if row.verdict == "chosen"]
+    return id
+
+
+def reason(problem, id, gpu="h100"):
+    """Why not the first kernel whose id begins so."""
+    return next(row.reason for row in k.explain(problem, gpu) if row.id.startswith(id))
+
+
+def test_kernels_are_the_rows_of_configs():
+    rows = support_matrix.kernels()
+    assert len(rows) == len(k.kernels()) > 100
+    for row, kernel in zip(rows, k.kernels(), strict=True):
+        assert (row.op.lower(), row.arch.lower()) == (kernel.op, f"sm{kernel.arch}")
+        assert (row.dtype.lower(), row.tier.lower()) == (kernel.dtype, kernel.tier)
+        names = ("head_dim", "head_dim_v", "block_m", "block_n", "stages", "warps", "ctas",
+                 "cluster", "smem_bytes")  # fmt: skip
+        assert all(getattr(row, name) == getattr(kernel, name) for name in names)
+    assert {kernel.id for kernel in k.kernels() if kernel.built} == set(library.kernels())
+
+
+def test_registers_fill_no_more_than_an_sm():
+    for kernel in k.kernels():
+        assert 64 <= kernel.most_registers <= 255
+        assert kernel.most_registers * kernel.threads * kernel.ctas <= 65_536
+
+
+def test_forward_plans_are_the_heuristics():
+    draw, seen = random.Random(3), 0
+    for _ in range(300):
+        heads_k = draw.choice([1, 2, 8])
+        sizes = (draw.randint(1, 8), heads_k * draw.choice([1, 4]), draw.randint(1, 9000),
+                 draw.randint(1, 9000), 8 * draw.randint(1, 32))  # fmt: skip
+        causal, varlen, softcap = (draw.random() < 0.5 for _ in range(3))
+        batch, heads, seqlen_q, seqlen_k, head_dim = sizes
+        problem = k.Problem(
+            batch=batch, heads=heads, heads_k=heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+            head_dim=head_dim, causal=causal, varlen=varlen, softcap=softcap,
+        )  # fmt: skip
+        plan = k.plan(problem, "h100")
+        expected = ops.preferred_forward(
+            *sizes, window_size_right=0 if causal else -1, varlen=varlen, heads_k=heads_k,
+            rules=softcap,
+        )  # fmt: skip
+        if plan.kernel.id == expected[0]:
+            assert (plan.parts, plan.heads_in_tile) == expected[1:]
+            seen += 1
+        else:  # that op knows no tensor maps and no empty columns
+            verdicts = {row.id: row.verdict for row in k.explain(problem, "h100")}
+            assert verdicts[expected[0]] == "refused"
+        rows = batch * heads * seqlen_q if plan.parts > 1 else 0
+        assert plan.workspace_bytes == 4 * plan.parts * rows * (plan.kernel.head_dim_v + 1)
+    assert seen > 150
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_plans_are_the_heuristics(deterministic):
+    draw = random.Random(4)
+    for _ in range(300):
+        heads_k, dim = draw.choice([1, 2, 8]), draw.choice([64, 128, 192, 256])
+        sizes = (draw.randint(1, 8), heads_k * draw.choice([1, 4]), heads_k, draw.randint(1, 9000),
+                 draw.randint(1, 9000), dim, dim)  # fmt: skip
+        batch, heads, _, seqlen_q, seqlen_k, *_ = sizes
+        problem = k.Problem(
+            "bwd", batch=batch, heads=heads, heads_k=heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+            head_dim=dim, deterministic=deterministic,
+        )  # fmt: skip
+        plan = k.plan(problem, "h100")
+        parts = (plan.parts_of_heads, plan.parts_of_queries, plan.whole_tiles)
+        assert parts == ops.preferred_parts(*sizes)
+        assert plan.parts == parts[0] * parts[1]
+        order, _ = ops.preferred_dq_order(*sizes, deterministic=deterministic)
+        assert plan.dq_order == order
+
+
+def test_plans_over_caches_are_the_heuristics():
+    draw = random.Random(5)
+    for _ in range(200):
+        heads_k = draw.choice([1, 2, 8])
+        sizes = (draw.randint(1, 64), heads_k * draw.choice([1, 4]), heads_k,
+                 draw.choice([1, 1, 4, 64, 300]), draw.randint(1, 30_000), 128)  # fmt: skip
+        batch, heads, _, seqlen_q, seqlen_k, head_dim = sizes
+        lengths = draw.random() < 0.5
+        problem = k.Problem(
+            "decode", batch=batch, heads=heads, heads_k=heads_k, seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k, head_dim=head_dim, lengths=lengths,
+        )  # fmt: skip
+        picked = ops.preferred_kvcache(*sizes, lengths=lengths, memory_gb_s=3352)
+        assert k.plan(problem, "h100").kernel.id == picked == chosen(problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "id", "words"),
+    [
+        ({"dtype": torch.float16}, "fwd_sm90_bf16", "computes in bf16, the call in fp16"),
+        ({"softcap": True}, "fwd_sm80_bf16_plain_d128", "has no softcap"),
+        ({"softmax_scale": -1.0}, "fwd_sm80_bf16_plain_d128", "scale below 0"),
+        ({}, "fwd_sm80_bf16_plain_d64", "head dim up to 64, the call has 128"),
+        ({"head_dim_v": 256}, "fwd_sm80_bf16_plain_d192x128",
+         "head dim of v up to 128, the call has 256"),
+        ({"head_dim": 100}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
+        ({"unaligned": True}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
+        ({"batch": 0}, "fwd_sm90_bf16_plain_d128", "tensors that are not empty"),
+        ({"head_dim": 64}, "fwd_sm90_bf16_plain_d128", "wider by 64 columns"),
+        ({"dropout": True, "window_size": (5, 0)}, "fwd_sm90_bf16_rich_d128",
+         "none in a window that is bounded to the left"),
+        ({"op": "decode", "num_splits": 2}, "decode_sm90_bf16_rich_d128",
+         "shares keys out in its own way"),
+        ({"op": "decode", "page_size": 12, "seqlen_q": 200}, "fwd_sm90_bf16_plain_d128",
+         "none of 12 rows"),
+    ],
+)  # fmt: skip
+def test_reasons(change, id, words):
+    assert words in reason(replace(A_CALL, **change), id)
+
+
+def test_reasons_of_gpus():
+    assert reason(A_CALL, "fwd_sm90_bf16_plain_d128", "a100") == (
+        "for sm_90 alone, the GPU is sm_80; needs 230400 bytes of shared memory, the GPU has 166912"
+    )
+    old = k.Gpu("t4", 75, 65_536, 40, 320)
+    assert "for sm_80 and newer, the GPU is sm_75" in reason(A_CALL, "fwd_sm80", old)
+    with pytest.raises(RuntimeError, match="no kernel for this call"):
+        k.plan(A_CALL, old)
+
+
+def test_one_kernel_is_chosen_and_every_other_has_a_reason():
+    for problem in (A_CALL, replace(A_CALL, op="bwd"), replace(A_CALL, op="decode", seqlen_q=1)):
+        for gpu in k.GPUS:
+            rows = k.explain(problem, gpu)
+            assert chosen(problem, gpu) == k.plan(problem, gpu).kernel.id
+            assert [row.id for row in rows if (row.verdict == "chosen") != (row.reason == "")] == []
+            assert {row.verdict for row in rows} == {"chosen", "fits", "refused"}
+
+
+def test_explanations_are_the_words_of_the_error():
+    problem = replace(A_CALL, head_dim=257)
+    with pytest.raises(RuntimeError) as error:
+        k.plan(problem, "h100")
+    rows = k.explain(problem, "h100")
+    assert str(error.value).splitlines()[1:] == [f"  {row.id}: {row.reason}" for row in rows]
+
+
+def test_the_error_of_a_call_has_these_words(cuda):
+    q = torch.randn(1, 64, 2, 128, device=cuda, dtype=torch.bfloat16)
+    fp16 = next(
+        kernel.id for kernel in k.kernels() if kernel.built and "fwd_sm80_fp16" in kernel.id
+    )
+    with k.only(fp16):
+        with pytest.raises(RuntimeError) as error:
+            ops.fwd(q, q, q)
+        rows = k.explain(k.Problem.of(q, q, q))
+    lines = [line for line in str(error.value).splitlines() if line.startswith("  fwd_")]
+    built = {kernel.id for kernel in k.kernels() if kernel.built}
+    assert lines == [f"  {row.id}: {row.reason}" for row in rows if row.id in built]
+
+
+def test_the_kernel_of_a_plan_is_the_one_that_runs(cuda):
+    q = torch.randn(2, 300, 4, 64, device=cuda, dtype=torch.bfloat16)
+    plan = k.plan(k.Problem.of(q, q, q))
+    with k.only(plan.kernel.id):
+        alone = ops.fwd(q, q, q)[0]
+    assert torch.equal(alone, ops.fwd(q, q, q)[0])
+
+
+def test_fp8_is_planned_as_what_it_is_widened_to():
+    problem = replace(A_CALL, dtype=torch.float8_e4m3fn)
+    assert problem.is_widened and not A_CALL.is_widened
+    assert k.plan(problem, "h100") == k.plan(A_CALL, "h100")
+
+
+def test_a_limit_is_one_of_its_thread():
+    names = [kernel.id for kernel in k.kernels() if kernel.id.startswith("fwd_sm80_bf16_rich")]
+    free = k.plan(A_CALL, "h100").kernel.id
+    seen = []
+    with k.only(*names):
+        assert k.plan(A_CALL, "h100").kernel.id in names
+        assert "limited to" in reason(A_CALL, free)
+        with pytest.raises(ZeroDivisionError), k.only(free):
+            raise ZeroDivisionError
+        assert k.plan(A_CALL, "h100").kernel.id in names
+        other = threading.Thread(target=lambda: seen.append(k.plan(A_CALL, "h100").kernel.id))
+        other.start()
+        other.join()
+    assert seen == [free] == [k.plan(A_CALL, "h100").kernel.id]
+    for ids in ((), ("fwd",), (free, "x")):
+        with pytest.raises(ValueError, match="no kernel's id"), k.only(*ids):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"op": "forward"}, "op is 'forward'"),
+        ({"dtype": torch.float64}, "float64 has no CUDA kernel"),
+        ({"batch": -1}, "batch is -1"),
+        ({"heads_k": 0}, "heads_k is 0"),
+        ({"heads_k": 5}, "heads is 16; expected a multiple"),
+        ({"seqlen_q": 2.0}, "seqlen_q is 2.0"),
+    ],
+)
+def test_bad_problems(change, words):
+    with pytest.raises(ValueError, match=words):
+        replace(A_CALL, **change)
+
+
+def test_bad_gpus():
+    with pytest.raises(ValueError, match="gpu is 'h1000'"):
+        k.plan(A_CALL, "h1000")
+    if not library.has_cuda_kernels():
+        with pytest.raises(ValueError, match="has no CUDA"):
+            k.plan(A_CALL, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected '{'"),
+        ("{", "expected '\"'"),
+        ('{"op": }', "expected a value"),
+        ('{"op": "fwd"} x', "something follows"),
+        ('{"op": "fw', "no end"),
+        ('{"op": 3}', "expected a string"),
+        ('{"op": "fwd", "batches": 3}', "no field is called batches"),
+        ('{"batch": "3"}', "expected a number"),
+        ('{"batch": 1.5}', "expected an integer"),
+        ('{"batch": 1e300}', "expected an integer"),
+        ('{"heads_k": 0}', "heads_k is 0"),
+        ('{"heads": 3, "heads_k": 2}', "multiple"),
+        ('{"varlen": 1}', "expected a bool"),
+        ('{"dtype": "fp8"}', "dtype is fp8"),
+        ('{"op": "x"}', "op is x"),
+        ('{"gpu_sms": 0}', "gpu_sms is 0"),
+    ],
+)
+def test_bad_json_is_an_error_that_names_it(text, words):
+    for op in (ops.plan, ops.explain):
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            op(text)
+
+
+def test_json_may_have_blanks():
+    assert json.loads(ops.plan('\n{ "batch" :2 ,"op": "fwd" }\n')) == json.loads(
+        ops.plan('{"batch":2}')
+    )
+
+
+def test_sizes_that_would_divide_by_zero_are_errors():
+    """They ended the process."""
+    for op, sizes in (
+        (ops.preferred_kvcache, (1, 1, 0, 1, 128, 64)),
+        (ops.preferred_decode_cluster, (1, 1, 0, 1, 128, 64)),
+        (ops.preferred_parts, (1, 1, 0, 1, 128, 64, 64)),
+        (ops.preferred_dq_order, (1, 1, 0, 1, 128, 64, 64)),
+        (ops.preferred_key_order, (1, 1, 0, 1, 128, 64, 64)),
+        (ops.preferred_forward, (1, -1, 1, 128, 64)),
+        (ops.preferred_forward, (-1, 1, 1, 128, 64)),
+        (ops.preferred_forward, (1, 1, -1, 128, 64)),
+        (ops.preferred_forward, (1, 1, 1, 128, 0)),
+        (ops.preferred_kvcache, (1, 3, 2, 1, 128, 64)),
+    ):
+        with pytest.raises(RuntimeError, match="sizes must not be negative"):
+            op(*sizes)
+    for sms in (0, -1):
+        with pytest.raises(RuntimeError, match="sms"):
+            ops.preferred_forward(1, 1, 1, 128, 64, sms=sms)
+    for heads, heads_k, sms in ((1, 0, 132), (0, 1, 132), (1, 1, 0)):
+        with pytest.raises(RuntimeError, match="at least 1"):
+            ops.decode_parts("5", 1, heads, heads_k, 0, 0, 8, sms)
