@@ -4,6 +4,7 @@ Ring attention, Ulysses, all-gather of keys and values, and two of them at once,
 :func:`cp_attention`. Exact, forward and backward. docs/distributed.md says which strategy when.
 """
 
+from flash_cute.distributed import flops as flops
 from flash_cute.distributed.attention import cp_attention
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.context import ContextParallel

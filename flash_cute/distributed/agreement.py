@@ -48,6 +48,19 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
     raise ValueError(f"ranks differ: {texts}. All must make the same call")
 
 
+def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]:
+    """A number of each rank, in order. Raises what :func:`agree` does of a rank's problem."""
+    if group is None:
+        agree(group, "", problem)
+        return [mine]
+    of_all, work = comm.all_gather(torch.tensor([mine, int(problem is not None)]), group)
+    work.wait()
+    numbers, problems = of_all.view(-1, 2).unbind(1)
+    if problems.any():
+        agree(group, "", problem)
+    return numbers.tolist()
+
+
 def _name(problem: Exception) -> str:
     names = [name for name, error in _ERRORS.items() if isinstance(problem, error)]
     return names[0] if names else "ValueError"

@@ -96,7 +96,9 @@ def of_queries(heads_k: slice, q: Tensor, k: Tensor) -> slice:
 
 def _calls(plan: Plan, rank: int, window: Window, score: Score) -> tuple[Launch, ...]:
     keys = layouts.whole(plan.lengths)
-    return launches(plan.outer_parts[rank], keys, window, score.alibi_slopes is not None, plan.packed)
+    return launches(
+        plan.outer_parts[rank], keys, window, score.alibi_slopes is not None, plan.packed
+    )
 
 
 def _longest(plan: Plan) -> int:

@@ -75,6 +75,7 @@ def cp_attention(
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
     cp = context_of(plan)
+    validate.whole_sequences()
     q, k, v, wrap = to_local(cp, q, k, v)
     q, k, v = autocast.cast(q, k, v)
     causal = plan.causal if causal is None else causal
@@ -180,10 +181,10 @@ def _whole(
             options = options | {"alibi_slopes": slopes.repeat_interleave(ranks, 0)}
     offsets = torch.tensor(layouts.offsets(lengths), dtype=torch.int32, device=q.device)
     longest = max(lengths)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out, lse = flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), offsets, offsets, longest, longest, **options,
-        rng=rng, return_lse=True,
-    )  # fmt: skip
+        q, k, v, offsets, offsets, longest, longest, **options, rng=rng, return_lse=True
+    )
     return out.unflatten(0, (batch, seqlen)), lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
 
 
@@ -252,9 +253,7 @@ def _check(
         )
 
 
-def _description(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> str:
+def _description(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:
     """What must be equal on all ranks."""
 
     def kind(x: Any) -> str:

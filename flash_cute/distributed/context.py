@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -13,8 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute import validate
-from flash_cute.distributed import choose, comm, groups, layouts
-from flash_cute.distributed.agreement import agree
+from flash_cute.distributed import agreement, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, slots
@@ -36,7 +36,7 @@ class ContextParallel:
             on all of them if not: one message of 16 bytes between hosts. Without it they may hang
             until the groups' timeout, or compute nonsense.
         timeout: of groups that are made here; None is torch's default.
-        links: speeds that "auto" reckons with.
+        links: speeds that "auto" reckons with; None is those of GPUs on NVLink.
 
     Raises:
         ValueError: the mesh has more than two dimensions, or one for two_dimensional.
@@ -58,7 +58,7 @@ class ContextParallel:
         head_groups: int = 2,
         check: bool = True,
         timeout: timedelta | None = None,
-        links: Links = Links(),
+        links: Links | None = None,
     ) -> None:
         mesh = ranks if isinstance(ranks, DeviceMesh) else None
         if mesh is not None and mesh.ndim > 2:
@@ -85,7 +85,7 @@ class ContextParallel:
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.strategy, self.layout, self.head_groups = strategy, layout, head_groups
-        self.check, self.links = check, links
+        self.check, self.links = check, links or Links()
         self.name = groups.register(self.group, mesh)
         self._hosts = None if self.size == 1 else groups.group_of_hosts(self.group, timeout)
         _CONTEXTS[self.name] = self
@@ -102,6 +102,7 @@ class ContextParallel:
         head_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         block: int = 128,
+        sizes: Sequence[int] | None = None,
     ) -> Plan:
         """How a batch is laid out and attended to. Equal arguments give equal plans, on every rank.
 
@@ -115,6 +116,8 @@ class ContextParallel:
             heads, heads_k, head_dim, dtype: of the tensors, for strategy "auto" alone; heads None
                 is all_gather.
             block: tokens that the balanced layout keeps together.
+            sizes: tokens of each rank, in order, of a batch that is already shared out: the layout
+                is contiguous then. None is as the layout has it.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, or ranks whose plans differ: the
@@ -129,8 +132,8 @@ class ContextParallel:
                 raise ValueError(f"block is {block}; expected at least 1 token")
             plan = Plan(
                 lengths, cu_seqlens is not None, self.size, 1, "all_gather", "contiguous",
-                bool(causal), (int(window_size[0]), int(window_size[1])), block, self.head_groups,
-                self.name,
+                bool(causal), (int(window_size[0]), int(window_size[1])), block,
+                self._sizes(sizes, lengths), self.head_groups, self.name,
             )  # fmt: skip
             plan = self._chosen(plan, heads, heads_k or heads, head_dim, dtype)
         except (TypeError, ValueError) as error:
@@ -146,9 +149,7 @@ class ContextParallel:
         if name == "auto" and self._is_2d:
             name = "two_dimensional"
         elif name == "auto" and heads and heads_k:
-            pairs = sum(
-                layouts.visible_pairs(0, n, n, plan.window) for n in plan.lengths
-            )
+            pairs = sum(layouts.visible_pairs(0, n, n, plan.window) for n in plan.lengths)
             sizes = choose.Sizes(plan.total, pairs, heads, heads_k, dim, dtype)
             name = choose.strategy(sizes, self.size, self.links)
         elif name == "auto":
@@ -158,11 +159,38 @@ class ContextParallel:
             assert self.mesh is not None
             inner = self.mesh.size(1)
         layout = self.layout
-        if layout == "auto":
+        if plan.sizes:
+            layout = "contiguous"
+        elif layout == "auto":
             layout = "contiguous"
             if name != "ulysses" and plan.window[1] >= 0:
                 layout = "zigzag" if len(plan.lengths) == 1 else "balanced"
         return replace(plan, strategy=name, inner=inner, layout=layout)
+
+    def _sizes(self, sizes: Sequence[int] | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        if sizes is None:
+            return ()
+        sizes = tuple(int(n) for n in sizes)
+        if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != sum(lengths):
+            raise ValueError(
+                f"sizes is {sizes}; expected the tokens of {self.size} ranks, {sum(lengths)} in all"
+            )
+        if self.layout not in ("auto", "contiguous"):
+            raise ValueError(f"sizes is given, and layout {self.layout!r}: sizes are contiguous")
+        return sizes
+
+    @torch.compiler.disable
+    def plan_of_parts(self, rows: int, problem: Exception | None = None, **options: Any) -> Plan:
+        """The plan of a dense batch that is already shared out in order: asks all ranks how many
+        tokens they have.
+
+        Args:
+            rows: tokens of this rank.
+            problem: what is wrong with this rank's call, for all ranks to raise.
+            options: of :meth:`plan`, but seqlen, cu_seqlens and sizes.
+        """
+        sizes = agreement.counts(self._hosts, rows, problem)
+        return self.plan(sum(sizes), sizes=sizes, **options)
 
     def shard(self, x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
         """This rank's tokens of the whole batch's ``x``, in the plan's order; differentiable.
@@ -222,7 +250,7 @@ class ContextParallel:
     def agree(self, what: str, problem: Exception | None = None) -> None:
         """Raises the same error on all ranks if one has a problem, or does something else."""
         if self.check or self._hosts is None:
-            agree(self._hosts, what, problem)
+            agreement.agree(self._hosts, what, problem)
         elif problem is not None:
             raise problem
 
@@ -239,7 +267,9 @@ _CONTEXTS: dict[str, ContextParallel] = {}
 def context_of(plan: Any) -> ContextParallel:
     """The ContextParallel that made a plan."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is {type(plan).__name__}; expected what ContextParallel.plan returns")
+        raise TypeError(
+            f"plan is {type(plan).__name__}; expected what ContextParallel.plan returns"
+        )
     if plan.context not in _CONTEXTS:
         raise ValueError("plan was made by no ContextParallel of this process: call its plan()")
     return _CONTEXTS[plan.context]
@@ -250,9 +280,7 @@ def _one_of(name: str, given: Any, supported: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
 
 
-def _lengths(
-    seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None
-) -> tuple[int, ...]:
+def _lengths(seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:
     if (seqlen is None) == (cu_seqlens is None):
         raise ValueError("give seqlen, of a dense batch, or cu_seqlens, of packed documents")
     if seqlen is not None:
@@ -265,7 +293,7 @@ def _lengths(
                 f"cu_seqlens is {given[:8]}; expected ascending offsets from 0 to the number of "
                 "all tokens"
             )
-        lengths = tuple(b - a for a, b in zip(given, given[1:], strict=False))
+        lengths = tuple(b - a for a, b in itertools.pairwise(given))
     if sum(lengths) == 0:
         raise ValueError("the batch has no tokens")
     return lengths

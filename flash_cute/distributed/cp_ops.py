@@ -186,3 +186,53 @@ def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
 
 
 exchange.register_autograd(_exchange_back, setup_context=_keep_exchange)
+
+
+@torch.library.custom_op("flash_cute::cp_gather", mutates_args=())
+def gather(x: Tensor, plan: str) -> Tensor:
+    """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch."""
+    whole = plan_of(plan)
+    rows = all_gather.to_rows(x, max(map(layouts.rows, whole.parts)))
+    gathered, work = comm.all_gather(rows, groups_of(whole).whole)
+    work.wait()
+    place = slots(whole.parts, whole.lengths, x.device)
+    gathered = gathered if place is None else gathered.index_select(0, place)
+    return gathered.transpose(0, 1).clone()
+
+
+@torch.library.custom_op("flash_cute::cp_scatter_sum", mutates_args=())
+def scatter_sum(x: Tensor, plan: str) -> Tensor:
+    """This rank's rows (batch, rows, ..) of the sum over ranks of x (batch, all rows, ..)."""
+    whole = plan_of(plan)
+    groups = groups_of(whole)
+    total = x.to(statistic_dtype(x)).transpose(0, 1).contiguous()
+    place = slots(whole.parts, whole.lengths, x.device)
+    if place is not None:
+        longest = max(map(layouts.rows, whole.parts))
+        padded = total.new_zeros((whole.ranks * longest, *total.shape[1:]))
+        total = padded.index_copy_(0, place, total)
+    mine, work = comm.reduce_scatter(total, groups.whole)
+    work.wait()
+    return mine[: whole.rows(groups.rank)].transpose(0, 1).to(x.dtype, copy=True)
+
+
+@gather.register_fake
+def _(x: Tensor, plan: str) -> Tensor:
+    return x.new_empty((len(x), plan_of(plan).total, *x.shape[2:]))
+
+
+@scatter_sum.register_fake
+def _(x: Tensor, plan: str) -> Tensor:
+    whole = plan_of(plan)
+    return x.new_empty((len(x), whole.rows(groups_of(whole).rank), *x.shape[2:]))
+
+
+def _keep_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.plan = inputs
+
+
+def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+    return scatter_sum(dout, ctx.plan), None
+
+
+gather.register_autograd(_sum_back, setup_context=_keep_plan)

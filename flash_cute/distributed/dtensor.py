@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -50,11 +51,7 @@ def from_local(out: Tensor, wrap: Wrap) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh, placements, of_q = wrap
-    shape = (*of_q[:-1], out.shape[-1])
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.insert(0, step)
-        step *= n
+    like = torch.empty((*of_q[:-1], out.shape[-1]), device="meta")
     return DTensor.from_local(
-        out.contiguous(), mesh, placements, run_check=False, shape=shape, stride=tuple(strides)
+        out.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -71,7 +71,9 @@ def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = mesh.mesh.flatten().tolist()
-    if len(ranks) == dist.get_world_size() and ranks == sorted(ranks):
+    if ranks != sorted(ranks):
+        raise ValueError(f"the mesh's ranks are {ranks}; expected them in ascending order")
+    if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 

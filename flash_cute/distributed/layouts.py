@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 LAYOUTS = ("contiguous", "zigzag", "per_document", "balanced")
 
@@ -69,8 +69,8 @@ def layout(
     if name == "contiguous":
         total = sum(lengths)
         size = -(-total // ranks)  # as torch.chunk and DTensor have it
-        cuts = [min(size * r, total) for r in range(ranks + 1)]
-        mine = [[part] for part in zip(cuts, cuts[1:], strict=False)]
+        ends = [min(size * r, total) for r in range(ranks + 1)]
+        return contiguous(lengths, tuple(b - a for a, b in pairwise(ends)))
     elif name == "zigzag":
         mine = _zigzag(0, sum(lengths), ranks)
     elif name == "per_document":
@@ -83,10 +83,17 @@ def layout(
     return tuple(_runs(intervals, lengths) for intervals in mine)
 
 
+@lru_cache(maxsize=256)
+def contiguous(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    """The runs of ranks that have so many tokens each, in order."""
+    cuts = offsets(sizes)
+    return tuple(_runs([part], lengths) for part in pairwise(cuts))
+
+
 def _parts(start: int, length: int, count: int) -> list[Interval]:
     """``count`` intervals whose lengths differ by one at most."""
     cuts = [start + length * i // count for i in range(count + 1)]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(pairwise(cuts))
 
 
 def _zigzag(start: int, length: int, ranks: int) -> list[list[Interval]]:
@@ -97,7 +104,7 @@ def _zigzag(start: int, length: int, ranks: int) -> list[list[Interval]]:
 def _balanced(
     lengths: tuple[int, ...], ranks: int, window: Window, block: int
 ) -> list[list[Interval]]:
-    """Ranks get as many tokens each, up to a block, so that their other layers are balanced, too."""
+    """Ranks get as many tokens each, so that their other layers are balanced, too."""
     blocks = []
     for document_start, length in zip(offsets(lengths), lengths, strict=False):
         for start in range(0, length, block):
@@ -128,7 +135,9 @@ def visible_pairs(start: int, stop: int, length: int, window: Window) -> int:
     if left < 0:
         return end
     first = stop * (stop - 1) // 2 - start * (start - 1) // 2
-    return end - (first - _sum_of_least(start, stop, 0, left))  # max(i - left, 0) = i - min(i, left)
+    return end - (
+        first - _sum_of_least(start, stop, 0, left)
+    )  # max(i - left, 0) = i - min(i, left)
 
 
 def _sum_of_least(start: int, stop: int, shift: int, bound: int) -> int:
@@ -178,6 +187,4 @@ def rows(runs: Runs) -> int:
 
 def work(runs: Runs, lengths: tuple[int, ...], window: Window) -> int:
     """Pairs of a query of these runs and a key that it sees."""
-    return sum(
-        visible_pairs(run.start, run.stop, lengths[run.document], window) for run in runs
-    )
+    return sum(visible_pairs(run.start, run.stop, lengths[run.document], window) for run in runs)

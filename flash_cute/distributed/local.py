@@ -7,6 +7,7 @@ heads, rows). Nothing here communicates or knows of autograd.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,7 +91,7 @@ class Output:
 def merges(launches: Sequence[Launch]) -> bool:
     """Whether several calls reach one row."""
     spans = sorted((t.q_start, t.q_stop) for launch in launches for t in launch)
-    return any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False))
+    return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,17 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         part: as out, any dtype. Rows that see none of its keys have part 0 and part_lse -inf.
         part_lse: as lse.
     """
-    total = torch.logaddexp(lse, part_lse)  # -inf of two -inf
-    weight = torch.exp(part_lse - finite(total))
+    weight = torch.sigmoid(part_lse - lse).masked_fill(part_lse == -torch.inf, 0)
     out.lerp_(part.to(out.dtype), rows(weight))
-    lse.copy_(total)
+    torch.logaddexp(lse, part_lse, out=lse)  # -inf of two -inf
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse with one more logit a head, ``sink`` (heads,), which has no value."""
     logit = sink.to(lse.dtype)[:, None]
     total = torch.logaddexp(lse, logit)
-    return out * rows(torch.exp(lse - finite(total))).to(out.dtype), total
+    weight = torch.sigmoid(lse - logit).masked_fill(lse == -torch.inf, 0)
+    return out * rows(weight).to(out.dtype), total
 
 
 def sink_gradient(lse: Tensor, softmax_d: Tensor, sink: Tensor) -> Tensor:
@@ -34,11 +34,6 @@ def sink_gradient(lse: Tensor, softmax_d: Tensor, sink: Tensor) -> Tensor:
     (batch, heads, seqlen)."""
     weight = torch.exp(sink.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     return (weight * softmax_d).sum((0, 2)).neg().float()
-
-
-def finite(lse: Tensor) -> Tensor:
-    """``lse`` with 0 for -inf, so that exp(-inf - lse) is 0 and not nan."""
-    return lse.masked_fill(lse == -torch.inf, 0)
 
 
 def rows(statistic: Tensor) -> Tensor:

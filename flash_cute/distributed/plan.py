@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Plan:
         causal, window_size: the mask that calls have if they give none, and that the balanced
             layout is made for.
         block: tokens that the balanced layout keeps together.
+        sizes: tokens of each rank in a contiguous layout; () is as torch.chunk has it.
         head_groups: into how many groups of kv heads all_gather cuts its work: the next group's
             keys and values travel while this one's are attended to.
         context: name of the ContextParallel it belongs to; no part of comparisons.
@@ -50,6 +52,7 @@ class Plan:
     causal: bool = False
     window_size: Window = (-1, -1)
     block: int = 128
+    sizes: tuple[int, ...] = ()
     head_groups: int = 1
     context: str = field(default="", compare=False, repr=False)
 
@@ -63,6 +66,8 @@ class Plan:
     @property
     def parts(self) -> tuple[Runs, ...]:
         """The runs of each rank."""
+        if self.sizes:
+            return layouts.contiguous(self.lengths, self.sizes)
         return layouts.layout(self.layout, self.lengths, self.ranks, self.window, self.block)
 
     @property
@@ -111,7 +116,8 @@ class Plan:
                 f"plan is of {self.total}"
             )
         labels = tokens.roll(-1, dim)
-        last = [end - 1 for end, n in zip(layouts.offsets(self.lengths)[1:], self.lengths) if n]
+        ends = accumulate(self.lengths)
+        last = [end - 1 for end, n in zip(ends, self.lengths, strict=True) if n]
         return labels.index_fill(dim, torch.tensor(last, device=tokens.device), fill)
 
     # --- work ------------------------------------------------------------------------------------
@@ -155,10 +161,8 @@ class Plan:
 def plan_of(key: str) -> Plan:
     """The plan whose ``key`` this is."""
     fields: dict[str, Any] = json.loads(key)
-    fields["lengths"], fields["window_size"] = map(
-        tuple, (fields["lengths"], fields["window_size"])
-    )
-    return Plan(**fields)
+    tuples = {name: tuple(fields[name]) for name in ("lengths", "window_size", "sizes")}
+    return Plan(**fields | tuples)
 
 
 @lru_cache(maxsize=1024)
@@ -177,9 +181,7 @@ def _hops(parts: tuple[Runs, ...], window: Window) -> int:
 
 
 @lru_cache(maxsize=256)
-def slots(
-    parts: tuple[Runs, ...], lengths: tuple[int, ...], device: torch.device
-) -> Tensor | None:
+def slots(parts: tuple[Runs, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
     """Where each token of all parts, in ascending order, lies if every part is padded to the
     longest and they follow one another; None if nothing moves."""
     longest = max(map(layouts.rows, parts))

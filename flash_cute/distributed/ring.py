@@ -33,7 +33,8 @@ def forward(
     q, k, v = qkv
     hops = plan.hops(window)
     output = Output(q, v, merges=True)
-    kv, works = _travelling(plan, k, v), comm.Done()
+    kv = _travelling(plan, k, v)
+    works: comm.Work = comm.Done()
     for hop in range(hops):
         works.wait()
         here = kv
@@ -59,7 +60,8 @@ def backward(
     dtype = saved.lse.dtype
     dq = torch.zeros_like(q, dtype=dtype)
     kv = _travelling(plan, k, v)
-    works = of_sums = comm.Done()
+    works: comm.Work = comm.Done()
+    of_sums: comm.Work = comm.Done()
     sums: Tensor | None = None  # of the ranks that had these keys before
     for hop in range(hops):
         works.wait()
@@ -93,9 +95,9 @@ def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _calls(
-    plan: Plan, rank: int, hop: int, window: Window, score: Score
-) -> tuple[Launch, ...]:
+def _calls(plan: Plan, rank: int, hop: int, window: Window, score: Score) -> tuple[Launch, ...]:
     """What the rank's queries see of the keys that have come ``hop`` ranks far."""
     parts = plan.outer_parts
-    return launches(parts[rank], parts[rank - hop], window, score.alibi_slopes is not None, plan.packed)
+    return launches(
+        parts[rank], parts[rank - hop], window, score.alibi_slopes is not None, plan.packed
+    )

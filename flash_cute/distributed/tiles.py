@@ -2,13 +2,13 @@
 
 The ops align masks to the bottom right: of m queries and n keys, query i sees keys j with
 ``-right <= i + (n - m) - j <= left``. Here queries begin at position a of their document, keys at
-position b, and the wanted distance is ``i + a - b - j``. Where both differ, the bounds move by
-``shift = (a - b) - (n - m)``. Bounds below 0, which ops do not take, mean that the last keys, or the
-last queries, see nothing: they are left out, by which the bound becomes 0.
+position b, and the wanted distance is ``i + a - b - j``. Where both differ, the bounds move by the
+difference. Bounds below 0, which ops do not take, mean that the last keys, or the last queries, see
+nothing: they are left out, by which the bound becomes 0.
 
 ALiBi's ``-slope |distance|`` is linear on either side of its zero. A tile that holds pairs on both
-sides of the wanted zero, or of the op's, is cut there. Inside of a part both differ by a sign, which
-goes to the slopes, and a constant, which goes to the LSE.
+sides of the wanted zero, or of the op's, is cut there. Inside of a part both differ by a sign,
+which goes to the slopes, and a constant, which goes to the LSE.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _of_pair(q: Run, k: Run, window: Window, alibi: bool) -> list[Tile]:
     if max(low, least) > min(high, most):
         return []
     shift = k.length - q.length
-    if ahead == shift or not alibi:
+    is_aligned = ahead == shift or (window[1] == 0 and ahead < shift)  # once keys are left out
+    if is_aligned or not alibi:
         if not alibi and low <= least and high >= most:
             return [_cut(q, k, least, most, FULL)]
         return [_cut(q, k, low, high, window)]
@@ -117,9 +118,7 @@ def _of_pair(q: Run, k: Run, window: Window, alibi: bool) -> list[Tile]:
         meant = 1 if start >= -ahead else -1
         of_op = 1 if start >= -shift else -1
         aligned = -start if of_op > 0 else -stop  # the op's shift, once rows were left out
-        tiles.append(
-            replace(tile, slopes_sign=meant * of_op, distance=meant * (ahead - aligned))
-        )
+        tiles.append(replace(tile, slopes_sign=meant * of_op, distance=meant * (ahead - aligned)))
     return tiles
 
 

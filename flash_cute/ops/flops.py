@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -21,11 +22,20 @@ _COUNTER = "torch.utils.flop_counter"  # imports triton, where there is one
 
 
 def register(_: torch.library.Library) -> None:
-    """Now if torch's counter is there, else as soon as somebody imports it."""
+    when_counted(_register_formulas)
+
+
+def when_counted(register_formulas: Callable[[], None]) -> None:
+    """Calls it now if torch's counter is there, else as soon as somebody imports it."""
     if _COUNTER in sys.modules:
-        _register_formulas()
-    else:
+        register_formulas()
+        return
+    _waiting.append(register_formulas)
+    if len(_waiting) == 1:
         sys.meta_path.insert(0, _WhenImported())
+
+
+_waiting: list[Callable[[], None]] = []
 
 
 class _WhenImported(MetaPathFinder):
@@ -41,7 +51,8 @@ class _WhenImported(MetaPathFinder):
 
         def run_and_register(module: Any) -> None:
             run(module)
-            _register_formulas()
+            for register_formulas in _waiting:
+                register_formulas()
 
         spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec

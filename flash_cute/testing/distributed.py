@@ -14,27 +14,25 @@ import argparse
 import itertools
 import json
 import math
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_cute import flash_attn_func, flash_attn_varlen_func, reference
 from flash_cute.distributed import ContextParallel, Plan, cp_attention
 from flash_cute.distributed.layouts import LAYOUTS, offsets
 from flash_cute.distributed.plan import STRATEGIES
 from flash_cute.testing.pairwise import pairwise
+from flash_cute.testing.ranks import Ranks
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -234,29 +232,26 @@ def error(found: Tensor, true: Tensor) -> float:
 # --- many of them --------------------------------------------------------------------------------
 
 
-class Contexts:
-    """ContextParallel objects of a process, one for each kind."""
-
-    def __init__(self, device: str) -> None:
-        self.made: dict[tuple[str, str, int], ContextParallel] = {}
-        ranks = dist.get_world_size()
-        inner = 2 if ranks % 2 == 0 else 1
-        self.mesh = init_device_mesh(device, (ranks // inner, inner), mesh_dim_names=("r", "u"))
-
-    def get(self, case: Case) -> ContextParallel:
-        kind = (case.strategy, case.layout, case.head_groups)
-        if kind not in self.made:
-            mesh = self.mesh if case.strategy == "two_dimensional" else None
-            self.made[kind] = ContextParallel(
-                mesh, strategy=case.strategy, layout=case.layout, head_groups=case.head_groups,
-                timeout=TIMEOUT,
-            )  # fmt: skip
-        return self.made[kind]
+@cache
+def mesh(device: str) -> DeviceMesh:
+    """Of two dimensions, over all ranks."""
+    ranks = dist.get_world_size()
+    inner = 2 if ranks % 2 == 0 else 1
+    return init_device_mesh(device, (ranks // inner, inner), mesh_dim_names=("ring", "ulysses"))
 
 
-def check(case: Case, contexts: Contexts, seed: int, device: str) -> dict[str, float]:
+@cache
+def context(strategy: str, layout: str, head_groups: int, device: str) -> ContextParallel:
+    """One of each kind is enough for a process."""
+    return ContextParallel(
+        mesh(device) if strategy == "two_dimensional" else None,
+        strategy=strategy, layout=layout, head_groups=head_groups, timeout=TIMEOUT,
+    )  # fmt: skip
+
+
+def check(case: Case, seed: int, device: str) -> dict[str, float]:
     """Errors of each result: on the CPU in fp64; on CUDA in bf16, over those of one GPU."""
-    cp = contexts.get(case)
+    cp = context(case.strategy, case.layout, case.head_groups, device)
     packed = len(case.documents) > 1
     lengths: dict[str, Any] = (
         {"cu_seqlens": offsets(case.documents)} if packed else {"seqlen": case.documents[0]}
@@ -283,39 +278,17 @@ BOUNDS = {"cpu": 1e-10, "cuda": 1.2}
 BOUND_OF_DSINK = 1e-5  # the ops give it in fp32
 
 
-def _worker(rank: int, ranks: int, folder: str, device: str, todo: list[Case], seed: int) -> None:
-    torch.set_num_threads(1)
-    options: dict[str, Any] = {}
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        options["device_id"] = torch.device("cuda", rank)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **options
-    )
-    contexts, failures, worst = Contexts(device), [], 0.0
+def check_all(todo: list[Case], device: str, seed: int) -> tuple[list[dict[str, Any]], float]:
+    """What failed on this rank, and the largest error."""
+    failures, worst = [], 0.0
     for i, case in enumerate(todo):
-        errors = check(case, contexts, seed + i, device)
+        errors = check(case, seed + i, device)
         of_sink = errors.pop("dsink", 0.0) if device == "cpu" else 0.0
         worst = max(worst, *errors.values())
         if not (max(errors.values()) <= BOUNDS[device] and of_sink <= BOUND_OF_DSINK):
             errors["dsink"] = of_sink
             failures.append({"case": asdict(case), "seed": seed + i, "errors": errors})
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, (failures, worst))
-    if rank == 0:
-        failures = next((f for f, _ in every if f), [])
-        result = {"failures": failures, "worst": max(w for _, w in every)}
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-def run(ranks: int, todo: list[Case], device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """{"failures": [...], "worst": the largest error} of cases on so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (ranks, folder, device, todo, seed), nprocs=ranks)
-        return json.loads(Path(folder, "result.json").read_text())
+    return failures, worst
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -334,15 +307,18 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for ranks in given.ranks:
         start = time.perf_counter()
-        result = run(ranks, todo, given.device, given.seed)
-        failed += len(result["failures"])
+        with Ranks(ranks, given.device, TIMEOUT.total_seconds()) as processes:
+            processes.seconds = 3600.0
+            results = processes.run(check_all, todo, given.device, given.seed)
+        failures = max((failures for failures, _ in results), key=len)
+        failed += len(failures)
         print(
-            f"{ranks} ranks: {len(todo)} cases, {len(result['failures'])} failed, largest error "
-            f"{result['worst']:.2e} (at most {BOUNDS[given.device]}), "
+            f"{ranks} ranks: {len(todo)} cases, {len(failures)} failed, largest error "
+            f"{max(worst for _, worst in results):.2e} (at most {BOUNDS[given.device]}), "
             f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )
-        for line in _lines(result["failures"]):
+        for line in _lines(failures):
             print(line)
     return int(failed > 0)
 

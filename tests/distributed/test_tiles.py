@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -42,7 +43,7 @@ def check(queries: layouts.Runs, keys: layouts.Runs, window: tuple[int, int], al
     for launch in tiles.launches(queries, keys, window, alibi, True):
         kinds = {(tile.window, tile.slopes_sign, tile.distance) for tile in launch}
         assert len(kinds) == 1
-        for before, after in zip(launch, launch[1:], strict=False):
+        for before, after in itertools.pairwise(launch):
             assert before.q_stop <= after.q_start and before.k_stop <= after.k_start
         for tile in launch:
             assert tile.q_len > 0 and tile.k_len > 0
