@@ -51,6 +51,8 @@ TESTS = [
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",
+    "tests/distributed/test_interfaces.py",
+    "tests/distributed/test_errors.py",
 ]
 NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
 # PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch

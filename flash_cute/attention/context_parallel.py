@@ -19,6 +19,7 @@ from flash_cute.attention.shared import (
     with_pattern,
     without,
 )
+from flash_cute.distributed.layouts import layout
 
 Device = torch.device | str | int
 
@@ -117,8 +118,6 @@ class ContextParallelAttention(SharedAttention):
         return self.context_parallel_size
 
     def _of_devices(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        from flash_cute.distributed.layouts import layout
-
         if options["dropout_p"]:
             raise NotImplementedError(
                 f"dropout is {options['dropout_p']}: what is dropped would depend on "

@@ -20,6 +20,8 @@ from flash_cute.distributed.merge import sink_gradient
 from flash_cute.distributed.plan import Plan, plan_of, slots
 from flash_cute.ops import switches
 
+OPS = torch.ops.flash_cute
+
 
 def _strategy(plan: Plan) -> Any:
     return all_gather if plan.strategy == "all_gather" else ring

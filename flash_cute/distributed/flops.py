@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flash_cute.distributed import layouts
+from flash_cute.distributed import cp_ops, layouts
 from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.plan import Plan, plan_of
 from flash_cute.distributed.tiles import launches
@@ -47,9 +46,8 @@ def _pairs(plan: Plan, window: layouts.Window, alibi: bool) -> int:
 def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
-    ops = torch.ops.flash_cute
-    register_flop_formula(ops.cp_attention, get_raw=True)(_forward)
-    register_flop_formula(ops.cp_attention_backward, get_raw=True)(_backward)
+    register_flop_formula(cp_ops.OPS.cp_attention, get_raw=True)(_forward)
+    register_flop_formula(cp_ops.OPS.cp_attention_backward, get_raw=True)(_backward)
 
 
 when_counted(_register)
