@@ -19,7 +19,6 @@ from flash_cute.attention.shared import (
     with_pattern,
     without,
 )
-from flash_cute.distributed.layouts import layout
 
 Device = torch.device | str | int
 
@@ -99,7 +98,8 @@ class ContextParallelAttention(SharedAttention):
             cp = context(ranks, self._group.value, strategy)
             return self._of_ranks(cp, hidden_states, attention_mask, options, None)
         self._check_call(hidden_states, attention_mask)
-        if len(self.device_mesh) == 1 and self.device_mesh[0] == hidden_states.device:
+        is_here = len(self.device_mesh) == 1 and self.device_mesh[0] == hidden_states.device
+        if is_here or hidden_states.is_meta:
             return super().forward(hidden_states, attention_mask, is_causal=is_causal)
         return self._of_devices(hidden_states, attention_mask, options)
 
@@ -118,6 +118,8 @@ class ContextParallelAttention(SharedAttention):
         return self.context_parallel_size
 
     def _of_devices(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        from flash_cute.distributed.layouts import layout
+
         if options["dropout_p"]:
             raise NotImplementedError(
                 f"dropout is {options['dropout_p']}: what is dropped would depend on "

@@ -12,7 +12,6 @@ from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.attention.parts import attend_masked_part
 from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.core.padding import check_mask
-from flash_cute.distributed import ContextParallel, cp_attention, cp_ops
 
 
 class Held:
@@ -57,6 +56,8 @@ class SharedAttention(MultiHeadAttention):
         self, cp: Any, x: Tensor, mask: Tensor | None, options: dict[str, Any], longest: int | None
     ) -> Tensor:
         """Of this rank's tokens, those of all ranks being in rank order."""
+        from flash_cute.distributed import cp_attention, cp_ops
+
         problem = None
         try:
             self._check_call(x, mask)
@@ -120,6 +121,8 @@ _CONTEXTS: dict[tuple[int, Any, str], Any] = {}
 
 def context(size: int, group: Any, strategy: str) -> Any:
     """The ContextParallel of ``size`` consecutive ranks of a group, None being all: made once."""
+    from flash_cute.distributed import ContextParallel
+
     whole = dist.group.WORLD if group is None else group
     kind = (size, whole, strategy)
     if kind not in _CONTEXTS:

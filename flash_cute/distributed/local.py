@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """What scores are, beside masks: arguments of the ops."""
 
     softmax_scale: float | None
@@ -32,7 +33,7 @@ class Score(NamedTuple):
     def of_heads(self, heads: slice) -> Score:
         """The same of some heads."""
         slopes = self.alibi_slopes
-        return self if slopes is None else self._replace(alibi_slopes=slopes[..., heads])
+        return self if slopes is None else replace(self, alibi_slopes=slopes[..., heads])
 
 
 def statistic_dtype(x: Tensor) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -117,4 +118,4 @@ def _serve(pipe: Any, rank: int, ranks: int, store: str, device: str, seconds: f
         except Exception as error:
             result = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(result)
-    os._exit(0)  # a group whose other ranks are gone would wait for them
+    os.kill(os.getpid(), signal.SIGKILL)  # a group whose other ranks are gone would wait for them

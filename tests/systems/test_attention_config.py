@@ -35,6 +35,7 @@ def test_fields_and_defaults(kind):
         "d_model": 512, "num_heads": 8, "pattern": AttentionPatterns.FULL, "num_kv_heads": None,
         "dropout": 0.0, "bias": True, "window_size": (-1, -1), "softmax_scale": None,
         "softcap": 0.0, "deterministic": False, "device": None, "dtype": None,
+        "context_parallel_size": 1, "max_sequence_length": 1_000_000,
     }  # fmt: skip
     if kind is FP8AttentionConfig:
         expected |= {"format": "e4m3", "scaling": "tensor"}
