@@ -35,6 +35,8 @@ class SharedAttention(MultiHeadAttention):
     def __init__(self, config: AttentionConfig, group: Any = None) -> None:
         if not isinstance(config, AttentionConfig):
             raise TypeError(f"config is {type(config).__name__}; expected an AttentionConfig")
+        import flash_cute.distributed  # noqa: F401  before calls are traced or counted
+
         super().__init__(
             config.d_model, config.num_heads, config.num_kv_heads, config.dropout, config.bias,
             config.score(), config.device, config.dtype,

@@ -111,10 +111,9 @@ def _serve(pipe: Any, rank: int, ranks: int, store: str, device: str, seconds: f
     while True:
         try:
             function, args = pipe.recv()
-        except (EOFError, ConnectionError):
-            break
-        try:
             result = function(*args)
+        except (EOFError, ConnectionResetError):
+            break
         except Exception as error:
             result = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(result)
