@@ -7,6 +7,8 @@ Milliseconds of forward and backward, causal, batch 1: the median of rounds, the
 ``share`` is the time of one GPU over ranks times this. Each call is an NVTX range.
 """
 
+# ruff: noqa: B023, E731  calls are made before the next turn of the loop
+
 from __future__ import annotations
 
 import argparse
