@@ -161,6 +161,14 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
+@constant_in_graphs
+def in_context_parallel() -> bool:
+    """Whether this is inside of torch.distributed's ``context_parallel``, which shards tensors, and
+    replaces SDPA by what communicates."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa.__module__.startswith("torch.distributed.tensor.experimental")
+
+
 def assume(right: bool | torch.SymBool) -> bool:
     """``right`` inside of a graph; True where only data will tell, which the graph then asks."""
     from torch.fx.experimental.symbolic_shapes import guard_or_true

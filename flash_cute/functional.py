@@ -260,6 +260,7 @@ def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not (grad and torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
         and not ops.transformed()
+        and not internals.in_context_parallel()
     )
 
 
@@ -289,6 +290,7 @@ def _attend(
     ``sequences`` is what varlen ops take after q, k and v; ``packed`` the tensor they are views of.
     """
     q, k, v = qkv
+    validate.whole_sequences()
     validate.flag("return_attn_probs", return_attn_probs)
     validate.flag("return_lse", return_lse)
     validate.flag("return_rng", return_rng)

@@ -154,6 +154,16 @@ def options(
         _sink(sink, q, heads)
 
 
+def whole_sequences() -> None:
+    """Refuses calls in which q, k and v would be a rank's part of the tokens alone."""
+    if internals.in_context_parallel():
+        raise NotImplementedError(
+            "inside of torch.distributed's context_parallel flash_cute would attend to this rank's "
+            "tokens alone; call flash_cute.distributed.cp_attention outside of it, or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
     """Refuses what the CUDA kernels do not do (yet)."""
     cuda_build_and_sink(q, sink)

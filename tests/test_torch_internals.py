@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import warnings
 from pathlib import Path
 
@@ -391,3 +392,15 @@ def test_linear_relu_is_both():
     x, weight, bias = torch.randn(5, 3), torch.randn(4, 3), torch.randn(4)
     expected = torch.nn.functional.linear(x, weight, bias).relu()
     torch.testing.assert_close(internals.linear_relu(x, weight, bias), expected)
+
+
+def test_context_parallel_is_torch_s_wrapper_around_sdpa(monkeypatch):
+    """tests/distributed/test_interfaces.py enters the context; this is the sign that it is told by,
+    which other wrappers do not have."""
+    assert not internals.in_context_parallel()
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(torch.nn.functional, name, lambda *args: None)
+    assert not internals.in_context_parallel()
+    attention = importlib.import_module("torch.distributed.tensor.experimental._attention")
+    monkeypatch.setattr(torch.nn.functional, name, attention.context_parallel.__wrapped__)
+    assert internals.in_context_parallel()

@@ -57,6 +57,8 @@ TESTS = [
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",
+    "tests/distributed/test_interfaces.py",
+    "tests/distributed/test_disagreement.py",
 ]
 NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
 # PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch

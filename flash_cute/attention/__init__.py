@@ -5,17 +5,26 @@ each does, and what it does not do yet, stands in docs/layers.md.
 """
 
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns, FP8AttentionConfig
+from flash_cute.attention.context_parallel import (
+    ContextParallelAttention,
+    create_context_parallel_attention,
+)
 from flash_cute.attention.create import create_attention
 from flash_cute.attention.fp8 import FP8Attention
 from flash_cute.attention.fusion import create_unified_attention_fusion
 from flash_cute.attention.layers import FlashAttention3
+from flash_cute.attention.ring import RingAttentionLayer, create_ring_attention
 
 __all__ = [
     "AttentionConfig",
     "AttentionPatterns",
+    "ContextParallelAttention",
     "FP8Attention",
     "FP8AttentionConfig",
     "FlashAttention3",
+    "RingAttentionLayer",
     "create_attention",
+    "create_context_parallel_attention",
+    "create_ring_attention",
     "create_unified_attention_fusion",
 ]

@@ -15,8 +15,8 @@ from flash_cute.core.multihead import check_heads
 class AttentionPatterns(Enum):
     """Which keys a query sees, and where they are.
 
-    FULL and CAUSAL work. The others are named for :func:`flash_cute.attention.create_attention`,
-    which raises ``NotImplementedError`` for them.
+    FULL and CAUSAL are of one device, RING and CONTEXT_PARALLEL of several. SPARSE is named for
+    :func:`flash_cute.attention.create_attention`, which raises ``NotImplementedError`` for it.
     """
 
     FULL = "full"
@@ -45,6 +45,8 @@ class AttentionConfig:
         deterministic: backward is bitwise repeatable. Forward always is.
         device: of the parameters; None is torch's default.
         dtype: of the parameters, fp16, bf16, fp32 or fp64; None is torch's default.
+        context_parallel_size: devices, or ranks, that share a sequence; of CONTEXT_PARALLEL alone.
+        max_sequence_length: longer sequences are refused; of RING alone.
         embed_dim: another name for ``d_model``, when a config is made; it is read as ``d_model``.
 
     Raises:
@@ -68,6 +70,8 @@ class AttentionConfig:
     deterministic: bool = False
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
+    context_parallel_size: int = 1
+    max_sequence_length: int = 1_000_000
     embed_dim: InitVar[int | None] = None
 
     def __post_init__(self, embed_dim: int | None) -> None:
@@ -86,6 +90,11 @@ class AttentionConfig:
         if self.dtype is not None and self.dtype not in validate.DTYPES:
             supported = ", ".join(map(str, validate.DTYPES))
             raise TypeError(f"dtype is {self.dtype}; supported: None, {supported}")
+        for name in ("context_parallel_size", "max_sequence_length"):
+            if isinstance(x := getattr(self, name), bool) or not isinstance(x, int):
+                raise TypeError(f"{name} is {type(x).__name__}; expected an int")
+            if x < 1:
+                raise ValueError(f"{name} is {x}; expected at least 1")
         q = torch.empty(1, 1, self.num_heads, self.head_dim, device="meta")
         validate.options(
             q, 1, self.dropout, self.softmax_scale, False, self.window_size, self.softcap, None,

@@ -47,7 +47,7 @@ def packing(mask: Tensor, tokens: Tensor) -> Packing:
     Raises:
         TypeError, ValueError: the mask does not say of each token whether it takes part.
     """
-    _check(mask, tokens)
+    check_mask(mask, tokens)
     mask = mask != 0
     batch, seqlen = mask.shape
     lengths = mask.sum(1)
@@ -63,7 +63,8 @@ def offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
 
 
-def _check(mask: Any, tokens: Tensor) -> None:
+def check_mask(mask: Any, tokens: Tensor) -> None:
+    """Refuses what does not say of each of the tokens (batch, seqlen, ..) whether it takes part."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}; expected a torch.Tensor")
     if mask.dtype not in MASK_DTYPES:

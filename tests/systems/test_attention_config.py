@@ -17,9 +17,11 @@ from flash_cute import library
 from flash_cute.attention import (
     AttentionConfig,
     AttentionPatterns,
+    ContextParallelAttention,
     FlashAttention3,
     FP8Attention,
     FP8AttentionConfig,
+    RingAttentionLayer,
     create_attention,
 )
 
@@ -33,6 +35,7 @@ def test_fields_and_defaults(kind):
         "d_model": 512, "num_heads": 8, "pattern": AttentionPatterns.FULL, "num_kv_heads": None,
         "dropout": 0.0, "bias": True, "window_size": (-1, -1), "softmax_scale": None,
         "softcap": 0.0, "deterministic": False, "device": None, "dtype": None,
+        "context_parallel_size": 1, "max_sequence_length": 1_000_000,
     }  # fmt: skip
     if kind is FP8AttentionConfig:
         expected |= {"format": "e4m3", "scaling": "tensor"}
@@ -70,6 +73,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap is -1"),
     "deterministic": ({"deterministic": "no"}, TypeError, "deterministic is str"),
+    "size": ({"context_parallel_size": 0}, ValueError, "context_parallel_size is 0"),
+    "longest": ({"max_sequence_length": 1e6}, TypeError, "max_sequence_length is float"),
     "dtype": ({"dtype": torch.int32}, TypeError, "dtype is torch.int32; supported: None, .*float"),
 }
 
@@ -90,14 +95,26 @@ def test_bad_fp8_fields():
         FP8AttentionConfig(64, 4, scaling="row")
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("pattern", ["RING", "CONTEXT_PARALLEL", "SPARSE"])
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [(AttentionConfig, "SPARSE")]
+    + [(FP8AttentionConfig, pattern) for pattern in ("RING", "CONTEXT_PARALLEL", "SPARSE")],
+)
 def test_patterns_without_a_system_are_refused_by_name(kind, pattern):
     config = kind(64, 4, AttentionPatterns[pattern])
     with pytest.raises(
         NotImplementedError, match=f"AttentionPatterns.{pattern}.*supported: .*FULL"
     ):
         create_attention(config)
+
+
+def test_patterns_of_several_devices():
+    ring = create_attention(AttentionConfig(64, 4, "ring", max_sequence_length=100))
+    assert type(ring) is RingAttentionLayer and ring.max_sequence_length == 100
+    shared = create_attention(AttentionConfig(64, 4, "context_parallel", context_parallel_size=3))
+    assert type(shared) is ContextParallelAttention and len(shared.device_mesh) == 3
+    with pytest.raises(ValueError, match=r"pattern is .*FULL; expected .*RING"):
+        RingAttentionLayer(AttentionConfig(64, 4))
 
 
 def test_create_attention_makes_what_the_config_says():

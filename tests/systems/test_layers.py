@@ -38,6 +38,11 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
         lambda **kind: FlashAttention3(D, HEADS, num_kv_heads=2, pattern="causal", **kind),
         {"kv_heads": 2, "causal": True},
     ),
+    "RING": (from_config(pattern=AttentionPatterns.RING), {}),
+    "CONTEXT_PARALLEL": (
+        from_config(pattern=AttentionPatterns.CONTEXT_PARALLEL, context_parallel_size=3),
+        {},
+    ),
     "scores": (
         from_config(window_size=(9, 4), softmax_scale=0.3, softcap=2.0),
         {"window": (9, 4), "scale": 0.3, "softcap": 2.0},

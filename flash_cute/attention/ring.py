@@ -1,0 +1,119 @@
+"""``RingAttentionLayer``: memory that grows with the sequence's length, not with its square."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute.attention.config import AttentionConfig, AttentionPatterns
+from flash_cute.attention.shared import (
+    SharedAttention,
+    check_length,
+    context,
+    refuse_cross_attention,
+    with_pattern,
+)
+
+
+class RingAttentionLayer(SharedAttention):
+    """Exact multi-head attention of very long sequences (Ring Attention, arXiv 2310.01889).
+
+    On one device keys and values stream past the queries tile by tile inside of the kernels, so
+    that a call holds tensors of (batch, seqlen, d_model) alone, whatever the length. With a
+    ``group`` of ranks each has its part of the sequence, and keys and values go round: a rank holds
+    its own part of all tensors, and one more of keys and values.
+
+    Args:
+        config: an :class:`AttentionConfig` of pattern RING.
+        group: a torch.distributed group, whose ranks share each sequence; None is one device.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was given and what is expected.
+
+    Example::
+
+        ring = create_ring_attention(512, 8, max_sequence_length=100_000)
+        out = ring(torch.randn(1, 2000, 512))
+    """
+
+    strategy = "ring"
+
+    def __init__(self, config: AttentionConfig, group: Any = None) -> None:
+        super().__init__(with_pattern(config, AttentionPatterns.RING), group)
+        self.max_sequence_length = config.max_sequence_length
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Attention of each token to all.
+
+        Args:
+            hidden_states: (batch, seqlen, d_model). With a group: this rank's part of the
+                sequence, parts following each other in rank order, of any lengths.
+            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not; of the same
+                tokens. Causal masks and windows count the tokens that take part alone. With a
+                group it makes every rank gather all keys and values.
+            key, value: cross attention, as in :class:`flash_cute.core.AttentionLayer`; without a
+                group alone.
+            is_causal: each token sees itself and those before it.
+
+        Returns:
+            (batch, seqlen, d_model). A token that takes no part has ``out_proj.bias``.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit, and sequences that are longer than
+                ``max_sequence_length``. All ranks of a group raise the same message.
+            NotImplementedError: with a group: cross attention, dropout in training, and a mask with
+                a window that looks ahead.
+        """
+        group = self._group.value
+        options = self._options(is_causal)
+        if group is None:
+            self._check("hidden_states", hidden_states)
+            check_length(hidden_states.shape[1], self.max_sequence_length)
+            return super().forward(
+                hidden_states, attention_mask, key=key, value=value, is_causal=is_causal
+            )
+        refuse_cross_attention(key, value)
+        cp = context(torch.distributed.get_world_size(group), group, self.strategy)
+        return self._of_ranks(cp, hidden_states, attention_mask, options, self.max_sequence_length)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, max_sequence_length={self.max_sequence_length}"
+
+
+def create_ring_attention(
+    d_model: int,
+    num_heads: int,
+    max_sequence_length: int = 1_000_000,
+    device: torch.device | None = None,
+    *,
+    group: Any = None,
+    **fields: Any,
+) -> RingAttentionLayer:
+    """A :class:`RingAttentionLayer`.
+
+    Args:
+        d_model: width of tokens, a multiple of ``num_heads``.
+        num_heads: heads of queries.
+        max_sequence_length: longer sequences are refused. Nothing of this size is held.
+        device: of the parameters; None is torch's default.
+        group: a torch.distributed group, whose ranks share each sequence; None is one device.
+        fields: others of :class:`AttentionConfig`, as dtype or num_kv_heads.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was given and what is expected.
+    """
+    config = AttentionConfig(
+        d_model, num_heads, AttentionPatterns.RING, max_sequence_length=max_sequence_length,
+        device=device, **fields,
+    )  # fmt: skip
+    return RingAttentionLayer(config, group)

@@ -1,0 +1,66 @@
+"""Ranks that do not agree raise the same error, all of them, before anything is communicated."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_cute.distributed import comm
+
+_ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
+
+
+def agree(group: Any, what: str, problem: Exception | None = None) -> None:
+    """Exchanges what each rank is about to do; one message of 16 bytes, if they agree.
+
+    Args:
+        group: of ranks, for tensors on the CPU; None is a group of one.
+        what: this rank's call, in words: what must be equal everywhere.
+        problem: what is wrong with it, on this rank.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a rank has a problem, or ranks differ: with the
+            same message on all of them, which says what each rank has.
+    """
+    if group is None:
+        if problem is not None:
+            raise problem
+        return
+    digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little", signed=True)
+    mine = torch.tensor([digest, int(problem is not None)])
+    ranks = dist.get_world_size(group)
+    all_of_them, work = comm.all_gather(mine, group)
+    work.wait()
+    hashes, problems = all_of_them.view(ranks, 2).unbind(1)
+    if not problems.any() and (hashes == hashes[0]).all():
+        return
+    told: list[Any] = [None] * ranks
+    kind = "" if problem is None else _name(problem)
+    dist.all_gather_object(told, (what, kind, str(problem)), group=group)
+    wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(told) if kind]
+    if wrong:
+        texts = "; ".join(f"rank {rank}: {text}" for rank, _, text in wrong)
+        raise _ERRORS[wrong[0][1]](texts)
+    texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(told))
+    raise ValueError(f"ranks differ: {texts}. All must make the same call")
+
+
+def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]:
+    """A number of each rank, in order. Raises what :func:`agree` does of a rank's problem."""
+    if group is None:
+        agree(group, "", problem)
+        return [mine]
+    of_all, work = comm.all_gather(torch.tensor([mine, int(problem is not None)]), group)
+    work.wait()
+    numbers, problems = of_all.view(-1, 2).unbind(1)
+    if problems.any():
+        agree(group, "", problem)
+    return numbers.tolist()
+
+
+def _name(problem: Exception) -> str:
+    names = [name for name, error in _ERRORS.items() if isinstance(problem, error)]
+    return names[0] if names else "ValueError"

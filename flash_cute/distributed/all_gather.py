@@ -1,0 +1,131 @@
+"""Strategy ``all_gather``: every rank gathers all keys and values, some heads at a time.
+
+The next heads' keys and values travel while this ones' are attended to; in backward so do the sums
+of their gradients, in fp32. Tokens are put into the order of their documents, so that one call sees
+all keys up to a part's end: nothing is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_cute.distributed import comm, layouts
+from flash_cute.distributed.comm import Group
+from flash_cute.distributed.local import Output, Saved, Score, differentiate, merges
+from flash_cute.distributed.plan import Plan, slots
+from flash_cute.distributed.tiles import Launch, launches
+
+Window = layouts.Window
+
+
+def forward(
+    plan: Plan,
+    rank: int,
+    group: Group,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    window: Window,
+    score: Score,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries."""
+    q, k, v = qkv
+    calls = _calls(plan, rank, window, score)
+    output = Output(q, v, merges(calls))
+    for heads_k, k_all, v_all in _gathered(plan, group, k, v):
+        heads = of_queries(heads_k, q, k)
+        part = output.of_heads(heads)
+        part.attend(q[:, :, heads], k_all, v_all, calls, score.of_heads(heads))
+    return output.result(q, sink)
+
+
+def backward(
+    plan: Plan,
+    rank: int,
+    group: Group,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    saved: Saved,
+    window: Window,
+    score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of this rank's tokens, in the dtype of sums."""
+    q, k, v = qkv
+    calls = _calls(plan, rank, window, score)
+    dtype = saved.lse.dtype
+    dq = torch.zeros_like(q, dtype=dtype)
+    reductions = []
+    for heads_k, k_all, v_all in _gathered(plan, group, k, v):
+        heads = of_queries(heads_k, q, k)
+        dkv = k.new_zeros(
+            (plan.total, len(k), k_all.shape[2], k.shape[-1] + v.shape[-1]), dtype=dtype
+        )
+        dk, dv = dkv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
+        gradients = (dq[:, :, heads], dk, dv)
+        differentiate(
+            saved.of_heads(heads), q[:, :, heads], k_all, v_all, calls, score.of_heads(heads),
+            gradients,
+        )  # fmt: skip
+        place = slots(plan.outer_parts, plan.lengths, k.device)
+        if place is not None:
+            padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
+            dkv = padded.index_copy_(0, place, dkv)
+        reductions.append((dkv, *comm.reduce_scatter(dkv, group)))
+    parts = []
+    for _, part, work in reductions:
+        work.wait()
+        parts.append(part[: k.shape[1]].transpose(0, 1))
+    dk, dv = torch.cat(parts, 2).split((k.shape[-1], v.shape[-1]), -1)
+    return dq, dk, dv
+
+
+def to_rows(x: Tensor, rows: int) -> Tensor:
+    """(batch, seqlen, ..) to contiguous (rows, batch, ..), zeros behind."""
+    x = x.transpose(0, 1)
+    padding = rows - len(x)
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x.contiguous()
+
+
+def of_queries(heads_k: slice, q: Tensor, k: Tensor) -> slice:
+    """The query heads that read these kv heads."""
+    group = q.shape[2] // k.shape[2]
+    return slice(heads_k.start * group, heads_k.stop * group)
+
+
+def _calls(plan: Plan, rank: int, window: Window, score: Score) -> tuple[Launch, ...]:
+    keys = layouts.whole(plan.lengths)
+    return launches(
+        plan.outer_parts[rank], keys, window, score.alibi_slopes is not None, plan.packed
+    )
+
+
+def _longest(plan: Plan) -> int:
+    return max(map(layouts.rows, plan.outer_parts))
+
+
+def _gathered(
+    plan: Plan, group: Group, k: Tensor, v: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some heads at a time: which, and all keys and values of theirs (batch, total, heads, dim), in
+    order."""
+    heads = k.shape[2]
+    count = plan.head_groups if heads % plan.head_groups == 0 else 1
+    size = heads // count
+    place = slots(plan.outer_parts, plan.lengths, k.device)
+
+    def start(first: int) -> tuple[Tensor, Tensor, comm.Work]:
+        of_group = slice(first, first + size)
+        kv = torch.cat((k[:, :, of_group], v[:, :, of_group]), -1)
+        kv = to_rows(kv, _longest(plan))
+        return kv, *comm.all_gather(kv, group)
+
+    under_way = start(0)
+    for first in range(0, heads, size):
+        _, kv, work = under_way
+        work.wait()
+        if first + size < heads:
+            under_way = start(first + size)
+        kv = (kv if place is None else kv.index_select(0, place)).transpose(0, 1)
+        yield slice(first, first + size), *kv.split((k.shape[-1], v.shape[-1]), -1)

@@ -1,0 +1,68 @@
+"""What strategies ask of torch.distributed. Tensors are contiguous, and parts lie along their first
+dimension. ``group`` None is a group of one. Each returns the result, and what to wait for."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """Of a collective: after wait() kernels of this stream may read its result."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """Of one that had nothing to do."""
+
+    def wait(self) -> None: ...
+
+
+Group = Any  # dist.ProcessGroup | None
+
+# The names since torch 2.13, and those before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """x of every rank, one after the other: (ranks * rows, ..)."""
+    if group is None:
+        return x, Done()
+    out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
+    return out, _all_gather(out, x, group=group, async_op=True)
+
+
+def reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """This rank's part of the sum of x (ranks * rows, ..) over ranks: (rows, ..)."""
+    if group is None:
+        return x, Done()
+    out = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    return out, _reduce_scatter(out, x, group=group, async_op=True)
+
+
+def all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Part i of x (ranks * rows, ..) goes to rank i; the result has one part of each rank."""
+    if group is None:
+        return x, Done()
+    out = torch.empty_like(x)
+    return out, dist.all_to_all_single(out, x, group=group, async_op=True)
+
+
+def rotate(x: Tensor, steps: int, group: Group) -> tuple[Tensor, Work]:
+    """x of the rank ``steps`` before this one; each sends to one rank and hears from one."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if steps % ranks == 0:
+        return x, Done()
+    rank = dist.get_rank(group)
+    flat, out = x.view(-1), torch.empty_like(x)
+    to, of = ([0] * ranks for _ in range(2))
+    to[(rank + steps) % ranks] = of[(rank - steps) % ranks] = flat.numel()
+    work = dist.all_to_all_single(
+        out.view(-1), flat, output_split_sizes=of, input_split_sizes=to, group=group, async_op=True
+    )
+    return out, work

@@ -1,0 +1,93 @@
+"""The process groups of a :class:`ContextParallel`, found by its name inside of ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flash_cute.distributed.plan import Plan
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where this rank is. Groups of one rank are None.
+
+    Attributes:
+        size, rank: of all that share tokens.
+        whole: their group.
+        outer, outer_rank: ranks with as many tokens each, which all_gather and ring go over.
+        inner, inner_rank: ranks that exchange tokens for heads.
+    """
+
+    size: int
+    rank: int
+    whole: Any
+    outer: Any
+    outer_rank: int
+    inner: Any
+    inner_rank: int
+
+
+# By name. They live as long as the process, like torch's groups do.
+_MESHES: dict[str, tuple[Groups, Groups, Groups | None]] = {}
+
+
+def register(group: Any, mesh: DeviceMesh | None) -> str:
+    """Names the groups that strategies of one dimension, ulysses, and of two, use."""
+    size = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
+    group = None if size == 1 else group
+    over_tokens = Groups(size, rank, group, group, rank, None, 0)
+    over_heads = Groups(size, rank, group, None, 0, group, rank)
+    both = None
+    if mesh is not None and mesh.ndim == 2:
+        outer, inner = (None if mesh.size(i) == 1 else mesh.get_group(i) for i in (0, 1))
+        both = Groups(
+            size, rank, group, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
+        )
+    name = f"cp{len(_MESHES)}"
+    _MESHES[name] = (over_tokens, over_heads, both)
+    return name
+
+
+def groups_of(plan: Plan) -> Groups:
+    """Those that a plan's strategy communicates in."""
+    over_tokens, over_heads, both = _MESHES[plan.context]
+    if plan.strategy == "ulysses":
+        return over_heads
+    if plan.strategy == "two_dimensional":
+        assert both is not None
+        return both
+    return over_tokens
+
+
+def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
+    """One group of all ranks of a mesh, in the order of its dimensions."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"the mesh's ranks are {ranks}; expected them in ascending order")
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+
+def group_of_hosts(group: Any, timeout: timedelta | None) -> Any:
+    """A group of the same ranks that takes tensors on the CPU: agreement must not wait for GPUs."""
+    if "gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+
+def device_of(group: Any) -> torch.device:
+    """Where tensors of a group's default backend lie."""
+    if group is None or "nccl" not in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,226 @@
+"""Attention of a rank's queries to keys that it holds: launches of the ops, merged.
+
+Tensors are (batch, rows, heads, dim), a packed batch being one of batch 1; statistics are (batch,
+heads, rows). Nothing here communicates or knows of autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import ops
+from flash_cute.distributed.merge import merge_, merge_sink
+from flash_cute.distributed.tiles import Launch
+
+
+@dataclass(frozen=True)
+class Score:
+    """What scores are, beside masks: arguments of the ops."""
+
+    softmax_scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None  # fp32 (heads,), or of a batch entry, or document, (n, heads)
+    deterministic: bool
+
+    def of_heads(self, heads: slice) -> Score:
+        """The same of some heads."""
+        slopes = self.alibi_slopes
+        return self if slopes is None else replace(self, alibi_slopes=slopes[..., heads])
+
+
+def statistic_dtype(x: Tensor) -> torch.dtype:
+    """Of LSEs, and of sums."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class Output:
+    """Results over the keys that were seen so far: nothing at first.
+
+    Rows that only one call reaches are kept as they came, in q's dtype, unless ``merges``: sums
+    are in fp32, fp64 of fp64.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, merges: bool) -> None:
+        batch, seqlen, heads, _ = q.shape
+        dtype = statistic_dtype(q)
+        shape = (batch, seqlen, heads, v.shape[-1])
+        self.out = q.new_zeros(shape, dtype=dtype if merges else q.dtype)
+        self.lse = q.new_full((batch, heads, seqlen), -torch.inf, dtype=dtype)
+        self.merges = merges
+
+    def of_heads(self, heads: slice) -> Output:
+        """The part of some heads, in the same memory."""
+        part = copy.copy(self)
+        part.out, part.lse = self.out[:, :, heads], self.lse[:, heads]
+        return part
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, launches: Sequence[Launch], score: Score
+    ) -> None:
+        """Adds what q sees of k and v."""
+        for launch in launches:
+            call = Call(launch, q, k, score)
+            out, lse = call.forward(q, k, v)
+            if call.distance is not None:
+                lse = lse - call.distance
+            here = self.out[:, call.q_rows], self.lse[:, :, call.q_rows]
+            if self.merges:
+                merge_(*here, out, lse)
+            elif len(launch) == 1:
+                for target, x in zip(here, (out, lse), strict=True):
+                    target.copy_(x)
+            else:  # rows between the tiles may be another call's
+                here[0].add_(out)
+                torch.maximum(here[1], lse, out=here[1])
+
+    def result(self, q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out in q's dtype, and lse; the sink joins them here, once."""
+        out, lse = self.out, self.lse
+        if sink is not None:
+            out, lse = merge_sink(out, lse, sink)
+        return out.to(q.dtype), lse
+
+
+def merges(launches: Sequence[Launch]) -> bool:
+    """Whether several calls reach one row."""
+    spans = sorted((t.q_start, t.q_stop) for launch in launches for t in launch)
+    return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What backward takes of forward's results, of all keys, and their gradients."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    def softmax_d(self) -> Tensor:
+        """rowsum(dout * out) - dlse, (batch, heads, rows)."""
+        d = (self.dout.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(-1).transpose(1, 2)
+        return d if self.dlse is None else d - self.dlse
+
+    def of_heads(self, heads: slice) -> Saved:
+        """The same of some heads."""
+        dlse = None if self.dlse is None else self.dlse[:, heads]
+        return Saved(self.dout[:, :, heads], dlse, self.out[:, :, heads], self.lse[:, heads])
+
+
+def differentiate(
+    saved: Saved,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    launches: Sequence[Launch],
+    score: Score,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Adds what these keys give to dq, dk and dv, in place."""
+    for launch in launches:
+        call = Call(launch, q, k, score)
+        dq, dk, dv = call.backward(saved, q, k, v)
+        for total, part, where in zip(
+            gradients, (dq, dk, dv), (call.q_rows, call.k_rows, call.k_rows), strict=True
+        ):
+            total[:, where] += part
+
+
+class Call:
+    """A launch on tensors: one tile of a batch, or tiles of documents by the varlen ops."""
+
+    def __init__(self, launch: Launch, q: Tensor, k: Tensor, score: Score) -> None:
+        first, last = launch[0], launch[-1]
+        self.q_rows = slice(first.q_start, last.q_stop)
+        self.k_rows = slice(first.k_start, last.k_stop)
+        self.is_varlen = len(launch) > 1
+        slopes = score.alibi_slopes
+        if slopes is not None:
+            slopes = (slopes * first.slopes_sign).contiguous()
+            if slopes.dim() == 2 and (self.is_varlen or first.document or len(slopes) > len(q)):
+                slopes = slopes[[tile.document for tile in launch]]
+        self.distance = self._distance(
+            launch, slopes, first.distance * first.slopes_sign, statistic_dtype(q)
+        )
+        self.sequences = _sequences(launch, q.device) if self.is_varlen else ()
+        left, right = first.window
+        self.options: dict[str, Any] = {
+            "softmax_scale": score.softmax_scale,
+            "is_causal": False,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": score.softcap,
+            "alibi_slopes": slopes,
+            "deterministic": score.deterministic,
+            "allow_tf32": ops.allow_tf32(q),
+        }
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of the rows; those of no tile have out 0 and lse -inf."""
+        q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
+        if not self.is_varlen:
+            out, lse, _, _ = ops.fwd(q, k, v, **self.options)
+            return out, lse
+        out, lse, _, _ = ops.varlen_fwd(q[0], k[0], v[0], *self.sequences, **self.options)
+        return out[None], lse[None]
+
+    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """dq, dk and dv of the rows; those of no tile are 0."""
+        q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
+        dout, out = saved.dout[:, self.q_rows], saved.out[:, self.q_rows]
+        lse = saved.lse[:, :, self.q_rows]
+        lse = lse.contiguous() if self.distance is None else lse + self.distance
+        dlse = None if saved.dlse is None else saved.dlse[:, :, self.q_rows].contiguous()
+        if not self.is_varlen:
+            return ops.bwd(dout, q, k, v, out, lse, dlse, **self.options)[:3]
+        dlse = None if dlse is None else dlse[0]
+        results = ops.varlen_bwd(
+            dout[0], q[0], k[0], v[0], out[0], lse[0], *self.sequences, dlse=dlse, **self.options
+        )
+        return tuple(x[None] for x in results[:3])
+
+    def _distance(
+        self, launch: Launch, slopes: Tensor | None, distance: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What is taken off the LSE, (1 or batch, heads, 1 or rows); None where it is nothing.
+
+        ``slopes`` have the launch's sign, and ``distance`` takes it away again.
+        """
+        if slopes is None or distance == 0:
+            return None
+        slopes = slopes.to(dtype)
+        if not self.is_varlen or slopes.dim() == 1:
+            return slopes.reshape(-1, slopes.shape[-1], 1) * distance
+        of_rows = slopes.new_zeros(slopes.shape[-1], self.q_rows.stop - self.q_rows.start)
+        for tile, of_document in zip(launch, slopes, strict=True):
+            start = tile.q_start - self.q_rows.start
+            of_rows[:, start : start + tile.q_len] = of_document[:, None] * distance
+        return of_rows[None]
+
+
+@lru_cache(maxsize=1024)
+def _sequences(launch: Launch, device: torch.device) -> tuple[Any, ...]:
+    """What the varlen ops take between tensors and options, of rows counted from the first tile.
+
+    Tiles may lie apart: a sequence reaches from its tile to the next one, and only the tile is
+    used.
+    """
+    first = launch[0]
+    q_starts = [tile.q_start - first.q_start for tile in launch]
+    k_starts = [tile.k_start - first.k_start for tile in launch]
+    q_lens, k_lens = [tile.q_len for tile in launch], [tile.k_len for tile in launch]
+    q_starts.append(q_starts[-1] + q_lens[-1])
+    k_starts.append(k_starts[-1] + k_lens[-1])
+    indices = [
+        torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True)
+        for x in (q_starts, k_starts, q_lens, k_lens)
+    ]
+    return (*indices[:2], max(q_lens), max(k_lens), *indices[2:])

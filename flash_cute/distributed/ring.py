@@ -1,0 +1,103 @@
+"""Strategy ``ring``: keys and values go round the ranks (Ring Attention, arXiv 2310.01889).
+
+A rank holds the keys and values of two ranks at a time: its memory does not grow with the number of
+ranks. The next ones travel while these are attended to. In backward their gradients go round behind
+them, in fp32, and at the end home. Results of steps are merged in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_cute.distributed import comm, layouts
+from flash_cute.distributed.all_gather import to_rows
+from flash_cute.distributed.comm import Group
+from flash_cute.distributed.local import Output, Saved, Score, differentiate
+from flash_cute.distributed.plan import Plan
+from flash_cute.distributed.tiles import Launch, launches
+
+Window = layouts.Window
+
+
+def forward(
+    plan: Plan,
+    rank: int,
+    group: Group,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    window: Window,
+    score: Score,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries."""
+    q, k, v = qkv
+    hops = plan.hops(window)
+    output = Output(q, v, merges=True)
+    kv = _travelling(plan, k, v)
+    works: comm.Work = comm.Done()
+    for hop in range(hops):
+        works.wait()
+        here = kv
+        if hop + 1 < hops:
+            kv, works = comm.rotate(here, 1, group)
+        keys, values = _split(here, k, v)
+        output.attend(q, keys, values, _calls(plan, rank, hop, window, score), score)
+    return output.result(q, sink)
+
+
+def backward(
+    plan: Plan,
+    rank: int,
+    group: Group,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    saved: Saved,
+    window: Window,
+    score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of this rank's tokens, in the dtype of sums."""
+    q, k, v = qkv
+    hops = plan.hops(window)
+    dtype = saved.lse.dtype
+    dq = torch.zeros_like(q, dtype=dtype)
+    kv = _travelling(plan, k, v)
+    works: comm.Work = comm.Done()
+    of_sums: comm.Work = comm.Done()
+    sums: Tensor | None = None  # of the ranks that had these keys before
+    for hop in range(hops):
+        works.wait()
+        here = kv
+        if hop + 1 < hops:
+            kv, works = comm.rotate(here, 1, group)
+        dkv = torch.zeros_like(here, dtype=dtype)
+        keys, values = _split(here, k, v)
+        calls = _calls(plan, rank, hop, window, score)
+        differentiate(saved, q, keys, values, calls, score, (dq, *_split(dkv, k, v)))
+        if sums is not None:
+            of_sums.wait()
+            dkv += sums
+        # on to the next rank, at the end to the one that the keys are of
+        to = 1 if hop + 1 < hops else -hop
+        sums, of_sums = comm.rotate(dkv, to, group)
+    of_sums.wait()
+    assert sums is not None
+    dk, dv = _split(sums[: k.shape[1]], k, v)
+    return dq, dk, dv
+
+
+def _travelling(plan: Plan, k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values beside one another, (rows, batch, heads_k, dim + dim_v)."""
+    longest = max(map(layouts.rows, plan.outer_parts))
+    return to_rows(torch.cat((k, v), -1), longest)
+
+
+def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = kv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
+    return keys, values
+
+
+def _calls(plan: Plan, rank: int, hop: int, window: Window, score: Score) -> tuple[Launch, ...]:
+    """What the rank's queries see of the keys that have come ``hop`` ranks far."""
+    parts = plan.outer_parts
+    return launches(
+        parts[rank], parts[rank - hop], window, score.alibi_slopes is not None, plan.packed
+    )

@@ -1,0 +1,120 @@
+"""Processes of one torch.distributed group, started once, that run functions together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """``ranks`` processes, on the CPU over gloo, or with a GPU each over NCCL.
+
+    Example::
+
+        with Ranks(2) as ranks:
+            print(ranks.run(function, 1, 2))  # [function(1, 2) of each rank]
+
+    Functions and arguments are pickled: functions must be importable by name.
+    """
+
+    def __init__(self, ranks: int, device: str = "cpu", seconds: float = 60.0) -> None:
+        self.seconds = seconds
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        context = mp.get_context("spawn")
+        self._pipes, self.processes = [], []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, ranks, store, device, seconds), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function returns on each rank.
+
+        Raises:
+            RuntimeError: it raised on some, with their tracebacks, or a rank gave no answer.
+        """
+        results = self.outcomes(function, *args)
+        raised = [f"rank {i}: {x.text}" for i, x in enumerate(results) if isinstance(x, Raised)]
+        if raised:
+            raise RuntimeError("\n".join(raised))
+        return results
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same, with :class:`Raised` for ranks on which it raised, or that are gone."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return [self._answer(pipe) for pipe in self._pipes]
+
+    def _answer(self, pipe: Any) -> Any:
+        try:
+            if pipe.poll(2 * self.seconds + 60):
+                return pipe.recv()
+        except (EOFError, ConnectionError):
+            return Raised("EOFError", "the process has ended", "")
+        return Raised("TimeoutError", "no answer", "")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Raised:
+    """What a function raised: the type's name, the message, and the traceback as text."""
+
+    def __init__(self, kind: str, message: str, text: str) -> None:
+        self.kind, self.message, self.text = kind, message, text
+
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def _serve(pipe: Any, rank: int, ranks: int, store: str, device: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank,
+        world_size=ranks, timeout=timedelta(seconds=seconds), **options,
+    )  # fmt: skip
+    while True:
+        try:
+            function, args = pipe.recv()
+            result = function(*args)
+        except (EOFError, ConnectionResetError):
+            break
+        except Exception as error:
+            result = Raised(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(result)
+    os.kill(os.getpid(), signal.SIGKILL)  # a group whose other ranks are gone would wait for them
