@@ -1,8 +1,9 @@
 """The kernel laboratory: FlashAttention-2's forward with each technique on or off.
 
 :func:`forward` and :func:`forward_timed` run the kernel of a
-:class:`~flash_cute.lab.kernel_configs.FlashForwardKernelConfig`; :mod:`flash_cute.lab.kernel_configs`
-lists those that there are. ``python -m flash_cute.lab`` checks and measures them.
+:class:`~flash_cute.lab.kernel_configs.FlashForwardKernelConfig`, and
+:mod:`flash_cute.lab.kernel_configs` lists those that there are. ``python -m flash_cute.lab`` checks
+and measures them.
 """
 
 from flash_cute.lab import kernel_configs

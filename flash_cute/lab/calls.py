@@ -9,11 +9,11 @@ from torch import Tensor
 
 import flash_cute.ops  # noqa: F401  registers the fakes
 from flash_cute import _torch_internals as internals
-from flash_cute import validate_ops
+from flash_cute import library, validate_ops
 from flash_cute.lab.kernel_configs import FlashForwardKernelConfig
 
 _OPS = torch.ops.flash_cute
-_BUILT = frozenset(_OPS.lab_kernels().split())
+_BUILT = frozenset(library.lab_kernels())
 _VECTOR = 8  # elements in 16 bytes
 
 

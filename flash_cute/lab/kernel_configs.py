@@ -205,13 +205,23 @@ class FlashForwardKernelConfig:
                 f"{text!r} is no short form of a config; an example is '{_EXAMPLE.short_form()}'"
             )
         parts = match.groupdict()
+        number = {name: int(parts[name]) for name in "drcwqkv"}
         on = {name: parts[name] is not None for name in _FLAGS}
-        numbers = (int(parts[name]) for name in ("d", "r", "c", "w"))
-        tiles = (int(parts[name]) for name in ("q", "k", "v"))
         return cls(
-            DType[parts["dtype"]], *numbers, on["async"], on["eager"], on["swizzled"], *tiles,
-            on["buffer"], on["opt_softmax"],
-        )  # fmt: skip
+            dtype=DType[parts["dtype"]],
+            d_head=number["d"],
+            B_r=number["r"],
+            B_c=number["c"],
+            n_warps=number["w"],
+            async_copy=on["async"],
+            eager_load_blocks=on["eager"],
+            swizzled=on["swizzled"],
+            Q_mma_load_K_tiles=number["q"],
+            K_mma_load_K_tiles=number["k"],
+            V_mma_load_K_tiles=number["v"],
+            mma_double_buffer_loads=on["buffer"],
+            optimized_softmax=on["opt_softmax"],
+        )
 
     def attn_flop(self, n_samples: int, n_heads: int, seq_len: int) -> int:
         """Floating-point operations of the two matrix products, ``n_samples`` being the batch:
@@ -332,9 +342,9 @@ def get_kernels_to_build(
 
 def _built() -> list[FlashForwardKernelConfig]:
     """The configs of the library that is loaded."""
-    import torch
+    from flash_cute.library import lab_kernels
 
-    names = set(torch.ops.flash_cute.lab_kernels().split())
+    names = set(lab_kernels())
     every = get_kernels_to_build("all") if names else []
     return [config for config in every if config.kernel_name() in names]
 
