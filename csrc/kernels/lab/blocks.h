@@ -57,16 +57,18 @@ class BlockCopy {
         }
         CUTE_UNROLL
         for (int i = 0; i < kAtOnce; ++i) {
-          asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ +
-                                                                        (first + i) * kDown * Shared::kRowBytes),
-                       "r"(vectors[i].x), "r"(vectors[i].y), "r"(vectors[i].z), "r"(vectors[i].w)
-                       : "memory");
+          store(shared_ + (first + i) * kDown * Shared::kRowBytes, vectors[i]);
         }
       }
     }
   }
 
  private:
+  static CUTE_DEVICE void store(uint32_t to, const uint4& vector) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(vector.x), "r"(vector.y), "r"(vector.z),
+                 "r"(vector.w)
+                 : "memory");
+  }
   static CUTE_DEVICE int row() { return threadIdx.x / Shared::kVectors; }
   static CUTE_DEVICE int col() { return threadIdx.x % Shared::kVectors * kVector; }
 

@@ -47,8 +47,8 @@ class FragmentsA {
   }
 
   Operand operand_;
-  decltype(make_tensor<typename Operand::Element>(Shape<Shape<_2, _2, _2>, Int<Operand::kPieces>, Int<kSlots>>{}))
-      registers_;  // (MMA,MMA_M,slot)
+  decltype(make_tensor<typename Operand::Element>(
+      Shape<Shape<_2, _2, _2>, Int<Operand::kPieces>, Int<kSlots>>{})) registers_;  // (MMA,MMA_M,slot)
 };
 
 // Operand B, K or V: groups of kTiles steps, or with 0 all at once. Loaded ahead, a piece of the next group takes the
@@ -89,8 +89,8 @@ class FragmentsB {
   }
 
   Operand operand_;
-  decltype(make_tensor<typename Operand::Element>(Shape<Shape<_2, _2>, _2, Int<kPieces>, Int<kGroup>>{}))
-      registers_;  // (MMA,n-tile of a piece,piece,slot)
+  decltype(make_tensor<typename Operand::Element>(
+      Shape<Shape<_2, _2>, _2, Int<kPieces>, Int<kGroup>>{})) registers_;  // (MMA,n-tile of a piece,piece,slot)
 };
 
 // Operand A where `step(k)` makes step k, (MMA,MMA_M), of what is in registers already: P.

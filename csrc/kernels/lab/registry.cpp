@@ -6,8 +6,8 @@ namespace flash_cute::lab {
 
 const std::vector<Kernel>& kernels() {
   static const std::vector<Kernel> all = {
-#define LAB_KERNEL(...)                                                                                    \
-  {FlashForwardKernelConfig{__VA_ARGS__}, &lab::launch<FlashForwardKernelConfig{__VA_ARGS__}>,             \
+#define LAB_KERNEL(...)                                                                        \
+  {FlashForwardKernelConfig{__VA_ARGS__}, &lab::launch<FlashForwardKernelConfig{__VA_ARGS__}>, \
    &lab::usage<FlashForwardKernelConfig{__VA_ARGS__}>},
 #include "lab_built.def"
 #undef LAB_KERNEL
@@ -19,7 +19,8 @@ const Kernel& find(const std::string& name) {
   for (const Kernel& kernel : kernels()) {
     if (kernel.config.name() == name) return kernel;
   }
-  throw std::runtime_error("flash_cute: the laboratory has no kernel " + name + " in this build; lab_kernels() lists them");
+  throw std::runtime_error("flash_cute: the laboratory has no kernel " + name +
+                           " in this build; lab_kernels() lists them");
 }
 
 std::string names() {
