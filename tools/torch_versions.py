@@ -48,6 +48,7 @@ TESTS = [
     "tests/test_determinism.py",
     "tests/test_torch_internals.py",
     "tests/test_import.py",
+    "tests/test_lab.py",
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",
