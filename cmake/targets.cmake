@@ -3,7 +3,7 @@
 
 include(CheckLanguage)
 
-foreach(name FLASH_CUTE_BUILD FLASH_CUTE_CUDA_ARCHS)
+foreach(name FLASH_CUTE_BUILD FLASH_CUTE_CUDA_ARCHS FLASH_CUTE_LAB)
   if(NOT DEFINED ${name} AND DEFINED ENV{${name}})
     set(${name} "$ENV{${name}}")
   endif()

@@ -12,12 +12,18 @@
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
 #include "core/registry.h"
+#include "kernels/lab/registry.h"
 #else
 namespace flash_cute {
 static std::string kernels() {
   return "";
 }
 static void use_kernels(std::string) {}
+namespace lab {
+static std::string names() {
+  return "";
+}
+}  // namespace lab
 }  // namespace flash_cute
 #endif
 
@@ -59,6 +65,8 @@ const std::string kFwdKvcache =
     kPlaces + "Tensor? cu_seqlens_k_new=None, Tensor? rotary_seqlens=None, " + kCacheScore +
     "bool rotary_interleaved=True, " + kSplits;
 const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " + kPlaces + kCacheScore + kSplits;
+
+const std::string kLabForward = "(str config, Tensor q, Tensor k, Tensor v, *, Tensor(a!) out) -> ";
 
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor? row_max, Tensor? softmax)";
 const std::string kBwdResults = " -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsink, Tensor softmax_d)";
@@ -111,6 +119,10 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
       "int sms=132, int ctas=1) -> str");
+  m.def(("lab_forward" + kLabForward + "()").c_str());
+  m.def(("lab_forward_timed" + kLabForward + "float").c_str());
+  m.def("lab_kernels() -> str");
+  m.def("lab_usage(str config) -> (int registers, int local_bytes, int ctas_per_sm)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
@@ -128,6 +140,10 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("preferred_dq_order", &guarded<TORCH_BOX(&preferred_dq_order)>);
   m.impl("preferred_key_order", &guarded<TORCH_BOX(&preferred_key_order)>);
   m.impl("decode_parts", &guarded<TORCH_BOX(&decode_parts)>);
+  m.impl("lab_kernels", &guarded<TORCH_BOX(&lab::names)>);
+#ifdef FLASH_CUTE_CUDA
+  m.impl("lab_usage", &guarded<&lab_usage>);
+#endif
 }
 
 #ifdef FLASH_CUTE_CUDA
@@ -143,5 +159,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("fwd_kvcache", &guarded<&fwd_kvcache>);
   m.impl("attend_kvcache", &guarded<&attend_kvcache>);
   m.impl("combine", &guarded<&combine>);
+  m.impl("lab_forward", &guarded<&lab_forward>);
+  m.impl("lab_forward_timed", &guarded<&lab_forward_timed>);
 }
 #endif

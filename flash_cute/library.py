@@ -49,6 +49,11 @@ def kernels() -> tuple[str, ...]:
     return _KERNELS
 
 
+def lab_kernels() -> tuple[str, ...]:
+    """Names of the kernels of :mod:`flash_cute.lab` in the library."""
+    return tuple(torch.ops.flash_cute.lab_kernels().split())
+
+
 def has_cuda_kernels() -> bool:
     """Whether the loaded library holds any CUDA kernel."""
     return bool(_KERNELS)

@@ -7,10 +7,12 @@ and in no order: neither a comment nor a new name is a change.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import struct
 import subprocess
@@ -29,6 +31,8 @@ _OPS, _DTYPES = ("fwd", "bwd", "decode"), ("fp16", "bf16", "tf32", "tf32x3")
 _TIERS = ("plain", "rich")
 # As C++ mangles the argument KernelConfig{Op, Arch, DType, Tier, 8 integers}.
 _CONFIG = re.compile(r"12KernelConfig" + r"L\w*?E(\d+)E" * 4 + r"Li(\d+)E" * 8)
+# FlashForwardKernelConfig{DType, 12 numbers}; those that are 0 at the end are left out.
+_LAB_CONFIG = re.compile(r"24FlashForwardKernelConfigL\w*?E(\d+)E((?:L[ib]\d+E)*)")
 # A kernel's instructions and its literals. Bank 0 holds parameters, bank 4 addresses.
 _CODE = re.compile(r"\.(?:text|nv\.constant[1235-9])\.(.+)")
 _DATA = re.compile(r"\.nv\.(?:constant3|global\.init)")
@@ -149,7 +153,9 @@ def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
 
 def kernel_id(symbol: str) -> str:
     """The id of the kernel that a symbol belongs to, as KernelConfig::id() in csrc/core/config.h
-    has it, or PASSES."""
+    or the name in csrc/kernels/lab/config.h has it, or PASSES."""
+    if match := _LAB_CONFIG.search(symbol):
+        return lab_name(int(match[1]), [int(x) for x in re.findall(r"\d+", match[2])])
     match = _CONFIG.search(symbol)
     if match is None:
         return PASSES
@@ -158,6 +164,16 @@ def kernel_id(symbol: str) -> str:
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dim}x{dim_v}"
     suffix = f"_x{cluster}" if arch == 90 else ""
     return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
+
+
+def lab_name(dtype: int, numbers: list[int]) -> str:
+    """The name of the laboratory's kernel with these fields."""
+    path = ROOT / "flash_cute" / "lab" / "kernel_configs.py"  # needs no torch, unlike its package
+    names = runpy.run_path(str(path))
+    config = names["FlashForwardKernelConfig"]
+    fields = zip(dataclasses.fields(config)[1:], numbers + [0] * 12, strict=False)
+    values = [bool(x) if field.type == "bool" else x for field, x in fields]
+    return config(list(names["DType"])[dtype], *values).kernel_name()
 
 
 def archs_of_gpu(archs: Iterable[str], major: int, minor: int) -> list[str]:

@@ -33,10 +33,17 @@ SPILLS = {
 }
 _TIERS = ("Plain", "Rich")
 
-_FIELDS = (
-    "op", "arch", "dtype", "tier", "head_dim", "head_dim_v",
-    "block_m", "block_n", "stages", "warps", "ctas", "cluster",
-)  # fmt: skip
+_FIELDS = {
+    "KernelConfig": (
+        "op", "arch", "dtype", "tier", "head_dim", "head_dim_v",
+        "block_m", "block_n", "stages", "warps", "ctas", "cluster",
+    ),
+    "FlashForwardKernelConfig": (
+        "dtype", "d_head", "B_r", "B_c", "n_warps", "async_copy", "eager_load_blocks", "swizzled",
+        "Q_mma_load_K_tiles", "K_mma_load_K_tiles", "V_mma_load_K_tiles",
+        "mma_double_buffer_loads", "optimized_softmax",
+    ),
+}  # fmt: skip
 
 
 class Usage(NamedTuple):
@@ -86,9 +93,11 @@ def _demangle(symbols: list[str]) -> list[str]:
 
 def _kernel_and_config(name: str) -> tuple[str, str]:
     kernel = re.search(r"(\w+)(<.*>)?\([^()]*\)$", name)
-    values = re.search(r"KernelConfig\{(.*?)\}", name)
-    numbers = [part.rpartition(")")[2].strip() for part in values[1].split(",")] if values else []
-    config = ", ".join(f"{f} {n}" for f, n in zip(_FIELDS, numbers, strict=False))
+    values = re.search(r"\b(\w*KernelConfig)\{(.*?)\}", name)
+    config = ""
+    if values:
+        numbers = (part.rpartition(")")[2].strip() for part in values[2].split(","))
+        config = ", ".join(f"{f} {n}" for f, n in zip(_FIELDS[values[1]], numbers, strict=False))
     return kernel[1] if kernel else name, config
 
 

@@ -54,6 +54,7 @@ TESTS = [
     "tests/integrations/test_torch_tools.py",
     "tests/test_tiled.py",
     "tests/test_fp8_inputs.py",
+    "tests/test_lab.py",
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",

@@ -19,4 +19,8 @@ void fwd_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_resul
 void attend_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void combine(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
+void lab_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void lab_forward_timed(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void lab_usage(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
 }  // namespace flash_cute

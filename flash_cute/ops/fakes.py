@@ -15,7 +15,7 @@ from flash_cute.ops.schema import OUT_OVERLOADS, Results, bind, bwd, fwd, varlen
 
 
 def register(library: torch.library.Library) -> None:
-    fakes: dict[str, Callable[..., Results]] = {
+    fakes: dict[str, Callable[..., Results | None]] = {
         "fwd": _fwd,
         "varlen_fwd": _varlen_fwd,
         "bwd": partial(_bwd, bwd),
@@ -23,6 +23,7 @@ def register(library: torch.library.Library) -> None:
         "fwd_kvcache": _fwd_kvcache,
         "attend_kvcache": _kvcache,
         "combine": _combine,
+        "lab_forward": _out,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"flash_cute::{name}", fake, lib=library)

@@ -7,12 +7,15 @@ at 256 dims. With whole ids, any number of them, others help. A line says which 
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
 import torch
 
-from flash_cute import library, ops
+from flash_cute import lab, library, ops
+from flash_cute.lab.kernel_configs import get_kernels_to_build
+from flash_cute.lab.test.utils import generate_qkv
 from flash_cute.testing.kernels import Kernel, parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 
@@ -93,14 +96,22 @@ def trained(kernel: Kernel) -> None:
     paged(kernel.dtype, kernel.dim, kernel.dim_v, options)
 
 
+def laboratory(name: str) -> None:
+    """Two blocks, at least, of queries and of keys."""
+    (config,) = (c for c in get_kernels_to_build() if c.kernel_name() == name)
+    seq_len = 2 * math.lcm(config.B_r, config.B_c)
+    lab.forward(config, *generate_qkv(2, seq_len, HEADS, config.d_head, config.dtype, "cuda"))
+
+
 def main(*parts: str) -> None:
-    known = library.kernels()
+    known = (*library.kernels(), *library.lab_kernels())
     whole = bool(parts) and set(parts) <= set(known)
     names = parts if whole else [id for id in known if any(x in id for x in parts or ("",))]
     helpers = known if whole else names
     for name in names:
-        kernel = parse(name)
-        if kernel.op == "decode":
+        if name.startswith("lab_"):
+            laboratory(name)
+        elif (kernel := parse(name)).op == "decode":
             cached(name, kernel.dtype, kernel.dim, kernel.dim_v)
             cached(name, kernel.dtype, kernel.dim - 8, kernel.dim_v - 16)
         else:
