@@ -165,7 +165,7 @@ class FlashForwardKernelConfig:
 
     def kernel_name(self) -> str:
         """Name of the kernel in ``torch.ops.flash_cute.lab_kernels()`` and in the names of symbols:
-        ``lab_fwd_bf16_d128_r64_c64_w4_q0_k2_v1_async_eager_swizzled_buffer_optsoftmax``."""
+        ``lab_fwd_bf16_d128_r64_c64_w4_q0_k1_v1_async_eager_swizzled_buffer_optsoftmax``."""
         numbers = (
             f"lab_fwd_{self.dtype.value}_d{self.d_head}_r{self.B_r}_c{self.B_c}_w{self.n_warps}"
             f"_q{self.Q_mma_load_K_tiles}_k{self.K_mma_load_K_tiles}_v{self.V_mma_load_K_tiles}"
@@ -181,7 +181,7 @@ class FlashForwardKernelConfig:
 
     def short_form(self) -> str:
         """For people, and :meth:`from_short_form`:
-        ``(BF16, 128, 64, 64, 4): async+eager+swizzled+load_0_2_1_tiles+buffer+opt_softmax``."""
+        ``(BF16, 128, 64, 64, 4): async+eager+swizzled+load_0_1_1_tiles+buffer+opt_softmax``."""
         sizes = (self.dtype.name, self.d_head, self.B_r, self.B_c, self.n_warps)
         tiles = (self.Q_mma_load_K_tiles, self.K_mma_load_K_tiles, self.V_mma_load_K_tiles)
         flags = {
@@ -268,14 +268,11 @@ _STEPS: tuple[tuple[str, dict[str, object]], ...] = (
     ("swizzled shared memory", {"swizzled": True}),
     ("asynchronous copies", {"async_copy": True}),
     ("copies ahead of their use", {"eager_load_blocks": True}),
-    ("K and V in tiles of registers", {"K_mma_load_K_tiles": 2, "V_mma_load_K_tiles": 1}),
+    ("K and V in tiles of registers", {"K_mma_load_K_tiles": 1, "V_mma_load_K_tiles": 1}),
     ("twice the keys a block", {"B_c": 64}),
     ("fragments loaded ahead", {"mma_double_buffer_loads": True}),
     ("optimized softmax", {"optimized_softmax": True}),
-    (
-        "twice the queries a warp",
-        {"B_r": 128, "Q_mma_load_K_tiles": 1, "K_mma_load_K_tiles": 1},
-    ),
+    ("twice the queries a warp", {"B_r": 128, "Q_mma_load_K_tiles": 1}),
 )
 PROGRESSION_STEPS = tuple(title for title, _ in _STEPS)
 """What each config of :func:`get_kernel_progression_configs` adds to the one before."""

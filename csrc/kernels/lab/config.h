@@ -24,7 +24,9 @@ struct FlashForwardKernelConfig {
   bool optimized_softmax;  // one FFMA and one exp2 a score, outputs rescaled only where a maximum rose far
 
   constexpr int threads() const { return 32 * n_warps; }
-  constexpr int ctas() const { return n_warps == 8 ? 1 : B_r == 64 ? 3 : 2; }  // that registers leave room for on an SM
+  // CTAs of an SM that registers must leave room for, 0: as the compiler finds best. It finds three for plain kernels,
+  // too, and spills 8 bytes if it is told to.
+  constexpr int ctas() const { return !optimized_softmax ? 0 : n_warps == 8 ? 1 : B_r == 64 ? 3 : 2; }
   constexpr int smem_bytes() const { return (B_r + 2 * B_c) * d_head * 2; }
 
   constexpr int d_steps() const { return d_head / 16; }
