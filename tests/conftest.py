@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import kvcache_calls
 import pytest
 import torch
+from only_cuda import runs_on_cuda
 
 from flash_cute import library
 from flash_cute.testing import cases, kernels, kvcache
@@ -23,12 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if not runs_on_cuda(item)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if runs_on_cuda(item)]
-
-
-def runs_on_cuda(item: pytest.Item) -> bool:
-    """Whether a test takes the fixture `cuda`, or `device` on CUDA."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return "cuda" in getattr(item, "fixturenames", ()) or parameters.get("device") == "cuda"
 
 
 @pytest.fixture(params=["cpu", "cuda"])

@@ -9,7 +9,6 @@ import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import conftest
 import gpu_check
 import gpu_stages
 import kernel_hash
@@ -17,6 +16,7 @@ import pytest
 import torch
 from gpu_stages import Ended, Found
 from made_up_kernels import BWD_ID, CHECKED, FWD_ID, code, recorded
+from only_cuda import runs_on_cuda
 
 from flash_cute import library
 from flash_cute.testing import fuzz, repeats, smoke
@@ -129,9 +129,9 @@ def test_only_what_runs_on_cuda_is_kept(request):
     def item(*fixtures, **params):
         return SimpleNamespace(fixturenames=fixtures, callspec=SimpleNamespace(params=params))
 
-    assert conftest.runs_on_cuda(item("cuda")) and conftest.runs_on_cuda(item(device="cuda"))
-    assert not conftest.runs_on_cuda(item("device", device="cpu"))
-    assert not conftest.runs_on_cuda(request.node)
+    assert runs_on_cuda(item("cuda")) and runs_on_cuda(item(device="cuda"))
+    assert not runs_on_cuda(item("device", device="cpu"))
+    assert not runs_on_cuda(request.node)
 
 
 def test_whole_ids_are_run_with_the_help_of_others(monkeypatch, capsys):

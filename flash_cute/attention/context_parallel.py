@@ -215,6 +215,11 @@ def create_context_parallel_attention(
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.
+
+    Example::
+
+        attention = create_context_parallel_attention(64, 4, context_parallel_size=2)
+        assert attention(torch.randn(2, 100, 64)).shape == (2, 100, 64)
     """
     config = AttentionConfig(
         d_model, num_heads, AttentionPatterns.CONTEXT_PARALLEL,

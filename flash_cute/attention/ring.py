@@ -111,6 +111,11 @@ def create_ring_attention(
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.
+
+    Example::
+
+        ring = create_ring_attention(d_model=64, num_heads=4)
+        assert ring(torch.randn(2, 100, 64)).shape == (2, 100, 64)
     """
     config = AttentionConfig(
         d_model, num_heads, AttentionPatterns.RING, max_sequence_length=max_sequence_length,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ _BUILT = frozenset(library.lab_kernels())
 _VECTOR = 8  # elements in 16 bytes
 
 
-class KernelUsage(NamedTuple):
+@dataclass(frozen=True)
+class KernelUsage:
     """What a kernel takes of the current GPU."""
 
     registers: int  # a thread

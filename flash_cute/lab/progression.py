@@ -102,7 +102,7 @@ def measure_progression(
                 "config": config.short_form(),
                 "kernel": config.kernel_name(),
                 **_rate(times[config.short_form()], flop),
-                **lab.usage(config)._asdict(),
+                **vars(lab.usage(config)),
                 "occupancy": _occupancy(config),
                 "error_of_bound": round(error, 3),
             }
