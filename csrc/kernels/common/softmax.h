@@ -50,7 +50,8 @@ struct SinkWeight {
   float top, damping, weight;
 
   CUTE_DEVICE SinkWeight(float keys /* finite */, float sink /* -inf: none */, float unit = 1.f)
-      : top(fmaxf(keys, sink)), damping(exp2_approx((keys - top) * (0.5f * unit))),
+      : top(fmaxf(keys, sink)),
+        damping(exp2_approx((keys - top) * (0.5f * unit))),
         weight(exp2_approx((sink - top) * unit)) {}
 };
 
