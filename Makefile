@@ -12,6 +12,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/make
+# Processes of tests: on a GPU each may take 12 GB.
+JOBS := 2
 
 # From their packages, wherever those are installed.
 CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
@@ -28,8 +30,8 @@ demo: build
 	$(BIN)/python examples/train_gpt.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
 test: build
-	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest rich transformers typer
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -I tools/ensure.py hypothesis matplotlib numpy pytest pytest-xdist:xdist rich transformers typer
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TEST_ARGS)
 
 test-integrations: build
 	$(BIN)/python -I tools/ensure.py hypothesis numpy pytest transformers
