@@ -211,6 +211,7 @@ def test_the_table_compares_with_what_ran():
 
 
 def test_the_plot_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
     progression.plot(MADE_UP, tmp_path / "new" / "steps.png")
     assert (tmp_path / "new" / "steps.png").read_bytes().startswith(b"\x89PNG")
 
