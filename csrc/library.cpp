@@ -5,26 +5,14 @@
 #include <string>
 
 #include "boundary.h"
+#include "core/built.h"
 #include "core/decode_plan.h"
 #include "core/introspect.h"
 #include "core/limit.h"
 #include "core/picks.h"
+#include "kernels/lab/names.h"
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
-#include "core/registry.h"
-#include "kernels/lab/registry.h"
-#else
-namespace flash_cute {
-static std::string kernels() {
-  return "";
-}
-static void use_kernels(std::string) {}
-namespace lab {
-static std::string names() {
-  return "";
-}
-}  // namespace lab
-}  // namespace flash_cute
 #endif
 
 using namespace flash_cute;

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.library import can_use_cuda, has_cuda_kernels
 
 OPS = ("fwd", "bwd", "decode")
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

@@ -102,7 +102,7 @@ def tests(deadline: float, workers: int) -> Found:
     if find_spec("xdist") is not None:
         commands = [[*pytest, "-n", str(workers), "--dist", "loadgroup"]]
     else:
-        files = sorted(str(path) for path in (ROOT / "tests").glob("test_*.py"))
+        files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py"))
         commands = [[*pytest, *some] for some in _shares(files, workers)]
     return tests_found(run_all("tests", commands, deadline))
 

@@ -53,6 +53,7 @@ TESTS = [
     "tests/integrations/test_sdpa.py",
     "tests/integrations/test_torch_tools.py",
     "tests/test_tiled.py",
+    "tests/test_tiled_sizes.py",
     "tests/test_fp8_inputs.py",
     "tests/test_lab.py",
     "tests/systems/test_layer_transforms.py",

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/built.h"
 #include "core/config.h"
 #include "core/device.h"
 #include "core/problem.h"
@@ -36,15 +37,5 @@ const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>
 // The same, but throws std::runtime_error that lists why each one cannot.
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
-
-// Ids of all kernels, one a line.
-std::string kernels();
-
-// From now on only kernels with these ids, one a line, are selected; all if there is none. For tests and measurements:
-// must not run beside other calls.
-void use_kernels(std::string ids);
-
-// Whether use_kernels() left the kernel with this id out.
-bool set_aside(const std::string& id);
 
 }  // namespace flash_cute

@@ -1,4 +1,5 @@
 #include "kernels/lab/registry.h"
+#include "kernels/lab/names.h"
 
 #include <stdexcept>
 

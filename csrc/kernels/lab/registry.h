@@ -45,7 +45,4 @@ const std::vector<Kernel>& kernels();
 // The kernel of this name; throws std::runtime_error if this build has none.
 const Kernel& find(const std::string& name);
 
-// Names of all kernels, one a line.
-std::string names();
-
 }  // namespace flash_cute::lab

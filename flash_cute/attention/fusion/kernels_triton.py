@@ -30,10 +30,11 @@ _FLAT = 1024  # elements of a program where rows do not matter
 
 
 @triton.jit
-def _dropped(x, seed, row, p, scale, BLOCK: tl.constexpr):
-    """x (BLOCK,) of one row with some elements 0, the others times scale."""
-    group = tl.arange(0, BLOCK // 4)
-    zero = group * 0
+def dropped(x, seed, row, p, scale, BLOCK: tl.constexpr):
+    """x (BLOCK,) of a row, or (rows, BLOCK) of rows (rows, 1): some elements 0, the others times
+    scale."""
+    zero = tl.arange(0, BLOCK // 4) * 0 + row * 0
+    group = tl.arange(0, BLOCK // 4) + zero
     r0, r1, r2, r3 = tl.philox(tl.load(seed), group, zero + row, zero, zero)
     random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
     return tl.where(tl.uint_to_uniform_float(random) >= p, x * scale, 0.0)
@@ -83,7 +84,7 @@ def _activate_kernel(
     inside = at < size
     value = _activation(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ACT)
     if DROP:
-        value = _dropped(value, seed, block, p, scale, BLOCK)
+        value = dropped(value, seed, block, p, scale, BLOCK)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, value, mask=inside)
@@ -99,7 +100,7 @@ def _activate_backward_kernel(
     inside = at < size
     value = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     if DROP:
-        value = _dropped(value, seed, block, p, scale, BLOCK)
+        value = dropped(value, seed, block, p, scale, BLOCK)
     if ACT != "identity":
         value *= _derivative(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ACT)
     tl.store(dx + at, value, mask=inside)
@@ -113,8 +114,8 @@ def activate(x: Tensor, residual: Tensor | None, name: str, p: float, seed: Tens
     out = torch.empty_like(x, dtype=dtype)
     launch(
         _activate_kernel, (triton.cdiv(x.numel(), _FLAT),),
-        x, residual, out, seed, x.numel(), p, _scale(p),
-        ACT=name, RESIDUAL=residual is not None, DROP=_drops(p, seed), BLOCK=_FLAT,
+        x, residual, out, seed, x.numel(), p, scale_of(p),
+        ACT=name, RESIDUAL=residual is not None, DROP=drops(p, seed), BLOCK=_FLAT,
     )  # fmt: skip
     return out
 
@@ -125,8 +126,8 @@ def activate_backward(grad: Tensor, x: Tensor, name: str, p: float, seed: Tensor
     dx = torch.empty_like(grad, dtype=x.dtype)
     launch(
         _activate_backward_kernel, (triton.cdiv(grad.numel(), _FLAT),),
-        grad, x, dx, seed, grad.numel(), p, _scale(p),
-        ACT=name, DROP=_drops(p, seed), BLOCK=_FLAT,
+        grad, x, dx, seed, grad.numel(), p, scale_of(p),
+        ACT=name, DROP=drops(p, seed), BLOCK=_FLAT,
     )  # fmt: skip
     return dx
 
@@ -197,7 +198,7 @@ def _add_norm_kernel(
     value = tl.load(y + _place(row, inner, y_outer, y_inner) + column, mask=inside, other=0.0)
     value = value.to(tl.float32)
     if DROP:
-        value = _dropped(value, seed, row, p, scale, BLOCK)
+        value = dropped(value, seed, row, p, scale, BLOCK)
     start = x + _place(row, inner, x_outer, x_inner)
     value += tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
     at = row.to(tl.int64) * width + column
@@ -238,7 +239,7 @@ def _add_norm_backward_kernel(
             start = y + _place(row, inner, y_outer, y_inner)
             other = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
             if DROP:
-                other = _dropped(other, seed, row, p, scale, BLOCK)
+                other = dropped(other, seed, row, p, scale, BLOCK)
             value += other
         if not RMS:
             value -= tl.load(mean + row)
@@ -258,7 +259,7 @@ def _add_norm_backward_kernel(
         tl.store(dx + at, result, mask=inside)
         if DY:
             if DROP:
-                result = _dropped(result, seed, row, p, scale, BLOCK)
+                result = dropped(result, seed, row, p, scale, BLOCK)
             tl.store(dy + _place(row, inner, dy_outer, dy_inner) + column, result, mask=inside)
     at = tl.program_id(0) * width + column
     tl.store(partial + at, dw, mask=inside)
@@ -287,12 +288,12 @@ def add_norm(
         total = out.new_empty(shape, dtype=torch.promote_types(x.dtype, y.dtype))
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = rstd if rms else torch.empty_like(rstd)
-    block = _block(width)
+    block = block_of(width)
     launch(
         _add_norm_kernel, (rows,),
         x, y, weight, bias, total, out, mean, rstd, seed,
-        x.shape[1], width, *x.stride()[:2], *y.stride()[:2], eps, p, _scale(p),
-        RMS=rms, BIAS=bias is not None, DROP=_drops(p, seed), SUM=keep_sum,
+        x.shape[1], width, *x.stride()[:2], *y.stride()[:2], eps, p, scale_of(p),
+        RMS=rms, BIAS=bias is not None, DROP=drops(p, seed), SUM=keep_sum,
         BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return total, out, mean, rstd
@@ -312,14 +313,14 @@ def add_norm_backward(
     y_like: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, y, weight and bias; dy has the strides of ``y_like``."""
-    width, block = x.shape[-1], _block(x.shape[-1])
+    width, block = x.shape[-1], block_of(x.shape[-1])
     grad = grad.contiguous()
     grad_sum = None if grad_sum is None else grad_sum.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty_like(y_like, device=x.device)  # its strides, if no two elements share a place
     if dy.dim() != 3 or dy.stride(-1) != 1:
         dy = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    same = not _drops(p, seed) and dy.dtype == dx.dtype and dy.stride() == dx.stride()
+    same = not drops(p, seed) and dy.dtype == dx.dtype and dy.stride() == dx.stride()
     dy = dx if same else dy
     x, y, dy_rows = _in_rows(x), None if y is None else _in_rows(y), _in_rows(dy)
     rows = x.shape[0] * x.shape[1]
@@ -329,8 +330,8 @@ def add_norm_backward(
         _add_norm_backward_kernel, (programs,),
         grad, grad_sum, x, y, weight, mean, rstd, seed, dx, dy, partial,
         rows, x.shape[1], width, *x.stride()[:2], *(x if y is None else y).stride()[:2],
-        *dy_rows.stride()[:2], p, _scale(p),
-        RMS=rms, DROP=_drops(p, seed), SUM=y is None, GRAD_SUM=grad_sum is not None,
+        *dy_rows.stride()[:2], p, scale_of(p),
+        RMS=rms, DROP=drops(p, seed), SUM=y is None, GRAD_SUM=grad_sum is not None,
         DY=not same, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     dw, db = partial.sum(1)
@@ -340,15 +341,15 @@ def add_norm_backward(
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def _drops(p: float, seed: Tensor | None) -> bool:
+def drops(p: float, seed: Tensor | None) -> bool:
     return p > 0 and seed is not None
 
 
-def _scale(p: float) -> float:
+def scale_of(p: float) -> float:
     return 1 / (1 - p) if p < 1 else 0.0
 
 
-def _block(width: int) -> int:
+def block_of(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
@@ -356,11 +357,14 @@ def _warps(block: int) -> int:
     return min(16, max(1, block // 256))
 
 
+def sms(x: Tensor) -> int:
+    """SMs of x's GPU; 1 where kernels are interpreted."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
 def _programs(x: Tensor) -> int:
     """Of the backward of a norm: each sums the weights' gradients over its rows."""
-    if not x.is_cuda:
-        return 4
-    return 4 * torch.cuda.get_device_properties(x.device).multi_processor_count
+    return 4 * sms(x)
 
 
 def _in_rows(x: Tensor) -> Tensor:

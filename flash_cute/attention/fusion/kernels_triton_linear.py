@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_cute.attention.fusion.kernels_triton import block_of, dropped, drops, scale_of, sms
 from flash_cute.attention.fusion.kernels_triton_rotary import launch
 
 MAX_WIDTH = 512  # of a row: more columns of fp32 sums do not fit into a program's registers
@@ -20,16 +21,6 @@ MAX_ROWS = 8192  # from there on cuBLAS and a norm of its own are faster
 _DEPTH = 64  # of a step of the product
 _STAGES = 2
 _SHARED_BYTES = 2 * _STAGES * _DEPTH * (64 + MAX_WIDTH)
-
-
-@triton.jit
-def _dropped_rows(x, seed, row, p, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """As ``_dropped`` of kernels_triton.py, of rows: x (ROWS, BLOCK)."""
-    zero = tl.zeros((ROWS, BLOCK // 4), tl.int32)
-    group = zero + tl.arange(0, BLOCK // 4)[None, :]
-    r0, r1, r2, r3 = tl.philox(tl.load(seed), group, zero + row[:, None], zero, zero)
-    random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-    return tl.where(tl.uint_to_uniform_float(random) >= p, x * scale, 0.0)
 
 
 @triton.jit
@@ -57,7 +48,7 @@ def _linear_add_norm_kernel(
     if HAS_B:
         value += tl.load(b + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     if DROP:
-        value = _dropped_rows(value, seed, row, p, scale, ROWS, BLOCK)
+        value = dropped(value, seed, row[:, None], p, scale, BLOCK)
     x_at = x + (outer * x_outer + within * x_inner)[:, None] + column[None, :]
     value += tl.load(x_at, mask=both, other=0.0).to(tl.float32)
     at = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -123,14 +114,14 @@ def linear_add_norm(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = rstd if rms else torch.empty_like(rstd)
     # As many rows a program as still give every SM one.
-    at_once = 16 if rows <= 16 * 132 else 32 if rows <= 32 * 132 else 64
+    at_once = 16 if rows <= 16 * sms(x) else 32 if rows <= 32 * sms(x) else 64
     launch(
         _linear_add_norm_kernel, (triton.cdiv(rows, at_once),),
         x, a, w, b, weight, bias, total, out, mean, rstd, seed,
         rows, x.shape[1], width, w.shape[1], *x.stride()[:2], *a.stride()[:2], eps, p,
-        1 / (1 - p) if p < 1 else 0.0,
-        HAS_B=b is not None, HAS_BIAS=bias is not None, RMS=rms, DROP=p > 0 and seed is not None,
-        SUM=keep_sum, ROWS=at_once, BLOCK=max(16, triton.next_power_of_2(width)), DEPTH=_DEPTH,
+        scale_of(p),
+        HAS_B=b is not None, HAS_BIAS=bias is not None, RMS=rms, DROP=drops(p, seed),
+        SUM=keep_sum, ROWS=at_once, BLOCK=block_of(width), DEPTH=_DEPTH,
         num_warps=8, num_stages=_STAGES,
     )  # fmt: skip
     return total, out, mean, rstd

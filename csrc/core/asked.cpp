@@ -1,0 +1,115 @@
+#include "core/asked.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/json.h"
+
+namespace flash_cute {
+namespace {
+
+constexpr int64_t kMost = Band::kUnbounded - 1;  // of sizes, as for calls
+constexpr int kSomewhere = 0;                    // what pointers point to that only have to be there
+constexpr int64_t kSomeState = 0;
+constexpr float kSomeSlope = 0.f;
+
+DType dtype_named(const std::string& given) {
+  for (const DType dtype : {DType::FP16, DType::BF16, DType::TF32, DType::TF32x3}) {
+    if (given == name(dtype)) return dtype;
+  }
+  throw std::invalid_argument("flash_cute: dtype is " + given + "; expected fp16, bf16, tf32 or tf32x3");
+}
+
+Device read_gpu(JsonFields& in) {
+  if (in.has("device")) return device(static_cast<int>(in.integer("device", 0, 0, INT32_MAX)));
+  Device gpu{};
+  gpu.capability = static_cast<int>(in.integer("gpu_capability", 90, 1, 999));
+  gpu.smem_optin = static_cast<int>(in.integer("gpu_smem_optin", KernelConfig::kMostSharedMemory, 1, INT32_MAX));
+  gpu.sms = static_cast<int>(in.integer("gpu_sms", 132, 1, 1 << 20));
+  gpu.memory_gb_s = static_cast<int>(in.integer("gpu_memory_gb_s", 3352, 1, INT32_MAX));
+  if (gpu.capability == 90) gpu.clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15};  // an H100's
+  return gpu;
+}
+
+// Contiguous (batch, rows, heads, dim).
+Matrices contiguous(int64_t rows, int heads, int dim, bool dense, bool aligned) {
+  const int64_t row = int64_t(heads) * dim;
+  return {nullptr, dense ? rows * row : 0, row, dim, aligned && dim % 8 == 0};
+}
+
+FwdProblem read_problem(JsonFields& in) {
+  auto size = [&](const char* name, int64_t otherwise, int64_t least = 0) {
+    return static_cast<int>(in.integer(name, otherwise, least, kMost));
+  };
+  auto window = [&](const char* name) {
+    const int64_t bound = in.integer(name, -1, -1, INT64_MAX / 2);
+    return bound < 0 || bound > Band::kUnbounded ? Band::kUnbounded : static_cast<int>(bound);
+  };
+  FwdProblem p{};
+  p.dtype = dtype_named(in.text("dtype", "bf16"));
+  p.batch = size("batch", 1);
+  p.heads = size("heads", 1);
+  p.heads_k = size("heads_k", p.heads, 1);
+  if (p.heads % p.heads_k != 0) throw std::invalid_argument("flash_cute: heads must be a multiple of heads_k");
+  p.head_dim = size("head_dim", 128, 1);
+  p.head_dim_v = size("head_dim_v", p.head_dim, 1);
+  p.seqlen_q = size("seqlen_q", 1);
+  p.seqlen_k = size("seqlen_k", p.seqlen_q);
+  p.total_q = in.integer("total_q", int64_t(p.batch) * p.seqlen_q, 0, INT64_MAX / 2);
+  p.total_k = in.integer("total_k", int64_t(p.batch) * p.seqlen_k, 0, INT64_MAX / 2);
+  p.band = {window("window_size_left"), window("window_size_right")};
+  p.softmax_scale = static_cast<float>(in.number("softmax_scale", 1));
+  if (in.flag("softcap")) p.rules.softcap = 1.f;
+  if (in.flag("alibi")) p.rules.alibi = &kSomeSlope;
+  if (in.flag("dropout")) {
+    p.rules.rng = &kSomeState;
+    p.rules.keep_scale = 2.f;
+  }
+  if (in.flag("varlen")) p.sequences.cu_q = p.sequences.cu_k = &kSomewhere;
+  const bool aligned = !in.flag("unaligned");
+  p.q = contiguous(p.seqlen_q, p.heads, p.head_dim, p.dense(), aligned);
+  p.out = contiguous(p.seqlen_q, p.heads, p.head_dim_v, p.dense(), aligned);
+  p.k = contiguous(p.seqlen_k, p.heads_k, p.head_dim, p.dense(), aligned);
+  p.v = contiguous(p.seqlen_k, p.heads_k, p.head_dim_v, p.dense(), aligned);
+  return p;
+}
+
+}  // namespace
+
+Asked read(const std::string& problem) {
+  JsonFields in(problem);
+  Asked asked;
+  asked.op = in.text("op", "fwd");
+  if (asked.op != "fwd" && asked.op != "bwd" && asked.op != "decode") {
+    throw std::invalid_argument("flash_cute: op is " + asked.op + "; expected fwd, bwd or decode");
+  }
+  asked.gpu = read_gpu(in);
+  asked.built_only = in.flag("built_only");
+  FwdProblem p = read_problem(in);
+  if (asked.op == "bwd") {
+    asked.bwd.deterministic = in.flag("deterministic");
+    asked.bwd.dout = p.out;
+    asked.bwd.dq = p.q;
+    asked.bwd.dk = p.k;
+    asked.bwd.dv = p.v;
+  } else if (asked.op == "decode") {
+    DecodeProblem& d = asked.decode;
+    p.pages.size = static_cast<int>(in.integer("page_size", 0, 0, kMost));
+    if (p.pages.size > 0) {
+      p.pages.of_sequence = (p.seqlen_k + p.pages.size - 1) / p.pages.size;
+      p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.of_sequence));
+      p.pages.ids = &kSomewhere;
+    }
+    p.sequences.cu_k = nullptr;
+    if (in.flag("lengths")) d.cache.lengths = &kSomewhere;
+    if (in.flag("leftpad")) d.cache.leftpad = &kSomewhere;
+    d.num_splits = static_cast<int>(in.integer("num_splits", 0, 0, kMost));
+    d.split_size = static_cast<int>(in.integer("split_size", 0, 0, kMost));
+    d.fwd = p;
+  }
+  asked.bwd.fwd = p;
+  in.end();
+  return asked;
+}
+
+}  // namespace flash_cute

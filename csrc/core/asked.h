@@ -1,0 +1,22 @@
+// A question about kernels, as JSON: a call in sizes, and the GPU and the kernels that it would have.
+#pragma once
+
+#include <string>
+
+#include "core/device.h"
+#include "core/problem.h"
+
+namespace flash_cute {
+
+struct Asked {
+  std::string op;
+  BwdProblem bwd{};  // whose fwd is that of every op
+  DecodeProblem decode{};
+  Device gpu{};
+  bool built_only = false;
+};
+
+// Reads a flat object, whose fields are those of read_problem() and read_gpu(). Throws std::invalid_argument.
+Asked read(const std::string& problem);
+
+}  // namespace flash_cute

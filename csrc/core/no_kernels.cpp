@@ -1,0 +1,29 @@
+// A build for the CPU alone: no kernels, and no device.
+#include <stdexcept>
+
+#include "core/built.h"
+#include "core/device.h"
+
+namespace flash_cute {
+
+std::string kernels() {
+  return "";
+}
+
+void use_kernels(std::string) {}
+
+bool set_aside(const std::string&) {
+  return false;
+}
+
+const Device& device(int) {
+  throw std::invalid_argument("flash_cute: this build has no CUDA, and knows no device");
+}
+
+namespace lab {
+std::string names() {
+  return "";
+}
+}  // namespace lab
+
+}  // namespace flash_cute

@@ -1,0 +1,89 @@
+#include "core/verdicts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <stdexcept>
+
+#include "core/built.h"
+#include "core/heuristics.h"
+#include "core/limit.h"
+#include "core/refusal.h"
+
+namespace flash_cute {
+
+static std::string three_digits(double value) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%.3f", value);
+  return digits;
+}
+
+const KernelConfig& Choice::config() const {
+  if (chosen != nullptr) return chosen->config;
+  std::string message = "flash_cute: no kernel for this call";
+  for (const Verdict& v : verdicts) message += "\n  " + v.row->config.id() + ": " + v.refused;
+  throw std::runtime_error(message);
+}
+
+void Choice::pass_over(const std::string& reason) {
+  for (Verdict& v : verdicts) {
+    if (v.row == chosen) v.passed_over = reason;
+  }
+  chosen = nullptr;
+}
+
+template <Op op>
+Choice choose(const Asked& asked, const Problem<op>& problem) {
+  Choice choice;
+  const std::string built = kernels();
+  for (const Row& row : rows_of_configs()) {
+    const KernelConfig& config = row.config;
+    if (config.op != op) continue;
+    std::string refused = explain(refusal<op>(config, problem, asked.gpu), config, forward_of(problem), asked.gpu);
+    if (asked.built_only && !is_listed(built, config.id())) add_reason(refused, kNotBuilt);
+    if (set_aside(config.id())) add_reason(refused, kSetAside);
+    if (!within_limit(config)) add_reason(refused, kBeyondLimit);
+    choice.verdicts.push_back({&row, refused, ""});
+  }
+  auto fits = [&](const Row& row) {
+    return std::any_of(choice.verdicts.begin(), choice.verdicts.end(),
+                       [&](const Verdict& v) { return v.row == &row && v.refused.empty(); });
+  };
+  const auto& weighed_problem = weighed(problem);
+  choice.chosen = preferred(rows_of_configs(), fits, weighed_problem, asked.gpu);
+  for (Verdict& v : choice.verdicts) {
+    if (v.row == choice.chosen || !v.refused.empty()) continue;
+    const KernelConfig &best = choice.chosen->config, &other = v.row->config;
+    if (!alternatives(best, other)) {
+      v.passed_over = "comes after " + best.id() + " in order of preference";
+      continue;
+    }
+    const double least = cost(best, weighed_problem, asked.gpu), more = cost(other, weighed_problem, asked.gpu);
+    v.passed_over = std::isfinite(more) && least > 0
+                        ? "estimated to take " + three_digits(more / least) + " times as long as " + best.id()
+                        : "not for such sizes, by the estimate that prefers " + best.id();
+  }
+  return choice;
+}
+
+template Choice choose<Op::Fwd>(const Asked&, const FwdProblem&);
+template Choice choose<Op::Bwd>(const Asked&, const BwdProblem&);
+template Choice choose<Op::Decode>(const Asked&, const DecodeProblem&);
+
+CacheChoice choose_for_cache(const Asked& asked) {
+  const DecodeProblem& p = asked.decode;
+  CacheChoice choice{choose<Op::Decode>(asked, p), {}};
+  if (choice.decode.chosen == nullptr || p.cache.leftpad != nullptr || !p.even_shares()) return choice;
+  choice.forward = choose<Op::Fwd>(asked, p.fwd);
+  Choice& forward = choice.forward;
+  if (forward.chosen == nullptr) return choice;
+  const KernelConfig &of_forward = forward.chosen->config, &of_decode = choice.decode.chosen->config;
+  if (of_forward.arch == Arch::Sm90 && forward_is_cheaper(of_forward, of_decode, p, asked.gpu)) {
+    choice.decode.pass_over("estimated to take longer than " + of_forward.id());
+  } else {
+    forward.pass_over("over a cache " + of_decode.id() + " is preferred");
+  }
+  return choice;
+}
+
+}  // namespace flash_cute

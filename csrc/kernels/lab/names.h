@@ -1,0 +1,11 @@
+// The laboratory's kernels of this build: none in a build for the CPU alone.
+#pragma once
+
+#include <string>
+
+namespace flash_cute::lab {
+
+// Names of all kernels, one a line.
+std::string names();
+
+}  // namespace flash_cute::lab
