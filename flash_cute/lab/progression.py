@@ -245,7 +245,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         if name in references:
             axes.axvline(references[name]["tflops"], color="#555", linestyle=style, label=name)
     axes.set_xlabel(f"TFLOP/s, {result['dtype']}, {result['gpu']}", fontsize=8)
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
