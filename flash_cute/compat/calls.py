@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_cute import accept
+from flash_cute import accept, validate_ops
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,3 +64,31 @@ def outward_lse(softmax_lse: Tensor) -> Tensor:
 def inward_lse(softmax_lse: Tensor) -> Tensor:
     """The way back."""
     return softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)
+
+
+def into(name: str, given: Tensor | None, result: Tensor) -> Tensor:
+    """``result``, in the tensor ``given`` for it if there is one."""
+    if given is None:
+        return result
+    validate_ops.output(name, given, result)
+    return given.copy_(result)
+
+
+def picked(
+    cache_batch_idx: Tensor | None, page_table: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The cache's rows and the pages; FlashAttention-3's ``cache_batch_idx`` picks rows of a
+    table."""
+    if page_table is None:
+        return cache_batch_idx, None
+    if cache_batch_idx is not None:
+        page_table = page_table[cache_batch_idx.long()]
+    return None, page_table.contiguous()
+
+
+def no_metadata(scheduler_metadata: Tensor | None) -> None:
+    """Refuses a schedule that was made for FlashAttention-3's kernels."""
+    if scheduler_metadata is not None and scheduler_metadata.numel():
+        raise NotImplementedError(
+            "scheduler_metadata is of other kernels; give what get_scheduler_metadata returns here"
+        )

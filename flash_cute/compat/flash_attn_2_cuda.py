@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute import accept, kvcache, mha, validate_ops
+from flash_cute import accept, kvcache, mha
 from flash_cute.compat import calls
 
 
@@ -92,7 +92,7 @@ def varlen_fwd(
                 softcap=softcap, alibi_slopes=alibi_slopes, return_softmax_lse=True,
             )  # fmt: skip
             state = q.new_zeros(2, dtype=torch.int64)
-            return _into(out, result), calls.outward_lse(lse), q.new_empty(0), state
+            return calls.into("out", out, result), calls.outward_lse(lse), q.new_empty(0), state
     return _results(
         mha.mha_varlen_fwd(
             q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
@@ -204,16 +204,9 @@ def fwd_kvcache(
             calls.window((window_size_left, window_size_right)), calls.softcap(softcap),
             is_rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip
-        return _into(out, result), calls.outward_lse(lse)
+        return calls.into("out", out, result), calls.outward_lse(lse)
 
 
 def _results(forward: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, _, _, _, softmax_lse, seed, offset, softmax = forward
     return out, calls.outward_lse(softmax_lse), softmax, torch.stack((seed, offset))
-
-
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    if out is None:
-        return result
-    validate_ops.output("out", out, result)
-    return out.copy_(result)

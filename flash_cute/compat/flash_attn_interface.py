@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flash_cute
 from flash_cute.compat import calls
+from flash_cute.compat.flash_attn_3_raw import _flash_attn_backward, _flash_attn_forward  # noqa: F401
 
 
 def _options(
@@ -171,14 +172,8 @@ def flash_attn_with_kvcache(
     """:func:`flash_cute.flash_attn_with_kvcache`, without gradients. ``cache_batch_idx`` picks rows
     of ``page_table``; ``return_softmax_lse`` returns (out, softmax_lse, None, None).
     ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned."""
-    if scheduler_metadata is not None and scheduler_metadata.numel():
-        raise NotImplementedError(
-            "scheduler_metadata is of other kernels; give what get_scheduler_metadata returns here"
-        )
-    if page_table is not None:
-        if cache_batch_idx is not None:
-            page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
-        page_table = page_table.contiguous()
+    calls.no_metadata(scheduler_metadata)
+    cache_batch_idx, page_table = calls.picked(cache_batch_idx, page_table)
     with torch.no_grad():
         results = flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,

@@ -157,6 +157,100 @@ def test_flash_attn_3_over_a_cache(device):
         flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, k_descale=lengths)
 
 
+def fa3_raw_case(device, packed):
+    """q, k and v, and what functions are told of their sequences."""
+    a = good_arguments("varlen_func" if packed else "func", device)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return [a["q"], a["k"], a["v"]], {name: a[name] for name in names if packed}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_flash_attn_3_s_raw_functions(device, packed, used):
+    """As ring attention and Transformer Engine call them."""
+    if used and not packed:
+        pytest.skip("lengths of packed tensors")
+    qkv, sequences = fa3_raw_case(device, packed)
+    lengths = torch.tensor([4, 2], dtype=torch.int32, device=device) if used else None
+    dout = torch.randn_like(qkv[0])
+    options = {"softmax_scale": 0.3, "softcap": 2.0}
+    buffer = torch.full_like(qkv[0], torch.nan)
+    with torch.no_grad():
+        out, lse, *rest = flash_attn_interface._flash_attn_forward(
+            wide(qkv[0]), *qkv[1:], out_=buffer, **sequences, seqused_q=lengths, seqused_k=lengths,
+            causal=True, window_size_left=-1, window_size_right=0, **options,
+        )  # fmt: skip
+    assert out.data_ptr() == buffer.data_ptr() and [x.numel() for x in rest] == [0, 0]
+    grads = [torch.full_like(x, torch.nan) for x in qkv]
+    softmax_d = flash_attn_interface._flash_attn_backward(
+        wide(dout), *qkv, out, lse, *(sequences.get(x) for x in ("cu_seqlens_q", "cu_seqlens_k")),
+        lengths, lengths, *(sequences.get(x) for x in ("max_seqlen_q", "max_seqlen_k")), *grads,
+        is_causal=True, deterministic=True, **options,
+    )  # fmt: skip
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    function, more = flash_cute.flash_attn_func, {}
+    if packed:
+        function, more = flash_cute.flash_attn_varlen_func, {**sequences}
+        more |= {"seqused_q": lengths, "seqused_k": lengths}
+    expected, expected_lse = function(
+        *leaves, causal=True, deterministic=True, return_lse=True, **options, **more
+    )
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    for x, y in zip(grads, torch.autograd.grad(expected, leaves, dout), strict=True):
+        torch.testing.assert_close(x, y)
+    rows = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
+    torch.testing.assert_close(softmax_d.double(), rows, rtol=1e-2, atol=1e-2)
+
+
+def test_flash_attn_3_s_raw_forward_over_a_cache(device):
+    q = torch.randn(2, 1, 4, 16, device=device).bfloat16()
+    caches = torch.randn(2, 6, 4, 2, 16, device=device).bfloat16()
+    new = torch.randn(2, 2, 1, 2, 16, device=device).bfloat16()
+    table = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([6, 5], dtype=torch.int32, device=device)
+    results, written = [], []
+    for function, named in (
+        (flash_attn_interface._flash_attn_forward, {"k_new": new[0], "v_new": new[1]}),
+        (flash_attn_interface.flash_attn_with_kvcache, {"k": new[0], "v": new[1]}),
+    ):
+        k, v = caches.clone()
+        raw = "k_new" in named
+        named[("seqused_k" if raw else "cache_seqlens")] = lengths
+        named |= {} if raw else {"return_softmax_lse": True}
+        results.append(function(q, k, v, page_table=table, causal=True, **named)[:2])
+        written.append(torch.stack([k, v]))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert torch.equal(*written) and not torch.equal(written[0], caches)
+    plain = torch.randn(2, 2, 12, 2, 16, device=device).bfloat16()
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, *plain, seqused_k=lengths)
+    for b, length in enumerate(lengths.tolist()):
+        part = plain[:, b : b + 1, :length]
+        expected = flash_cute.flash_attn_func(q[b : b + 1], *part, return_lse=True)
+        torch.testing.assert_close(out[b : b + 1], expected[0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(lse[b : b + 1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_flash_attn_3_s_raw_refusals(device):
+    (q, k, v), _ = fa3_raw_case(device, False)
+    offsets = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
+    lengths = torch.tensor([4, 4], dtype=torch.int32, device=device)
+    forward = flash_attn_interface._flash_attn_forward
+    for named, word in (
+        ({"cu_seqlens_k": offsets}, "cu_seqlens_k"),
+        ({"seqused_q": lengths}, "seqused_q"),
+        ({"seqused_q": lengths, "seqused_k": lengths}, "seqused_q"),
+        ({"qv": v}, "qv"),
+        ({"scheduler_metadata": lengths}, "scheduler_metadata"),
+    ):
+        with pytest.raises(NotImplementedError, match=word):
+            forward(q, k, v, **named)
+    out, lse, *_ = forward(q, k, v)
+    with pytest.raises(RuntimeError, match="dk is None"):
+        flash_attn_interface._flash_attn_backward(
+            out, q, k, v, out, lse, dq=torch.empty_like(q), dv=torch.empty_like(v)
+        )
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_raw_functions(device, dropout_p):
     """As ring attention and Megatron call them: results of forward go to backward."""
