@@ -6,7 +6,7 @@ function of forward serves dense, packed and cached calls.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ def _flash_attn_backward(
     left, right = calls.window((window_size_left, window_size_right))
     score = mha_call.Score(None, 0.0, softmax_scale, is_causal, left, right, calls.softcap(softcap))
     op: Any = torch.ops.flash_cute.bwd
-    sequences: list[Any] = []
+    sequences: tuple[Any, ...] = ()
     if cu_seqlens_q is cu_seqlens_k is sequed_q is sequed_k is None:
         validate.dense(q, k, v)
         check.dense(q, k)
@@ -163,13 +163,13 @@ def _flash_attn_backward(
     else:
         op = torch.ops.flash_cute.varlen_bwd
         longest = [accept.integer(x) for x in (max_seqlen_q, max_seqlen_k)]
-        sequences = [cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k]
-        validate.varlen(q, k, v, *sequences)
-        check.varlen(q, k, *sequences, None, False)
-        batch = len(sequences[0]) - 1
-        sequences.append(False)
+        told = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
+        rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", told)
+        validate.varlen(q, k, v, *rows)
+        check.varlen(q, k, *rows, None, False)
+        batch, sequences = len(rows[0]) - 1, (*rows, False)
     score.check(q, v, batch, deterministic)
     return mha_call.backward(
-        op, (dout, q, k, v, out, softmax_lse), (*sequences,), score, written, deterministic,
+        op, (dout, q, k, v, out, softmax_lse), sequences, score, written, deterministic,
         (None, None),
     )[3]  # fmt: skip
