@@ -9,7 +9,6 @@
 #include "core/decode_plan.h"
 #include "core/introspect.h"
 #include "core/limit.h"
-#include "core/picks.h"
 #include "kernels/lab/names.h"
 #ifdef FLASH_CUTE_CUDA
 #include "api/api.h"
@@ -80,30 +79,11 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("attend_kvcache(" + kAttendKvcache + ")" + kOutAndLse).c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("kernels() -> str");
-  m.def("use_kernels(str ids) -> ()");
   m.def("limit_kernels(str ids) -> str");
   m.def("describe_kernels() -> str");
   m.def("describe_gpu(int index) -> str");
   m.def("plan(str problem) -> str");
   m.def("explain(str problem) -> str");
-  m.def(
-      "preferred_forward(int batch, int heads, int seqlen_q, int seqlen_k, int head_dim, int window_size_left=-1, "
-      "int window_size_right=-1, bool varlen=False, int sms=132, int heads_k=0, bool rules=False) -> (str id, int "
-      "parts, int heads)");
-  m.def(
-      "preferred_kvcache(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, bool "
-      "lengths=False, bool pages=False, int sms=132, int memory_gb_s=4917, int smem_optin=232448) -> str");
-  m.def("preferred_decode_cluster(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim) -> int");
-  m.def(
-      "preferred_parts(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
-      "int window_size_left=-1, int window_size_right=-1, bool varlen=False, int sms=132) -> (int, int, int)");
-  m.def(
-      "preferred_dq_order(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int head_dim_v, "
-      "int window_size_left=-1, int window_size_right=-1, bool varlen=False, bool deterministic=False) -> (str, bool)");
-  m.def(
-      "preferred_key_order(int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int head_dim, int "
-      "head_dim_v, int window_size_left=-1, int window_size_right=-1, bool varlen=False, bool deterministic=False) -> "
-      "(int, int, bool, bool, bool)");
   m.def(
       "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
       "int sms=132, int ctas=1) -> str");
@@ -115,18 +95,11 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("kernels", &guarded<TORCH_BOX(&kernels)>);
-  m.impl("use_kernels", &guarded<TORCH_BOX(&use_kernels)>);
   m.impl("limit_kernels", &guarded<TORCH_BOX(&limit_kernels)>);
   m.impl("describe_kernels", &guarded<TORCH_BOX(&describe_kernels)>);
   m.impl("describe_gpu", &guarded<TORCH_BOX(&describe_gpu)>);
   m.impl("plan", &guarded<TORCH_BOX(&plan)>);
   m.impl("explain", &guarded<TORCH_BOX(static_cast<std::string (*)(std::string)>(&explain))>);
-  m.impl("preferred_forward", &guarded<TORCH_BOX(&preferred_forward)>);
-  m.impl("preferred_kvcache", &guarded<TORCH_BOX(&preferred_kvcache)>);
-  m.impl("preferred_decode_cluster", &guarded<TORCH_BOX(&preferred_decode_cluster)>);
-  m.impl("preferred_parts", &guarded<TORCH_BOX(&preferred_parts)>);
-  m.impl("preferred_dq_order", &guarded<TORCH_BOX(&preferred_dq_order)>);
-  m.impl("preferred_key_order", &guarded<TORCH_BOX(&preferred_key_order)>);
   m.impl("decode_parts", &guarded<TORCH_BOX(&decode_parts)>);
   m.impl("lab_kernels", &guarded<TORCH_BOX(&lab::names)>);
 #ifdef FLASH_CUTE_CUDA

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute import limits
 from flash_cute.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.library import can_use_cuda, has_cuda_kernels
 
@@ -85,6 +86,17 @@ class KernelConfig:
 
 
 @dataclass(frozen=True)
+class KeyOrder:
+    """In which order Hopper's backward takes tiles of keys, and each of them its queries."""
+
+    tiles_of_set: int  # that start together
+    heads_together: int  # kv heads whose tiles alternate
+    late_first: bool  # late keys
+    heads_inside: bool  # a tile goes through the query heads of a query tile, then to the next one
+    down_and_up: bool  # sets by turns begin with the last queries, and with the first ones
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a call runs."""
 
@@ -95,6 +107,8 @@ class Plan:
     parts_of_queries: int = 1
     whole_tiles: int = 0  # backward: tiles of keys before those that are cut
     dq_order: str | None = None  # backward: "added", "opened" or "in turns"
+    paced: bool = False  # Hopper's backward: whether CTAs are kept near each other
+    key_order: KeyOrder | None = None  # of Hopper's backward
     ctas: int | None = None  # decode
     cluster: int = 1  # decode: CTAs that share the keys of a tile of queries
     workspace_bytes: int | None = None  # of forward and decode
@@ -103,7 +117,7 @@ class Plan:
         rest = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)
-            if f.name != "kernel" and getattr(self, f.name) not in (f.default, 0)
+            if f.name not in ("kernel", "key_order") and getattr(self, f.name) not in (f.default, 0)
         ]
         return " ".join([self.kernel.id, *rest])
 
@@ -303,6 +317,8 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
         RuntimeError: no kernel can do it; with the reasons of each.
     """
     found = json.loads(torch.ops.flash_cute.plan(_request(problem, gpu)))
+    if "key_order" in found:
+        found["key_order"] = KeyOrder(**found["key_order"])
     return Plan(KernelConfig(**found.pop("kernel")), **found)
 
 
@@ -359,17 +375,11 @@ def nearest(
     return min(made_for, key=distance).id
 
 
-def limit() -> str:
-    """Ids of the kernels that this thread's calls may take, one a line; empty if any."""
-    ids = torch.ops.flash_cute.limit_kernels("")
-    torch.ops.flash_cute.limit_kernels(ids)
-    return ids
-
-
 @contextmanager
 def only(*ids: str) -> Iterator[None]:
     """Inside, CUDA calls of this thread take kernels with these ids, or raise RuntimeError with the
-    reasons. Plans and explanations go by it, too. Autograd's backward runs in a thread of its own.
+    reasons; later so does their backward. Plans and explanations go by it, too. What torch.compile
+    has compiled runs its backward without it.
 
     Raises:
         ValueError: there is no kernel of an id.
@@ -378,8 +388,5 @@ def only(*ids: str) -> Iterator[None]:
     if not ids or not known.issuperset(ids):
         unknown = ", ".join(i for i in ids if i not in known) or "nothing"
         raise ValueError(f"{unknown} is no kernel's id; kernels() lists them")
-    before = torch.ops.flash_cute.limit_kernels("\n".join(ids))
-    try:
+    with limits.limited("\n".join(ids)):
         yield
-    finally:
-        torch.ops.flash_cute.limit_kernels(before)

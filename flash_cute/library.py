@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from flash_cute import limits
+
 _NAME = "libflash_cute.so"
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -66,16 +68,13 @@ def can_use_cuda() -> bool:
 
 @contextmanager
 def only(*parts: str) -> Iterator[None]:
-    """Inside, CUDA calls are done by kernels whose id contains one of ``parts``, or refused.
+    """:func:`flash_cute.kernels.only`, of the library's kernels whose id contains one of ``parts``.
 
-    For tests and measurements: holds for all threads. A call that no such kernel can do raises
-    RuntimeError. Raises ValueError if there is no such kernel.
+    Raises:
+        ValueError: there is no such kernel.
     """
     ids = [kernel for kernel in _KERNELS if any(part in kernel for part in parts)]
     if not ids:
         raise ValueError(f"no kernel's id contains any of {parts}; kernels() lists them")
-    torch.ops.flash_cute.use_kernels("\n".join(ids))
-    try:
+    with limits.limited("\n".join(ids)):
         yield
-    finally:
-        torch.ops.flash_cute.use_kernels("")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import ops
+from flash_cute import limits, ops
 
 _BACKWARD_OF = {
     ops.fwd: torch.ops.flash_cute.bwd,
@@ -49,7 +49,8 @@ class PackedAttention(torch.autograd.Function):
             bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *args))
             bwd = _BACKWARD_OF[ctx.op]
             given = ops.backward_arguments(bwd.default, bound, out, softmax_lse, dout, dlse)
-            grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
+            with limits.again(ctx.limit):
+                grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():
             grads = _NotAgain.apply(packed, q, sink, dout, dlse, *grads)
         return (*grads, None, None)

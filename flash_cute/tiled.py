@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_cute import _torch_internals as internals
-from flash_cute import kernels, ops, plan_log, validate
+from flash_cute import kernels, limits, ops, plan_log, validate
 from flash_cute.cpu import streaming
 from flash_cute.ops import autocast
 from flash_cute.tiled_sizes import DEFAULT_BLOCK, check_shared_memory, check_sizes
@@ -255,7 +255,7 @@ def _kernel(qkv: tuple[Tensor, Tensor, Tensor], op: str, tile: streaming.Tile) -
     q, k, v = qkv
     options = {"deterministic": ops.deterministic(False)} if op == "bwd" else {}
     problem = kernels.Problem.of(q, k, v, op, allow_tf32=ops.allow_tf32(q), **options)
-    kernel = _nearest(problem, tile, q.get_device() if q.is_cuda else None, kernels.limit())
+    kernel = _nearest(problem, tile, q.get_device() if q.is_cuda else None, limits.current())
     if plan_log.is_on() and q.is_cuda:
         plan_log.say(qkv, op, lambda _: problem, f"{kernel}, the nearest to {tile}")
     return kernel

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 import checks
 import pytest
 import torch
+from planned import plan
 
+from flash_cute.kernels import Plan
 from flash_cute.testing import bounds, memory
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
 from flash_cute.testing.verify import verify
@@ -57,27 +59,33 @@ def parted(name: str, dims: tuple[int, int]) -> Case | VarlenCase:
     return dataclasses.replace(PARTED[name], dim=dim, dim_v=dim_v, dtype=BF16)
 
 
-def sizes(
-    case: Case | VarlenCase, dims: tuple[int, int], length: Callable[[Sequence[int]], int]
-) -> tuple[int | bool, ...]:
-    """A case as the heuristics' ops take it; `length` of sequences end to end stands for all."""
+def planned(
+    case: Case | VarlenCase,
+    dims: tuple[int, int],
+    length: Callable[[Sequence[int]], int],
+    deterministic: bool = False,
+) -> Plan:
+    """The plan of a case; `length` of sequences end to end stands for all."""
     if isinstance(case, VarlenCase):
         count, varlen = len(case.lengths_q), True
         seqlens = (length(case.lengths_q), length(case.lengths_k))
     else:
         count, varlen, seqlens = case.batch, False, (case.seqlen_q, case.seqlen_k)
     left, right = case.window
-    heads = (case.heads, case.heads_k or case.heads)
-    return (count, *heads, *seqlens, *dims, left, 0 if case.is_causal else right, varlen)
+    found = plan(
+        "bwd", count, case.heads, case.heads_k or case.heads, *seqlens, *dims, left=left,
+        right=0 if case.is_causal else right, varlen=varlen, deterministic=deterministic,
+    )  # fmt: skip
+    assert found is not None and found.kernel.arch == 90
+    return found
 
 
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
 @pytest.mark.parametrize("name", PARTED)
 def test_cases_are_parted(name, dims):
-    means = sizes(PARTED[name], dims, lambda lengths: sum(lengths) // len(lengths))
-    parts = torch.ops.flash_cute.preferred_parts(*means)
-    assert math.prod(parts[:2]) > 1
-    assert (parts[2] > 0) == name.startswith("last")
+    found = planned(PARTED[name], dims, lambda lengths: sum(lengths) // len(lengths))
+    assert found.parts > 1
+    assert (found.whole_tiles > 0) == name.startswith("last")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -169,8 +177,8 @@ MANY_KEYS = {
 }
 
 
-def order_of_dq(case: Case | VarlenCase, dims: tuple[int, int]) -> str:
-    return torch.ops.flash_cute.preferred_dq_order(*sizes(case, dims, max))[0]
+def order_of_dq(case: Case | VarlenCase, dims: tuple[int, int]) -> str | None:
+    return planned(case, dims, max).dq_order
 
 
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
@@ -183,10 +191,9 @@ def test_cases_have_both_orders_of_dq(dims):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
 def test_large_groups_walk_down_and_up(dims, deterministic):
-    options = sizes(MANY_TILES["groups of 16 causal"], dims, max)
-    order = torch.ops.flash_cute.preferred_key_order(*options, deterministic=deterministic)
-    assert order[4]
-    assert order[0] < 132  # tiles of a set, of all 264
+    order = planned(MANY_TILES["groups of 16 causal"], dims, max, deterministic).key_order
+    assert order.down_and_up
+    assert order.tiles_of_set < 132  # of all 264
 
 
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)

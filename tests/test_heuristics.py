@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
-import re
 
 import pytest
 import torch
+from planned import plan
 
 from benchmarks import rivals, timing
 from benchmarks.suites import SUITES, Case, make_inputs
 from flash_cute import library
 
-preferred = torch.ops.flash_cute.preferred_forward
-preferred_parts = torch.ops.flash_cute.preferred_parts
-preferred_dq_order = torch.ops.flash_cute.preferred_dq_order
-preferred_key_order = torch.ops.flash_cute.preferred_key_order
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 
 
@@ -26,30 +23,31 @@ D128 = "fwd_sm90_bf16_plain_d128x128_"
     [
         # Long sequences: fewest loads. Lengths that larger tiles would overshoot: smaller ones.
         ((1, 16, 16384, 16384, 128), {}, D128 + "m192_n80_s2_w12_c1_x2"),
-        ((1, 16, 16384, 16384, 128), {"window_size_right": 0}, D128 + "m192_n80_s2_w12_c1_x1"),
+        ((1, 16, 16384, 16384, 128), {"right": 0}, D128 + "m192_n80_s2_w12_c1_x1"),
         ((16, 16, 1024, 1024, 128), {}, D128 + "m128_n128_s2_w8_c1_x2"),
-        ((16, 16, 1024, 1024, 128), {"window_size_right": 0}, D128 + "m128_n128_s2_w8_c1_x1"),
+        ((16, 16, 1024, 1024, 128), {"right": 0}, D128 + "m128_n128_s2_w8_c1_x1"),
         # Head dims that the row does not fill.
         ((16, 16, 1024, 1024, 104), {}, D128 + "m128_n128_s2_w8_c1_x2"),
         # Few queries: a cluster would leave half of its CTAs idle.
         ((1024, 16, 1, 4096, 128), {}, D128 + "m128_n128_s2_w8_c1_x1"),
         ((1, 32, 128, 2048, 128), {}, D128 + "m128_n128_s2_w8_c1_x1"),
         # A window: tiles are short.
-        ((4, 16, 4096, 4096, 256), {"window_size_left": 64, "window_size_right": 0},
+        ((4, 16, 4096, 4096, 256), {"left": 64, "right": 0},
          "fwd_sm90_bf16_plain_d256x256_m128_n64_s2_w8_c1_x1"),
         ((4, 8, 4096, 4096, 256), {}, "fwd_sm90_bf16_plain_d256x256_m128_n64_s2_w8_c1_x2"),
         # Softcap or ALiBi.
-        ((1, 16, 16384, 16384, 128), {"rules": True},
+        ((1, 16, 16384, 16384, 128), {"softcap": True},
          "fwd_sm90_bf16_rich_d128x128_m192_n80_s2_w12_c1_x1"),
-        ((4, 32, 4096, 4096, 64), {"rules": True},
+        ((4, 32, 4096, 4096, 64), {"softcap": True},
          "fwd_sm90_bf16_rich_d64x64_m192_n96_s2_w12_c1_x1"),
         # No alternative.
         ((4, 32, 4096, 4096, 64), {}, "fwd_sm90_bf16_plain_d64x64_m192_n128_s4_w12_c1_x1"),
-        ((4, 32, 4096, 4096, 257), {}, ""),
+        ((4, 32, 4096, 4096, 257), {}, None),
     ],
 )  # fmt: skip
 def test_picks(sizes, options, expected):
-    assert preferred(*sizes, **options)[0] == expected
+    found = plan("fwd", *sizes, **options)
+    assert (found and found.kernel.id) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,8 @@ def test_picks(sizes, options, expected):
     ],
 )
 def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
-    picked = preferred(1, heads, seqlen_q, 4096, head_dim, heads_k=heads_k)
-    assert picked[2] == expected
+    found = plan("fwd", 1, heads, seqlen_q, 4096, head_dim, heads_k=heads_k)
+    assert found.heads_in_tile == expected
 
 
 @pytest.mark.parametrize(
@@ -81,10 +79,10 @@ def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
         ((1, 32, 512, 32768, 128), {}, {1}),
         ((1, 132, 1, 32768, 128), {}, {1}),
         # So few keys that merging costs more than it spares.
-        ((1, 8, 512, 512, 128), {"window_size_right": 0}, {1}),
-        ((1, 8, 128, 4096, 128), {"window_size_left": 128, "window_size_right": 0}, {1}),
+        ((1, 8, 512, 512, 128), {"right": 0}, {1}),
+        ((1, 8, 128, 4096, 128), {"left": 128, "right": 0}, {1}),
         # Every SM has a part.
-        ((1, 32, 256, 32768, 128), {"window_size_right": 0}, {2}),
+        ((1, 32, 256, 32768, 128), {"right": 0}, {2}),
         ((1, 32, 128, 32768, 128), {}, {4}),
         ((1, 32, 1, 32768, 64), {}, {4}),
         ((1, 1, 1, 65536, 128), {}, range(20, 65)),
@@ -94,7 +92,7 @@ def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
     ],
 )  # fmt: skip
 def test_parts_of_keys(sizes, options, expected):
-    assert preferred(*sizes, **options)[1] in expected
+    assert plan("fwd", *sizes, **options).parts in expected
 
 
 def test_no_part_is_without_keys_of_its_own():
@@ -105,24 +103,28 @@ def test_no_part_is_without_keys_of_its_own():
             draw.choice([0, 1, 200, 3000, 100_000]),
             draw.choice([40, 64, 128, 192, 256]),
         )
-        kernel, parts, *_ = preferred(*sizes, seqlen_k, dim)
-        block_n = int(re.search(r"_n(\d+)_", kernel)[1])
-        assert 1 <= parts <= max(1, -(-seqlen_k // block_n))
+        found = plan("fwd", *sizes, seqlen_k, dim)
+        assert 1 <= found.parts <= max(1, -(-seqlen_k // found.kernel.block_n))
 
 
 def test_any_sizes_have_a_kernel_and_sequences_end_to_end_none_with_clusters():
+    """Hopper's, if there are queries and keys, and tiles are not much wider than heads."""
     draw = random.Random(7)
     for _ in range(500):
         sizes = (draw.randint(0, 64), draw.randint(1, 64), draw.randint(0, 70000),
                  draw.randint(0, 70000), draw.randint(1, 256))  # fmt: skip
-        left, right = draw.choice([-1, 0, 1, 300, 2**31 - 1]), draw.choice([-1, 0, 5])
-        window = {"window_size_left": left, "window_size_right": right}
+        window = {"left": draw.choice([-1, 0, 1, 300, 2**31 - 1]), "right": draw.choice([-1, 0, 5])}
+        *lengths, head_dim = sizes
         for sms in (1, 2, 132):
-            assert preferred(*sizes, **window, sms=sms)[0].startswith("fwd_sm90_bf16_plain_d")
-            assert preferred(*sizes, **window, sms=sms, varlen=True)[0].endswith("_x1")
+            dense, varlen = (
+                plan("fwd", *sizes, **window, sms=sms, varlen=v).kernel for v in (False, True)
+            )
+            if min(lengths) > 0 and head_dim % 8 == 0 and head_dim > 32:
+                assert dense.id.startswith("fwd_sm90_bf16_plain_d")
+            assert varlen.cluster == 1
 
 
-CAUSAL = {"window_size_right": 0}
+CAUSAL = {"right": 0}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ CAUSAL = {"window_size_right": 0}
         ((1, 1, 1, 4096, 128, 128, 128), {}, (1, 16, 0)),
         # Too little to share: a few queries, a narrow window.
         ((1, 1, 1, 128, 4096, 128, 128), {}, (1, 1, 0)),
-        ((1, 2, 2, 4096, 4096, 128, 128), {"window_size_left": 128, **CAUSAL}, (1, 1, 0)),
+        ((1, 2, 2, 4096, 4096, 128, 128), {"left": 128, **CAUSAL}, (1, 1, 0)),
         # Sequences end to end count as so many of their mean length.
         ((4, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (4, 1, 0)),
         ((64, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (1, 1, 0)),
@@ -156,25 +158,30 @@ CAUSAL = {"window_size_right": 0}
         ((4, 32, 8, 4096, 4096, 128, 128), {}, (1, 5, 924)),
         ((1, 32, 32, 16384, 16384, 64, 64), CAUSAL, (1, 1, 0)),
         ((1, 32, 32, 16384, 16384, 64, 64), {"varlen": True}, (1, 1, 0)),
-        # A smaller GPU is busy sooner. No kernel, no parts.
+        # A smaller GPU is busy sooner.
         ((1, 32, 1, 4096, 4096, 128, 128), {"sms": 32}, (1, 1, 0)),
-        ((1, 32, 1, 4096, 4096, 257, 257), {}, (1, 1, 0)),
+        ((1, 32, 1, 4096, 4096, 257, 257), {}, None),
     ],
 )  # fmt: skip
 def test_parts_of_backward(sizes, options, expected):
-    assert preferred_parts(*sizes, **options) == expected
+    found = plan("bwd", *sizes, **options)
+    parts = found and (found.parts_of_heads, found.parts_of_queries, found.whole_tiles)
+    assert parts == expected
 
 
 def test_parts_of_backward_divide_the_heads_and_are_few():
     draw = random.Random(7)
     for _ in range(2000):
-        heads_k, group = draw.choice([0, 1, 1, 2, 3, 16]), draw.choice([1, 2, 6, 7, 32])
+        heads_k, group = draw.choice([1, 1, 2, 3, 16]), draw.choice([1, 2, 6, 7, 32])
         sizes = (draw.choice([0, 1, 1, 4]), heads_k * group, heads_k, draw.randint(0, 9000),
                  draw.randint(0, 9000), draw.randint(1, 256), draw.randint(1, 256))  # fmt: skip
-        window = {"window_size_left": draw.choice([-1, 0, 300]), "window_size_right": 0}
+        window = {"left": draw.choice([-1, 0, 300]), "right": 0}
         for sms in (1, 2, 132):
             options = {**window, "varlen": draw.random() < 0.5, "sms": sms}
-            heads, queries, whole = preferred_parts(*sizes, **options)
+            found = plan("bwd", *sizes, **options)
+            heads, queries = found.parts_of_heads, found.parts_of_queries
+            whole = found.whole_tiles
+            assert found.parts == heads * queries
             assert group % heads == 0 and queries >= 1 and heads * queries <= 16
             turns = [max(1, sms // pair) for pair in (1, 2)]
             assert whole == 0 or (heads * queries > 1 and 0 in [whole % turn for turn in turns])
@@ -199,7 +206,7 @@ def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
 
 
 def paced(*sizes, **options):
-    return preferred_dq_order(*sizes, **options)[1]
+    return plan("bwd", *sizes, **options).paced
 
 
 def test_pace_of_long_ways_alone():
@@ -210,11 +217,11 @@ def test_pace_of_long_ways_alone():
     assert paced(1, 1, 1, 65537, 64, 128, 128)
     assert paced(1, 64, 8, 16385, 16385, 64, 64)
     assert not paced(1, 64, 8, 16384, 16384, 64, 64)
-    assert paced(*sizes, window_size_left=8192, window_size_right=8193)
+    assert paced(*sizes, left=8192, right=8193)
     for options in (
-        {"window_size_right": 0},
-        {"window_size_right": 8191},
-        {"window_size_left": 8190},
+        {"right": 0},
+        {"right": 8191},
+        {"left": 8190},
         {"varlen": True},
         {"deterministic": True},
     ):
@@ -228,44 +235,44 @@ def test_pace_of_long_ways_alone():
         # Short sequences; longer ones under a causal mask.
         ((4, 16, 16, 4096, 4096, 128, 128), {}, "opened"),
         ((4, 16, 16, 4097, 4097, 128, 128), {}, "added"),
-        ((2, 16, 16, 8192, 8192, 64, 64), {"window_size_right": 0}, "opened"),
-        ((2, 16, 16, 8193, 8193, 64, 64), {"window_size_right": 0}, "added"),
+        ((2, 16, 16, 8192, 8192, 64, 64), {"right": 0}, "opened"),
+        ((2, 16, 16, 8193, 8193, 64, 64), {"right": 0}, "added"),
         ((1, 8, 8, 65536, 1024, 128, 128), {}, "opened"),
         ((1, 8, 8, 65537, 1024, 128, 128), {}, "added"),  # whose CTAs are kept near each other
         # Pairs of CTAs.
         ((32, 8, 8, 512, 512, 256, 256), {}, "opened"),
         ((32, 8, 8, 513, 513, 256, 256), {}, "added"),
-        ((16, 8, 8, 1024, 1024, 192, 128), {"window_size_right": 0}, "opened"),
-        ((16, 8, 8, 1025, 1025, 192, 128), {"window_size_right": 0}, "added"),
+        ((16, 8, 8, 1024, 1024, 192, 128), {"right": 0}, "opened"),
+        ((16, 8, 8, 1025, 1025, 192, 128), {"right": 0}, "added"),
         # Grouped heads, under a mask half of it, and windows that hide nothing.
         ((4, 32, 8, 4096, 4096, 128, 128), {}, "opened"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 0}, "opened"),
-        ((4, 32, 8, 4098, 4098, 128, 128), {"window_size_right": 0}, "added"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 4095}, "opened"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_right": 4094}, "added"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 4095, "window_size_right": 0},
+        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 0}, "opened"),
+        ((4, 32, 8, 4098, 4098, 128, 128), {"right": 0}, "added"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 4095}, "opened"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 4094}, "added"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"left": 4095, "right": 0},
          "opened"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 4094, "window_size_right": 0},
+        ((4, 32, 8, 4096, 4096, 128, 128), {"left": 4094, "right": 0},
          "added"),
-        ((2, 16, 16, 8192, 8192, 64, 64), {"window_size_left": 8191, "window_size_right": 0},
+        ((2, 16, 16, 8192, 8192, 64, 64), {"left": 8191, "right": 0},
          "opened"),
         # Queries that all see nearly all keys, or that are behind them.
-        ((1, 16, 16, 128, 8192, 128, 128), {"window_size_right": 0}, "added"),
-        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_right": 8190}, "added"),
-        ((1, 16, 16, 16384, 8192, 128, 128), {"window_size_right": 0}, "opened"),
+        ((1, 16, 16, 128, 8192, 128, 128), {"right": 0}, "added"),
+        ((1, 16, 16, 8192, 8192, 128, 128), {"right": 8190}, "added"),
+        ((1, 16, 16, 16384, 8192, 128, 128), {"right": 0}, "opened"),
         # Windows: of few keys, and with grouped heads of fewer.
-        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048, "window_size_right": 2047},
+        ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048, "right": 2047},
          "opened"),
-        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048, "window_size_right": 2048},
+        ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048, "right": 2048},
          "added"),
-        ((1, 16, 16, 8192, 8192, 128, 128), {"window_size_left": 2048}, "added"),
-        ((1, 16, 4, 8192, 8192, 128, 128), {"window_size_left": 1023, "window_size_right": 0},
+        ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048}, "added"),
+        ((1, 16, 4, 8192, 8192, 128, 128), {"left": 1023, "right": 0},
          "opened"),
-        ((1, 16, 4, 8192, 8192, 128, 128), {"window_size_left": 1024, "window_size_right": 0},
+        ((1, 16, 4, 8192, 8192, 128, 128), {"left": 1024, "right": 0},
          "added"),
-        ((1, 8, 8, 8192, 8192, 256, 256), {"window_size_left": 511, "window_size_right": 0},
+        ((1, 8, 8, 8192, 8192, 256, 256), {"left": 511, "right": 0},
          "opened"),
-        ((1, 8, 2, 8192, 8192, 256, 256), {"window_size_left": 511, "window_size_right": 0},
+        ((1, 8, 2, 8192, 8192, 256, 256), {"left": 511, "right": 0},
          "added"),
         ((4, 16, 16, 2048, 2048, 128, 128), {"varlen": True}, "opened"),
         ((4, 16, 16, 2048, 2048, 128, 128), {"deterministic": True}, "in turns"),
@@ -273,7 +280,7 @@ def test_pace_of_long_ways_alone():
     ],
 )  # fmt: skip
 def test_order_of_dq(sizes, options, expected):
-    assert preferred_dq_order(*sizes, **options)[0] == expected
+    assert plan("bwd", *sizes, **options).dq_order == expected
 
 
 @pytest.mark.parametrize(
@@ -313,23 +320,16 @@ def test_order_of_dq(sizes, options, expected):
         ((2, 64, 8, 8192, 8192, 128, 128), {},
          (128, 2, False, True, True), (128, 1, False, True, False)),
         # In windows a tile goes through one head after the other.
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 1024, "window_size_right": 0},
+        ((4, 32, 8, 4096, 4096, 128, 128), {"left": 1024, "right": 0},
          (128, 4, False, False, False), (128, 8, False, False, False)),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"window_size_left": 3500, "window_size_right": 0},
+        ((4, 32, 8, 4096, 4096, 128, 128), {"left": 3500, "right": 0},
          (128, 4, False, False, False), (128, 8, False, True, False)),
     ],
 )  # fmt: skip
 def test_order_of_keys(sizes, options, by_default, in_turns):
-    assert preferred_key_order(*sizes, **options) == by_default
-    assert preferred_key_order(*sizes, **options, deterministic=True) == in_turns
-
-
-@pytest.mark.parametrize("sizes", [(1, 4, 2, 0, 300, 128, 128), (1, 4, 2, 300, 0, 128, 128)])
-def test_order_of_no_keys_or_queries(sizes):
-    for deterministic in (False, True):
-        tiles, heads, *_ = preferred_key_order(*sizes, deterministic=deterministic)
-        assert tiles > 0
-        assert heads > 0
+    for deterministic, expected in ((False, by_default), (True, in_turns)):
+        order = plan("bwd", *sizes, **options, deterministic=deterministic).key_order
+        assert dataclasses.astuple(order) == expected
 
 
 def test_nobody_waits_for_two_reasons():
@@ -339,6 +339,7 @@ def test_nobody_waits_for_two_reasons():
         (4096, 70_000), (512, 8192), (-1, 0), (False, True)
     ):
         sizes = (1, 8, 8, seqlen_q, seqlen_k, 128, 128)
-        options = {"window_size_right": right, "deterministic": deterministic}
-        seen.add(preferred_dq_order(*sizes, **options))
+        options = {"right": right, "deterministic": deterministic}
+        found = plan("bwd", *sizes, **options)
+        seen.add((found.dq_order, found.paced))
     assert seen == {("added", False), ("added", True), ("opened", False), ("in turns", False)}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from planned import plan
 
-preferred_kvcache = torch.ops.flash_cute.preferred_kvcache
-preferred_decode_cluster = torch.ops.flash_cute.preferred_decode_cluster
+
+def picked(*sizes, **options):
+    """Id of the kernel, on an H200 if nothing else is said."""
+    found = plan("decode", *sizes, **({"gpu": "h200"} | options))
+    return found and found.kernel.id
+
+
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 DECODE128 = "decode_sm80_bf16_rich_d128x128_"
 DECODE64 = "decode_sm80_bf16_rich_d64x64_"
@@ -34,15 +39,15 @@ DECODE64 = "decode_sm80_bf16_rich_d64x64_"
         ((256, 32, 1, 1, 8192, 128), DECODE128 + "m32_n128_s3_w8_c1"),
         ((64, 32, 8, 8, 4096, 64), DECODE64 + "m32_n256_s3_w8_c1"),
         ((8, 32, 8, 9, 8192, 64), "fwd_sm90_bf16_plain_d64x64_m128_n128_s4_w8_c1_x1"),
-        ((1, 32, 8, 1, 32768, 257), ""),
+        ((1, 32, 8, 1, 32768, 257), None),
     ],
 )  # fmt: skip
 def test_picks_over_a_cache(sizes, expected):
-    assert preferred_kvcache(*sizes) == expected
+    assert picked(*sizes) == expected
 
 
 def test_chunks_of_32_rows_in_pages_are_for_forward():
-    picks = [preferred_kvcache(8, 32, 8, 8, 8192, dim, pages=True) for dim in (128, 64)]
+    picks = [picked(8, 32, 8, 8, 8192, dim, page_size=16) for dim in (128, 64)]
     assert picks == [D128 + "m128_n128_s2_w8_c1_x1", DECODE64 + "m32_n256_s3_w8_c1"]
 
 
@@ -54,9 +59,9 @@ H100, H200 = 3352, 4917  # GB/s of their memory
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_two_ctas_an_sm_over_a_cache_with_lengths(memory_gb_s, pages, head_dim):
     """From 1.9 tiles an SM on, in pages or not, as sequences may be short."""
-    options = {"memory_gb_s": memory_gb_s, "lengths": True, "pages": pages}
+    options = {"memory_gb_s": memory_gb_s, "lengths": True, "page_size": 16 * pages}
     for batch, ctas in ((31, "c1"), (32, "c2")):
-        assert preferred_kvcache(batch, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
+        assert picked(batch, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -64,8 +69,8 @@ def test_two_ctas_an_sm_over_a_cache_that_is_known_to_be_long(head_dim):
     """From 3.5 tiles an SM on where memory gives an SM little, else from 16 on."""
     for memory_gb_s, first in ((H100, 58), (H200, 264)):
         for batch, ctas in ((first - 1, "c1"), (first, "c2")):
-            picked = preferred_kvcache(batch, 32, 8, 1, 8192, head_dim, memory_gb_s=memory_gb_s)
-            assert picked.endswith(ctas)
+            id = picked(batch, 32, 8, 1, 8192, head_dim, memory_gb_s=memory_gb_s)
+            assert id.endswith(ctas)
 
 
 @pytest.mark.parametrize("memory_gb_s", [H100, H200])
@@ -75,8 +80,8 @@ def test_two_ctas_an_sm_over_a_short_cache(memory_gb_s, lengths, head_dim, keys)
     """As soon as there are more tiles than SMs; up to then each has a CTA, in Hopper's kernels."""
     options = {"memory_gb_s": memory_gb_s, "lengths": lengths}
     for batch, more, ctas in ((16, 0, "c1_x8"), (17, 0, "c2"), (17, 1, "c1")):
-        picked = preferred_kvcache(batch, 32, 8, 1, keys + more, head_dim, **options)
-        assert picked.endswith(ctas)
+        id = picked(batch, 32, 8, 1, keys + more, head_dim, **options)
+        assert id.endswith(ctas)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +118,8 @@ def test_two_ctas_an_sm_over_a_short_cache(memory_gb_s, lengths, head_dim, keys)
     ],
 )
 def test_clusters_over_a_cache(sizes, ctas):
-    hopper = "decode_sm90" in preferred_kvcache(*sizes)
-    assert (preferred_decode_cluster(*sizes) if hopper else 0) == ctas
+    found = plan("decode", *sizes, gpu="h200")
+    assert (found.cluster if found.kernel.arch == 90 else 0) == ctas
 
 
 @pytest.mark.parametrize(
@@ -130,19 +135,23 @@ def test_clusters_over_a_cache(sizes, ctas):
 )
 def test_clusters_over_a_cache_that_may_not_be_full(batch, head_dim, most_keys):
     for keys, family in ((most_keys, "decode_sm90"), (most_keys + 1, "decode_sm80")):
-        kernel = preferred_kvcache(batch, 32, 8, 1, keys, head_dim, lengths=True)
+        kernel = picked(batch, 32, 8, 1, keys, head_dim, lengths=True)
         assert kernel.startswith(family)
 
 
 def test_clusters_over_a_longer_cache_need_many_ctas():
     for heads_k, family in ((2, "decode_sm80"), (8, "decode_sm90")):
-        kernel = preferred_kvcache(1, 16, heads_k, 1, 16384, 128, lengths=True)
+        kernel = picked(1, 16, heads_k, 1, 16384, 128, lengths=True)
         assert kernel.startswith(family)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_two_ctas_an_sm_over_a_cache_need_their_shared_memory(head_dim):
-    """That of compute capability 9.0, and of 8.0."""
-    for kilobytes, ctas in ((227, "c2"), (163, "c1")):
-        options = {"memory_gb_s": 2039, "smem_optin": kilobytes * 1024}
-        assert preferred_kvcache(128, 32, 8, 1, 8192, head_dim, **options).endswith(ctas)
+    """Where there is room for the kernel with one CTA alone, and where there is not even that."""
+    options = {"memory_gb_s": 2039}
+    sizes = (128, 32, 8, 1, 8192, head_dim)
+    assert picked(*sizes, **options).endswith("c2")
+    alone = plan("decode", 17, *sizes[1:], **options).kernel
+    assert alone.ctas == 1
+    assert picked(*sizes, **options, smem_optin=alone.smem_bytes).endswith("c1")
+    assert picked(*sizes, gpu="a100").endswith("c2")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_cute import library
+from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, library
 from flash_cute.testing.cases import Case, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify
@@ -123,7 +123,7 @@ def test_no_kernel_of_that_name():
 
 def test_other_kernels_refuse(cuda):
     q = torch.randn(1, 8, 1, 128, device=cuda, dtype=torch.bfloat16)
-    with library.only("fp16"), pytest.raises(RuntimeError, match=r"set aside by use_kernels\(\)"):
+    with library.only("fp16"), pytest.raises(RuntimeError, match="that this thread is limited to"):
         torch.ops.flash_cute.fwd(q, q, q)
     torch.ops.flash_cute.fwd(q, q, q)
 
@@ -146,3 +146,16 @@ def test_hopper_kernels_refuse_what_they_lack(cuda):
         repeated = q[:, :, :1].expand(-1, -1, 2, -1)
         with pytest.raises(RuntimeError, match="strides that are not 0"):
             torch.ops.flash_cute.fwd(q, repeated, repeated)
+
+
+def test_backward_keeps_the_limit_of_its_forward(cuda):
+    """Autograd runs it in a thread of its own, and later."""
+    q = torch.randn(1, 64, 2, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    qkv = torch.randn(1, 64, 3, 2, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    with library.only("fwd_"):
+        out = flash_attn_func(q, q, q)
+        packed = flash_attn_qkvpacked_func(qkv)
+    for x in (out, packed):
+        with pytest.raises(RuntimeError, match="that this thread is limited to"):
+            x.sum().backward()
+    flash_attn_func(q, q, q).sum().backward()

@@ -57,6 +57,7 @@ struct KernelConfig {
   int cluster;     // CTAs side by side that load for each other (sm90: K and V forward, Q and dO backward), or 1;
                    // sm90 decode: that share the keys of a tile of queries, at most
 
+  bool operator==(const KernelConfig&) const = default;
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 

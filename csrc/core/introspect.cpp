@@ -48,12 +48,21 @@ JsonObject plan_of_forward(const KernelConfig& config, const FwdProblem& p, cons
       .integer("workspace_bytes", results * (config.head_dim_v + 1) * static_cast<int64_t>(sizeof(float)));
 }
 
+JsonObject describe(const KeyOrder& order) {
+  return JsonObject()
+      .integer("tiles_of_set", order.tiles_of_set)
+      .integer("heads_together", order.heads_together)
+      .flag("late_first", order.late_first)
+      .flag("heads_inside", order.heads_inside)
+      .flag("down_and_up", order.down_and_up);
+}
+
 JsonObject plan_of_backward(const KernelConfig& config, BwdProblem p, const Device& gpu) {
   p.parts = backward_parts(config, p.fwd, gpu.sms);
   const bool hopper = config.arch == Arch::Sm90;
   const DqOrder order = hopper ? dq_order(config, p) : p.deterministic ? DqOrder::InTurns : DqOrder::Added;
-  return JsonObject()
-      .raw("kernel", describe(config).str())
+  JsonObject plan;
+  plan.raw("kernel", describe(config).str())
       .integer("parts", p.parts.count())
       .integer("parts_of_heads", p.parts.heads)
       .integer("parts_of_queries", p.parts.queries)
@@ -61,6 +70,8 @@ JsonObject plan_of_backward(const KernelConfig& config, BwdProblem p, const Devi
       .text("dq_order", order == DqOrder::Added    ? "added"
                         : order == DqOrder::Opened ? "opened"
                                                    : "in turns");
+  if (hopper) plan.flag("paced", needs_pace(config, p)).raw("key_order", describe(KeyOrder::of(config, p)).str());
+  return plan;
 }
 
 JsonObject plan_of_decode(const KernelConfig& config, DecodeProblem p, const Device& gpu) {

@@ -1,13 +1,25 @@
 #include "core/limit.h"
 
+#include <algorithm>
 #include <utility>
+#include <vector>
+
+#include "core/rows.h"
 
 namespace flash_cute {
+namespace {
 
-static std::string& limit() {
-  thread_local std::string ids;
-  return ids;
+struct Limit {
+  std::string ids;
+  std::vector<KernelConfig> kernels;  // with these ids
+};
+
+Limit& limit() {
+  thread_local Limit limit;
+  return limit;
 }
+
+}  // namespace
 
 bool is_listed(const std::string& lines, const std::string& id) {
   auto ends_line = [&](size_t at) { return at >= lines.size() || lines[at] == '\n'; };
@@ -18,11 +30,19 @@ bool is_listed(const std::string& lines, const std::string& id) {
 }
 
 std::string limit_kernels(std::string ids) {
-  return std::exchange(limit(), std::move(ids));
+  std::vector<KernelConfig> kernels;
+  if (!ids.empty()) {
+    for (const Row& row : rows_of_configs()) {
+      if (is_listed(ids, row.config.id())) kernels.push_back(row.config);
+    }
+  }
+  limit().kernels = std::move(kernels);
+  return std::exchange(limit().ids, std::move(ids));
 }
 
 bool within_limit(const KernelConfig& config) {
-  return limit().empty() || is_listed(limit(), config.id());
+  const Limit& here = limit();
+  return here.ids.empty() || std::find(here.kernels.begin(), here.kernels.end(), config) != here.kernels.end();
 }
 
 }  // namespace flash_cute

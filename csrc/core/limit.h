@@ -11,7 +11,8 @@ namespace flash_cute {
 bool is_listed(const std::string& lines, const std::string& id);
 
 // From now on calls of this thread take only kernels with these ids, one a line; any kernel if there is none. Returns
-// the ids that held until now. Other threads, autograd's too, have limits of their own.
+// the ids that held until now. Other threads have limits of their own: flash_cute/limits.py
+// carries a limit into autograd's.
 std::string limit_kernels(std::string ids);
 
 // Whether this thread's calls may take the kernel.

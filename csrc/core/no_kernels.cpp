@@ -10,12 +10,6 @@ std::string kernels() {
   return "";
 }
 
-void use_kernels(std::string) {}
-
-bool set_aside(const std::string&) {
-  return false;
-}
-
 const Device& device(int) {
   throw std::invalid_argument("flash_cute: this build has no CUDA, and knows no device");
 }

@@ -24,8 +24,8 @@ namespace flash_cute {
 #define DECODE_KERNEL_Bwd(...)
 #define DECODE_KERNEL_Decode(...) KERNEL_ENTRY(__VA_ARGS__)
 
-static std::vector<Kernel<Op::Fwd>>& all_fwd_kernels() {
-  static std::vector<Kernel<Op::Fwd>> kernels = {
+const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
+  static const std::vector<Kernel<Op::Fwd>> kernels = {
 #define KERNEL(op, ...) FWD_KERNEL_##op(op, __VA_ARGS__)
 #include "kernels_built.def"
 #undef KERNEL
@@ -33,8 +33,8 @@ static std::vector<Kernel<Op::Fwd>>& all_fwd_kernels() {
   return kernels;
 }
 
-static std::vector<Kernel<Op::Bwd>>& all_bwd_kernels() {
-  static std::vector<Kernel<Op::Bwd>> kernels = {
+const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
+  static const std::vector<Kernel<Op::Bwd>> kernels = {
 #define KERNEL(op, ...) BWD_KERNEL_##op(op, __VA_ARGS__)
 #include "kernels_built.def"
 #undef KERNEL
@@ -42,8 +42,8 @@ static std::vector<Kernel<Op::Bwd>>& all_bwd_kernels() {
   return kernels;
 }
 
-static std::vector<Kernel<Op::Decode>>& all_decode_kernels() {
-  static std::vector<Kernel<Op::Decode>> kernels = {
+const std::vector<Kernel<Op::Decode>>& decode_kernels() {
+  static const std::vector<Kernel<Op::Decode>> kernels = {
 #define KERNEL(op, ...) DECODE_KERNEL_##op(op, __VA_ARGS__)
 #include "kernels_built.def"
 #undef KERNEL
@@ -51,24 +51,11 @@ static std::vector<Kernel<Op::Decode>>& all_decode_kernels() {
   return kernels;
 }
 
-const std::vector<Kernel<Op::Fwd>>& fwd_kernels() {
-  return all_fwd_kernels();
-}
-
-const std::vector<Kernel<Op::Bwd>>& bwd_kernels() {
-  return all_bwd_kernels();
-}
-
-const std::vector<Kernel<Op::Decode>>& decode_kernels() {
-  return all_decode_kernels();
-}
-
 // Why the kernel may not do the problem; empty if it may.
 template <Op op>
 static std::string reasons(const Kernel<op>& kernel, const Problem<op>& problem, const Device& device) {
   const KernelConfig& config = kernel.config;
   std::string all = explain(refusal<op>(config, problem, device), config, forward_of(problem), device);
-  if (!kernel.in_use) add_reason(all, kSetAside);
   if (!within_limit(config)) add_reason(all, kBeyondLimit);
   return all;
 }
@@ -76,7 +63,7 @@ static std::string reasons(const Kernel<op>& kernel, const Problem<op>& problem,
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) {
-    return kernel.in_use && !refusal<op>(kernel.config, problem, device).any() && within_limit(kernel.config);
+    return !refusal<op>(kernel.config, problem, device).any() && within_limit(kernel.config);
   };
   return preferred(kernels, fits, weighed(problem), device);
 }
@@ -102,28 +89,6 @@ std::string kernels() {
   for (const auto& kernel : bwd_kernels()) ids += kernel.config.id() + "\n";
   for (const auto& kernel : decode_kernels()) ids += kernel.config.id() + "\n";
   return ids;
-}
-
-bool set_aside(const std::string& id) {
-  auto is_among = [&](const auto& kernels) {
-    for (const auto& kernel : kernels) {
-      if (!kernel.in_use && kernel.config.id() == id) return true;
-    }
-    return false;
-  };
-  return is_among(fwd_kernels()) || is_among(bwd_kernels()) || is_among(decode_kernels());
-}
-
-void use_kernels(std::string ids) {
-  ids = "\n" + ids + "\n";
-  auto update = [&](auto& kernels) {
-    for (auto& kernel : kernels) {
-      kernel.in_use = ids == "\n\n" || ids.find("\n" + kernel.config.id() + "\n") != std::string::npos;
-    }
-  };
-  update(all_fwd_kernels());
-  update(all_bwd_kernels());
-  update(all_decode_kernels());
 }
 
 }  // namespace flash_cute

@@ -22,7 +22,6 @@ template <Op op>
 struct Kernel {
   KernelConfig config;
   cudaError_t (*launch)(const Problem<op>&, cudaStream_t);
-  bool in_use = true;
 };
 
 // Kernels of this build, in the order of configs.def.

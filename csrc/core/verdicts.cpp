@@ -41,7 +41,6 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
     if (config.op != op) continue;
     std::string refused = explain(refusal<op>(config, problem, asked.gpu), config, forward_of(problem), asked.gpu);
     if (asked.built_only && !is_listed(built, config.id())) add_reason(refused, kNotBuilt);
-    if (set_aside(config.id())) add_reason(refused, kSetAside);
     if (!within_limit(config)) add_reason(refused, kBeyondLimit);
     choice.verdicts.push_back({&row, refused, ""});
   }

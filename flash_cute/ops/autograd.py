@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate, validate_ops
+from flash_cute import limits, validate, validate_ops
 from flash_cute.ops import schema, switches
 from flash_cute.ops.schema import DEFAULTS, Results
 
@@ -97,9 +97,9 @@ def _formula(op: Any, bwd_op: Any) -> type[torch.autograd.Function]:
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
             (out, softmax_lse), args = saved(ctx)
             bound = dict(zip(names, args, strict=True))
-            dq, dk, dv, dsink, _ = call(
-                bwd_op, backward_arguments(bwd_op, bound, out, softmax_lse, dout, dlse)
-            )
+            given = backward_arguments(bwd_op, bound, out, softmax_lse, dout, dlse)
+            with limits.again(ctx.limit):
+                dq, dk, dv, dsink, _ = call(bwd_op, given)
             gradients = {"q": dq, "k": dk, "v": dv}
             if bound["sink"] is not None:
                 gradients["sink"] = dsink.to(bound["sink"].dtype)
@@ -124,7 +124,8 @@ def _no_formula(op: Any) -> type[torch.autograd.Function]:
 
 
 def save_for_backward(ctx: Any, first: Sequence[Tensor | None], args: Sequence[Any]) -> None:
-    """Keeps some tensors, and a call's arguments, for :func:`saved`."""
+    """Keeps some tensors, and a call's arguments, for :func:`saved`; and the kernels that it may
+    take, in ``ctx.limit``."""
     places, tensors, others = [], list(first), list(args)
     for i, x in enumerate(args):
         if isinstance(x, Tensor):
@@ -133,6 +134,7 @@ def save_for_backward(ctx: Any, first: Sequence[Tensor | None], args: Sequence[A
             others[i] = None
     ctx.save_for_backward(*tensors)
     ctx.first, ctx.places, ctx.others = len(first), places, others
+    ctx.limit = limits.current()
 
 
 def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Any]]:
