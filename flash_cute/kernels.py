@@ -101,13 +101,13 @@ class Plan:
     """What a call runs."""
 
     kernel: KernelConfig
-    parts: int = 1  # that keys (backward: the queries of a tile of keys) are cut into
-    heads_in_tile: int = 1  # query heads of a group that share a tile of queries
-    parts_of_heads: int = 1  # backward: `parts` is this times parts_of_queries
-    parts_of_queries: int = 1
-    whole_tiles: int = 0  # backward: tiles of keys before those that are cut
-    dq_order: str | None = None  # backward: "added", "opened" or "in turns"
-    paced: bool = False  # Hopper's backward: whether CTAs are kept near each other
+    num_splits: int = 1  # of the keys (backward: of the queries of a tile of keys)
+    pack_gqa: int = 1  # query heads of a group that share a tile of queries
+    splits_of_heads: int = 1  # backward: `num_splits` is this times splits_of_queries
+    splits_of_queries: int = 1
+    whole_tiles: int = 0  # backward: tiles of keys before those that are split
+    dq_accumulate: str | None = None  # backward: "atomic", "first_stores" or "serialized"
+    l2_throttle: bool = False  # Hopper's backward: CTAs that run ahead wait for the others
     key_order: KeyOrder | None = None  # of Hopper's backward
     ctas: int | None = None  # decode
     cluster: int = 1  # decode: CTAs that share the keys of a tile of queries

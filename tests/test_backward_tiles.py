@@ -84,7 +84,7 @@ def planned(
 @pytest.mark.parametrize("name", PARTED)
 def test_cases_are_parted(name, dims):
     found = planned(PARTED[name], dims, lambda lengths: sum(lengths) // len(lengths))
-    assert found.parts > 1
+    assert found.num_splits > 1
     assert (found.whole_tiles > 0) == name.startswith("last")
 
 
@@ -178,13 +178,13 @@ MANY_KEYS = {
 
 
 def order_of_dq(case: Case | VarlenCase, dims: tuple[int, int]) -> str | None:
-    return planned(case, dims, max).dq_order
+    return planned(case, dims, max).dq_accumulate
 
 
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
 def test_cases_have_both_orders_of_dq(dims):
-    assert {order_of_dq(case, dims) for case in MANY_KEYS.values()} == {"added"}
-    opened = {name for name, case in MANY_TILES.items() if order_of_dq(case, dims) == "opened"}
+    assert {order_of_dq(case, dims) for case in MANY_KEYS.values()} == {"atomic"}
+    opened = {name for name, case in MANY_TILES.items() if order_of_dq(case, dims) == "first_stores"}
     assert opened >= {"full", "causal", "unseen keys", "grouped", "grouped causal", "varlen"}
 
 

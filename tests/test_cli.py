@@ -117,7 +117,7 @@ def test_explain_is_what_kernels_say():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--op", "bwd", "--deterministic"], "dq_order=in turns"),
+        (["--op", "bwd", "--deterministic"], "dq_accumulate=serialized"),
         (["--op", "decode", "--seqlen", "1", "--seqlen-k", "9000", "--page-size", "16"], "decode_"),
         (["--dtype", "e4m3"], "float8_e4m3fn has no kernels yet: q, k and v are widened"),
         (["--head-dim", "300"], "no kernel can do it"),

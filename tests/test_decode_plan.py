@@ -230,7 +230,7 @@ def test_caches_of_one_block_need_no_room_for_parts():
 
 
 def test_more_parts_than_can_be_counted_are_refused():
-    with pytest.raises(RuntimeError, match=r"2\^30 parts or more"):
+    with pytest.raises(RuntimeError, match=r"2\^30 splits or more"):
         parts([1], 1, 1024, 1024, 0, 1, unused=2**29 - 2)
     with pytest.raises(RuntimeError, match=r"2\^30 tiles of queries"):
         parts([1], 2**28, 64, 64, 0, 0)

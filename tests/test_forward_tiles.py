@@ -33,7 +33,7 @@ PARTED = {
 def test_parts_of_keys(cuda, dims, feature):
     """So few tiles of queries that a GPU would be idle: keys are cut into parts, and merged."""
     sizes = {"batch": 1, "heads": 6, "heads_k": 2, "seqlen_q": 130, "seqlen_k": 3000}
-    assert plan("fwd", 1, 6, 130, 3000, dims[0]).parts > 1
+    assert plan("fwd", 1, 6, 130, 3000, dims[0]).num_splits > 1
     case = Case(**sizes, dim=dims[0], dim_v=dims[1], **({"dtype": BF16} | PARTED[feature]))
     inputs = make_inputs(case, cuda)
     results = checks.forward(inputs)
@@ -46,7 +46,7 @@ def test_parts_of_keys_of_sequences_end_to_end(cuda, is_causal):
     """Sequences without queries, without keys, and with fewer keys than parts have tiles."""
     lengths = {"lengths_q": (130, 0, 1, 64, 7), "lengths_k": (6000, 300, 2900, 0, 100)}
     rows = {"rows_before": 3, "rows_after": 5, "used_q": (130, 0, 1, 50, 7)}
-    assert plan("fwd", 5, 4, 40, 1860, 128, varlen=True).parts > 1
+    assert plan("fwd", 5, 4, 40, 1860, 128, varlen=True).num_splits > 1
     case = VarlenCase(heads=4, dim=128, is_causal=is_causal, dtype=BF16, **lengths, **rows)
     checks.forward(make_inputs(case, cuda))
 

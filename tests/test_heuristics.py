@@ -68,7 +68,7 @@ def test_picks(sizes, options, expected):
 )
 def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
     found = plan("fwd", 1, heads, seqlen_q, 4096, head_dim, heads_k=heads_k)
-    assert found.heads_in_tile == expected
+    assert found.pack_gqa == expected
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
     ],
 )  # fmt: skip
 def test_parts_of_keys(sizes, options, expected):
-    assert plan("fwd", *sizes, **options).parts in expected
+    assert plan("fwd", *sizes, **options).num_splits in expected
 
 
 def test_no_part_is_without_keys_of_its_own():
@@ -104,7 +104,7 @@ def test_no_part_is_without_keys_of_its_own():
             draw.choice([40, 64, 128, 192, 256]),
         )
         found = plan("fwd", *sizes, seqlen_k, dim)
-        assert 1 <= found.parts <= max(1, -(-seqlen_k // found.kernel.block_n))
+        assert 1 <= found.num_splits <= max(1, -(-seqlen_k // found.kernel.block_n))
 
 
 def test_any_sizes_have_a_kernel_and_sequences_end_to_end_none_with_clusters():
@@ -165,7 +165,7 @@ CAUSAL = {"right": 0}
 )  # fmt: skip
 def test_parts_of_backward(sizes, options, expected):
     found = plan("bwd", *sizes, **options)
-    parts = found and (found.parts_of_heads, found.parts_of_queries, found.whole_tiles)
+    parts = found and (found.splits_of_heads, found.splits_of_queries, found.whole_tiles)
     assert parts == expected
 
 
@@ -179,9 +179,9 @@ def test_parts_of_backward_divide_the_heads_and_are_few():
         for sms in (1, 2, 132):
             options = {**window, "varlen": draw.random() < 0.5, "sms": sms}
             found = plan("bwd", *sizes, **options)
-            heads, queries = found.parts_of_heads, found.parts_of_queries
+            heads, queries = found.splits_of_heads, found.splits_of_queries
             whole = found.whole_tiles
-            assert found.parts == heads * queries
+            assert found.num_splits == heads * queries
             assert group % heads == 0 and queries >= 1 and heads * queries <= 16
             turns = [max(1, sms // pair) for pair in (1, 2)]
             assert whole == 0 or (heads * queries > 1 and 0 in [whole % turn for turn in turns])
@@ -206,7 +206,7 @@ def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
 
 
 def paced(*sizes, **options):
-    return plan("bwd", *sizes, **options).paced
+    return plan("bwd", *sizes, **options).l2_throttle
 
 
 def test_pace_of_long_ways_alone():
@@ -233,54 +233,54 @@ def test_pace_of_long_ways_alone():
     ("sizes", "options", "expected"),
     [
         # Short sequences; longer ones under a causal mask.
-        ((4, 16, 16, 4096, 4096, 128, 128), {}, "opened"),
-        ((4, 16, 16, 4097, 4097, 128, 128), {}, "added"),
-        ((2, 16, 16, 8192, 8192, 64, 64), {"right": 0}, "opened"),
-        ((2, 16, 16, 8193, 8193, 64, 64), {"right": 0}, "added"),
-        ((1, 8, 8, 65536, 1024, 128, 128), {}, "opened"),
-        ((1, 8, 8, 65537, 1024, 128, 128), {}, "added"),  # whose CTAs are kept near each other
+        ((4, 16, 16, 4096, 4096, 128, 128), {}, "first_stores"),
+        ((4, 16, 16, 4097, 4097, 128, 128), {}, "atomic"),
+        ((2, 16, 16, 8192, 8192, 64, 64), {"right": 0}, "first_stores"),
+        ((2, 16, 16, 8193, 8193, 64, 64), {"right": 0}, "atomic"),
+        ((1, 8, 8, 65536, 1024, 128, 128), {}, "first_stores"),
+        ((1, 8, 8, 65537, 1024, 128, 128), {}, "atomic"),  # whose CTAs are kept near each other
         # Pairs of CTAs.
-        ((32, 8, 8, 512, 512, 256, 256), {}, "opened"),
-        ((32, 8, 8, 513, 513, 256, 256), {}, "added"),
-        ((16, 8, 8, 1024, 1024, 192, 128), {"right": 0}, "opened"),
-        ((16, 8, 8, 1025, 1025, 192, 128), {"right": 0}, "added"),
+        ((32, 8, 8, 512, 512, 256, 256), {}, "first_stores"),
+        ((32, 8, 8, 513, 513, 256, 256), {}, "atomic"),
+        ((16, 8, 8, 1024, 1024, 192, 128), {"right": 0}, "first_stores"),
+        ((16, 8, 8, 1025, 1025, 192, 128), {"right": 0}, "atomic"),
         # Grouped heads, under a mask half of it, and windows that hide nothing.
-        ((4, 32, 8, 4096, 4096, 128, 128), {}, "opened"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 0}, "opened"),
-        ((4, 32, 8, 4098, 4098, 128, 128), {"right": 0}, "added"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 4095}, "opened"),
-        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 4094}, "added"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {}, "first_stores"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 0}, "first_stores"),
+        ((4, 32, 8, 4098, 4098, 128, 128), {"right": 0}, "atomic"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 4095}, "first_stores"),
+        ((4, 32, 8, 4096, 4096, 128, 128), {"right": 4094}, "atomic"),
         ((4, 32, 8, 4096, 4096, 128, 128), {"left": 4095, "right": 0},
-         "opened"),
+         "first_stores"),
         ((4, 32, 8, 4096, 4096, 128, 128), {"left": 4094, "right": 0},
-         "added"),
+         "atomic"),
         ((2, 16, 16, 8192, 8192, 64, 64), {"left": 8191, "right": 0},
-         "opened"),
+         "first_stores"),
         # Queries that all see nearly all keys, or that are behind them.
-        ((1, 16, 16, 128, 8192, 128, 128), {"right": 0}, "added"),
-        ((1, 16, 16, 8192, 8192, 128, 128), {"right": 8190}, "added"),
-        ((1, 16, 16, 16384, 8192, 128, 128), {"right": 0}, "opened"),
+        ((1, 16, 16, 128, 8192, 128, 128), {"right": 0}, "atomic"),
+        ((1, 16, 16, 8192, 8192, 128, 128), {"right": 8190}, "atomic"),
+        ((1, 16, 16, 16384, 8192, 128, 128), {"right": 0}, "first_stores"),
         # Windows: of few keys, and with grouped heads of fewer.
         ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048, "right": 2047},
-         "opened"),
+         "first_stores"),
         ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048, "right": 2048},
-         "added"),
-        ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048}, "added"),
+         "atomic"),
+        ((1, 16, 16, 8192, 8192, 128, 128), {"left": 2048}, "atomic"),
         ((1, 16, 4, 8192, 8192, 128, 128), {"left": 1023, "right": 0},
-         "opened"),
+         "first_stores"),
         ((1, 16, 4, 8192, 8192, 128, 128), {"left": 1024, "right": 0},
-         "added"),
+         "atomic"),
         ((1, 8, 8, 8192, 8192, 256, 256), {"left": 511, "right": 0},
-         "opened"),
+         "first_stores"),
         ((1, 8, 2, 8192, 8192, 256, 256), {"left": 511, "right": 0},
-         "added"),
-        ((4, 16, 16, 2048, 2048, 128, 128), {"varlen": True}, "opened"),
-        ((4, 16, 16, 2048, 2048, 128, 128), {"deterministic": True}, "in turns"),
-        ((1, 64, 8, 32768, 32768, 128, 128), {"deterministic": True}, "in turns"),
+         "atomic"),
+        ((4, 16, 16, 2048, 2048, 128, 128), {"varlen": True}, "first_stores"),
+        ((4, 16, 16, 2048, 2048, 128, 128), {"deterministic": True}, "serialized"),
+        ((1, 64, 8, 32768, 32768, 128, 128), {"deterministic": True}, "serialized"),
     ],
 )  # fmt: skip
 def test_order_of_dq(sizes, options, expected):
-    assert plan("bwd", *sizes, **options).dq_order == expected
+    assert plan("bwd", *sizes, **options).dq_accumulate == expected
 
 
 @pytest.mark.parametrize(
@@ -341,5 +341,5 @@ def test_nobody_waits_for_two_reasons():
         sizes = (1, 8, 8, seqlen_q, seqlen_k, 128, 128)
         options = {"right": right, "deterministic": deterministic}
         found = plan("bwd", *sizes, **options)
-        seen.add((found.dq_order, found.paced))
-    assert seen == {("added", False), ("added", True), ("opened", False), ("in turns", False)}
+        seen.add((found.dq_accumulate, found.l2_throttle))
+    assert seen == {("atomic", False), ("atomic", True), ("first_stores", False), ("serialized", False)}

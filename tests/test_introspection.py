@@ -62,9 +62,9 @@ def test_workspace_is_what_parts_write():
             seqlen_k=draw.randint(1, 9000), head_dim=8 * draw.randint(1, 32),
         )  # fmt: skip
         plan = k.plan(problem, "h100")
-        rows = batch * heads * seqlen_q if plan.parts > 1 else 0
-        assert plan.workspace_bytes == 4 * plan.parts * rows * (plan.kernel.head_dim_v + 1)
-        seen.add(plan.parts > 1)
+        rows = batch * heads * seqlen_q if plan.num_splits > 1 else 0
+        assert plan.workspace_bytes == 4 * plan.num_splits * rows * (plan.kernel.head_dim_v + 1)
+        seen.add(plan.num_splits > 1)
     assert seen == {False, True}
 
 
@@ -96,7 +96,7 @@ def test_plans_over_caches_are_the_ones_explained():
         ({"dropout": True, "window_size": (5, 0)}, "fwd_sm90_bf16_rich_d128",
          "none in a window that is bounded to the left"),
         ({"op": "decode", "num_splits": 2}, "decode_sm90_bf16_rich_d128",
-         "shares keys out in its own way"),
+         "splits keys by itself"),
         ({"op": "decode", "page_size": 12, "seqlen_q": 200}, "fwd_sm90_bf16_plain_d128",
          "none of 12 rows"),
     ],

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "api/api.h"
-#include "api/problem.h"
+#include "api/describe.h"
 #include "api/tensors.h"
 #include "core/heuristics.h"
 #include "core/registry.h"
@@ -23,10 +23,10 @@ BwdProblem make_problem(const BwdArguments& a) {
   p.fwd = make_problem(a.fwd);
   check_like_out(a.out, q, a.fwd.v, "out");
   check_like_out(a.dout, q, a.fwd.v, "dout");
-  p.fwd.out = matrices(a.out, "out");
-  p.fwd.lse = statistics(a.softmax_lse, "softmax_lse", q);
-  p.dout = matrices(a.dout, "dout");
-  if (a.dlse) p.dlse = statistics(*a.dlse, "dlse", q);
+  p.fwd.out = tensor_view(a.out, "out");
+  p.fwd.lse = row_stats(a.softmax_lse, "softmax_lse", q);
+  p.dout = tensor_view(a.dout, "dout");
+  if (a.dlse) p.dlse = row_stats(*a.dlse, "dlse", q);
   p.deterministic = a.deterministic;
   if (!p.fwd.dense()) {  // the longest lengths may be any bound; grids and orders go by them
     p.fwd.seqlen_q = static_cast<int>(std::min<int64_t>(p.fwd.seqlen_q, p.fwd.total_q));
@@ -35,10 +35,10 @@ BwdProblem make_problem(const BwdArguments& a) {
   return p;
 }
 
-Matrices gradient(const View& t, const View& of, const char* name) {
+TensorView gradient(const View& t, const View& of, const char* name) {
   check_same_kind(t, of, name);
   check_shape(t, of.sizes, of.dims, name);
-  return matrices(t, name);
+  return tensor_view(t, name);
 }
 
 float* sink_gradient(const View& t, const View& q, int heads) {
@@ -57,21 +57,23 @@ Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View&
   };
   const int64_t rows = padded_rows(config.block_m, p.fwd.seqlen_q, p.fwd.total_q);
   const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
-  const int64_t turns = all_rows / config.block_m * config.warps;
+  const int64_t semaphores = all_rows / config.block_m * config.warps;
   const int rows_of_tile = config.block_n * config.cluster;
   const int64_t tiles_k = int64_t((p.fwd.seqlen_k + rows_of_tile - 1) / rows_of_tile) * p.fwd.heads_k * p.fwd.batch;
-  p.slabs_of_head = dense ? 0 : padded_rows(kPartRows, p.fwd.seqlen_k, p.fwd.total_k) / kPartRows;
+  p.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, p.fwd.seqlen_k, p.fwd.total_k) / kSlabRows;
   const int64_t rows_k =
-      dense ? (tiles_k - p.parts.whole_tiles) * rows_of_tile : p.slabs_of_head * kPartRows * p.fwd.heads_k;
-  const int64_t part_sums = p.parts.count() > 1 ? rows_k * p.parts.count() * (config.head_dim + config.head_dim_v) : 0;
-  const Tensor workspace = allocate(q, {all_rows * (config.dq_columns() + 2) + part_sums + turns}, ScalarType::Float);
+      dense ? (tiles_k - p.splits.whole_tiles) * rows_of_tile : p.slabs_of_head * kSlabRows * p.fwd.heads_k;
+  const int64_t split_sums =
+      p.splits.count() > 1 ? rows_k * p.splits.count() * (config.head_dim + config.head_dim_v) : 0;
+  const Tensor workspace =
+      allocate(q, {all_rows * (config.dq_columns() + 2) + split_sums + semaphores}, ScalarType::Float);
   float* base = static_cast<float*>(workspace.data_ptr());
   const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
   p.lse_log2 = {base, batch_stride, rows};
   p.row_dot = {base + all_rows, batch_stride, rows};
   p.dq_accum = base + 2 * all_rows;
-  p.part_sums = p.dq_accum + all_rows * config.dq_columns();
-  p.turns = reinterpret_cast<int*>(p.part_sums + part_sums);
+  p.split_sums = p.dq_accum + all_rows * config.dq_columns();
+  p.dq_semaphores = reinterpret_cast<int*>(p.split_sums + split_sums);
   return workspace;
 }
 
@@ -79,9 +81,9 @@ void run(BwdProblem& p, const FwdArguments& a, const View& dq, const View& dk, c
   p.dq = gradient(dq, a.q, "dq");
   p.dk = gradient(dk, a.k, "dk");
   p.dv = gradient(dv, a.v, "dv");
-  p.softmax_d = statistics(softmax_d, "softmax_d", a.q);
+  p.softmax_d = row_stats(softmax_d, "softmax_d", a.q);
   const auto& kernel = select(bwd_kernels(), p, device(a.q.device));
-  p.parts = backward_parts(kernel.config, p.fwd, device(a.q.device).sms);
+  p.splits = plan_query_splits(kernel.config, p.fwd, device(a.q.device).sms);
 
   Tensor workspace;
   if (!kernel.config.fp32()) workspace = allocate_workspace(p, kernel.config, a.q);
@@ -95,7 +97,7 @@ void functional(StableIValue* stack, bool varlen) {
   BwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
   const Tensor dq = allocate_like(a.fwd.q), dk = allocate_like(a.fwd.k), dv = allocate_like(a.fwd.v);
-  const Tensor softmax_d = allocate_statistics(a.fwd.q);
+  const Tensor softmax_d = allocate_row_stats(a.fwd.q);
   std::optional<Tensor> dsink;
   if (p.fwd.sink.ptr != nullptr) {
     dsink = allocate(a.fwd.q, {p.fwd.heads}, ScalarType::Float);
@@ -122,7 +124,7 @@ void into(StableIValue* stack, bool varlen) {
     return given ? *given : View(allocate_like(like));
   };
   run(p, a.fwd, or_scratch(dq, a.fwd.q), or_scratch(dk, a.fwd.k), or_scratch(dv, a.fwd.v),
-      softmax_d ? *softmax_d : View(allocate_statistics(a.fwd.q)));
+      softmax_d ? *softmax_d : View(allocate_row_stats(a.fwd.q)));
 }
 
 }  // namespace

@@ -32,9 +32,9 @@ void combine(StableIValue* stack, uint64_t, uint64_t) {
   p.lse = static_cast<const float*>(lse_partial.ptr);
   p.result = out.data_ptr();
   p.result_lse = static_cast<float*>(lse.data_ptr());
-  p.parts = checked_int(out_partial.size(0), "parts");
+  p.splits = checked_int(out_partial.size(0), "parts");
   p.dim = checked_int(out_partial.size(out_partial.dims - 1), "head dim");
-  p.rows = lse_partial.numel() / p.parts;
+  p.rows = lse_partial.numel() / p.splits;
   p.element = dtype == ScalarType::Half       ? Partials::Element::FP16
               : dtype == ScalarType::BFloat16 ? Partials::Element::BF16
                                               : Partials::Element::FP32;

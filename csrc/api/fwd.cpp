@@ -3,7 +3,7 @@
 
 #include "api/api.h"
 #include "api/fwd.h"
-#include "api/problem.h"
+#include "api/describe.h"
 #include "api/tensors.h"
 #include "core/registry.h"
 
@@ -19,7 +19,7 @@ struct FwdResults {
 void launch(FwdProblem& p, const View& q) {
   const Device& gpu = device(q.device);
   const auto& kernel = select(fwd_kernels(), p, gpu);
-  const Tensor parts = allocate_parts(p, kernel.config, q, gpu.sms);
+  const Tensor splits = allocate_splits(p, kernel.config, q, gpu.sms);
   const cudaError_t error = kernel.launch(p, current_stream(q));
   FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
 }
@@ -27,18 +27,18 @@ void launch(FwdProblem& p, const View& q) {
 // Row maxima under a softcap cost a launch of their own: a kernel that has to know them rounds differently, and out and
 // lse must not depend on what else is returned.
 void launch_for_row_max(FwdProblem p, const View& q, const View& v) {
-  const Tensor out = allocate_out(q, v), softmax_lse = allocate_statistics(q);
-  p.out = matrices(View(out), "out");
-  p.lse = statistics(View(softmax_lse), "softmax_lse", q);
+  const Tensor out = allocate_out(q, v), softmax_lse = allocate_row_stats(q);
+  p.out = tensor_view(View(out), "out");
+  p.lse = row_stats(View(softmax_lse), "softmax_lse", q);
   p.softmax = nullptr;
   launch(p, q);
 }
 
 void run(FwdProblem& p, const FwdArguments& a, const FwdResults& results) {
   check_like_out(results.out, a.q, a.v, "out");
-  p.out = matrices(results.out, "out");
-  p.lse = statistics(results.softmax_lse, "softmax_lse", a.q);
-  if (results.row_max) p.row_max = statistics(*results.row_max, "row_max", a.q);
+  p.out = tensor_view(results.out, "out");
+  p.lse = row_stats(results.softmax_lse, "softmax_lse", a.q);
+  if (results.row_max) p.row_max = row_stats(*results.row_max, "row_max", a.q);
   if (results.softmax) {
     const int64_t expected[] = {p.batch, p.heads, p.seqlen_q, p.seqlen_k};
     check_same_kind(*results.softmax, a.q, "softmax");
@@ -58,9 +58,9 @@ void functional(StableIValue* stack, bool varlen) {
   const FwdArguments a = take_fwd(in, varlen);
   FwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
-  const Tensor out = allocate_out(a.q, a.v), softmax_lse = allocate_statistics(a.q);
+  const Tensor out = allocate_out(a.q, a.v), softmax_lse = allocate_row_stats(a.q);
   std::optional<Tensor> row_max, softmax;
-  if (a.return_row_max) row_max = allocate_statistics(a.q);
+  if (a.return_row_max) row_max = allocate_row_stats(a.q);
   if (a.return_softmax) softmax = allocate(a.q, {p.batch, p.heads, p.seqlen_q, p.seqlen_k}, a.q.dtype);
   run(p, a, {View(out), View(softmax_lse), view_of(row_max), view_of(softmax)});
   in.put(out, softmax_lse, row_max, softmax);
@@ -79,7 +79,7 @@ void into(StableIValue* stack, bool varlen) {
   FC_CHECK(!a.return_softmax || softmax, "return_softmax: the out overload needs softmax, a buffer for it");
   FwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
-  run(p, a, {out, softmax_lse ? *softmax_lse : View(allocate_statistics(a.q)), row_max, softmax});
+  run(p, a, {out, softmax_lse ? *softmax_lse : View(allocate_row_stats(a.q)), row_max, softmax});
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 
 #include "api/api.h"
 #include "api/fwd.h"
-#include "api/kvcache_problem.h"
-#include "api/problem.h"
+#include "api/describe_kvcache.h"
+#include "api/describe.h"
 #include "api/tensors.h"
 #include "core/decode_plan.h"
 #include "core/heuristics.h"
@@ -19,21 +19,21 @@ namespace flash_cute {
 namespace {
 
 // Results of parts, where there can be any that are not the whole.
-Tensor allocate_decoded_parts(DecodeProblem& p, const KernelConfig& config, const View& q) {
+Tensor allocate_decode_splits(DecodeProblem& p, const KernelConfig& config, const View& q) {
   if (p.slots == 0) return Tensor();
-  const bool even = p.even_shares();
+  const bool even = p.even_splits();
   const int64_t rows = int64_t(p.slots) * config.block_m, out = rows * config.head_dim_v;
   const Tensor workspace = allocate(q, {out + rows + (even ? 0 : p.slots)}, ScalarType::Float);
-  p.part_out = static_cast<float*>(workspace.data_ptr());
-  p.part_lse = p.part_out + out;
-  if (!even) p.arrived = reinterpret_cast<unsigned*>(p.part_lse + rows);
+  p.split_out = static_cast<float*>(workspace.data_ptr());
+  p.split_lse = p.split_out + out;
+  if (!even) p.arrived = reinterpret_cast<unsigned*>(p.split_lse + rows);
   return workspace;
 }
 
 // A kernel of forward for prompts in chunks; null if none can, or decoding takes no longer. Where the caller says how
 // keys are parted, it is always decoding: results must not depend on the batch.
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
-  if (p.cache.leftpad != nullptr || !p.even_shares()) return nullptr;
+  if (p.cache.leftpad != nullptr || !p.even_splits()) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
   const bool cheaper =
       kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu);
@@ -57,7 +57,7 @@ void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k
   const Tensor gathered_k = allocate(k, {f.batch, rows, f.heads_k, f.head_dim}, k.dtype);
   const Tensor gathered_v = allocate(v, {f.batch, rows, f.heads_k, f.head_dim_v}, v.dtype);
   const Tensor lengths = allocate(q, {f.batch}, ScalarType::Int);
-  const GatheredKeys to{matrices(View(gathered_k), "k"), matrices(View(gathered_v), "v"), rows,
+  const GatheredKeys to{tensor_view(View(gathered_k), "k"), tensor_view(View(gathered_v), "v"), rows,
                         static_cast<int*>(lengths.data_ptr())};
   const cudaError_t error = gather_pages(p, to, current_stream(q));
   FC_CHECK(error == cudaSuccess, "gather_pages: ", cudaGetErrorString(error));
@@ -66,18 +66,18 @@ void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k
   f.pages = {};
   f.seqlen_k = rows;
   f.total_k = int64_t(f.batch) * rows;
-  f.sequences.used_k = to.lengths;
+  f.varlen.used_k = to.lengths;
   run_forward(f, q, v);
 }
 
 void run_in_pages(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q, int sms) {
   const cudaStream_t stream = current_stream(q);
-  const Tensor parts = allocate_parts(p.fwd, kernel.config, q, sms);
-  p.fwd.sequences.used_k = p.cache.lengths;
+  const Tensor splits = allocate_splits(p.fwd, kernel.config, q, sms);
+  p.fwd.varlen.used_k = p.cache.lengths;
   Tensor lengths;
   if (p.added.total > 0) {
     lengths = allocate(q, {p.fwd.batch}, ScalarType::Int);
-    p.fwd.sequences.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
+    p.fwd.varlen.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
   }
   if (p.appends()) check_launch(kernel.config, append_keys(p, stream));
   check_launch(kernel.config, kernel.launch(p.fwd, stream));
@@ -91,7 +91,7 @@ void run_cached(DecodeProblem& p, const View& q) {
     run_in_pages(p, *forward, q, gpu.sms);
   } else {
     plan_decode(p, kernel.config, gpu);
-    const Tensor workspace = allocate_decoded_parts(p, kernel.config, q);
+    const Tensor workspace = allocate_decode_splits(p, kernel.config, q);
     check_launch(kernel.config, kernel.launch(p, current_stream(q)));
   }
 }
@@ -101,13 +101,13 @@ void run(StableIValue* stack, bool joins) {
   const KvcacheArguments a = take_kvcache(in, joins);
   DecodeProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
-  const Tensor out = allocate_out(a.q, a.v_cache), softmax_lse = allocate_statistics(a.q);
-  p.fwd.out = matrices(View(out), "out");
-  p.fwd.lse = statistics(View(softmax_lse), "softmax_lse", a.q);
+  const Tensor out = allocate_out(a.q, a.v_cache), softmax_lse = allocate_row_stats(a.q);
+  p.fwd.out = tensor_view(View(out), "out");
+  p.fwd.lse = row_stats(View(softmax_lse), "softmax_lse", a.q);
   Tensor rotated;
   if (p.rotary.cos != nullptr) {
     rotated = allocate_out(a.q, a.q);
-    p.fwd.q = matrices(View(rotated), "q");
+    p.fwd.q = tensor_view(View(rotated), "q");
   }
   if (p.fwd.head_dim % 8 != 0 || p.fwd.head_dim_v % 8 != 0) {
     if (p.appends()) {
@@ -129,27 +129,27 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
   const Tensor lengths = allocate(q, {a.batch}, ScalarType::Int);
   int* const counts = static_cast<int*>(lengths.data_ptr());
   const cudaError_t error =
-      count_paged_keys(a.sequences.cu_k, a.sequences.used_k, a.batch, a.seqlen_k, counts, current_stream(q));
+      count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts, current_stream(q));
   FC_CHECK(error == cudaSuccess, "count_paged_keys: ", cudaGetErrorString(error));
   DecodeProblem p{};
   p.fwd = a;
-  p.fwd.sequences.cu_k = p.fwd.sequences.used_k = nullptr;
+  p.fwd.varlen.cu_k = p.fwd.varlen.used_k = nullptr;
   p.fwd.seqlen_k = static_cast<int>(a.pages.capacity());
   p.fwd.total_k = int64_t(a.batch) * p.fwd.seqlen_k;
   p.cache.lengths = counts;
   p.unrotated_q = a.q;
   const bool is_16_bit = a.dtype == DType::FP16 || a.dtype == DType::BF16;
   Tensor out, softmax_lse;  // of what only gives row maxima or probabilities
-  if (is_16_bit && a.rules.rng == nullptr && a.sequences.used_q == nullptr && has_vectors(p)) {
+  if (is_16_bit && a.rules.rng == nullptr && a.varlen.used_q == nullptr && has_vectors(p)) {
     p.fwd.row_max = {};
     p.fwd.softmax = nullptr;
     run_cached(p, q);
     if (a.row_max.ptr == nullptr && a.softmax == nullptr) return;
     out = allocate_out(q, v);
-    softmax_lse = allocate_statistics(q);
-    p.fwd.out = matrices(View(out), "out");
-    p.fwd.lse = statistics(View(softmax_lse), "softmax_lse", q);
-    p.fwd.sequences.used_k = nullptr;
+    softmax_lse = allocate_row_stats(q);
+    p.fwd.out = tensor_view(View(out), "out");
+    p.fwd.lse = row_stats(View(softmax_lse), "softmax_lse", q);
+    p.fwd.varlen.used_k = nullptr;
     p.fwd.row_max = a.row_max;
     p.fwd.softmax = a.softmax;
   }

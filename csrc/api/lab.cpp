@@ -58,7 +58,7 @@ lab::ForwardKernelArgs arguments(const Call& call) {
   auto checked = [&](const View& t, const char* name) {
     check_same_kind(t, call.q, name);
     check_shape(t, call.q.sizes, call.q.dims, name);
-    const Matrices m = matrices(t, name);
+    const TensorView m = tensor_view(t, name);
     FC_CHECK(m.vectors || t.numel() == 0, "lab: ", name, "'s rows must begin on 16-byte boundaries");
     return m;
   };

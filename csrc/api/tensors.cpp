@@ -77,22 +77,22 @@ Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dty
   return Tensor(handle);
 }
 
-Matrices matrices(const View& t, const char* name) {
+TensorView tensor_view(const View& t, const char* name) {
   const int dims = t.dims;
   FC_CHECK(dims == 3 || dims == 4, name, " has ", dims, " dimensions; expected 3 or 4");
   FC_CHECK(is_last_contiguous(t), name, "'s last dimension must be contiguous; its stride is ", t.stride(dims - 1));
-  Matrices m{.ptr = t.ptr,
-             .batch = dims == 4 ? step(t, 0) : 0,
-             .row = step(t, dims - 3),
-             .head = step(t, dims - 2),
-             .vectors = false};
+  TensorView m{.ptr = t.ptr,
+               .batch = dims == 4 ? step(t, 0) : 0,
+               .row = step(t, dims - 3),
+               .head = step(t, dims - 2),
+               .vectors = false};
   const int vector = t.dtype == ScalarType::Float ? 4 : 8;  // elements in 16 bytes
   m.vectors = reinterpret_cast<uintptr_t>(m.ptr) % 16 == 0 && m.batch % vector == 0 && m.row % vector == 0 &&
               m.head % vector == 0;
   return m;
 }
 
-Statistics statistics(const View& t, const char* name, const View& q) {
+RowStats row_stats(const View& t, const char* name, const View& q) {
   FC_CHECK(t.dtype == ScalarType::Float && t.device == q.device && is_contiguous(t), name,
            " must be a contiguous fp32 tensor on q's device");
   const bool dense = q.dims == 4;

@@ -53,10 +53,10 @@ bool is_contiguous(const View& t);
 bool is_last_contiguous(const View& t);
 
 // (b, s, h, d), or (rows, h, d) of all sequences. The last dimension must be contiguous.
-Matrices matrices(const View& t, const char* name);
+TensorView tensor_view(const View& t, const char* name);
 
 // [b, h, s], or [h, rows], contiguous fp32 on the device of q.
-Statistics statistics(const View& t, const char* name, const View& q);
+RowStats row_stats(const View& t, const char* name, const View& q);
 
 // The shape of q with the head dim of v, and q's dtype and device.
 void check_like_out(const View& t, const View& q, const View& v, const char* name);

@@ -32,7 +32,7 @@ Device read_gpu(JsonFields& in) {
 }
 
 // Contiguous (batch, rows, heads, dim).
-Matrices contiguous(int64_t rows, int heads, int dim, bool dense, bool aligned) {
+TensorView contiguous(int64_t rows, int heads, int dim, bool dense, bool aligned) {
   const int64_t row = int64_t(heads) * dim;
   return {nullptr, dense ? rows * row : 0, row, dim, aligned && dim % 8 == 0};
 }
@@ -65,7 +65,7 @@ FwdProblem read_problem(JsonFields& in) {
     p.rules.rng = &kSomeState;
     p.rules.keep_scale = 2.f;
   }
-  if (in.flag("varlen")) p.sequences.cu_q = p.sequences.cu_k = &kSomewhere;
+  if (in.flag("varlen")) p.varlen.cu_q = p.varlen.cu_k = &kSomewhere;
   const bool aligned = !in.flag("unaligned");
   p.q = contiguous(p.seqlen_q, p.heads, p.head_dim, p.dense(), aligned);
   p.out = contiguous(p.seqlen_q, p.heads, p.head_dim_v, p.dense(), aligned);
@@ -96,11 +96,11 @@ Asked read(const std::string& problem) {
     DecodeProblem& d = asked.decode;
     p.pages.size = static_cast<int>(in.integer("page_size", 0, 0, kMost));
     if (p.pages.size > 0) {
-      p.pages.of_sequence = (p.seqlen_k + p.pages.size - 1) / p.pages.size;
-      p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.of_sequence));
+      p.pages.per_sequence = (p.seqlen_k + p.pages.size - 1) / p.pages.size;
+      p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.per_sequence));
       p.pages.ids = &kSomewhere;
     }
-    p.sequences.cu_k = nullptr;
+    p.varlen.cu_k = nullptr;
     if (in.flag("lengths")) d.cache.lengths = &kSomewhere;
     if (in.flag("leftpad")) d.cache.leftpad = &kSomewhere;
     d.num_splits = static_cast<int>(in.integer("num_splits", 0, 0, kMost));

@@ -22,27 +22,27 @@ int64_t bytes_of_query(const FwdProblem& f) {
 
 }  // namespace
 
-bool needs_pace(const KernelConfig& config, const BwdProblem& p) {
+bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p) {
   constexpr int64_t kBytes = 64 << 20;
   const FwdProblem& f = p.fwd;
-  if (config.pair() || p.deterministic || !f.dense()) return false;
+  if (config.two_cta() || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
   return bytes_of_query(f) * f.seqlen_q > kBytes;
 }
 
-DqOrder dq_order(const KernelConfig& config, const BwdProblem& p) {
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p) {
   const FwdProblem& f = p.fwd;
-  if (p.deterministic) return DqOrder::InTurns;
-  if (needs_pace(config, p)) return DqOrder::Added;
+  if (p.deterministic) return DqAccumulate::Serialized;
+  if (needs_l2_throttle(config, p)) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys by a query, in the mean
   if (is_masked) {
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
     seen = std::min(seen, before + f.band.right);
   }
-  int most = config.pair() ? 512 : 4096;  // found by trying
+  int most = config.two_cta() ? 512 : 4096;  // found by trying
   if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
-  return seen <= most ? DqOrder::Opened : DqOrder::Added;
+  return seen <= most ? DqAccumulate::FirstStores : DqAccumulate::Atomic;
 }
 
 KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
@@ -51,18 +51,18 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   constexpr int64_t kCached = 32 << 20;  // bytes that the L2 cache keeps while others pass through it
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // of no tiles
-  const DqOrder order = dq_order(config, p);
-  const bool in_turns = order == DqOrder::InTurns;
-  const QueryParts parts = p.parts.whole_tiles == 0 ? p.parts : QueryParts{};  // of most tiles
-  const bool one_head = f.heads == f.heads_k * parts.heads;
+  const DqAccumulate order = dq_accumulate(config, p);
+  const bool in_turns = order == DqAccumulate::Serialized;
+  const QuerySplits splits = p.splits.whole_tiles == 0 ? p.splits : QuerySplits{};  // of most tiles
+  const bool one_head = f.heads == f.heads_k * splits.heads;
   const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
   const int together = kTilesTogether / config.cluster;
 
   // The heads' queries and sums are to stay in the L2 cache: no more heads than have the tiles that start together. In
   // turns twice as many, if that many are not too many: half of a head's tiles run at once, and wait for fewer.
-  const int of_one_set = std::max(1, together / parts.count() / tiles);
-  const bool halves =
-      in_turns && tiles * parts.count() <= together && 2 * of_one_set * config.head_dim < kMostColumns * config.cluster;
+  const int of_one_set = std::max(1, together / splits.count() / tiles);
+  const bool halves = in_turns && tiles * splits.count() <= together &&
+                      2 * of_one_set * config.head_dim < kMostColumns * config.cluster;
   const int sets = halves ? 2 : 1;
   int heads = sets * of_one_set;
   const bool masked = hides_early_keys(f) || hides_late_keys(f);
@@ -75,9 +75,9 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   const bool inside = in_turns ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
   // Of queries that are at once in use, where each of the tiles that start together is at others than all others.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
-  return {.tiles_of_set = std::min(together, of_one_set * tiles * parts.count()),
+  return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
           .heads_together = heads,
-          .late_first = tiles_wait(order) && one_head && tiles * parts.queries <= kTilesTogether,
+          .late_first = uses_semaphore(order) && one_head && tiles * splits.queries <= kTilesTogether,
           .heads_inside = inside,
           .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * kCached))};
 }

@@ -63,18 +63,18 @@ struct KernelConfig {
 
   // Sm90 forward: a warpgroup draws random numbers for dropout, beside two that compute: a third leaves no registers
   // for it. With so many threads one starts with 128 registers, of which O must be fewer.
-  constexpr bool draws() const {
+  constexpr bool has_mask_warpgroup() const {
     return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && rich() && warps == 8 && head_dim_v < 256;
   }
 
   // Whether the kernel has dropout.
-  constexpr bool drops() const {
-    return rich() && (arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Bwd || draws());
+  constexpr bool has_dropout() const {
+    return rich() && (arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Bwd || has_mask_warpgroup());
   }
 
   // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
   constexpr int serving_warps() const {
-    return arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Decode ? 0 : draws() ? 8 : 4;
+    return arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Decode ? 0 : has_mask_warpgroup() ? 8 : 4;
   }
   constexpr int threads() const { return (warps + serving_warps()) * 32; }
 
@@ -84,11 +84,11 @@ struct KernelConfig {
   // Decode: warps that have 16 of the query rows each work on the same keys; so many teams of them, on different keys.
   constexpr int teams() const { return warps * 16 / block_m; }
 
-  // Sm90 backward: whether CTAs work in pairs, with half a tile of keys each (kernels/sm90/backward_pair.h).
-  constexpr bool pair() const { return cluster > 1; }
+  // Sm90 backward: whether CTAs work in pairs, with half a tile of keys each (kernels/sm90/backward_2cta.h).
+  constexpr bool two_cta() const { return cluster > 1; }
 
   // Backward: columns of the sums of dQ. Of 192 dims pairs have 64 twice.
-  constexpr int dq_columns() const { return pair() ? 256 : head_dim; }
+  constexpr int dq_columns() const { return two_cta() ? 256 : head_dim; }
 
   // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's
   // products run. For wide heads exponentials are too few to matter.
@@ -96,7 +96,7 @@ struct KernelConfig {
 
   // Sm90 forward: query heads of a group that can share a tile of queries, with 16 rows each at the least, those of a
   // warp.
-  constexpr int most_heads() const {
+  constexpr int max_pack_gqa() const {
     return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && block_m == 128 && cluster == 1 ? 8 : 1;
   }
 
@@ -118,7 +118,7 @@ struct KernelConfig {
     const int q_dout = block_m * (head_dim + head_dim_v) * element;
     if (fp32()) return kv + stages * q_dout;
     const int row_statistics = 2 * block_m * static_cast<int>(sizeof(float));
-    if (pair()) {
+    if (two_cta()) {
       const int k_of_other = block_n * (head_dim - 128) * element, ds = 2 * block_m * block_n * element;
       const int bytes = kv + k_of_other + stages * (q_dout + row_statistics) + ds + kBookkeeping;
       return (bytes + kSwizzled - 1) / kSwizzled * kSwizzled;
@@ -149,7 +149,7 @@ struct KernelConfig {
   // Bytes of shared memory of a kernel for Hopper, 16 bits an element.
   constexpr int hopper_bytes(int buffers_q, bool room_for_output) const {
     const int rows_of_q = block_m * head_dim * buffers_q, output = room_for_output ? block_m * head_dim_v : 0;
-    const int kept = draws() ? 16 * block_m : 0;  // bits of what dropout keeps
+    const int kept = has_mask_warpgroup() ? 16 * block_m : 0;  // bits of what dropout keeps
     return 2 * (rows_of_q + output + stages * block_n * (head_dim + head_dim_v)) + kept + kBookkeeping;
   }
 };

@@ -5,72 +5,73 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/common/shares.h"
+#include "kernels/common/decode_scheduler.h"
 
 namespace flash_cute {
 
-// Takes a part off large shares, which each SM works through at its own pace, for CTAs that come later, with small
-// shares.
-static void relieve_shares(DecodeProblem& p, int of_head) {
-  constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // grains; parts of a share
-  const int share = detail::ceil_div(of_head, p.ctas_of_head);
-  if (share < kLarge) return;
-  const int rest = share - share / kTakenOff, left = of_head - p.ctas_of_head * rest;
-  const int late_ctas = detail::ceil_div(left, share / kSmall);
-  p.alike.share = Divisor(rest);
-  p.alike.small_share = Divisor(detail::ceil_div(left, late_ctas));
-  p.ctas_of_head += late_ctas;
+// Takes a part off large chunks, which each SM works through at its own pace, for CTAs that come later, with tail
+// chunks.
+static void add_tail_ctas(DecodeProblem& p, int per_head) {
+  constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // quanta; parts of a share
+  const int chunk = detail::ceil_div(per_head, p.ctas_per_head);
+  if (chunk < kLarge) return;
+  const int rest = chunk - chunk / kTakenOff, left = per_head - p.ctas_per_head * rest;
+  const int tail_ctas = detail::ceil_div(left, chunk / kSmall);
+  p.uniform.chunk = FastDivmod(rest);
+  p.uniform.tail_chunk = FastDivmod(detail::ceil_div(left, tail_ctas));
+  p.ctas_per_head += tail_ctas;
 }
 
 // Gives each unit a CTA, and those of the GPU's last turn two each, so that SMs end at about the same time.
-static void give_units_ctas(DecodeProblem& p, int units, int of_unit) {
+static void one_cta_per_tile(DecodeProblem& p, int work_tiles, int per_tile) {
   constexpr int kCuts = 2;
-  const int last = of_unit % kCuts == 0 ? detail::ceil_div(p.at_once, p.fwd.heads_k) : 0;
-  p.alike.share = Divisor(of_unit);
-  p.alike.small_share = Divisor(of_unit / kCuts);
-  p.alike.first_ctas = units - last;
-  p.ctas_of_head = units - last + kCuts * last;
-  if (p.fwd.heads_k % 4 == 0) p.neighbours = 4;
+  const int last = per_tile % kCuts == 0 ? detail::ceil_div(p.resident_ctas, p.fwd.heads_k) : 0;
+  p.uniform.chunk = FastDivmod(per_tile);
+  p.uniform.tail_chunk = FastDivmod(per_tile / kCuts);
+  p.uniform.full_ctas = work_tiles - last;
+  p.ctas_per_head = work_tiles - last + kCuts * last;
+  if (p.fwd.heads_k % 4 == 0) p.cluster_ctas = 4;
 }
 
-// Shares out the grains of sequences that are alike.
-static void share_out_alike(DecodeProblem& p, const KernelConfig& config) {
-  constexpr int kLong = 8, kTurns = 8;  // grains of a unit; times as many units as CTAs at once
-  const Grains grains(p, cached_seq(p, 0), config.block_m, config.block_n);
-  const int of_head = p.fwd.batch * grains.of_head, units = p.fwd.batch * grains.tiles;
+// CtaChunks out the quanta of sequences that are uniform.
+static void plan_uniform(DecodeProblem& p, const KernelConfig& config) {
+  constexpr int kLong = 8, kTurns = 8;  // quanta of a unit; times as many units as CTAs at once
+  const Quanta quanta(p, cached_seq(p, 0), config.block_m, config.block_n);
+  const int per_head = p.fwd.batch * quanta.per_head, work_tiles = p.fwd.batch * quanta.tiles;
   // Of several CTAs of an SM one reads while another starts: units may have a CTA each.
-  const bool own_ctas = p.even_shares() && config.ctas > 1 && grains.of_unit >= kLong &&
-                        int64_t(units) * p.fwd.heads_k >= int64_t(kTurns) * p.at_once;
-  p.alike.known = true;
-  p.alike.of_unit = Divisor(grains.of_unit);
-  p.alike.of_sequence = Divisor(std::max(1, grains.of_head));
-  if (own_ctas) return give_units_ctas(p, units, grains.of_unit);
-  p.alike.share = Divisor(Shares::of(p, of_head, grains.of_unit, true).size);
-  p.alike.first_ctas = p.ctas_of_head;
-  if (p.even_shares()) relieve_shares(p, of_head);
+  const bool own_ctas = p.even_splits() && config.ctas > 1 && quanta.per_tile >= kLong &&
+                        int64_t(work_tiles) * p.fwd.heads_k >= int64_t(kTurns) * p.resident_ctas;
+  p.uniform.known = true;
+  p.uniform.per_tile = FastDivmod(quanta.per_tile);
+  p.uniform.per_sequence = FastDivmod(std::max(1, quanta.per_head));
+  if (own_ctas) return one_cta_per_tile(p, work_tiles, quanta.per_tile);
+  p.uniform.chunk = FastDivmod(CtaChunks::of(p, per_head, quanta.per_tile, true).size);
+  p.uniform.full_ctas = p.ctas_per_head;
+  if (p.even_splits()) add_tail_ctas(p, per_head);
 }
 
-int ctas_of_unit(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
+int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   const FwdProblem& f = p.fwd;
   const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k));
-  const int64_t units = (rows + config.block_m - 1) / config.block_m * f.heads_k * f.batch;
+  const int64_t work_tiles = (rows + config.block_m - 1) / config.block_m * f.heads_k * f.batch;
   const int blocks = detail::ceil_div(f.seqlen_k, config.block_n);
   int best = 1;
   for (int ctas = 2; ctas <= config.cluster; ++ctas) {
-    if (units <= gpu.clusters[ctas] && detail::ceil_div(blocks, ctas) < detail::ceil_div(blocks, best)) best = ctas;
+    if (work_tiles <= gpu.clusters[ctas] && detail::ceil_div(blocks, ctas) < detail::ceil_div(blocks, best))
+      best = ctas;
   }
   return best;
 }
 
 // Gives each unit a cluster.
-static void give_units_clusters(DecodeProblem& p, const KernelConfig& config, int64_t tiles, const Device& gpu) {
-  const int ctas = ctas_of_unit(p, config, gpu);
-  p.alike.known = p.known_to_be_alike();
-  p.neighbours = ctas;
-  p.clusters.ctas = Divisor(ctas);
-  p.clusters.tiles = Divisor(static_cast<int>(std::max<int64_t>(1, tiles)));
+static void one_cluster_per_tile(DecodeProblem& p, const KernelConfig& config, int64_t tiles, const Device& gpu) {
+  const int ctas = ctas_of_tile(p, config, gpu);
+  p.uniform.known = p.is_uniform();
+  p.cluster_ctas = ctas;
+  p.clusters.ctas = FastDivmod(ctas);
+  p.clusters.tiles = FastDivmod(static_cast<int>(std::max<int64_t>(1, tiles)));
   for (p.clusters.column_bits = 0; (config.head_dim_v >> p.clusters.column_bits) > ctas;) ++p.clusters.column_bits;
-  p.ctas_of_head = p.fwd.batch * p.clusters.tiles.value * ctas;
+  p.ctas_per_head = p.fwd.batch * p.clusters.tiles.value * ctas;
 }
 
 // Whether the L2 cache has room for all keys and values that there can be.
@@ -84,45 +85,47 @@ static bool fits_l2(const DecodeProblem& p) {
 // What is read once makes way for other data. But where all of it has room in the L2 cache, it may be there still when
 // it is read again: then a share stays, as lines that leave first have no place but each other's, if others fill the
 // cache; and not all of it, as keys that are read in order push each other out where there is a little too much of them.
-static float kept_in_l2(const DecodeProblem& p, const KernelConfig& config) {
+static float l2_fraction_of(const DecodeProblem& p, const KernelConfig& config) {
   constexpr float kShare = 0.75f;
   if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several tiles of queries read it
   return fits_l2(p) ? kShare : 0.f;
 }
 
 void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // grains, and slots
+  constexpr int64_t kMost = int64_t{1} << 30;  // quanta, and slots
   const FwdProblem& f = p.fwd;
-  p.heads_k = Divisor(std::max(1, f.heads_k));
-  p.group = Divisor(std::max(1, f.heads / std::max(1, f.heads_k)));
-  p.page_size = Divisor(std::max(1, f.pages.size));
-  p.kept = kept_in_l2(p, config);
-  const bool even = p.even_shares();
+  p.heads_k = FastDivmod(std::max(1, f.heads_k));
+  p.group = FastDivmod(std::max(1, f.heads / std::max(1, f.heads_k)));
+  p.page_size = FastDivmod(std::max(1, f.pages.size));
+  p.l2_fraction = l2_fraction_of(p, config);
+  const bool even = p.even_splits();
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
-  const int64_t units = int64_t(f.batch) * f.heads_k * tiles;
+  const int64_t work_tiles = int64_t(f.batch) * f.heads_k * tiles;
   const int64_t blocks = (int64_t(f.seqlen_k) + config.block_n - 1) / config.block_n;
-  int64_t parts = blocks;
-  if (p.num_splits > 0) parts = std::min<int64_t>(blocks, p.num_splits);
+  int64_t splits = blocks;
+  if (p.num_splits > 0) splits = std::min<int64_t>(blocks, p.num_splits);
   if (p.split_size > 0) {
     const int64_t size = (p.split_size + config.block_n - 1) / config.block_n;
-    parts = (blocks + size - 1) / size;
+    splits = (blocks + size - 1) / size;
   }
-  p.at_once = gpu.sms * config.ctas;
-  p.ctas_of_head = std::max(1, p.at_once / std::max(1, f.heads_k));
-  p.by_ctas_of_head = Divisor(p.ctas_of_head);
-  p.neighbours = f.heads_k % 2 == 0 ? 2 : 1;
-  p.grain_blocks = 1;
+  p.resident_ctas = gpu.sms * config.ctas;
+  p.ctas_per_head = std::max(1, p.resident_ctas / std::max(1, f.heads_k));
+  p.by_ctas_per_head = FastDivmod(p.ctas_per_head);
+  p.cluster_ctas = f.heads_k % 2 == 0 ? 2 : 1;
+  p.quantum_blocks = 1;
   p.slots = 0;
-  if (units >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
-  if (config.arch == Arch::Sm90) return give_units_clusters(p, config, tiles, gpu);
-  if (!even && units * parts >= kMost) throw std::runtime_error("flash_cute: keys are cut into 2^30 parts or more");
-  if (even) p.grain_blocks += static_cast<int>(units * blocks / kMost);
-  if (p.known_to_be_alike()) share_out_alike(p, config);
-  auto whole_units = [&](const Divisor& share) { return share.value % p.alike.of_unit.value == 0; };
-  const bool late = p.alike.first_ctas < p.ctas_of_head;
-  const bool whole = even && p.alike.known && whole_units(p.alike.share) && (!late || whole_units(p.alike.small_share));
-  if (parts <= 1 || whole) return;
-  p.slots = static_cast<int>(even ? 2 * int64_t(p.ctas()) : units * parts);
+  if (work_tiles >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
+  if (config.arch == Arch::Sm90) return one_cluster_per_tile(p, config, tiles, gpu);
+  if (!even && work_tiles * splits >= kMost)
+    throw std::runtime_error("flash_cute: keys are cut into 2^30 splits or more");
+  if (even) p.quantum_blocks += static_cast<int>(work_tiles * blocks / kMost);
+  if (p.is_uniform()) plan_uniform(p, config);
+  auto whole_units = [&](const FastDivmod& chunk) { return chunk.value % p.uniform.per_tile.value == 0; };
+  const bool late = p.uniform.full_ctas < p.ctas_per_head;
+  const bool whole =
+      even && p.uniform.known && whole_units(p.uniform.chunk) && (!late || whole_units(p.uniform.tail_chunk));
+  if (splits <= 1 || whole) return;
+  p.slots = static_cast<int>(even ? 2 * int64_t(p.ctas()) : work_tiles * splits);
 }
 
 std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, int64_t heads_k, int64_t num_splits,
@@ -148,21 +151,21 @@ std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, i
   p.split_size = static_cast<int>(split_size);
   plan_decode(p, config, Device{.sms = static_cast<int>(sms)});
 
-  int of_head = 0, of_first_unit = 1;
+  int per_head = 0, per_first_tile = 1;
   for (int b = p.fwd.batch - 1; b >= 0; --b) {
-    const Grains grains(p, cached_seq(p, b), config.block_m, config.block_n);
-    of_head += grains.of_head;
-    of_first_unit = grains.of_unit;
+    const Quanta quanta(p, cached_seq(p, b), config.block_m, config.block_n);
+    per_head += quanta.per_head;
+    per_first_tile = quanta.per_tile;
   }
-  const Shares shares = p.alike.known ? Shares::foreseen(p) : Shares::of(p, of_head, of_first_unit);
+  const CtaChunks chunks = p.uniform.known ? CtaChunks::foreseen(p) : CtaChunks::of(p, per_head, per_first_tile);
   std::ostringstream out;
   out << p.slots;
   for (int cta = 0; cta < p.ctas(); ++cta) {
-    Parts<kRows, kKeys> parts(p, shares, cta, {0, 0});
-    for (Part part = parts.next(p); part.grains > 0; part = parts.next(p)) {
+    SplitIterator<kRows, kKeys> splits(p, chunks, cta, {0, 0});
+    for (KvSplit split = splits.next(p); split.quanta > 0; split = splits.next(p)) {
       out << '\n'
-          << cta << ' ' << part.b << ' ' << part.head_k << ' ' << part.row << ' ' << part.first << ' ' << part.last
-          << ' ' << part.all.count << ' ' << part.index << ' ' << part.all.slot(part.index);
+          << cta << ' ' << split.b << ' ' << split.head_k << ' ' << split.row << ' ' << split.first << ' ' << split.last
+          << ' ' << split.all.count << ' ' << split.index << ' ' << split.all.slot(split.index);
     }
   }
   return out.str();

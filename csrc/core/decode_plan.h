@@ -12,10 +12,10 @@ namespace flash_cute {
 
 // Of how many CTAs the clusters are, each with a tile of query rows of one kv head of one sequence, where the GPU has
 // room for all of them at once: as few as have the least keys each. 1 where it has not.
-int ctas_of_unit(const DecodeProblem& p, const KernelConfig& config, const Device& gpu);
+int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Device& gpu);
 
 // Fills in how keys are shared out: how many CTAs a head has, and which run side by side, divisors, and p.slots, room
-// for the results of parts, 0 if every part must be a whole. Throws std::runtime_error for sizes that numbers of grains
+// for the results of parts, 0 if every part must be a whole. Throws std::runtime_error for sizes that numbers of quanta
 // cannot count.
 void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu);
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/passes/clusters.h"
+#include "kernels/passes/occupancy.h"
 
 namespace flash_cute {
 namespace {
@@ -42,7 +42,7 @@ std::array<int, kMostClustered + 1> clusters(int index) {
   };
   check(cudaGetDevice(&current));
   check(cudaSetDevice(index));
-  for (int ctas = 1; ctas <= kMostClustered; ++ctas) check(clusters_at_once(ctas, counts[ctas]));
+  for (int ctas = 1; ctas <= kMostClustered; ++ctas) check(max_active_clusters(ctas, counts[ctas]));
   check(cudaSetDevice(current));
   return counts;
 }

@@ -39,7 +39,7 @@ FwdProblem one_sequence(const FwdProblem& problem) {
     one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
     one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
   }
-  one.sequences = {};
+  one.varlen = {};
   return one;
 }
 
@@ -50,7 +50,7 @@ struct Spread {
 
 template <class ValueOf>
 Spread spread(int tiles, const ValueOf& value_of) {
-  // Tiles of a long sequence resemble their neighbours: a sample tells enough.
+  // Tiles of a long sequence resemble their cluster_ctas: a sample tells enough.
   constexpr int kSample = 16;
   const int samples = std::min(tiles, kSample);
   if (samples == 0) return {0, 0, 0};
@@ -65,9 +65,9 @@ Spread spread(int tiles, const ValueOf& value_of) {
 }
 
 // What `tiles` tiles cost, so many at once.
-double cost_of(const Spread& tile, double tiles, double at_once) {
-  // The shortest come last: the more alike tiles are, the more of the last turn stays unfilled.
-  const double turns = tiles / at_once;
+double cost_of(const Spread& tile, double tiles, double resident_ctas) {
+  // The shortest come last: the more uniform tiles are, the more of the last turn stays unfilled.
+  const double turns = tiles / resident_ctas;
   return std::max(tile.longest, tile.mean * turns + tile.shortest * (ceil_to(turns, 1) - turns));
 }
 
@@ -76,7 +76,7 @@ double a_microsecond(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
 
-// Parts are made where they take no more than this of the time without.
+// SplitIterator are made where they take no more than this of the time without.
 constexpr double kWorthwhile = 0.95;
 
 }  // namespace
@@ -86,11 +86,11 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b) {
          a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
 }
 
-int heads_in_tile(const KernelConfig& config, const FwdProblem& problem) {
+int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
   if (config.op != Op::Fwd || problem.heads_k == 0 || problem.rules.rng != nullptr) return 1;
   const int group = problem.heads / problem.heads_k;
   int heads = 1;
-  while (2 * heads <= config.most_heads() && group % (2 * heads) == 0 &&
+  while (2 * heads <= config.max_pack_gqa() && group % (2 * heads) == 0 &&
          int64_t(2 * heads) * problem.seqlen_q <= config.block_m) {
     heads *= 2;
   }
@@ -99,9 +99,9 @@ int heads_in_tile(const KernelConfig& config, const FwdProblem& problem) {
 
 ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
-  // Microseconds on an H200: of one more kernel, and of an fp32 number that a part writes and that is read again.
+  // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and that is read again.
   constexpr double kKernel = 3, kNumber = 1 / 3e5;
-  constexpr int kMostParts = 64, kTurns = 2;  // of all SMs, that parts may fill
+  constexpr int kMaxSplits = 64, kTurns = 2;  // of all SMs, that splits may fill
   constexpr double kEmptyRow = 0.6;  // takes so much of a row's time: it needs less power
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
@@ -111,27 +111,27 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = config.block_m * config.cluster;
   const int tiles = (one.seqlen_q + rows - 1) / rows;
-  const int heads = heads_in_tile(config, problem);
+  const int heads = pack_gqa(config, problem);
   const double all = double(tiles) * (problem.heads / heads) * problem.batch;
-  const double at_once = std::max(1, sms / config.cluster);
+  const double resident_ctas = std::max(1, sms / config.cluster);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
   const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * filled_rows : 1;
-  auto cost_with = [&](int parts) {
+  auto cost_with = [&](int splits) {
     const Spread costs = spread(tiles, [&](int tile) {
       const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
-      const double of_part = ceil_to(double(std::max(0, keys.last - keys.first)) / parts, config.block_n);
-      return (of_part + tile_keys + waiting_keys) * config.block_m / rate * filled;
+      const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
+      return (of_split + tile_keys + waiting_keys) * config.block_m / rate * filled;
     });
-    return cost_of(costs, all * parts, at_once);
+    return cost_of(costs, all * splits, resident_ctas);
   };
   const double whole = cost_with(1);
   ForwardPlan plan{whole, 1};
   if (config.arch != Arch::Sm90) return plan;
   const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
-  const int most = std::min(kMostParts, (one.seqlen_k + config.block_n - 1) / config.block_n);
-  for (int parts = 2; parts <= most && (parts - 1) * all < kTurns * at_once; ++parts) {
-    const double cost = cost_with(parts) + (kKernel + merging * parts) * a_microsecond(config, sms);
-    if (cost < plan.cost && cost < kWorthwhile * whole) plan = {cost, parts};
+  const int most = std::min(kMaxSplits, (one.seqlen_k + config.block_n - 1) / config.block_n);
+  for (int splits = 2; splits <= most && (splits - 1) * all < kTurns * resident_ctas; ++splits) {
+    const double cost = cost_with(splits) + (kKernel + merging * splits) * a_microsecond(config, sms);
+    if (cost < plan.cost && cost < kWorthwhile * whole) plan = {cost, splits};
   }
   return plan;
 }
@@ -145,14 +145,14 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
 // How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
 // other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory
 // gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without
-// any), one does well for long ones, as CTAs that come late even shares out. Many kv heads of 64 dims have few CTAs
+// any), one does well for long ones, as CTAs that come late even chunks out. Many kv heads of 64 dims have few CTAs
 // each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
   constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
   constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // found by trying
   if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
-  if (!p.known_to_be_alike()) return kOfUnknown;
+  if (!p.is_uniform()) return kOfUnknown;
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
   return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
 }
@@ -166,13 +166,14 @@ static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, co
   constexpr int kMost = 10, kMostWide = 12, kMostOnAllSms = 64, kMostUnknown = 8, kMostAlone = 20;
   constexpr double kAll = 0.9, kMany = 0.3;  // of the SMs
   const FwdProblem& f = p.fwd;
-  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k)), units = int64_t(f.heads_k) * f.batch;
-  if (rows > config.block_m || units > gpu.clusters[1]) return false;
-  const int ctas = ctas_of_unit(p, config, gpu);
+  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k)),
+                work_tiles = int64_t(f.heads_k) * f.batch;
+  if (rows > config.block_m || work_tiles > gpu.clusters[1]) return false;
+  const int ctas = ctas_of_tile(p, config, gpu);
   const int blocks_of_cta = detail::ceil_div(detail::ceil_div(f.seqlen_k, config.block_n), ctas);
-  const double busy = double(units) * ctas / gpu.sms;
+  const double busy = double(work_tiles) * ctas / gpu.sms;
   const bool wide = config.head_dim > 128;
-  if (p.known_to_be_alike()) return blocks_of_cta <= (busy > kAll ? kMostOnAllSms : wide ? kMostWide : kMost);
+  if (p.is_uniform()) return blocks_of_cta <= (busy > kAll ? kMostOnAllSms : wide ? kMostWide : kMost);
   return blocks_of_cta <= (f.batch == 1 && busy > kMany && !wide ? kMostAlone : kMostUnknown);
 }
 
@@ -207,18 +208,18 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
   if (rows <= kFewRows) return false;
   const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
   if (rows <= decode.block_m && decode.block_m == kMoreRows) {
-    const bool reads_once = heads_in_tile(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
+    const bool reads_once = pack_gqa(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
     return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
   }
   return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
 }
 
-QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms) {
+QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
   // Microseconds on an H200: of a CTA before its first step and after its last, of one more kernel, and of an fp32
-  // number that a part writes and that is read again. A step takes as long as its five products.
+  // number that a split writes and that is read again. A step takes as long as its five products.
   constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
   constexpr double kWorthCutting = 0.99;  // as kWorthwhile, for the last tiles alone
-  constexpr int kMostParts = 16;
+  constexpr int kMaxSplits = 16;
   if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
@@ -232,38 +233,39 @@ QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem,
     const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
     return seeing.end - seeing.begin;
   });
-  auto time_of = [&](const QueryParts& parts) {
-    auto time_with = [&](double steps) { return kAroundSteps + step * (group / parts.heads) * steps; };
-    auto most = [&](double steps) { return ceil_to(steps / parts.queries, 1); };
+  auto time_of = [&](const QuerySplits& splits) {
+    auto time_with = [&](double steps) { return kAroundSteps + step * (group / splits.heads) * steps; };
+    auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
-                       time_with(queries.mean / parts.queries)};
-    const double time = cost_of(times, tiles * all_heads_k * parts.count(), std::max(1, sms / config.cluster));
-    return parts.count() == 1 ? time : time + kKernel + merging * parts.count();
+                       time_with(queries.mean / splits.queries)};
+    const double time = cost_of(times, tiles * all_heads_k * splits.count(), std::max(1, sms / config.cluster));
+    return splits.count() == 1 ? time : time + kKernel + merging * splits.count();
   };
-  QueryParts best;
+  QuerySplits best;
   double least = kWorthwhile * time_of(best);
-  auto cut = [&](int whole_tiles, const auto& time_of_parts) {
-    for (int count = 2; count <= kMostParts; ++count) {
+  auto cut = [&](int whole_tiles, const auto& time_of_splits) {
+    for (int count = 2; count <= kMaxSplits; ++count) {
       const int of_heads = std::gcd(count, group);
-      const QueryParts parts{of_heads, count / of_heads, whole_tiles};
-      const double time = time_of_parts(parts);
+      const QuerySplits splits{of_heads, count / of_heads, whole_tiles};
+      const double time = time_of_splits(splits);
       if (time >= least) continue;
-      best = parts;
+      best = splits;
       least = time;
     }
   };
   cut(0, time_of);
-  // Tiles that are alike leave SMs idle in the last turn of the GPU: those of it may be cut alone.
-  const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch, at_once = std::max(1, sms / config.cluster);
-  const int64_t last = all % at_once;
-  if (all < at_once || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
+  // Tiles that are uniform leave SMs idle in the last turn of the GPU: those of it may be cut alone.
+  const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch,
+                resident_ctas = std::max(1, sms / config.cluster);
+  const int64_t last = all % resident_ctas;
+  if (all < resident_ctas || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
   if (best.count() == 1) least = kWorthCutting * time_of(best);
-  cut(static_cast<int>(all - last), [&](const QueryParts& parts) {
+  cut(static_cast<int>(all - last), [&](const QuerySplits& splits) {
     const double whole = kAroundSteps + step * group * queries.longest;
-    const double part = kAroundSteps + step * (group / parts.heads) * ceil_to(queries.longest / parts.queries, 1);
-    const double numbers = double(last) * parts.count() * rows * (config.head_dim + config.head_dim_v);
-    return double(all / at_once) * whole + ceil_to(double(last) * parts.count() / at_once, 1) * part + kKernel +
-           kNumber * numbers;
+    const double split = kAroundSteps + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
+    const double numbers = double(last) * splits.count() * rows * (config.head_dim + config.head_dim_v);
+    return double(all / resident_ctas) * whole + ceil_to(double(last) * splits.count() / resident_ctas, 1) * split +
+           kKernel + kNumber * numbers;
   });
   return best;
 }

@@ -13,7 +13,7 @@ namespace flash_cute {
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
 // How many query heads of a group share a tile of queries in Hopper's forward, so that short sequences fill it.
-int heads_in_tile(const KernelConfig& config, const FwdProblem& problem);
+int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 
 // What a forward problem costs on a GPU with `sms` multiprocessors, a number to compare alternatives by, with keys in
 // the number of parts that is best. Lengths of sequences that lie end to end are not known to the host: their mean
@@ -21,7 +21,7 @@ int heads_in_tile(const KernelConfig& config, const FwdProblem& problem);
 // infinite cost.
 struct ForwardPlan {
   double cost;
-  int parts;
+  int num_splits;
 };
 ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms);
 
@@ -59,8 +59,8 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const
 
 // Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy; or the
 // work on those tiles alone that the GPU's last turn is left with. More cost a pass that adds them up, and room for
-// their sums. Shares of heads come before shares of queries. Lengths of sequences that lie end to end count as their
+// their sums. CtaChunks of heads come before chunks of queries. Lengths of sequences that lie end to end count as their
 // mean. Other kernels have one part always.
-QueryParts backward_parts(const KernelConfig& config, const FwdProblem& problem, int sms);
+QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 }  // namespace flash_cute

@@ -39,12 +39,12 @@ std::string array(const std::vector<std::string>& items) {
 }
 
 JsonObject plan_of_forward(const KernelConfig& config, const FwdProblem& p, const Device& gpu) {
-  const int parts = plan_forward(config, p, gpu.sms).parts, heads = heads_in_tile(config, p);
-  const int64_t results = parts == 1 ? 0 : int64_t(parts) * p.heads * p.all_rows();
+  const int num_splits = plan_forward(config, p, gpu.sms).num_splits, heads = pack_gqa(config, p);
+  const int64_t results = num_splits == 1 ? 0 : int64_t(num_splits) * p.heads * p.all_rows();
   return JsonObject()
       .raw("kernel", describe(config).str())
-      .integer("parts", parts)
-      .integer("heads_in_tile", heads)
+      .integer("num_splits", num_splits)
+      .integer("pack_gqa", heads)
       .integer("workspace_bytes", results * (config.head_dim_v + 1) * static_cast<int64_t>(sizeof(float)));
 }
 
@@ -58,19 +58,22 @@ JsonObject describe(const KeyOrder& order) {
 }
 
 JsonObject plan_of_backward(const KernelConfig& config, BwdProblem p, const Device& gpu) {
-  p.parts = backward_parts(config, p.fwd, gpu.sms);
+  p.splits = plan_query_splits(config, p.fwd, gpu.sms);
   const bool hopper = config.arch == Arch::Sm90;
-  const DqOrder order = hopper ? dq_order(config, p) : p.deterministic ? DqOrder::InTurns : DqOrder::Added;
+  const DqAccumulate order = hopper            ? dq_accumulate(config, p)
+                             : p.deterministic ? DqAccumulate::Serialized
+                                               : DqAccumulate::Atomic;
   JsonObject plan;
   plan.raw("kernel", describe(config).str())
-      .integer("parts", p.parts.count())
-      .integer("parts_of_heads", p.parts.heads)
-      .integer("parts_of_queries", p.parts.queries)
-      .integer("whole_tiles", p.parts.whole_tiles)
-      .text("dq_order", order == DqOrder::Added    ? "added"
-                        : order == DqOrder::Opened ? "opened"
-                                                   : "in turns");
-  if (hopper) plan.flag("paced", needs_pace(config, p)).raw("key_order", describe(KeyOrder::of(config, p)).str());
+      .integer("num_splits", p.splits.count())
+      .integer("splits_of_heads", p.splits.heads)
+      .integer("splits_of_queries", p.splits.queries)
+      .integer("whole_tiles", p.splits.whole_tiles)
+      .text("dq_accumulate", order == DqAccumulate::Atomic        ? "atomic"
+                             : order == DqAccumulate::FirstStores ? "first_stores"
+                                                                  : "serialized");
+  if (hopper)
+    plan.flag("l2_throttle", needs_l2_throttle(config, p)).raw("key_order", describe(KeyOrder::of(config, p)).str());
   return plan;
 }
 

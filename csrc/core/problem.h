@@ -5,20 +5,20 @@
 #include <numeric>
 
 #include "core/config.h"
-#include "core/divisor.h"
+#include "core/fast_divmod.h"
 
 namespace flash_cute {
 
 // A tensor of vectors, (batch, row, head, dim) with dim contiguous. Strides count elements. For sequences laid end to
 // end, batch is 0 and rows count through all of them.
-struct Matrices {
+struct TensorView {
   void* ptr;
   int64_t batch, row, head;
   bool vectors;  // every vector starts on a 16-byte boundary
 };
 
 // One fp32 number a row and head, rows contiguous. Strides count elements.
-struct Statistics {
+struct RowStats {
   float* ptr;  // [b, h, rows], or [h, rows of all sequences] with batch 0; may be null
   int64_t batch, head;
 };
@@ -32,7 +32,7 @@ struct Band {
 };
 
 // Where sequences of different lengths lie. Values come from the device unchecked: SeqInfo clamps them.
-struct Sequences {
+struct Varlen {
   const int* cu_q = nullptr;    // [batch + 1]; null: dense
   const int* cu_k = nullptr;    // [batch + 1]; null: dense
   const int* used_q = nullptr;  // [batch], may be null
@@ -60,15 +60,15 @@ struct Sink {
 };
 
 // Where tiles of queries are too few for a GPU, their keys are cut into parts (by Hopper's kernels; heuristics.h says
-// into how many), whose results kernels/passes/merge_parts.h merges.
-struct KeyParts {
+// into how many), whose results kernels/passes/combine_splits.h merges.
+struct KvSplits {
   int count = 1;
   int columns = 0;  // of the kernel's tile of V
   float* out = nullptr;  // [count * h, rows of all sequences, columns]
-  Statistics lse{};  // [count * h, rows of all sequences], rows as in `out`
+  RowStats lse{};  // [count * h, rows of all sequences], rows as in `out`
 
   // Where it is asked for: behind lse.
-  constexpr Statistics row_max(int heads) const {
+  constexpr RowStats row_max(int heads) const {
     return {lse.ptr + int64_t(count) * heads * lse.head, lse.batch, lse.head};
   }
 };
@@ -76,15 +76,15 @@ struct KeyParts {
 // Keys and values in pages of rows, or in one page a sequence: then k and v have pages for sequences. Ids come from the
 // device unchecked: what lies in a page that does not exist reads as zeros.
 struct Pages {
-  const int* ids = nullptr;  // [batch, of_sequence]; null: sequence b has page b
+  const int* ids = nullptr;  // [batch, per_sequence]; null: sequence b has page b
   int64_t batch = 0;  // stride of ids
-  int of_sequence = 1;
+  int per_sequence = 1;
   int count = 0;
   int size = 0;  // rows
 
-  constexpr int64_t capacity() const { return int64_t(of_sequence) * size; }
+  constexpr int64_t capacity() const { return int64_t(per_sequence) * size; }
   // Of a tile of `rows` rows, how many lie together, if tiles are counted from row 0 on.
-  constexpr int together(int rows) const { return of_sequence == 1 ? rows : std::gcd(rows, size); }
+  constexpr int together(int rows) const { return per_sequence == 1 ? rows : std::gcd(rows, size); }
 };
 
 struct FwdProblem {
@@ -92,21 +92,21 @@ struct FwdProblem {
   int batch, heads, heads_k, head_dim, head_dim_v;
   int seqlen_q, seqlen_k;  // the longest, for sequences of different lengths
   int64_t total_q, total_k;  // rows of all sequences
-  Sequences sequences;
+  Varlen varlen;
   Band band;
   float softmax_scale;
   ScoreRules rules;
   Sink sink;
-  Matrices q, k, v;
+  TensorView q, k, v;
   Pages pages;  // of k and v, for kernels that can; ids may be null
-  Matrices out;
-  Statistics lse;  // natural log
-  Statistics row_max;  // may be null
+  TensorView out;
+  RowStats lse;  // natural log
+  RowStats row_max;  // may be null
   void* softmax;  // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
-  KeyParts parts;
+  KvSplits splits;
 
-  constexpr bool dense() const { return sequences.cu_q == nullptr; }
-  constexpr bool dense_keys() const { return sequences.cu_k == nullptr; }
+  constexpr bool dense() const { return varlen.cu_q == nullptr; }
+  constexpr bool dense_keys() const { return varlen.cu_k == nullptr; }
   constexpr int64_t all_rows() const { return dense() ? int64_t(batch) * seqlen_q : total_q; }
 
   // The least one that has all of the rules. A negative scale turns maxima into minima.
@@ -126,7 +126,7 @@ struct Cache {
 
 // Keys and values that join the cache.
 struct NewKeys {
-  Matrices k, v;
+  TensorView k, v;
   const int* cu = nullptr;  // [batch + 1]; null: dense
   int seqlen = 0;  // of each sequence, or the longest
   int64_t total = 0;  // rows of all sequences, also dense
@@ -143,19 +143,19 @@ struct Rotary {
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 
-// How keys of a head are shared out, in grains (kernels/common/shares.h), if no tensor says how long sequences are:
-// they are alike.
-struct AlikeSequences {
+// How keys of a head are shared out, in quanta (kernels/common/decode_scheduler.h), if no tensor says how long sequences are:
+// they are uniform.
+struct UniformBatch {
   bool known = false;
-  Divisor of_unit, of_sequence;
-  Divisor share, small_share;  // of a CTA, and of those that come after the first ones
-  int first_ctas = 0;  // of a head
+  FastDivmod per_tile, per_sequence;
+  FastDivmod chunk, tail_chunk;  // of a CTA, and of those that come after the first ones
+  int full_ctas = 0;  // of a head
 };
 
 // Clusters of CTAs with a unit each (kernels/sm90/decode.h).
-struct UnitClusters {
-  Divisor ctas;  // of a cluster
-  Divisor tiles;  // of query rows, of each kv head of a sequence
+struct TileClusters {
+  FastDivmod ctas;  // of a cluster
+  FastDivmod tiles;  // of query rows, of each kv head of a sequence
   int column_bits = 0;  // 2^column_bits columns of outputs are merged by each of the first CTAs
 };
 
@@ -165,33 +165,34 @@ struct DecodeProblem {
   Cache cache;
   NewKeys added;
   Rotary rotary;
-  Matrices unrotated_q;  // where fwd.q comes from, if there is rotary embedding
+  TensorView unrotated_q;  // where fwd.q comes from, if there is rotary embedding
   // How keys are shared out: in so many parts a sequence, or parts of so many keys, or evenly over CTAs if both are 0.
   int num_splits, split_size;
-  int grain_blocks;  // of even shares: blocks of keys that are not parted
-  int ctas_of_head;  // CTAs for each kv head
-  Divisor by_ctas_of_head;  // less those that come late
-  int at_once;  // CTAs that the GPU has room for
-  int neighbours;  // CTAs that follow each other and run on SMs side by side
-  Divisor heads_k, group;  // kv heads, and query heads of each
-  Divisor page_size;
-  float kept;  // share of what is read of K and V that the L2 cache keeps like other data; the rest leaves it first
-  AlikeSequences alike;
-  UnitClusters clusters;
-  // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/shares.h).
+  int quantum_blocks;  // of even chunks: blocks of keys that are not parted
+  int ctas_per_head;  // CTAs for each kv head
+  FastDivmod by_ctas_per_head;  // less those that come late
+  int resident_ctas;  // CTAs that the GPU has room for
+  int cluster_ctas;  // CTAs that follow each other and run on SMs side by side
+  FastDivmod heads_k, group;  // kv heads, and query heads of each
+  FastDivmod page_size;
+  float
+      l2_fraction;  // share of what is read of K and V that the L2 cache keeps like other data; the rest leaves it first
+  UniformBatch uniform;
+  TileClusters clusters;
+  // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/decode_scheduler.h).
   int slots;
-  float* part_out;  // [slots, block_m, head_dim_v of the tile]
-  float* part_lse;  // [slots, block_m]
-  unsigned* arrived;  // [slots]: parts of a unit that are done; null with even shares, which have lasting counters
+  float* split_out;  // [slots, block_m, head_dim_v of the tile]
+  float* split_lse;  // [slots, block_m]
+  unsigned* arrived;  // [slots]: parts of a unit that are done; null with even chunks, which have lasting counters
 
-  constexpr int ctas() const { return ctas_of_head * fwd.heads_k; }
+  constexpr int ctas() const { return ctas_per_head * fwd.heads_k; }
 
   // Whether the host knows that every sequence has as many keys as the others.
-  constexpr bool known_to_be_alike() const {
+  constexpr bool is_uniform() const {
     return cache.lengths == nullptr && cache.leftpad == nullptr && fwd.dense() && added.cu == nullptr && fwd.batch > 0;
   }
 
-  constexpr bool even_shares() const { return num_splits == 0 && split_size == 0; }
+  constexpr bool even_splits() const { return num_splits == 0 && split_size == 0; }
 
   // Whether rows join the cache, or queries are rotated, before anything is computed.
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
@@ -199,7 +200,7 @@ struct DecodeProblem {
 
 // Into how many parts the work on a tile of keys is cut, each with its own sums of dK and dV: on all tiles, or on those
 // that are taken last.
-struct QueryParts {
+struct QuerySplits {
   int heads = 1;  // of the query heads of a kv head
   int queries = 1;  // of the tiles of queries that see the keys
   int whole_tiles = 0;  // which are taken first and are not cut
@@ -209,20 +210,21 @@ struct QueryParts {
 
 struct BwdProblem {
   FwdProblem fwd;  // with its results: out and lse
-  Matrices dout, dq, dk, dv;
-  Statistics dlse;  // may be null
-  Statistics softmax_d;  // result: rowsum(dout * out) - dlse
+  TensorView dout, dq, dk, dv;
+  RowStats dlse;  // may be null
+  RowStats softmax_d;  // result: rowsum(dout * out) - dlse
   // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
-  Statistics lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
-  Statistics row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
+  RowStats lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
+  RowStats row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of the kernel's own
-  int* turns;  // [b, h, rows / block_m, warps]: key tiles, of opened sums the first, that are done with a part of a
+  int*
+      dq_semaphores;  // [b, h, rows / block_m, warps]: key tiles, of opened sums the first, that are done with a part of a
   // turn (of a warp on sm80, of a CTA in sm90's pairs, else all), at its first tile of dQ. Without turns: Pace
-  QueryParts parts;
-  // Of several parts: [slabs, parts, kPartRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then
+  QuerySplits splits;
+  // Of several parts: [slabs, parts, kSlabRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then
   // dV's, in the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k,
-  // rows / kPartRows].
-  float* part_sums;
+  // rows / kSlabRows].
+  float* split_sums;
   int64_t slabs_of_head;  // of packed sequences
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in an order that does not depend on timing
@@ -250,7 +252,7 @@ struct PaddedRows {
   constexpr int64_t first_row(int64_t offset, int b) const { return (offset + int64_t(b) * block) / block * block; }
 };
 
-constexpr int kPartRows = 64;  // keys whose sums lie together in BwdProblem::part_sums: those of a warpgroup
+constexpr int kSlabRows = 64;  // keys whose sums lie together in BwdProblem::split_sums: those of a warpgroup
 
 template <Op>
 struct ProblemOf;

@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "kernels/common/atoms.h"
+#include "kernels/common/smem_atoms.h"
 
 namespace flash_cute {
 
 // Whether Hopper's TMA can address all of a tensor.
-static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
+static bool addressable(const TensorView& m, int64_t rows, int heads, int batch) {
   constexpr int64_t kStrideLimit = int64_t{1} << 39;  // elements of 2 bytes
   auto fits = [](int64_t stride, int64_t steps) { return steps <= 1 || (0 < stride && stride < kStrideLimit); };
   return m.vectors && batch > 0 && heads > 0 && 0 < rows && rows < INT32_MAX && fits(m.row, rows) &&
@@ -17,15 +17,15 @@ static bool addressable(const Matrices& m, int64_t rows, int heads, int batch) {
 }
 
 // Whether it can address all of the tensors with rows of queries and of keys that a kernel gives it.
-static bool addressable(const FwdProblem& p, std::initializer_list<Matrices> queries,
-                        std::initializer_list<Matrices> keys) {
-  auto all = [&](std::initializer_list<Matrices> tensors, bool dense, int64_t longest, int64_t total, int heads) {
-    return std::all_of(tensors.begin(), tensors.end(), [&](const Matrices& m) {
+static bool addressable(const FwdProblem& p, std::initializer_list<TensorView> queries,
+                        std::initializer_list<TensorView> keys) {
+  auto all = [&](std::initializer_list<TensorView> tensors, bool dense, int64_t longest, int64_t total, int heads) {
+    return std::all_of(tensors.begin(), tensors.end(), [&](const TensorView& m) {
       return addressable(m, dense ? longest : total, heads, dense ? p.batch : 1);
     });
   };
   const bool paged = p.pages.ids != nullptr;
-  auto addressable_pages = [&](const Matrices& m) { return addressable(m, p.pages.size, p.heads_k, p.pages.count); };
+  auto addressable_pages = [&](const TensorView& m) { return addressable(m, p.pages.size, p.heads_k, p.pages.count); };
   return all(queries, p.dense(), p.seqlen_q, p.total_q, p.heads) &&
          (paged ? std::all_of(keys.begin(), keys.end(), addressable_pages)
                 : all(keys, p.dense_keys(), p.seqlen_k, p.total_k, p.heads_k));
@@ -55,7 +55,7 @@ static bool asks_for_parts(const P&) {
 }
 
 static bool asks_for_parts(const DecodeProblem& p) {
-  return !p.even_shares();
+  return !p.even_splits();
 }
 
 template <Op op>
@@ -79,7 +79,7 @@ Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Devi
       .empty_columns = loads_tiles && (has_empty_columns(problem.head_dim, config.head_dim) ||
                                        has_empty_columns(problem.head_dim_v, config.head_dim_v)),
       .pages = op == Op::Fwd && problem.pages.ids != nullptr && !reads_pages,
-      .dropout = problem.rules.rng != nullptr && (!config.drops() || keys_shifted),
+      .dropout = problem.rules.rng != nullptr && (!config.has_dropout() || keys_shifted),
       .parts = hopper && asks_for_parts(asked),
   };
 }
@@ -117,7 +117,7 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   add(refusal.pages, "does not read pages, or none of " + number(problem.pages.size) +
                          " rows, or not in a window that is bounded to the left");
   add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
-  add(refusal.parts, "shares keys out in its own way, without num_splits and split_size");
+  add(refusal.parts, "splits keys by itself: takes no num_splits and no split_size");
   return reasons;
 }
 

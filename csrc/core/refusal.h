@@ -40,7 +40,7 @@ const FwdProblem& weighed(const P& p) {
 
 inline DecodeProblem weighed(const DecodeProblem& p) {
   DecodeProblem one = p;
-  if (!p.even_shares()) one.fwd.batch = 1;
+  if (!p.even_splits()) one.fwd.batch = 1;
   return one;
 }
 

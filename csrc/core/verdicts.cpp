@@ -72,7 +72,7 @@ template Choice choose<Op::Decode>(const Asked&, const DecodeProblem&);
 CacheChoice choose_for_cache(const Asked& asked) {
   const DecodeProblem& p = asked.decode;
   CacheChoice choice{choose<Op::Decode>(asked, p), {}};
-  if (choice.decode.chosen == nullptr || p.cache.leftpad != nullptr || !p.even_shares()) return choice;
+  if (choice.decode.chosen == nullptr || p.cache.leftpad != nullptr || !p.even_splits()) return choice;
   choice.forward = choose<Op::Fwd>(asked, p.fwd);
   Choice& forward = choice.forward;
   if (forward.chosen == nullptr) return choice;

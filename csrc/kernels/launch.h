@@ -38,7 +38,7 @@ cudaError_t allow_shared_memory(int smem_bytes) {
 
 // Whether the code of a kernel that runs was compiled for a GPU where kernels overlap, Hopper or a newer one.
 template <auto kKernel>
-cudaError_t can_overlap(bool& can) {
+cudaError_t can_use_pdl(bool& can) {
   static std::atomic<uint64_t> known{0}, able{0};  // devices of which it is, and on which it does
   uint64_t bit = 0;
   if (cudaError_t e = device_bit(bit)) return e;
@@ -56,7 +56,7 @@ struct Grid {
   int64_t ctas;
   int threads, smem_bytes;
   // CTAs that follow each other and run on SMs side by side, as a cluster, of a kernel that fixes no size of its own.
-  int neighbours = 1;
+  int cluster_ctas = 1;
 };
 
 template <auto kKernel, class... Params>
@@ -80,19 +80,19 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
   return launch_grid<kKernel>({ctas, threads, smem_bytes}, {}, stream, params...);
 }
 
-// The same for a kernel that calls wait_for_kernel_before(): it overlaps with the one right before, where they can,
-// from the time on when that calls let_next_kernel_start(), or when its last CTAs end (kernels/common/overlap.h).
+// The same for a kernel that calls wait_on_dependent_grids(): it overlaps with the one right before, where they can,
+// from the time on when that calls launch_dependent_grids(), or when its last CTAs end (kernels/common/pdl.h).
 template <auto kKernel, class... Params>
-cudaError_t launch_overlapping(const Grid& grid, cudaStream_t stream, const Params&... params) {
+cudaError_t launch_with_pdl(const Grid& grid, cudaStream_t stream, const Params&... params) {
   bool can = false;
-  if (cudaError_t e = can_overlap<kKernel>(can)) return e;
+  if (cudaError_t e = can_use_pdl<kKernel>(can)) return e;
   cudaLaunchAttribute overlap{}, cluster{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(grid.neighbours), 1, 1};
+  cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster_ctas), 1, 1};
   cudaLaunchAttribute attributes[] = {overlap, cluster};
-  const size_t count = !can ? 0 : grid.neighbours == 1 ? 1 : 2;
+  const size_t count = !can ? 0 : grid.cluster_ctas == 1 ? 1 : 2;
   return launch_grid<kKernel>(grid, std::span(attributes).first(count), stream, params...);
 }
 

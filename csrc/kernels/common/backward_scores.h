@@ -9,22 +9,22 @@
 
 namespace flash_cute {
 
-// `Place` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others,
+// `Coords` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others,
 // and whether across(c) is column_offset(c).
-template <KernelConfig C, class Place>
+template <KernelConfig C, class Coords>
 class ScoreGradients {
  public:
-  CUTE_DEVICE ScoreGradients(const FwdProblem& p, const SeqInfo& seq, int batch, int first_key, const Place& place)
-      : p_(p), mask_(seq, p.band), shift_(seq.shift()), batch_(batch), place_(place), key_(first_key + place.key) {}
+  CUTE_DEVICE ScoreGradients(const FwdProblem& p, const SeqInfo& seq, int batch, int first_key, const Coords& coords)
+      : p_(p), mask_(seq, p.band), shift_(seq.shift()), batch_(batch), coords_(coords), key_(first_key + coords.key) {}
 
-  // In place, for queries from `first_query` on of a head, whose statistics are given; s and dp (keys,queries). `full`:
+  // In place, for queries from `first_query` on of a head, whose row_stats are given; s and dp (keys,queries). `full`:
   // the band hides nothing. dP may be read after await_dp().
   template <class Scores, class Await>
   CUTE_DEVICE void operator()(Scores s, Scores dp, const float* lse_log2, const float* row_dot, int head,
                               int first_query, bool full, const Await& await_dp) const {
     if constexpr (C.rich()) {
       await_dp();
-      ruled(s, dp, lse_log2, row_dot, head, first_query + place_.query);
+      ruled(s, dp, lse_log2, row_dot, head, first_query + coords_.query);
     } else {
       exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
       await_dp();
@@ -37,13 +37,13 @@ class ScoreGradients {
 
   // The same without rules, in two steps: P in place of S, then dS in place of dP.
   template <class Scores>
-  CUTE_DEVICE void weigh(Scores s, const float* lse_log2, int first_query, bool full) const {
+  CUTE_DEVICE void probabilities(Scores s, const float* lse_log2, int first_query, bool full) const {
     exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
     if (!full) hide(first_query, s);
   }
   template <class Scores>
-  CUTE_DEVICE void differentiate(const Scores& weights, Scores dp, const float* row_dot, int first_query,
-                                 bool full) const {
+  CUTE_DEVICE void score_gradients(const Scores& weights, Scores dp, const float* row_dot, int first_query,
+                                   bool full) const {
     subtract(dp, row_dot);
     CUTE_UNROLL
     for (int i = 0; i < size(dp); ++i) dp(i) *= weights(i);
@@ -79,7 +79,7 @@ class ScoreGradients {
 
   // A statistic of columns c and c + 1.
   CUTE_DEVICE float2 pair(const float* statistic, int c) const {
-    return *reinterpret_cast<const float2*>(statistic + place_.query + Place::across(c));
+    return *reinterpret_cast<const float2*>(statistic + coords_.query + Coords::across(c));
   }
 
   // The same under the rules, each in a pass of its own: where it is off, it costs a branch. With dropout, dS lacks
@@ -88,7 +88,7 @@ class ScoreGradients {
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
                          int query) const {
     const ScoreRules& rules = p_.rules;
-    const bool capped = rules.softcap > 0.f, drops = C.drops() && rules.rng != nullptr;
+    const bool capped = rules.softcap > 0.f, drops = C.has_dropout() && rules.rng != nullptr;
     float scale = p_.softmax_scale;  // of scores
     if (capped) {
       if (drops) each(s, head, query, [&](int r, int c, bool keep) { dp(r, c) = keep ? dp(r, c) : 0.f; });
@@ -109,7 +109,7 @@ class ScoreGradients {
       for (int r = 0; r < size<0>(s); ++r) {
         CUTE_UNROLL
         for (int c = 0; c < size<1>(s); ++c) {
-          s(r, c) = s(r, c) * scale - slope * fabsf(distance + float(Place::across(c) - Place::down(r)));
+          s(r, c) = s(r, c) * scale - slope * fabsf(distance + float(Coords::across(c) - Coords::down(r)));
         }
       }
       scale = 1.f;
@@ -117,7 +117,7 @@ class ScoreGradients {
     exponentiate(s, lse_log2, scale * kLog2e);
     if (drops && !capped) {
       each(s, head, query, [&](int r, int c, bool keep) {
-        const float lost = s(r, c) * row_dot[place_.query + Place::across(c)];
+        const float lost = s(r, c) * row_dot[coords_.query + Coords::across(c)];
         s(r, c) = keep ? s(r, c) : 0.f;
         dp(r, c) = s(r, c) * dp(r, c) - lost;
       });
@@ -133,14 +133,14 @@ class ScoreGradients {
   CUTE_DEVICE void each(const Scores& s, int head, int query, F f) const {
     const Dropout dropout(p_.rules, int64_t(batch_) * p_.heads + head);
     each_kept<true, decltype(size<0>(s))::value, decltype(size<1>(s))::value>(
-        dropout, [&](int r) { return key_ + Place::down(r); }, [&](int c) { return query + Place::across(c); }, f);
+        dropout, [&](int r) { return key_ + Coords::down(r); }, [&](int c) { return query + Coords::across(c); }, f);
   }
 
   // Hidden elements of all `scores` are selected away: hidden keys and values may hold anything.
   template <class... Scores>
   CUTE_DEVICE void hide(int first_query, Scores&... scores) const {
-    const int query = first_query + place_.query;
-    if constexpr (Place::kColumnsInOrder) {
+    const int query = first_query + coords_.query;
+    if constexpr (Coords::kColumnsInOrder) {
       hide_columns(query, scores...);
     } else {
       hide_elements(query, scores...);
@@ -154,7 +154,7 @@ class ScoreGradients {
       const auto [begin, end] = visible_columns(r, query);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(first); ++c) {
-        if (Place::across(c) < begin || Place::across(c) >= end) ((first(r, c) = 0.f), ..., (others(r, c) = 0.f));
+        if (Coords::across(c) < begin || Coords::across(c) >= end) ((first(r, c) = 0.f), ..., (others(r, c) = 0.f));
       }
     }
   }
@@ -176,14 +176,14 @@ class ScoreGradients {
 
   // Row r sees the queries at offsets [first, last) from `query`.
   CUTE_DEVICE RowSpan visible_columns(int r, int query) const {
-    const int key = key_ + Place::down(r), first = key - mask_.highest - query;
+    const int key = key_ + Coords::down(r), first = key - mask_.highest - query;
     return {first, key < mask_.seqlen_k ? key - mask_.lowest + 1 - query : first};
   }
 
   const FwdProblem& p_;
   BandMask mask_;
   int shift_, batch_;
-  Place place_;
+  Coords coords_;
   int key_;  // of this thread's first element, in the sequence
 };
 

@@ -24,7 +24,7 @@ FC_HOST_DEVICE SeqInfo cached_seq(const DecodeProblem& p, int b) {
   const int used = rows_in_use(p, b);
   const int first = p.cache.leftpad == nullptr ? 0 : clamped(p.cache.leftpad[b], used);
   const int last = clamped(int64_t(used) + new_rows(p.added, b).length, p.fwd.seqlen_k);
-  return {seq_span(p.fwd.sequences.cu_q, nullptr, b, p.fwd.seqlen_q, p.fwd.total_q), {first, last - first}};
+  return {seq_span(p.fwd.varlen.cu_q, nullptr, b, p.fwd.seqlen_q, p.fwd.total_q), {first, last - first}};
 }
 
 // The sequence that has a row among those of all sequences, or -1: of equal length `each`, or, with offsets, of rows

@@ -1,4 +1,4 @@
-// One answer from several over parts of the keys.
+// One answer from several over splits of the keys.
 #pragma once
 
 #include "kernels/common/fragment.h"
@@ -64,11 +64,11 @@ class MergedRow {
   float weight_[kCount];
 };
 
-// A warp merges a row of parts whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim`
-// columns from there on, with a sink; kBatch parts are read at once. store(column, values) gets the result; its
-// log-sum-exp is returned. Again parts that saw no key may hold anything.
+// A warp merges a row of splits whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim`
+// columns from there on, with a sink; kBatch splits are read at once. store(column, values) gets the result; its
+// log-sum-exp is returned. Again splits that saw no key may hold anything.
 template <int kWidth, int kBatch, class Lse, class Out, class Store>
-CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, Store store) {
+CUTE_DEVICE float merge_row(int splits, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;
   constexpr int kLanes = 32;
   static_assert(kLanes % kBatch == 0);
@@ -80,13 +80,13 @@ CUTE_DEVICE float merge_row(int parts, Lse lse, Out out, int dim, float sink, St
     Values sum;
     sum.fill(0.f);
     CUTE_NO_UNROLL
-    for (int first = 0; first < parts; first += kBatch) {
-      const int part = first + lane % kBatch;
-      const float own = part < parts ? lse(part) : -INFINITY;
+    for (int first = 0; first < splits; first += kBatch) {
+      const int split = first + lane % kBatch;
+      const float own = split < splits ? lse(split) : -INFINITY;
       Values values[kBatch];
       CUTE_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        if (there) values[i] = out(min(first + i, parts - 1), column);
+        if (there) values[i] = out(min(first + i, splits - 1), column);
       }
       const float before = top;
       top = fmaxf(top, warp_max(own));

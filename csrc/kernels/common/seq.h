@@ -38,8 +38,8 @@ struct SeqInfo {
   SeqSpan q, k;
 
   FC_HOST_DEVICE SeqInfo(const FwdProblem& p, int b)
-      : q(seq_span(p.sequences.cu_q, p.sequences.used_q, b, p.seqlen_q, p.total_q)),
-        k(seq_span(p.sequences.cu_k, p.sequences.used_k, b, p.seqlen_k, p.total_k)) {}
+      : q(seq_span(p.varlen.cu_q, p.varlen.used_q, b, p.seqlen_q, p.total_q)),
+        k(seq_span(p.varlen.cu_k, p.varlen.used_k, b, p.seqlen_k, p.total_k)) {}
 
   FC_HOST_DEVICE SeqInfo(SeqSpan q, SeqSpan k) : q(q), k(k) {}
 

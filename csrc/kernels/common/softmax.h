@@ -30,7 +30,7 @@ constexpr float kSlack = 8.f;
 constexpr float kHuge = 0x1p24f;
 
 // Factors of scores that depend on the score, so that the product grows with it: none.
-struct NoBend {
+struct UnitFactor {
   CUTE_DEVICE float operator()(float) const { return 1.f; }
 };
 
@@ -58,11 +58,12 @@ struct SinkWeight {
 // The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
-  using Tops = cutlass::Array<float, kRows>;
+  using RowMaxima = cutlass::Array<float, kRows>;
 
   float scale_log2;  // of scores, positive: a weight is 2^(scale_log2 * score - offset)
-  float row_max[kRows];  // of scores, or 0 (see raise()); this thread's columns only, until rescale() or close()
-  float row_sum[kRows][kChains];  // of weights; this thread's columns only, until close()
+  float
+      row_max[kRows];  // of scores, or 0 (see update_max()); this thread's columns only, until rescale() or finalize()
+  float row_sum[kRows][kChains];  // of weights; this thread's columns only, until finalize()
   // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number,
   // its rounding does not show. Before the first rescale() less than any score.
   float offset[kRows];
@@ -82,15 +83,15 @@ struct OnlineSoftmax {
 
   // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
   // (rows,dims) are rescaled to it, and the result is true for the whole warp. A maximum that rises little is let be:
-  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `bend` of them. `then` is done
+  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `factor_of` of them. `then` is done
   // in both cases, before they meet again: ptxas moves what comes after that past waits, and leaves what is in a
   // branch.
-  template <class Scores, class Output, class Bend = NoBend, class Then = Nothing>
-  CUTE_DEVICE bool raise(Scores&& scores, Output&& output, const Bend& bend = {}, const Then& then = {}) {
-    Tops top;
+  template <class Scores, class Output, class Factor = UnitFactor, class Then = Nothing>
+  CUTE_DEVICE bool update_max(Scores&& scores, Output&& output, const Factor& factor_of = {}, const Then& then = {}) {
+    RowMaxima top;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) top[r] = top_of(scores, r);
-    if (takes(top, bend)) {
+    for (int r = 0; r < kRows; ++r) top[r] = max_of_row(scores, r);
+    if (keeps_offset(top, factor_of)) {
       then();
       return false;
     }
@@ -101,7 +102,7 @@ struct OnlineSoftmax {
 
   // Whether scores of such magnitudes() would be let be, as far as this thread knows, if none is multiplied by more than
   // `most`. Then maxima need not be known, unless somebody asks for them.
-  CUTE_DEVICE bool lets_be(const Tops& magnitudes, float most) const {
+  CUTE_DEVICE bool fits_limit(const RowMaxima& magnitudes, float most) const {
     bool does = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) does &= magnitudes[r] * most <= limit[r];
@@ -111,28 +112,28 @@ struct OnlineSoftmax {
   // The largest magnitude of each row's scores, of this thread's columns only. What is not negative has the order of its
   // bits as integers, of which Hopper takes the largest of three at once.
   template <class Scores>
-  CUTE_DEVICE static Tops magnitudes(const Scores& scores) {
+  CUTE_DEVICE static RowMaxima magnitudes(const Scores& scores) {
     static_assert(decltype(size<1>(scores))::value % 4 == 0);
-    Tops top;
+    RowMaxima top;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       auto larger = [&](int c) { return __float_as_int(fmaxf(fabsf(scores(r, c)), fabsf(scores(r, c + 1)))); };
-      int part[kChains] = {};
+      int chain[kChains] = {};
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); c += 4) {
-        int& most = part[c / 4 % kChains];
+        int& most = chain[c / 4 % kChains];
         most = __vimax3_s32(most, larger(c), larger(c + 2));
       }
       CUTE_UNROLL
-      for (int i = 1; i < kChains; ++i) part[0] = max(part[0], part[i]);
-      top[r] = __int_as_float(part[0]);
+      for (int i = 1; i < kChains; ++i) chain[0] = max(chain[0], chain[i]);
+      top[r] = __int_as_float(chain[0]);
     }
     return top;
   }
 
   // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
   template <class Scores>
-  CUTE_DEVICE void weigh(Scores&& scores, int first, int last) {
+  CUTE_DEVICE void exponentiate(Scores&& scores, int first, int last) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
@@ -146,7 +147,7 @@ struct OnlineSoftmax {
   // The same of a whole tile in two steps. The first makes scores exponents, and those of the first columns weights.
   // `factor` of a score is what it is multiplied by.
   template <class Scores, class Factor>
-  CUTE_DEVICE void begin_weights(Scores&& scores, int columns, const Factor& factor) {
+  CUTE_DEVICE void begin_exponentials(Scores&& scores, int columns, const Factor& factor) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
@@ -156,11 +157,11 @@ struct OnlineSoftmax {
     }
   }
   template <class Scores>
-  CUTE_DEVICE void begin_weights(Scores&& scores, int columns) {
-    begin_weights(scores, columns, [&](float) { return scale_log2; });
+  CUTE_DEVICE void begin_exponentials(Scores&& scores, int columns) {
+    begin_exponentials(scores, columns, [&](float) { return scale_log2; });
   }
   template <class Scores>
-  CUTE_DEVICE void end_weights(Scores&& scores, int columns) {
+  CUTE_DEVICE void end_exponentials(Scores&& scores, int columns) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
@@ -190,7 +191,7 @@ struct OnlineSoftmax {
   // Closes row r's sum, the sink's weight included; outputs get `factor` on top. It can do without the branch of an
   // exact division, to run under the last product of outputs.
   template <bool kBranchless = false>
-  CUTE_DEVICE Total close(int r, float sink /* -inf: none */, float factor) {
+  CUTE_DEVICE Total finalize(int r, float sink /* -inf: none */, float factor) {
     const RowSum own = sum(r);
     const SinkWeight beside(own.reference, sink * kLog2e);
     const float total = own.value * beside.damping * beside.damping + beside.weight, weight = factor * beside.damping;
@@ -201,7 +202,7 @@ struct OnlineSoftmax {
 
   // Divides row r of outputs (rows,dims) by its sum. A row without keys stays 0.
   template <class Output>
-  CUTE_DEVICE static void divide(Output&& output, int r, const Total& total) {
+  CUTE_DEVICE static void normalize(Output&& output, int r, const Total& total) {
     CUTE_UNROLL
     for (int c = 0; total.damping < 1.f && c < size<1>(output); ++c) output(r, c) *= total.damping;
     CUTE_UNROLL
@@ -214,9 +215,9 @@ struct OnlineSoftmax {
     cutlass::Array<float, kRows> lse;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const Total total = close(r, sink, factor);
+      const Total total = finalize(r, sink, factor);
       lse[r] = total.lse;
-      divide(output, r, total);
+      normalize(output, r, total);
     }
     return lse;
   }
@@ -229,24 +230,24 @@ struct OnlineSoftmax {
  private:
   // The largest of row r's scores, of this thread's columns only.
   template <class Scores>
-  CUTE_DEVICE static float top_of(const Scores& scores, int r) {
-    float part[kChains];
+  CUTE_DEVICE static float max_of_row(const Scores& scores, int r) {
+    float chain[kChains];
     CUTE_UNROLL
-    for (int i = 0; i < kChains; ++i) part[i] = scores(r, i);
+    for (int i = 0; i < kChains; ++i) chain[i] = scores(r, i);
     CUTE_UNROLL
-    for (int c = kChains; c < size<1>(scores); ++c) part[c % kChains] = fmaxf(part[c % kChains], scores(r, c));
+    for (int c = kChains; c < size<1>(scores); ++c) chain[c % kChains] = fmaxf(chain[c % kChains], scores(r, c));
     CUTE_UNROLL
-    for (int i = 1; i < kChains; ++i) part[0] = fmaxf(part[0], part[i]);
-    return part[0];
+    for (int i = 1; i < kChains; ++i) chain[0] = fmaxf(chain[0], chain[i]);
+    return chain[0];
   }
 
   // Bends maxima of new scores. If all offsets of the warp may stay under them, they join row_max.
-  template <class Bend>
-  CUTE_DEVICE bool takes(Tops& top, const Bend& bend) {
+  template <class Factor>
+  CUTE_DEVICE bool keeps_offset(RowMaxima& top, const Factor& factor_of) {
     bool may = true;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      top[r] *= bend(top[r]);
+      top[r] *= factor_of(top[r]);
       may &= top[r] * scale_log2 <= limit[r];
     }
     if (!__all_sync(0xffffffff, may)) return false;
@@ -259,7 +260,7 @@ struct OnlineSoftmax {
 
   // `top`: maxima of the new scores, this thread's columns only.
   template <class Scores, class Output>
-  CUTE_DEVICE void rescale(const Tops& top, Scores&& scores, Output&& output) {
+  CUTE_DEVICE void rescale(const RowMaxima& top, Scores&& scores, Output&& output) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const bool was_huge = limit[r] == -INFINITY;

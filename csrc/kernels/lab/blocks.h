@@ -31,7 +31,7 @@ class BlockCopy {
   static_assert(kRows % kDown == 0 && kDown % 8 == 0, "every thread has as many vectors, all with the same swizzle");
 
  public:
-  CUTE_DEVICE BlockCopy(const Matrices& m, int batch, int head, int first_row, Element* shared)
+  CUTE_DEVICE BlockCopy(const TensorView& m, int batch, int head, int first_row, Element* shared)
       : stride_(m.row),
         shared_(sm80::kept(cast_smem_ptr_to_uint(shared) + Shared::at(row(), col()))),
         global_(static_cast<const Element*>(m.ptr) + batch * m.batch + head * m.head + (first_row + row()) * m.row +
@@ -112,7 +112,7 @@ struct BlockOperand {
 // Rounds a warp's rows of outputs (MMA,MMA_M,MMA_N) and writes them, by way of the shared memory of its rows of Q, which
 // no other warp reads.
 template <class Element, int kCols, bool kSwizzled, class Accumulator>
-CUTE_DEVICE void store_rows(const Accumulator& acc, Element* block, const Matrices& m, int batch, int head,
+CUTE_DEVICE void store_rows(const Accumulator& acc, Element* block, const TensorView& m, int batch, int head,
                             int first_row) {
   using Shared = BlockLayout<kCols, kSwizzled>;
   constexpr int kPieces = decltype(size<1>(acc))::value, kRows = 16 * kPieces, kRowsOfLanes = 32 / Shared::kVectors;

@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas()) forward(const __grid_co
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     product<typename T::Atom>(tSrS, q, k);
     if constexpr (C.optimized_softmax) {
-      softmax.raise(scores, output);
+      softmax.update_max(scores, output);
     } else {
-      softmax.weigh(scores, output);
+      softmax.exponentiate(scores, output);
     }
 
     // After arriving V(n) is visible to all, and nobody still reads K(n).
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas()) forward(const __grid_co
 
     Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
     auto weights = [&](int step) {  // of 16 keys; optimized, their exponentials run under the products before
-      if constexpr (C.optimized_softmax) softmax.weigh(scores, 4 * step, 4 * step + 4);
+      if constexpr (C.optimized_softmax) softmax.exponentiate(scores, 4 * step, 4 * step + 4);
       return converted<Element>(rP(_, _, step));
     };
     product<typename T::Atom>(tOrO, ComputedA{weights}, v);

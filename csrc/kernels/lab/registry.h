@@ -13,7 +13,7 @@ namespace flash_cute::lab {
 
 // Attention without a mask: q, k, v and o are of one shape, and seq_len is a multiple of B_r and of B_c.
 struct ForwardKernelArgs {
-  Matrices q, k, v, o;
+  TensorView q, k, v, o;
   int batch, seq_len, heads;
   float softmax_scale;
 };

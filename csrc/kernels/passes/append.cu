@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "kernels/common/cached_seq.h"
-#include "kernels/common/overlap.h"
+#include "kernels/common/pdl.h"
 #include "kernels/common/tiles.h"
 #include "kernels/launch.h"
 
@@ -27,8 +27,8 @@ struct Movers {
   static Movers of(int64_t rows, int heads, int head_dim, int width) {
     auto bits = [](int n) { return static_cast<unsigned>(std::bit_width(static_cast<unsigned>(n) - 1)); };
     const int pairs = (head_dim + 1) / 2;  // the last one may have one number alone
-    const unsigned of_head = bits((pairs + width - 1) / width);
-    return {rows, heads, pairs, of_head, of_head + bits(heads)};
+    const unsigned per_head = bits((pairs + width - 1) / width);
+    return {rows, heads, pairs, per_head, per_head + bits(heads)};
   }
 
   int64_t ctas() const { return ((rows << bits_of_row) + kThreads - 1) / kThreads; }
@@ -58,7 +58,7 @@ struct Source {
 
 __device__ Source source_of(const DecodeProblem& p, bool is_query, int row) {
   const FwdProblem& f = p.fwd;
-  const int* const cu = is_query ? f.sequences.cu_q : p.added.cu;
+  const int* const cu = is_query ? f.varlen.cu_q : p.added.cu;
   const int each = is_query ? f.seqlen_q : p.added.seqlen;
   auto rows_of = [&](int b) {
     return is_query ? seq_span(cu, nullptr, b, f.seqlen_q, f.total_q) : new_rows(p.added, b);
@@ -104,7 +104,7 @@ __device__ Vector<Element, kWidth> vector_at(const void* tensor, int64_t at) {
   return *reinterpret_cast<const Vector<Element, kWidth>*>(static_cast<const Element*>(tensor) + at);
 }
 
-// Turns kWidth pairs: numbers of x[0] with those of x[1], or, where they are interleaved, neighbours.
+// Turns kWidth pairs: numbers of x[0] with those of x[1], or, where they are interleaved, cluster_ctas.
 template <class Element, int kWidth>
 __device__ void turn_pairs(Vector<Element, kWidth> (&x)[2], const Rotary& rotary, int64_t position, int pair) {
   const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + pair;
@@ -141,12 +141,12 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
   const Source source = source_of(p, is_query, static_cast<int>(item.row));
   if (!source.exists) return;
   const FwdProblem& f = p.fwd;
-  const Matrices &from = is_query        ? p.unrotated_q
-                         : kind == kKeys ? p.added.k
-                                         : p.added.v,
-                 &to = is_query        ? f.q
-                       : kind == kKeys ? f.k
-                                       : f.v;
+  const TensorView &from = is_query        ? p.unrotated_q
+                           : kind == kKeys ? p.added.k
+                                           : p.added.v,
+                   &to = is_query        ? f.q
+                         : kind == kKeys ? f.k
+                                         : f.v;
   const bool turns = kind != kValues && p.rotary.cos != nullptr && item.pair < p.rotary.half;
   const bool apart = turns && !p.rotary.interleaved;
   const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? p.rotary.half : kWidth);
@@ -170,7 +170,7 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
 template <class Element, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     append_and_rotate(const __grid_constant__ DecodeProblem p, const __grid_constant__ AllMovers movers) {
-  if (movers.are_early) let_next_kernel_start();
+  if (movers.are_early) launch_dependent_grids();
   const int cta = static_cast<int>(blockIdx.x);
   const int kind = (cta >= movers.of[kKeys].end) + (cta >= movers.of[kValues].end);
   const Item item(movers.of[kind], cta - (kind == kKeys ? 0 : movers.of[kind - 1].end), kWidth);
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool arrives = turn == 1;
     if (arrives) {
       // After this what comes before has ended, and so it has for the next kernel when that starts.
-      wait_for_kernel_before();
-      let_next_kernel_start();
+      wait_on_dependent_grids();
+      launch_dependent_grids();
     }
     if (item.exists) move<Element, kWidth>(p, kind, item, arrives);
   }
@@ -215,8 +215,8 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, bool next_waits)
     if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
     some.end = static_cast<int>(ctas);
   }
-  movers.are_early = next_waits && kShare * ctas <= p.at_once;
-  return launch_overlapping<append_and_rotate<Element, kWidth>>({ctas, kThreads, 0}, stream, p, movers);
+  movers.are_early = next_waits && kShare * ctas <= p.resident_ctas;
+  return launch_with_pdl<append_and_rotate<Element, kWidth>>({ctas, kThreads, 0}, stream, p, movers);
 }
 
 template <class Element>

@@ -14,7 +14,7 @@ struct Partials {
   void* result;       // [rows, dim]
   float* result_lse;  // [rows]
   Element element;    // of the result
-  int parts, dim;
+  int splits, dim;
   int64_t rows;
 };
 

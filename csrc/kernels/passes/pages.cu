@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // A row of all heads, in units of so many elements; zeros if it does not exist.
 template <class Unit>
-__device__ void copy_row(const Matrices& from, int64_t page, int64_t row, bool exists, const Matrices& to, int64_t b,
-                         int64_t to_row, int heads, int head_dim, int unit_elements) {
+__device__ void copy_row(const TensorView& from, int64_t page, int64_t row, bool exists, const TensorView& to,
+                         int64_t b, int64_t to_row, int heads, int head_dim, int unit_elements) {
   const int units = head_dim / unit_elements;
   const Unit* const source = static_cast<const Unit*>(from.ptr) + (page * from.batch + row * from.row) / unit_elements;
   Unit* const target = static_cast<Unit*>(to.ptr) + (b * to.batch + to_row * to.row) / unit_elements;

@@ -13,7 +13,7 @@ cudaError_t count_paged_keys(const int* cu_k, const int* used_k, int batch, int 
 
 // Where a sequence's keys and values are laid end to end, from row 0 of the batch on.
 struct GatheredKeys {
-  Matrices k, v;
+  TensorView k, v;
   int rows;  // that each sequence has room for
   int* lengths;  // [batch], rows that it has
 };

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
   const Dropout dropout(p.rules, int64_t(batch) * p.heads + head);
   const float slope = slope_of(p.rules, batch, head);
   const bool exists = row < seq.q.length;
-  auto vector = [&](const Matrices& m, int at_head, int64_t at_row) {
+  auto vector = [&](const TensorView& m, int at_head, int64_t at_row) {
     return static_cast<const Element*>(m.ptr) + batch * m.batch + at_head * m.head + at_row * m.row;
   };
   for (int i = threadIdx.x; exists && i < p.head_dim; i += kThreads) {

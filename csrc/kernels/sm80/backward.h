@@ -11,7 +11,7 @@
 #include <cutlass/cutlass.h>
 
 #include "core/registry.h"
-#include "kernels/common/backward_passes.h"
+#include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_scores.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/common/mask.h"
@@ -19,11 +19,11 @@
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
 #include "kernels/launch.h"
-#include "kernels/passes/gaps.h"
-#include "kernels/passes/sink.h"
-#include "kernels/sm80/backward_passes.h"
+#include "kernels/passes/zero_fill.h"
+#include "kernels/passes/sink_grad.h"
+#include "kernels/sm80/backward_dq.h"
 #include "kernels/sm80/backward_products.h"
-#include "kernels/sm80/backward_scores.h"
+#include "kernels/sm80/warp_coords.h"
 #include "kernels/sm80/mma.h"
 #include "kernels/sm80/tile_io.h"
 
@@ -34,14 +34,14 @@ struct BackwardTraits {
   using Element = typename Mma16816<C.dtype>::Element;
   using Dq = DqTraits<C>;
   static constexpr bool kWholeKeys = C.whole_keys();
-  static constexpr int kPartM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
+  static constexpr int kSubM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
   static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
   static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
-  static constexpr int kTurn = C.block_n / 32;  // tiles of dQ in a turn, found by trying
-  static constexpr int kSteps = kPartM / (16 * kAcross);  // of the products for dV and dK that a warp has scores for
-  // Registers of a thread: the accumulators of one part of S or dP, those of dQ, and what those of dK and dV leave for
+  static constexpr int kTilesPerSemaphore = C.block_n / 32;  // tiles of dQ in a turn, found by trying
+  static constexpr int kSteps = kSubM / (16 * kAcross);  // of the products for dV and dK that a warp has scores for
+  // Registers of a thread: the accumulators of one sub of S or dP, those of dQ, and what those of dK and dV leave for
   // others and for operands, found by trying.
-  static constexpr int kScores = C.block_n * kPartM / C.threads();
+  static constexpr int kScores = C.block_n * kSubM / C.threads();
   static constexpr int kDq = C.block_m * C.head_dim / C.threads();
   static constexpr int kRoom = (kWholeKeys ? 200 : 216) - C.block_n * (C.head_dim + C.head_dim_v) / C.threads();
 
@@ -52,14 +52,14 @@ struct BackwardTraits {
   // S^T = K Q^T and dP^T = V dO^T.
   using OperandK = StagedOperand<Side::A, false, Element, C.block_n, C.head_dim, kDown>;
   using OperandV = StagedOperand<Side::A, false, Element, C.block_n, C.head_dim_v, kDown>;
-  using OperandQ = StagedOperand<Side::B, false, Element, kPartM, C.head_dim, kAcross>;
-  using OperandDout = StagedOperand<Side::B, false, Element, kPartM, C.head_dim_v, kAcross>;
-  using Place = ScorePlace<C.block_n, kPartM, kDown, kAcross>;
+  using OperandQ = StagedOperand<Side::B, false, Element, kSubM, C.head_dim, kAcross>;
+  using OperandDout = StagedOperand<Side::B, false, Element, kSubM, C.head_dim_v, kAcross>;
+  using Coords = WarpCoords<C.block_n, kSubM, kDown, kAcross>;
   using ResultS = SharedResult<Element, C.block_n, C.block_m, kDown, kAcross>;
   // dK = dS^T Q and dV = P^T dO.
   using OperandP = StagedOperand<Side::A, false, Element, C.block_n, C.block_m, kDown>;  // and dS
-  using OperandQt = StagedOperand<Side::B, true, Element, kPartM, C.head_dim, kAcross>;
-  using OperandDoutT = StagedOperand<Side::B, true, Element, kPartM, C.head_dim_v, kAcross>;
+  using OperandQt = StagedOperand<Side::B, true, Element, kSubM, C.head_dim, kAcross>;
+  using OperandDoutT = StagedOperand<Side::B, true, Element, kSubM, C.head_dim_v, kAcross>;
   using ResultK = SharedResult<Element, C.block_n, C.head_dim, kDown, kAcross>;
   using ResultV = SharedResult<Element, C.block_n, C.head_dim_v, kDown, kAcross>;
   // dQ = dS K.
@@ -82,7 +82,7 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
-// Loads the Q, dO and row statistics of steps. Addresses are computed anew for each step, when registers are free.
+// Loads the Q, dO and row row_stats of steps. Addresses are computed anew for each step, when registers are free.
 template <KernelConfig C>
 class StepLoader {
  public:
@@ -125,14 +125,14 @@ class StepLoader {
 
   // As TileCopy, with its question whether the tile is there whole answered.
   template <int kCols>
-  CUTE_DEVICE void copy(Element* shared, const Matrices& m, int head, int row, int cols, bool whole) const {
+  CUTE_DEVICE void copy(Element* shared, const TensorView& m, int head, int row, int cols, bool whole) const {
     using T = TileThreads<C.threads(), C.block_m, kCols>;
     const int my_row = T::row(threadIdx.x), my_col = T::col(threadIdx.x);
     const uint32_t to = cast_smem_ptr_to_uint(shared + SharedLayout<C.block_m, kCols>{}(my_row, my_col));
     const Element* from = static_cast<const Element*>(m.ptr) + tile_.batch * m.batch + head * m.head +
                           (offset_ + row + my_row) * m.row + my_col;
     if (!whole) {
-      load_parts<Element, C.threads(), C.block_m, kCols>(to, from, m.row, m.vectors, row, queries_, cols, threadIdx.x);
+      load_ragged<Element, C.threads(), C.block_m, kCols>(to, from, m.row, m.vectors, row, queries_, cols, threadIdx.x);
       return;
     }
     CUTE_UNROLL
@@ -153,29 +153,29 @@ class StepLoader {
   int whole_begin_ = 0, whole_end_ = 0;  // query tiles that are there whole, with all columns
 };
 
-// The order in which key tiles add to dQ, where it has to be the same every time: ascending. A turn is a warp's part of
-// kTurn tiles of dQ one after the other: passing it on is a fence for all that the warp has under way, but the longer
+// The order in which key tiles add to dQ, where it has to be the same every time: ascending. A turn is a warp's sub of
+// kTilesPerSemaphore tiles of dQ one after the other: passing it on is a fence for all that the warp has under way, but the longer
 // turns are, the further apart are the tiles that queries in the L2 cache have to last for. Each warp of a CTA waits
 // for the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger index:
 // one of them always goes on.
-class Turn {
+class DqSemaphore {
  public:
   // Begins the turn with this counter of the key tiles that have had it, if it has not begun, and ends the one before.
-  CUTE_DEVICE void begin(int* counter) {
+  CUTE_DEVICE void select(int* counter) {
     if (counter == counter_) return;
-    end();
+    release();
     counter_ = counter;
-    ask();
+    poll();
   }
 
   // Waits until all key tiles before have had the turn. Nothing that they wrote is read, and no reduction is done
   // before the branch that leads to it, so nothing has to be acquired.
   CUTE_DEVICE void wait(int tiles_before) {
-    while (done_ < tiles_before) ask();
+    while (done_ < tiles_before) poll();
   }
 
   // Lets the next key tile have the turn. Best some time after the last addition: additions are waited for.
-  CUTE_DEVICE void end() const {
+  CUTE_DEVICE void release() const {
     __syncwarp();
     if (counter_ != nullptr && threadIdx.x % 32 == 0) {
       asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory");
@@ -183,7 +183,7 @@ class Turn {
   }
 
  private:
-  CUTE_DEVICE void ask() {
+  CUTE_DEVICE void poll() {
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done_) : "l"(counter_) : "memory");
   }
 
@@ -238,8 +238,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   auto tVrdV = T::template accumulator<C.head_dim_v>();  // (MMA,MMA_N,MMA_DV)
   clear(tKrdK);
   clear(tVrdV);
-  const ScoreGradients<C, typename T::Place> gradients(p.fwd, seq, tile.batch, tile.row, typename T::Place(warp));
-  Turn turn;
+  const ScoreGradients<C, typename T::Coords> gradients(p.fwd, seq, tile.batch, tile.row, typename T::Coords(warp));
+  DqSemaphore semaphore;
 
   int stage = 0;
   CUTE_NO_UNROLL
@@ -252,44 +252,45 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     cp_async_wait<0>();
     __syncthreads();
     const int64_t dq_row = padded_row + step.head * p.lse_log2.head + step.m * C.block_m;
-    const int first_of_turn = step.m / T::kTurn * T::kTurn;
-    auto begin_turn = [&] {
-      if (p.deterministic) turn.begin(p.turns + (dq_row / C.block_m - step.m + first_of_turn) * C.warps + warp);
+    const int first_of_semaphore = step.m / T::kTilesPerSemaphore * T::kTilesPerSemaphore;
+    auto select_semaphore = [&] {
+      if (p.deterministic)
+        semaphore.select(p.dq_semaphores + (dq_row / C.block_m - step.m + first_of_semaphore) * C.warps + warp);
     };
-    if constexpr (T::kWholeKeys) begin_turn();
+    if constexpr (T::kWholeKeys) select_semaphore();
     if constexpr (C.stages == 2) load_step(step.next(range), 1 - stage);
 
     CUTE_UNROLL
-    for (int part = 0; part < C.block_m; part += T::kPartM) {
-      const int q_part = q_bytes + part * C.head_dim * int(sizeof(Element));
-      const int dout_part = dout_bytes + part * C.head_dim_v * int(sizeof(Element));
-      auto tSrS = T::template accumulator<T::kPartM>();  // (MMA,MMA_N,MMA_M)
-      auto tSrdP = T::template accumulator<T::kPartM>();  // (MMA,MMA_N,MMA_M)
+    for (int sub = 0; sub < C.block_m; sub += T::kSubM) {
+      const int q_sub = q_bytes + sub * C.head_dim * int(sizeof(Element));
+      const int dout_sub = dout_bytes + sub * C.head_dim_v * int(sizeof(Element));
+      auto tSrS = T::template accumulator<T::kSubM>();  // (MMA,MMA_N,MMA_M)
+      auto tSrdP = T::template accumulator<T::kSubM>();  // (MMA,MMA_N,MMA_M)
       clear(tSrS);
       clear(tSrdP);
-      product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_part));
-      product<T::kRoom - 2 * T::kScores>(mma, tSrdP, v, dout.at(dout_part));
-      gradients(rows_and_columns(tSrS), rows_and_columns(tSrdP), storage.lse_log2[stage] + part,
-                storage.row_dot[stage] + part, head, step.m * C.block_m + part, range.full(step.m), [] {});
+      product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_sub));
+      product<T::kRoom - 2 * T::kScores>(mma, tSrdP, v, dout.at(dout_sub));
+      gradients(rows_and_columns(tSrS), rows_and_columns(tSrdP), storage.lse_log2[stage] + sub,
+                storage.row_dot[stage] + sub, head, step.m * C.block_m + sub, range.full(step.m), [] {});
       Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
       Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
       if constexpr (!T::kWholeKeys) ds_out.at(kPBytes).write(rP, 0);
-      ds_out.write(rdS, part);
+      ds_out.write(rdS, sub);
       Tensor aP = as_operand_a(rP), adS = as_operand_a(rdS);  // (MMA,MMA_N,steps)
       const uint32_t first = across * T::kSteps;
-      product<T::kRoom - T::kScores, T::kAcross>(mma, tVrdV, RegisterOperand{aP}, dout_t.at(dout_part).from(first));
-      product<T::kRoom - T::kScores, T::kAcross>(mma, tKrdK, RegisterOperand{adS}, qt.at(q_part).from(first));
+      product<T::kRoom - T::kScores, T::kAcross>(mma, tVrdV, RegisterOperand{aP}, dout_t.at(dout_sub).from(first));
+      product<T::kRoom - T::kScores, T::kAcross>(mma, tKrdK, RegisterOperand{adS}, qt.at(q_sub).from(first));
     }
 
-    if constexpr (!T::kWholeKeys) begin_turn();
+    if constexpr (!T::kWholeKeys) select_semaphore();
     // After this barrier all of dS and P is in shared memory.
     __syncthreads();
     auto tQrdQ = T::Dq::accumulator();  // (MMA,MMA_M,MMA_D)
     clear(tQrdQ);
     product<T::kRoom - T::kDq>(mma, tQrdQ, ds_t, kt);
     if (p.deterministic) {
-      const int rows = T::kTurn * C.block_m;
-      turn.wait(tile.index - key_tiles(seq, p.fwd.band, first_of_turn * C.block_m, rows, C.block_n).begin);
+      const int rows = T::kTilesPerSemaphore * C.block_m;
+      semaphore.wait(tile.index - key_tiles(seq, p.fwd.band, first_of_semaphore * C.block_m, rows, C.block_n).begin);
     }
     DqSums<C>(p, dq_row).add(tQrdQ);
     // What P and dS of other warps add to dV and dK.
@@ -317,7 +318,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   // After this barrier nobody still reads K and V.
   cp_async_wait<0>();
   __syncthreads();
-  if (p.deterministic) turn.end();
+  if (p.deterministic) semaphore.release();
   typename T::ResultK(storage.k, warp).store(tKrdK);
   typename T::ResultV(storage.v, warp).store(tVrdV);
   // After this barrier all of dK and dV is in shared memory.
@@ -341,13 +342,14 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = fill_gaps(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<backward_prepare<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
+  if (cudaError_t e = zero_fill(p, stream)) return e;
+  if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
   if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (p.dsink != nullptr) {
-    if (cudaError_t e = sum_sink_gradient(p, stream)) return e;
+    if (cudaError_t e = sink_gradient_pass(p, stream)) return e;
   }
-  return launch_kernel<sm80::backward_finish<C>>(query_tiles, C.threads(), sm80::DqTraits<C>::kSmemBytes, stream, p);
+  return launch_kernel<sm80::backward_postprocess<C>>(query_tiles, C.threads(), sm80::DqTraits<C>::kSmemBytes, stream,
+                                                      p);
 }
 
 }  // namespace flash_cute

@@ -16,7 +16,7 @@ class CacheCopy {
       : p_(p),
         step_(step),
         thread_(thread),
-        policy_(l2_policy(p.kept)),
+        policy_(l2_policy(p.l2_fraction)),
         k_(p.fwd.head_dim, k, thread),
         v_(p.fwd.head_dim_v, v, thread) {}
 
@@ -44,7 +44,7 @@ class CacheCopy {
       for (int same = 0; same < kChunks * kRows; ++same) {
         // ptxas of CUDA 13.0 makes an illegal instruction of a copy with a policy and a uniform register in its
         // address.
-        const int i = kept(same);
+        const int i = pin(same);
         const int row = next_ + T::row(thread_) + i * T::kDown;
         const auto [page, row_of_page] = place_of(row, visible_.first <= row && row < visible_.last);
         load_rows<1>(i, bytes, {page, row_of_page - T::row(thread_)});
@@ -91,16 +91,16 @@ class CacheCopy {
 
     CUTE_DEVICE Side(int head_dim, Element* tile, int thread)
         : cols(head_dim - Of::col(thread)),
-          shared(kept(cast_smem_ptr_to_uint(tile + SharedLayout<kKeys, kWidth>{}(Of::row(thread), Of::col(thread))))) {}
+          shared(pin(cast_smem_ptr_to_uint(tile + SharedLayout<kKeys, kWidth>{}(Of::row(thread), Of::col(thread))))) {}
 
-    CUTE_DEVICE void begin(const Matrices& m, int head, int thread) {
+    CUTE_DEVICE void begin(const TensorView& m, int head, int thread) {
       global = static_cast<const Element*>(m.ptr) + head * m.head + Of::row(thread) * m.row + Of::col(thread);
     }
 
     // Vectors of kCount of the thread's rows, from row `first` on, which is at `from` for thread 0; zeros if its page
     // is negative.
     template <int kCount>
-    CUTE_DEVICE void load(const Matrices& m, int first, int bytes, PageRow from, uint64_t policy) const {
+    CUTE_DEVICE void load(const TensorView& m, int first, int bytes, PageRow from, uint64_t policy) const {
       const Element* row = global + (from.page < 0 ? 0 : from.page * m.batch + from.row * m.row);
       CUTE_UNROLL
       for (int i = first; i < first + kCount; ++i) {
@@ -129,11 +129,11 @@ class CacheCopy {
   }
 
   CUTE_DEVICE int page_of(int row) const {
-    return p_.fwd.pages.ids == nullptr ? b_ : page_id(p_.fwd.pages, b_, p_.page_size.quotient(row));
+    return p_.fwd.pages.ids == nullptr ? b_ : page_id(p_.fwd.pages, b_, p_.page_size.div(row));
   }
   CUTE_DEVICE int existing(int page) const { return page < p_.fwd.pages.count ? page : -1; }
   CUTE_DEVICE int row_of_page(int row) const {
-    return p_.fwd.pages.ids == nullptr ? row : row - p_.page_size.quotient(row) * p_.page_size.value;
+    return p_.fwd.pages.ids == nullptr ? row : row - p_.page_size.div(row) * p_.page_size.value;
   }
 
   // Whether all of the next tile is seen, and each of its chunks is in one page.

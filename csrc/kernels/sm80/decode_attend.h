@@ -8,31 +8,31 @@ namespace flash_cute::sm80 {
 
 // Starts the copy of the rows of Q of a part's unit.
 template <KernelConfig C>
-CUTE_DEVICE void load_queries(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Element* shared) {
+CUTE_DEVICE void load_queries(const DecodeProblem& p, const KvSplit& split, typename DecodeTraits<C>::Element* shared) {
   using Element = typename DecodeTraits<C>::Element;
-  const Matrices& q = p.fwd.q;
+  const TensorView& q = p.fwd.q;
   constexpr int kAcross = C.head_dim / kVector;
-  if (part.grains == 0) return;
+  if (split.quanta == 0) return;
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < C.block_m * kAcross; i += C.threads()) {
     const int col = i % kAcross * kVector;
-    const Row row(p, part, i / kAcross);
-    const bool there = row.query < part.seq.q.length && col < p.fwd.head_dim;
+    const Row row(p, split, i / kAcross);
+    const bool there = row.query < split.seq.q.length && col < p.fwd.head_dim;
     const Element* from = static_cast<const Element*>(q.ptr);
-    if (there) from += part.b * q.batch + (part.seq.q.offset + row.query) * q.row + row.head * q.head + col;
+    if (there) from += split.b * q.batch + (split.seq.q.offset + row.query) * q.row + row.head * q.head + col;
     const auto to = shared + SharedLayout<C.block_m, C.head_dim>{}(i / kAcross, col);
     cp_async_16(cast_smem_ptr_to_uint(to), from, there ? 16 : 0);
   }
 }
 
 // A team's attention over its tiles of a part's keys, the first of which is in `stage`.
-template <KernelConfig C, class Storage, class Feed>
-CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& storage, Feed& feed,
+template <KernelConfig C, class Storage, class Loader>
+CUTE_DEVICE void attend(const DecodeProblem& p, const KvSplit& split, Storage& storage, Loader& loader,
                         const typename DecodeTraits<C>::Element* shared_q, int team, int thread, int& stage) {
   using T = DecodeTraits<C>;
   using Element = typename T::Element;
   const FwdProblem& f = p.fwd;
-  const SeqInfo& seq = part.seq;
+  const SeqInfo& seq = split.seq;
   auto team_sync = [&] {
     if constexpr (T::kRowWarps == 1) {
       __syncwarp();
@@ -43,8 +43,8 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
 
   typename T::Mma mma;
   const typename T::OperandQ q(shared_q, thread / 32);
-  const typename T::OperandK k(storage.ring[0][team].k, 0);
-  const typename T::OperandV v(storage.ring[0][team].v, 0);
+  const typename T::OperandK k(storage.kv[0][team].k, 0);
+  const typename T::OperandV v(storage.kv[0][team].v, 0);
   Tensor tOrO = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,MMA_M,MMA_DV)
   clear(tOrO);
   Tensor output = rows_and_columns(tOrO);  // (rows,dims)
@@ -54,15 +54,15 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
   const int first_column = get<1>(at(0, 0));
   OnlineSoftmax<kRows> softmax(rule_scale_log2(f.rules.softcap, f.softmax_scale, f.rules.alibi != nullptr));
   const BandMask mask(seq, f.band);
-  const RowSpan queries = queries_of(p, part, C.block_m);
+  const RowSpan queries = queries_of(p, split, C.block_m);
   const TileRange tiles = key_tiles(seq, f.band, queries.first, queries.last - queries.first, T::kKeys);
   int query[kRows];
   float slope[kRows];
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
-    const Row row(p, part, get<0>(at(r, 0)));
+    const Row row(p, split, get<0>(at(r, 0)));
     query[r] = row.query;
-    slope[r] = slope_of(f.rules, part.b, row.head);
+    slope[r] = slope_of(f.rules, split.b, row.head);
   }
 
   Tensor factors = make_tensor<float>(Shape<Int<kRows>, _1>{});
@@ -73,11 +73,11 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
 
   int before = stage == 0 ? C.stages - 1 : stage - 1;
   CUTE_NO_UNROLL
-  for (int n = part.first, last = part.last; n < last; ++n) {
+  for (int n = split.first, last = split.last; n < last; ++n) {
     // After this the team's tile of block n is visible to all of it, and none of it still reads the one before.
     cp_async_wait<C.stages - 2>();
     team_sync();
-    feed.load(before);
+    loader.load(before);
     cp_async_fence();
 
     Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<T::kKeys>>{});  // (MMA,MMA_M,MMA_N)
@@ -96,7 +96,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
     if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
     fill(factors, 1.f);
     // The first tile has no outputs before it.
-    if (softmax.raise(scores, factors) && n > part.first) {
+    if (softmax.update_max(scores, factors) && n > split.first) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         CUTE_UNROLL
@@ -105,7 +105,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
     }
     Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
     auto weights = [&](int step) {
-      softmax.weigh(scores, 4 * step, 4 * step + 4);
+      softmax.exponentiate(scores, 4 * step, 4 * step + 4);
       return converted<Element>(rP(_, _, step));
     };
     gemm_registers(mma, tOrO, weights, v.at(stage * T::kStageBytes));
@@ -114,11 +114,11 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const Part& part, Storage& stora
   }
 
   if constexpr (T::kTeams == 1) {
-    store_rows<C>(p, part, output, softmax, at);
+    store_rows<C>(p, split, output, softmax, at);
   } else {
     // After this none of the team still reads the last tile.
     team_sync();
-    share_rows<C>(storage, before, team, rows_of(p, part, C.block_m), output, softmax, at);
+    share_rows<C>(storage, before, team, rows_of(p, split, C.block_m), output, softmax, at);
   }
 }
 

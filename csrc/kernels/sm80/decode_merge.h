@@ -12,30 +12,30 @@ namespace flash_cute::sm80 {
 struct Row {
   int query, head;
 
-  CUTE_DEVICE Row(const DecodeProblem& p, const Part& part, int row)
-      : query(p.group.quotient(part.row + row)),
-        head(part.head_k * p.group.value + part.row + row - query * p.group.value) {}
+  CUTE_DEVICE Row(const DecodeProblem& p, const KvSplit& split, int row)
+      : query(p.group.div(split.row + row)),
+        head(split.head_k * p.group.value + split.row + row - query * p.group.value) {}
 };
 
 // Where the results of a row go: to the tensors, or to the part's place in the workspace.
 template <KernelConfig C>
-class RowPlace {
+class RowDestination {
  public:
   using Element = typename DecodeTraits<C>::Element;
 
-  CUTE_DEVICE RowPlace(const DecodeProblem& p, const Part& part, int i, bool to_result) {
+  CUTE_DEVICE RowDestination(const DecodeProblem& p, const KvSplit& split, int i, bool to_result) {
     const FwdProblem& f = p.fwd;
-    const Row row(p, part, i);
-    exists = row.query < part.seq.q.length;
+    const Row row(p, split, i);
+    exists = row.query < split.seq.q.length;
     sink = to_result && exists ? sink_of(f.sink, row.head) : -INFINITY;
     if (to_result) {
-      const int64_t query = part.seq.q.offset + row.query;
-      result_ = static_cast<Element*>(f.out.ptr) + part.b * f.out.batch + query * f.out.row + row.head * f.out.head;
-      lse = &f.lse.ptr[part.b * f.lse.batch + row.head * f.lse.head + query];
+      const int64_t query = split.seq.q.offset + row.query;
+      result_ = static_cast<Element*>(f.out.ptr) + split.b * f.out.batch + query * f.out.row + row.head * f.out.head;
+      lse = &f.lse.ptr[split.b * f.lse.batch + row.head * f.lse.head + query];
     } else {
-      const int64_t slot_row = int64_t(part.all.slot(part.index)) * C.block_m + i;
-      part_ = p.part_out + slot_row * C.head_dim_v;
-      lse = p.part_lse + slot_row;
+      const int64_t slot_row = int64_t(split.all.slot(split.index)) * C.block_m + i;
+      split_ = p.split_out + slot_row * C.head_dim_v;
+      lse = p.split_lse + slot_row;
     }
   }
 
@@ -45,7 +45,7 @@ class RowPlace {
     if (result_ != nullptr) {
       store(result_);
     } else {
-      store(part_);
+      store(split_);
     }
   }
 
@@ -55,7 +55,7 @@ class RowPlace {
 
  private:
   Element* result_ = nullptr;
-  float* part_ = nullptr;
+  float* split_ = nullptr;
 };
 
 // Rounds numbers to the type that they are stored as.
@@ -84,15 +84,15 @@ CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
 
 // The results of a unit's parts, which other CTAs may have written, a warp a row.
 template <KernelConfig C>
-CUTE_DEVICE void merge_parts(const DecodeProblem& p, const Part& part) {
+CUTE_DEVICE void combine_splits(const DecodeProblem& p, const KvSplit& split) {
   constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads lack registers for more
-  const int rows = rows_of(p, part, C.block_m);
+  const int rows = rows_of(p, split, C.block_m);
   for (int i = threadIdx.x / 32; i < rows; i += C.warps) {
-    const RowPlace<C> row(p, part, i, true);
-    auto row_of = [&](int n) { return int64_t(part.all.slot(n)) * C.block_m + i; };
+    const RowDestination<C> row(p, split, i, true);
+    auto row_of = [&](int n) { return int64_t(split.all.slot(n)) * C.block_m + i; };
     const float lse = merge_row<4, kAtOnce>(
-        part.all.count, [&](int n) { return load_written(p.part_lse + row_of(n)); },
-        [&](int n, int column) { return load_four_written(p.part_out + row_of(n) * C.head_dim_v + column); },
+        split.all.count, [&](int n) { return load_written(p.split_lse + row_of(n)); },
+        [&](int n, int column) { return load_four_written(p.split_out + row_of(n) * C.head_dim_v + column); },
         p.fwd.head_dim_v, row.sink,
         [&](int column, const auto& x) { row.visit([&](auto* to) { store(to + column, x); }); });
     if (threadIdx.x % 32 == 0) *row.lse = lse;
@@ -107,8 +107,8 @@ class TeamMerge {
   static constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
 
  public:
-  CUTE_DEVICE TeamMerge(const DecodeProblem& p, const Part& part)
-      : p_(p), part_(part), count_(rows_of(p, part, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
+  CUTE_DEVICE TeamMerge(const DecodeProblem& p, const KvSplit& split)
+      : p_(p), split_(split), count_(rows_of(p, split, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
 
   // The results are where the teams' tiles of `stage` were.
   template <class Storage>
@@ -119,35 +119,34 @@ class TeamMerge {
   }
 
  private:
-  CUTE_DEVICE RowPlace<C> place_of(int i) const { return {p_, part_, i / kAcross, part_.all.count == 1}; }
+  CUTE_DEVICE RowDestination<C> place_of(int i) const { return {p_, split_, i / kAcross, split_.all.count == 1}; }
 
   template <class Storage>
-  CUTE_DEVICE void merge(Storage& storage, int stage, int i, const RowPlace<C>& place) const {
+  CUTE_DEVICE void merge(Storage& storage, int stage, int i, const RowDestination<C>& place) const {
     const int row = i / kAcross, column = i % kAcross * kTogether;
     const MergedRow<DecodeTraits<C>::kTeams> merged(storage.sums[row], place.sink);
-    const auto outputs = merged.template outputs<kTogether>([&](int team) {
-      return storage.ring[stage][team].results() + row * C.head_dim_v + result_column(row, column);
-    });
+    const auto outputs = merged.template outputs<kTogether>(
+        [&](int team) { return storage.kv[stage][team].results() + row * C.head_dim_v + result_column(row, column); });
     if (column == 0) *place.lse = merged.lse();
     if (column < p_.fwd.head_dim_v) place.visit([&](auto* to) { store(to + column, outputs); });
   }
 
   const DecodeProblem& p_;
-  const Part& part_;
+  const KvSplit& split_;
   const int count_;  // of merge()'s
-  const RowPlace<C> first_;
+  const RowDestination<C> first_;
 };
 
 // Whether the part, whose results the whole CTA has written, is the last of its unit to be done.
-CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const UnitParts& parts, bool& shared) {
+CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const TileSplits& splits, bool& shared) {
   // After this barrier all of the part is written.
   __syncthreads();
   if (threadIdx.x == 0) {
-    unsigned* const arrived = p.arrived + parts.first;
+    unsigned* const arrived = p.arrived + splits.first;
     unsigned before;
     // After this every CTA sees what those that came before it have written.
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
-    shared = before + 1 == unsigned(parts.count);
+    shared = before + 1 == unsigned(splits.count);
     if (shared) *arrived = 0;
   }
   // After this barrier all know.
@@ -157,14 +156,14 @@ CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const UnitParts& parts, bo
 
 // The only team's outputs (rows,dims), not divided yet, whose coordinates are `at`, go out without a detour.
 template <KernelConfig C, class Output, class Softmax, class Coordinates>
-CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& output, Softmax& softmax,
+CUTE_DEVICE void store_rows(const DecodeProblem& p, const KvSplit& split, Output& output, Softmax& softmax,
                             const Coordinates& at) {
   const int first_column = get<1>(at(0, 0));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
-    const RowPlace<C> row(p, part, get<0>(at(r, 0)), part.all.count == 1);
-    const auto total = softmax.close(r, row.sink, 1.f);
-    softmax.divide(output, r, total);
+    const RowDestination<C> row(p, split, get<0>(at(r, 0)), split.all.count == 1);
+    const auto total = softmax.finalize(r, row.sink, 1.f);
+    softmax.normalize(output, r, total);
     if (!row.exists) continue;
     if (first_column == 0) *row.lse = total.lse;
     row.visit([&](auto* to) {
@@ -183,7 +182,7 @@ CUTE_DEVICE void store_rows(const DecodeProblem& p, const Part& part, Output& ou
 template <KernelConfig C, class Storage, class Output, class Softmax, class Coordinates>
 CUTE_DEVICE void share_rows(Storage& storage, int stage, int team, int rows, const Output& output, Softmax& softmax,
                             const Coordinates& at) {
-  float* const results = storage.ring[stage][team].results();
+  float* const results = storage.kv[stage][team].results();
   const int first_column = get<1>(at(0, 0));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {

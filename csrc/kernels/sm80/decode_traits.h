@@ -1,7 +1,7 @@
 // What the parts of decoding share: types of products and shared memory.
 #pragma once
 
-#include "kernels/common/shares.h"
+#include "kernels/common/decode_scheduler.h"
 #include "kernels/common/softmax.h"
 #include "kernels/sm80/cache_copy.h"
 #include "kernels/sm80/mma.h"
@@ -9,22 +9,22 @@
 namespace flash_cute::sm80 {
 
 // A part, its blocks less those without any key that its queries see, and these keys.
-struct FedPart {
-  Part part;
+struct VisibleSplit {
+  KvSplit split;
   RowSpan keys;
 };
 
 template <KernelConfig C>
-using PartsOf = Parts<C.block_m, C.block_n>;
+using SplitsOf = SplitIterator<C.block_m, C.block_n>;
 
 // Queries of the unit that a part belongs to.
-CUTE_DEVICE RowSpan queries_of(const DecodeProblem& p, const Part& part, int block_m) {
-  return {p.group.quotient(part.row), min(p.group.quotient(part.row + block_m - 1) + 1, part.seq.q.length)};
+CUTE_DEVICE RowSpan queries_of(const DecodeProblem& p, const KvSplit& split, int block_m) {
+  return {p.group.div(split.row), min(p.group.div(split.row + block_m - 1) + 1, split.seq.q.length)};
 }
 
 // How many of the tile's rows the unit of a part has.
-CUTE_DEVICE int rows_of(const DecodeProblem& p, const Part& part, int block_m) {
-  return min(part.seq.q.length * p.group.value - part.row, block_m);
+CUTE_DEVICE int rows_of(const DecodeProblem& p, const KvSplit& split, int block_m) {
+  return min(split.seq.q.length * p.group.value - split.row, block_m);
 }
 
 template <KernelConfig C>
@@ -41,7 +41,7 @@ struct DecodeTraits {
   using OperandV = SharedOperand<Side::B, true, Element, kKeys, C.head_dim_v, 1>;
   using Copy = CacheCopy<Element, kTeamThreads, kKeys, C.head_dim, C.head_dim_v>;
 
-  // Parts that are described at a time: the one that is computed, those that can have tiles in the ring meanwhile, and
+  // SplitIterator that are described at a time: the one that is computed, those that can have tiles in the ring meanwhile, and
   // the one that is being described.
   static constexpr int kDescribed = C.stages + 1;
 
@@ -55,9 +55,9 @@ struct DecodeTraits {
   };
   struct Storage {
     alignas(128) Element q[2][C.block_m * C.head_dim];  // of the part that is computed, and of the next
-    Tile ring[C.stages][kTeams];
-    FedPart parts[kDescribed];  // by turns
-    PartsOf<C> more_parts;  // not described yet
+    Tile kv[C.stages][kTeams];
+    VisibleSplit splits[kDescribed];  // by turns
+    SplitsOf<C> more_splits;  // not described yet
     alignas(16) RowSum sums[C.block_m][kTeams];
     bool last;  // whether the part is the last of its unit to be done
   };

@@ -5,11 +5,11 @@
 #include "core/registry.h"
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/mask.h"
-#include "kernels/common/rows.h"
+#include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
 #include "kernels/launch.h"
-#include "kernels/passes/gaps.h"
+#include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm80/mma.h"
 #include "kernels/sm80/tile_io.h"
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     gemm_registers(mma, tSrS, query, k_n);
     if constexpr (C.rich()) rules.apply(scores, at, tile.row + seq.shift(), n * C.block_n);
     if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
-    softmax.raise(scores, output);
+    softmax.update_max(scores, output);
 
     if constexpr (C.stages == 1) {
       // After this barrier V(n) is visible to all, and nobody still reads K(n).
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     auto weights = [&](int step) {  // of 16 keys; those of 32 together where they share random bits
       constexpr int kColumns = C.rich() ? 8 : 4;
       if (4 * step % kColumns == 0) {
-        softmax.weigh(scores, 4 * step, 4 * step + kColumns);
+        softmax.exponentiate(scores, 4 * step, 4 * step + kColumns);
         if (C.rich() && p.rules.rng != nullptr) drop<kColumns>(scores, 4 * step, at, dropout, tile.row, n * C.block_n);
       }
       return converted<Element>(rP(_, _, step));
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   }
 
   const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
-  store_statistics(p, seq, tile, softmax, lse, at);
+  store_row_stats(p, seq, tile, softmax, lse, at);
   // After this barrier nobody still reads Q, whose memory O takes on the way out.
   __syncthreads();
   typename T::ResultO(storage.q, warp).store(tOrO);
@@ -179,7 +179,7 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<sm80::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }

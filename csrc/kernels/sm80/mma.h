@@ -55,7 +55,7 @@ CUTE_DEVICE auto make_accumulator() {
 
 enum class Side { A, B };
 
-// Four 8x8 matrices of 16-bit elements from shared memory, a row of one of them at each lane's address.
+// Four 8x8 tensor_view of 16-bit elements from shared memory, a row of one of them at each lane's address.
 template <bool kTransposed>
 CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
   if constexpr (kTransposed) {
@@ -69,7 +69,7 @@ CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
   }
 }
 
-// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four matrices down
+// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four tensor_view down
 // the outer dimension first, B along K first.
 template <Side kSide, bool kTransposed>
 CUTE_DEVICE std::pair<uint32_t, uint32_t> lane_place() {
@@ -97,7 +97,7 @@ struct SharedOperand {
   CUTE_DEVICE SharedOperand(const Element* tile, int warp) {
     const auto [row, col] = lane_place<kSide, kTransposed>();
     const int row_of_warp = kTransposed ? 0 : OfWarp::first(warp), col_of_warp = kTransposed ? OfWarp::first(warp) : 0;
-    first = kept(cast_smem_ptr_to_uint(tile + SharedLayout<kRows, kCols>{}(row + row_of_warp, col + col_of_warp)));
+    first = pin(cast_smem_ptr_to_uint(tile + SharedLayout<kRows, kCols>{}(row + row_of_warp, col + col_of_warp)));
   }
 
   // The same operand in a tile that lies `bytes` further.
@@ -199,7 +199,7 @@ class SharedResult {
 
  private:
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 matrices
+  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 tensor_view
 #else
   static constexpr bool kMatrices = false;
 #endif

@@ -7,7 +7,7 @@
 #include <climits>
 
 #include "core/problem.h"
-#include "kernels/common/atoms.h"
+#include "kernels/common/smem_atoms.h"
 #include "kernels/common/tiles.h"
 
 namespace flash_cute::sm80 {
@@ -46,7 +46,7 @@ constexpr int kVector = 8;  // elements in 16 bytes
 
 // The value, from where the compiler cannot see how to compute it again: it then stays in its register, instead of
 // being computed anew in every iteration. All lanes of a warp call this together.
-CUTE_DEVICE uint32_t kept(uint32_t value) {
+CUTE_DEVICE uint32_t pin(uint32_t value) {
   return __shfl_sync(0xffffffff, value, threadIdx.x % 32);
 }
 
@@ -74,8 +74,8 @@ CUTE_DEVICE int elements_there(int row, int col, RowSpan span, int cols) {
 // Starts the copy of a tile that may not exist whole, or not in vectors, with zeros for what does not. The tile starts
 // at `row`; this thread's first vector goes from `from` to `to`.
 template <class Element, int kThreads, int kRows, int kCols>
-CUTE_DEVICE void load_parts(uint32_t to, const Element* from, int64_t stride, bool vectors, int row, RowSpan span,
-                            int cols, int thread) {
+CUTE_DEVICE void load_ragged(uint32_t to, const Element* from, int64_t stride, bool vectors, int row, RowSpan span,
+                             int cols, int thread) {
   using T = TileThreads<kThreads, kRows, kCols>;
   CUTE_NO_UNROLL
   for (int i = 0; i < kRows / T::kDown; ++i) {
@@ -103,14 +103,14 @@ class TileCopy {
  public:
   // The head's rows start at row `offset` of the tensor; of them those of `span` exist, and their first `cols` columns.
   // The first tile starts at `row`.
-  CUTE_DEVICE TileCopy(const Matrices& m, int batch, int head, int64_t offset, int row, RowSpan span, int cols,
+  CUTE_DEVICE TileCopy(const TensorView& m, int batch, int head, int64_t offset, int row, RowSpan span, int cols,
                        Element* shared, int thread)
       : span_(span),
         cols_(cols),
         vectors_(m.vectors),
         stride_(m.row),
         last_whole_(m.vectors && cols == kCols ? span.last - kRows : INT_MIN),
-        shared_(kept(cast_smem_ptr_to_uint(shared + SharedLayout<kRows, kCols>{}(T::row(thread), T::col(thread))))),
+        shared_(pin(cast_smem_ptr_to_uint(shared + SharedLayout<kRows, kCols>{}(T::row(thread), T::col(thread))))),
         global_(static_cast<Element*>(m.ptr) + batch * m.batch + head * m.head +
                 (offset + row + T::row(thread)) * m.row + T::col(thread)),
         tile_row_(row) {}
@@ -137,7 +137,7 @@ class TileCopy {
     } else {
       int thread;
       asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // here, and not where every tile would wait for it
-      load_parts<Element, kThreads, kRows, kCols>(to, from, stride_, vectors_, tile_row_, span_, cols_, thread);
+      load_ragged<Element, kThreads, kRows, kCols>(to, from, stride_, vectors_, tile_row_, span_, cols_, thread);
     }
   }
 

@@ -16,12 +16,12 @@
 #include "core/device.h"
 #include "core/registry.h"
 #include "kernels/launch.h"
-#include "kernels/passes/gaps.h"
-#include "kernels/passes/sink.h"
+#include "kernels/passes/zero_fill.h"
+#include "kernels/passes/sink_grad.h"
 #include "kernels/sm90/backward_consumers.h"
-#include "kernels/sm90/backward_finish.h"
-#include "kernels/sm90/backward_pair.h"
-#include "kernels/sm90/backward_parts.h"
+#include "kernels/sm90/backward_postprocess.h"
+#include "kernels/sm90/backward_2cta.h"
+#include "kernels/sm90/backward_combine.h"
 #include "kernels/sm90/backward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -32,14 +32,14 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   if (threadIdx.x == 0) {
-    storage.ring_work.init(C.warps + 3);  // and the threads that load dO or send
-    storage.ring_k.init(C.warps);
-    storage.ring_v.init(C.warps);
-    storage.ring_q.init(C.warps);
-    storage.ring_dout.init(C.warps);
-    storage.ring_ds.init(C.warps, C.warps);
-    for (auto& ring : storage.ring_dq) ring.init(1, 4);  // one thread, the warps of a warpgroup
-    for (auto& ring : storage.ring_out) ring.init(1, 4);
+    storage.pipeline_work.init(C.warps + 3);  // and the threads that load dO or send
+    storage.pipeline_k.init(C.warps);
+    storage.pipeline_v.init(C.warps);
+    storage.pipeline_q.init(C.warps);
+    storage.pipeline_dout.init(C.warps);
+    storage.pipeline_ds.init(C.warps, C.warps);
+    for (auto& pipeline : storage.pipeline_dq) pipeline.init(1, 4);  // one thread, the warps of a warpgroup
+    for (auto& pipeline : storage.pipeline_out) pipeline.init(1, 4);
     for (auto& barrier : storage.landed) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
       for_each_work(storage, [&](const BackwardWork& work, uint32_t) { load(work); });
     } else {
       // After this wait no turn has been taken but those of this kernel.
-      wait_for_kernel_before();
+      wait_on_dependent_grids();
       Sender<C> send(params, storage, warp - 2);
       for_each_work(storage, [&](const BackwardWork& work, uint32_t) { send(work); });
     }
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
 
 template <KernelConfig C>
 constexpr auto main_kernel() {
-  if constexpr (C.pair()) {
-    return backward_pair<C>;
+  if constexpr (C.two_cta()) {
+    return backward_2cta<C>;
   } else {
     return backward<C>;
   }
@@ -84,20 +84,20 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
-  const int64_t cut_tiles = p.parts.count() > 1 ? key_tiles - p.parts.whole_tiles : 0;
-  const int64_t tiles = key_tiles + cut_tiles * (p.parts.count() - 1);
+  const int64_t cut_tiles = p.splits.count() > 1 ? key_tiles - p.splits.whole_tiles : 0;
+  const int64_t tiles = key_tiles + cut_tiles * (p.splits.count() - 1);
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  if (cudaError_t e = zero_fill(p, stream)) return e;
   sm90::BackwardParams params;
   params.p = p;
   const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
-  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
+  auto map_queries = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
     return sm90::make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
   };
-  auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int rows, int cols) {
+  auto map_keys = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
     return sm90::make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
@@ -107,25 +107,25 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
-  params.dq_order = dq_order(C, p);
+  params.dq_accumulate = dq_accumulate(C, p);
   params.order = KeyOrder::of(C, p);
-  params.parts = Divisor(p.parts.count());
-  params.paced = needs_pace(C, p);
-  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, tiles_wait(params.dq_order));
-  if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
-  if (cudaError_t e =
-          launch_kernel<backward_prepare<C>>(query_tiles, 32 * C.warps, 0, stream, p, !tiles_wait(params.dq_order)))
+  params.splits = FastDivmod(p.splits.count());
+  params.throttled = needs_l2_throttle(C, p);
+  params.tile_counter = sm90::TileCounter::of(tiles, ctas / C.cluster, uses_semaphore(params.dq_accumulate));
+  if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
+  if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, 32 * C.warps, 0, stream, p,
+                                                            !uses_semaphore(params.dq_accumulate)))
     return e;
-  if (cudaError_t e = launch_overlapping<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
+  if (cudaError_t e = launch_with_pdl<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
     return e;
   if (cut_tiles > 0) {
-    const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kPartRows) * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
-    if (cudaError_t e = launch_overlapping<sm90::backward_merge<C>>({atoms, 128, 0}, stream, params)) return e;
+    const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
+    if (cudaError_t e = launch_with_pdl<sm90::backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;
   }
-  if (cudaError_t e =
-          launch_overlapping<sm90::backward_finish<C>>({query_tiles, sm90::kFinishThreads<C>, 0}, stream, params))
+  if (cudaError_t e = launch_with_pdl<sm90::backward_postprocess<C>>({query_tiles, sm90::kPostprocessThreads<C>, 0},
+                                                                     stream, params))
     return e;
-  return p.dsink == nullptr ? cudaSuccess : sum_sink_gradient(p, stream);
+  return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
 }
 
 }  // namespace flash_cute

@@ -8,12 +8,13 @@
 namespace flash_cute::sm90 {
 
 // Where this thread's elements are in a tile of scores, of which each warpgroup has 64 keys.
-struct GroupPlace {
+struct WarpgroupCoords {
   static constexpr bool kColumnsInOrder = true;
 
   int key, query;  // of the first element
 
-  CUTE_DEVICE explicit GroupPlace(unsigned thread) : key(thread / 32 * 16 + thread % 32 / 4), query(thread % 4 * 2) {}
+  CUTE_DEVICE explicit WarpgroupCoords(unsigned thread)
+      : key(thread / 32 * 16 + thread % 32 / 4), query(thread % 4 * 2) {}
 
   // Row r and column c of rows_of(), counted from the first.
   CUTE_HOST_DEVICE static constexpr int down(int r) { return 8 * r; }
@@ -39,19 +40,19 @@ CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) 
   tma_store_fence();
 }
 
-// Leaves a gradient of a warpgroup, over a part of the queries, to the pass that adds parts up.
+// Leaves a gradient of a warpgroup, over a split of the queries, to the pass that adds splits up.
 template <KernelConfig C, bool kValues, class Gradient>
-CUTE_DEVICE void store_part(const BwdProblem& p, const Gradient& gradient, const BackwardWork& work, int thread) {
-  const int row = work.tile.row + thread / 128 * kPartRows;
+CUTE_DEVICE void store_split(const BwdProblem& p, const Gradient& gradient, const BackwardWork& work, int thread) {
+  const int row = work.tile.row + thread / 128 * kSlabRows;
   if (row >= work.seq.k.length) return;
-  float* const sums = part_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.part) + thread % 128;
+  float* const sums = split_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.split) + thread % 128;
   // Not as vectors, which would need registers in fours: of 256 dims some spill.
   CUTE_UNROLL
   for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
 }
 
 // Where in a tile of keys a step stands.
-enum class StepPlace {
+enum class StepKind {
   Alone,  // the first one, and nothing is left of the CTA's tile before
   Next,  // the first one, beside which the tile before is finished
   Inside,
@@ -79,7 +80,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       return [=](int buffer) { return held(_, _, _, buffer); };
     } else {
       return [=, &buffers](int buffer) {
-        return partition(afresh(group), make_tensor(make_smem_ptr(buffers[buffer]), layout));
+        return partition(opaque(group), make_tensor(make_smem_ptr(buffers[buffer]), layout));
       };
     }
   };
@@ -105,43 +106,43 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Tensor tSrdP = partition_fragment_C(mma_dp, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tKrdK = partition_fragment_C(mma_dk, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,1,1)
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
-  auto& ring_dq = storage.ring_dq[group];
-  auto& ring_out = storage.ring_out[group];
-  Cursor<C.stages> at;  // a step, of all tiles of this CTA
+  auto& pipeline_dq = storage.pipeline_dq[group];
+  auto& pipeline_out = storage.pipeline_out[group];
+  PipelineState<C.stages> at;  // a step, of all tiles of this CTA
   uint32_t tile = 0;  // of keys, of this CTA
 
   // A warpgroup's turn begins with dK's product and ends with the next step's dP: meanwhile the other one is at
   // gradients of scores, and at products that need them. So they stay half a step apart.
   static_assert(T::kGroups == 2);
   constexpr int kBoth = 2 * 128;
-  bool has_turn = false;  // between two tiles
+  bool holds_ping_pong = false;  // between two tiles
   // After this barrier the other warpgroup's turn has ended.
-  auto take_turn = [&] { cutlass::arch::NamedBarrier::sync(kBoth, T::kTurnBarrier + group); };
-  auto give_turn = [&] { cutlass::arch::NamedBarrier::arrive(kBoth, T::kTurnBarrier + 1 - group); };
-  if (group == 1) give_turn();  // the first one begins
+  auto ping_pong_wait = [&] { cutlass::arch::NamedBarrier::sync(kBoth, T::kPingPongBarrier + group); };
+  auto ping_pong_arrive = [&] { cutlass::arch::NamedBarrier::arrive(kBoth, T::kPingPongBarrier + 1 - group); };
+  if (group == 1) ping_pong_arrive();  // the first one begins
 
   // dQ of a step, from dS of all warpgroups.
-  auto start_dq = [&](const Cursor<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
-    storage.ring_ds.wait(at, ds_is_full);
+  auto start_dq = [&](const PipelineState<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
+    storage.pipeline_ds.consumer_wait(at, ds_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dq, tQsdS(at.stage()), tQsK(tile % 2), tQrdQ);
   };
-  auto send_dq = [&](const Cursor<2>& at, bool room, const auto& tQrdQ) {
-    storage.ring_ds.release(at);
+  auto send_dq = [&](const PipelineState<2>& at, bool room, const auto& tQrdQ) {
+    storage.pipeline_ds.consumer_release(at);
     // After this wait the warpgroup's dQ of the step before has left shared memory.
-    ring_dq.wait_empty({at.count + 1}, room);
+    pipeline_dq.producer_acquire({at.count + 1}, room);
     float* const dq = storage.dq[group];
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) {
       *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
     }
-    keep_order();
+    compiler_fence();
     cutlass::arch::fence_view_async_shared();
-    ring_dq.publish(at);
+    pipeline_dq.producer_commit(at);
   };
   // At the end of a tile: after the last step's products.
   auto scale_gradients = [&] {
     scale(tKrdK, p.fwd.softmax_scale);
-    if constexpr (C.drops()) {
+    if constexpr (C.has_dropout()) {
       scale(tKrdK, p.fwd.rules.gradient_scale());
       scale(tVrdV, p.fwd.rules.keep_scale);
     }
@@ -149,31 +150,31 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   // Rounded dV or dK of a tile leaves shared memory from where dQ does.
   auto send_gradient = [&](auto is_values, uint32_t tile, auto& rounded) {
     constexpr bool kValues = decltype(is_values)::value;
-    const Cursor<1> at_out{2 * tile + !kValues};
+    const PipelineState<1> at_out{2 * tile + !kValues};
     // After this wait the gradient before has left shared memory.
-    ring_out.wait_empty(at_out);
+    pipeline_out.producer_acquire(at_out);
     write_gradient<kValues ? C.head_dim_v : C.head_dim>(reinterpret_cast<Element*>(storage.dq[group]), rounded,
-                                                        afresh(thread) % 128);
-    ring_out.publish(at_out);
+                                                        opaque(thread) % 128);
+    pipeline_out.producer_commit(at_out);
   };
   auto send_dv = [&](uint32_t tile, auto& rounded) {
     // After this wait the dQ that was sent last has left shared memory.
-    ring_dq.wait_empty({at.count});
+    pipeline_dq.producer_acquire({at.count});
     send_gradient(true_type{}, tile, rounded);
   };
   auto send_dk = [&](uint32_t tile, auto& rounded) {
     send_gradient(false_type{}, tile, rounded);
-    storage.ring_work.release({tile});
+    storage.pipeline_work.consumer_release({tile});
   };
   // After this wait what was sent of a tile has left shared memory.
-  auto wait_sent = [&](uint32_t tile) { ring_out.wait_empty({2 * tile + 2}); };
+  auto wait_sent = [&](uint32_t tile) { pipeline_out.producer_acquire({2 * tile + 2}); };
   // Both, and waits until they have left.
   auto send_gradients = [&](uint32_t tile) {
     scale_gradients();
     if (const BackwardWork& work = storage.work[tile % 2]; work.cut >= 0) {
-      store_part<C, false>(p, tKrdK, work, thread);
-      store_part<C, true>(p, tVrdV, work, thread);
-      storage.ring_work.release({tile});
+      store_split<C, false>(p, tKrdK, work, thread);
+      store_split<C, true>(p, tVrdV, work, thread);
+      storage.pipeline_work.consumer_release({tile});
       return;
     }
     Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1)
@@ -189,84 +190,84 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   bool q_is_full = false;
   // A step of a tile. The result is whether it was the last one.
   auto add = [&](auto place) __attribute__((always_inline)) {
-    constexpr bool kFirst = place != StepPlace::Inside, kHasBefore = place != StepPlace::Alone;
-    constexpr bool kFinishes = place == StepPlace::Next;
+    constexpr bool kFirst = place != StepKind::Inside, kHasBefore = place != StepKind::Alone;
+    constexpr bool kFinishes = place == StepKind::Next;
     constexpr auto kSum = kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
     const BackwardWork& work = storage.work[tile % 2];
     const int stage = at.stage();
-    const Cursor<2> at_ds{at.count}, before{at.count - 1};
+    const PipelineState<2> at_ds{at.count}, before{at.count - 1};
     if constexpr (kFinishes) scale_gradients();
     Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1), of the tile before
     Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
-    if constexpr (kFirst) storage.ring_k.wait({tile});
-    storage.ring_q.wait(at, q_is_full);
-    if (kFirst && !has_turn) take_turn();
-    const bool dout_is_full = kAsksAhead && storage.ring_dout.is_full(at);
+    if constexpr (kFirst) storage.pipeline_k.consumer_wait({tile});
+    storage.pipeline_q.consumer_wait(at, q_is_full);
+    if (kFirst && !holds_ping_pong) ping_pong_wait();
+    const bool dout_is_full = kAsksAhead && storage.pipeline_dout.consumer_test_wait(at);
     start_product<GMMA::ScaleOut::Zero>(mma_s, tSsK(tile % 2), tSsQ(stage), tSrS);
-    if constexpr (kFirst) storage.ring_v.wait({tile});
-    storage.ring_dout.wait(at, dout_is_full);
+    if constexpr (kFirst) storage.pipeline_v.consumer_wait({tile});
+    storage.pipeline_dout.consumer_wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, tSsV(0), tSsdO(stage), tSrdP);
-    give_turn();
+    ping_pong_arrive();
     if constexpr (kFinishes) send_dv(tile - 1, tVrV);
-    const bool ds_is_empty = kAsksAhead && storage.ring_ds.is_empty(at_ds);
-    const bool ds_is_full = kAsksAhead && kHasBefore && storage.ring_ds.is_full(before);
+    const bool ds_is_empty = kAsksAhead && storage.pipeline_ds.producer_test_acquire(at_ds);
+    const bool ds_is_full = kAsksAhead && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
     const BackwardStep& step = storage.steps[stage];
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
     if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
     auto await_dp = [&] {
       if constexpr (T::kManyQueries) wait_products<0>(tSrdP);
     };
-    const ScoreGradients<C, GroupPlace> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
-                                                  GroupPlace(afresh(thread)));
+    const ScoreGradients<C, WarpgroupCoords> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
+                                                       WarpgroupCoords(opaque(thread)));
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
               step.first_query, step.full, await_dp);
-    if (step.last) storage.ring_v.release({tile});
+    if (step.last) storage.pipeline_v.consumer_release({tile});
     Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)
     auto start_dv = [&] { start_product<kSum>(mma_dv, as_register_operand(tSrP), tVsdO(stage), tVrdV); };
     if constexpr (T::kManyQueries) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
     // After this wait nobody still reads dS of two steps before.
-    storage.ring_ds.wait_empty(at_ds, ds_is_empty);
-    DsPlace<C>(afresh(thread)).store(storage.ds[at_ds.stage()], tSrdS);
+    storage.pipeline_ds.producer_acquire(at_ds, ds_is_empty);
+    DsStore<C>(opaque(thread)).store(storage.ds[at_ds.stage()], tSrdS);
     if constexpr (!T::kManyQueries) start_dv();
     cutlass::arch::fence_view_async_shared();
-    storage.ring_ds.publish(at_ds);
+    storage.pipeline_ds.producer_commit(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
-    take_turn();
+    ping_pong_wait();
     if constexpr (kFinishes) send_dk(tile - 1, tKrK);
-    const bool room = kAsksAhead && kHasBefore && ring_dq.is_empty(at_ds);
+    const bool room = kAsksAhead && kHasBefore && pipeline_dq.producer_test_acquire(at_ds);
     start_product<kSum>(mma_dk, as_register_operand(tSrdS), tKsQ(stage), tKrdK);
     wait_products<1>(tVrdV);
-    storage.ring_dout.release(at);
+    storage.pipeline_dout.consumer_release(at);
     if constexpr (kHasBefore) {
       warpgroup_fence_operand(tQrdQ);
       if constexpr (kFinishes) {
-        storage.ring_k.release({tile - 1});
+        storage.pipeline_k.consumer_release({tile - 1});
         wait_sent(tile - 1);
       }
       send_dq(before, room, tQrdQ);
     }
-    q_is_full = kAsksAhead && storage.ring_q.is_full({at.count + 1});
+    q_is_full = kAsksAhead && storage.pipeline_q.consumer_test_wait({at.count + 1});
     const bool is_last = step.last;
     wait_products<0>(tKrdK);
-    storage.ring_q.release(at);
+    storage.pipeline_q.consumer_release(at);
     at.advance();
     return is_last;
   };
   // The tile before, by itself.
   auto finish = [&] {
-    if (has_turn) give_turn();
-    has_turn = false;
+    if (holds_ping_pong) ping_pong_arrive();
+    holds_ping_pong = false;
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     start_dq({at.count - 1}, tile - 1, false, tQrdQ);
     wait_products<0>(tQrdQ);
-    storage.ring_k.release({tile - 1});
+    storage.pipeline_k.consumer_release({tile - 1});
     send_gradients(tile - 1);
     send_dq({at.count - 1}, false, tQrdQ);
   };
   for (;; ++tile) {
-    storage.ring_work.wait({tile});
+    storage.pipeline_work.consumer_wait({tile});
     const BackwardWork& work = storage.work[tile % 2];
     const bool ends = work.tile.row < 0, is_empty = ends || work.range.empty();
     const bool finishes_beside =
@@ -274,29 +275,29 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     if (work.has_unfinished && !finishes_beside) finish();
     if (ends) return;
     if (is_empty) {  // nobody sees these keys
-      storage.ring_k.wait({tile});
-      storage.ring_k.release({tile});
-      storage.ring_v.wait({tile});
-      storage.ring_v.release({tile});
+      storage.pipeline_k.consumer_wait({tile});
+      storage.pipeline_k.consumer_release({tile});
+      storage.pipeline_v.consumer_wait({tile});
+      storage.pipeline_v.consumer_release({tile});
       clear(tKrdK);
       clear(tVrdV);
       // After this wait the last dQ has left shared memory.
-      ring_dq.wait_empty({at.count + 1});
+      pipeline_dq.producer_acquire({at.count + 1});
       send_gradients(tile);
       continue;
     }
     bool is_last = false;
     if (finishes_beside) {
-      if constexpr (kFinishesBeside) is_last = add(cute::C<StepPlace::Next>{});
+      if constexpr (kFinishesBeside) is_last = add(cute::C<StepKind::Next>{});
     } else {
-      is_last = add(cute::C<StepPlace::Alone>{});
+      is_last = add(cute::C<StepKind::Alone>{});
     }
     CUTE_NO_UNROLL
-    while (!is_last) is_last = add(cute::C<StepPlace::Inside>{});
+    while (!is_last) is_last = add(cute::C<StepKind::Inside>{});
     // The next tile's keys come after both warpgroups' first step of this one: who has had no other ends its turn, or
     // the other one could not take its own.
-    has_turn = work.steps() > 1;
-    if (!has_turn) give_turn();
+    holds_ping_pong = work.steps() > 1;
+    if (!holds_ping_pong) ping_pong_arrive();
   }
 }
 

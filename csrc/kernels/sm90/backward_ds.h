@@ -8,11 +8,11 @@ namespace flash_cute::sm90 {
 // Where a thread's rows of a warpgroup's dS begin in shared memory, and how its steps of 16 queries lie from there on.
 // In place of a tiled copy, which takes some 50 instructions to find it anew, in a step of 550.
 template <KernelConfig C>
-class DsPlace {
+class DsStore {
   using T = BackwardTraits<C>;
   static constexpr int kRowBytes = 128, kVectorBytes = 16;  // of an atom of the swizzle, whose rows are 128 bytes wide
 
-  // Of the four matrices of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last
+  // Of the four tensor_view of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last
   // two the later queries. Lanes have a row of a matrix each.
   struct Row {
     unsigned group, warp, later_keys, later_queries, row;
@@ -26,7 +26,7 @@ class DsPlace {
   };
 
  public:
-  CUTE_HOST_DEVICE constexpr explicit DsPlace(unsigned thread) : offset_(0) {
+  CUTE_HOST_DEVICE constexpr explicit DsStore(unsigned thread) : offset_(0) {
     const Row at(thread);
     if constexpr (T::kManyQueries) {  // rows of queries; a warpgroup's 64 keys are an atom's width
       offset_ = at.group * C.block_m * kRowBytes + (at.later_queries * 8 + at.row) * kRowBytes +
@@ -73,7 +73,7 @@ class DsPlace {
       for (int step = 0; step < C.block_m / 16; ++step) {
         const int query = step * 16 + at.later_queries * 8 + (T::kManyQueries ? at.row : 0);
         const int plain = layout.layout_b()(query, key) * sizeof(typename T::Element);
-        if (layout.layout_a()(plain) != in_step(step, DsPlace(thread).offset_)) return false;
+        if (layout.layout_a()(plain) != in_step(step, DsStore(thread).offset_)) return false;
       }
     }
     return true;

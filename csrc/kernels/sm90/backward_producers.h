@@ -1,7 +1,7 @@
 // The threads of Hopper's backward that load tiles by TMA, and those that send results off.
 #pragma once
 
-#include "kernels/common/overlap.h"
+#include "kernels/common/pdl.h"
 #include "kernels/sm90/backward_traits.h"
 
 namespace flash_cute::sm90 {
@@ -11,33 +11,34 @@ namespace flash_cute::sm90 {
 // has to read all from memory. A CTA counts its steps with everybody's, and where it is ahead of the mean it stays for
 // a while: not until the others come, as they need not be running. Where that does not help for long, they are not, and
 // it waits no more.
-class Pace {
-  static constexpr uint32_t kOften = 16, kAhead = 16;  // steps
+class L2Throttle {
+  static constexpr uint32_t kInterval = 16, kAhead = 16;  // steps
   static constexpr uint32_t kEnd = 1 << 23;  // steps that lift the mean so far that nobody waits any more
-  static constexpr int kLooks = 8;  // in a while, of a microsecond each
+  static constexpr int kPolls = 8;  // in a while, of a microsecond each
   static constexpr int kPatience = 16;  // whiles in vain, one after the other
 
  public:
-  CUTE_DEVICE explicit Pace(const BackwardParams& params) : all_steps_(params.paced ? params.p.turns : nullptr) {}
+  CUTE_DEVICE explicit L2Throttle(const BackwardParams& params)
+      : all_steps_(params.throttled ? params.p.dq_semaphores : nullptr) {}
 
   // After so many steps of this CTA.
-  CUTE_DEVICE void keep(uint32_t steps) {
-    if (all_steps_ == nullptr || steps % kOften != 0 || steps == 0) return;
-    count(kOften);
-    if (in_vain_ == kPatience) return;
-    ++in_vain_;
+  CUTE_DEVICE void step(uint32_t steps) {
+    if (all_steps_ == nullptr || steps % kInterval != 0 || steps == 0) return;
+    count(kInterval);
+    if (futile_ == kPatience) return;
+    ++futile_;
     CUTE_NO_UNROLL
-    for (int i = 0; i < kLooks; ++i) {
+    for (int i = 0; i < kPolls; ++i) {
       uint32_t all;
       asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(all) : "l"(all_steps_) : "memory");
       if (static_cast<int>(steps * gridDim.x - all) > static_cast<int>(kAhead * gridDim.x)) continue;
-      in_vain_ = 0;
+      futile_ = 0;
       return;
     }
   }
 
   // Of a CTA that has no more tiles.
-  CUTE_DEVICE void end() const {
+  CUTE_DEVICE void finish() const {
     if (all_steps_ != nullptr) count(kEnd);
   }
 
@@ -47,7 +48,7 @@ class Pace {
   }
 
   int* all_steps_;  // of all CTAs; null: everybody goes at a pace of his own
-  int in_vain_ = 0;
+  int futile_ = 0;
 };
 
 // One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each
@@ -61,35 +62,35 @@ class Loader {
 
  public:
   CUTE_DEVICE Loader(const BackwardParams& params, Storage& storage)
-      : params_(params), storage_(storage), pace_(params) {}
+      : params_(params), storage_(storage), throttle_(params) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
     const BwdProblem& p = params_.p;
-    auto& ring_keys = pick<kValues>(storage_.ring_k, storage_.ring_v);
-    ring_keys.wait_empty(at_keys_);
+    auto& pipeline_keys = pick<kValues>(storage_.pipeline_k, storage_.pipeline_v);
+    pipeline_keys.producer_acquire(at_keys_);
     if (work.range.empty()) {
-      ring_keys.expect(at_keys_, 0);
+      pipeline_keys.producer_expect_tx(at_keys_, 0);
     } else {
       const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
       load(Int<C.block_n>{}, kValues ? params_.v : params_.k, pick<kValues>(storage_.k, storage_.v)[at_keys_.stage()],
            TMA::CacheHintSm90::EVICT_FIRST, {work.seq.k.offset, keys.last}, keys.first, work.tile.row, work.tile.head,
-           work.tile.batch, [&](uint32_t bytes) { return ring_keys.expect(at_keys_, bytes); });
+           work.tile.batch, [&](uint32_t bytes) { return pipeline_keys.producer_expect_tx(at_keys_, bytes); });
     }
     at_keys_.advance();
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
     // After this wait the LSE and row sums of all queries are there, and zeros, where sums of dQ begin with them.
-    wait_for_kernel_before();
-    auto& ring = pick<kValues>(storage_.ring_q, storage_.ring_dout);
+    wait_on_dependent_grids();
+    auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
       const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
       next = work.after(step);
-      if constexpr (!kValues) pace_.keep(at_.count);
-      ring.wait_empty(at_);
+      if constexpr (!kValues) throttle_.step(at_.count);
+      pipeline.producer_acquire(at_);
       if constexpr (!kValues) storage_.steps[stage] = {row, head, work.range.full(step.m), next.head >= work.heads};
       load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
            TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, work.tile.batch, [&](uint32_t bytes) {
              constexpr uint32_t kStatistic = C.block_m * sizeof(float);
-             uint64_t* const full = ring.expect(at_, bytes + kStatistic);
+             uint64_t* const full = pipeline.producer_expect_tx(at_, bytes + kStatistic);
              const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
              SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
                                       pick<kValues>(storage_.lse_log2, storage_.row_dot)[stage], kStatistic);
@@ -111,7 +112,7 @@ class Loader {
     map.template load<kRows, kDims>(to, barrier, hint, span, row, head, batch);
     if (!clears) return;
     landed.wait(phase_);
-    keep_order();
+    compiler_fence();
     phase_ ^= 1;
     constexpr int kAtom = atom_columns(kDims), kVector = 16 / sizeof(Element);
     for (int col = 0; col < kDims; col += kAtom) {
@@ -119,98 +120,100 @@ class Loader {
         *reinterpret_cast<uint4*>(to + col * kRows + i) = uint4{};
       }
     }
-    keep_order();
+    compiler_fence();
     cutlass::arch::fence_view_async_shared();
     expect(0);
   }
 
   const BackwardParams& params_;
   Storage& storage_;
-  Cursor<kStagesOfKeys> at_keys_;
-  Cursor<C.stages> at_;
+  PipelineState<kStagesOfKeys> at_keys_;
+  PipelineState<C.stages> at_;
   uint32_t phase_ = 0;  // of landed
-  Pace pace_;
+  L2Throttle throttle_;
 };
 
 // The thread that loads K and Q: it takes tiles of keys, and says what they have to do.
 template <KernelConfig C>
 CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   Loader<C, false> load(params, storage);
-  Cursor<2> at;
+  PipelineState<2> at;
   bool has_unfinished = false;
   auto publish = [&](BackwardWork& work) {
     work.has_unfinished = has_unfinished;
     has_unfinished = !work.range.empty();
-    storage.ring_work.expect(at, 0);
+    storage.pipeline_work.producer_expect_tx(at, 0);
     at.advance();
   };
-  const TileNumbers& numbers = params.numbers;
+  const TileCounter& tile_counter = params.tile_counter;
   // As late as the counter's latency allows: who comes first to the end of a tile should be the first to have another.
   auto take = [&] {
     // After this the counter is this kernel's alone: one of another thread of the host may count by it, too.
-    wait_for_kernel_before();
-    return numbers.take();
+    wait_on_dependent_grids();
+    return tile_counter.fetch();
   };
-  for (int number = numbers.given > 0 ? int(blockIdx.x) : take(); number < numbers.tiles; number = take()) {
-    storage.ring_work.wait_empty(at);
+  for (int number = tile_counter.given > 0 ? int(blockIdx.x) : take(); number < tile_counter.tiles; number = take()) {
+    storage.pipeline_work.producer_acquire(at);
     auto& work = *new (&storage.work[at.stage()]) BackwardWork(params, C.block_m, C.block_n, number);
     if (work.tile.row >= work.seq.k.length) continue;
     publish(work);
     load(work);
   }
-  storage.ring_work.wait_empty(at);
+  storage.pipeline_work.producer_acquire(at);
   BackwardWork& end = storage.work[at.stage()];
   end.tile.row = -1;
   publish(end);
-  wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
-  Pace(params).end();
-  let_next_kernel_start();
+  wait_on_dependent_grids();  // no CTA ends before: the next kernel waits for this one alone
+  L2Throttle(params).finish();
+  launch_dependent_grids();
 }
 
 // What another thread does for each of them; do_work() is also told how many came before.
 template <class Storage, class Do>
 CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
-  for (Cursor<2> at;; at.advance()) {
-    storage.ring_work.wait(at);
+  for (PipelineState<2> at;; at.advance()) {
+    storage.pipeline_work.consumer_wait(at);
     const BackwardWork& work = storage.work[at.stage()];
     if (work.tile.row < 0) return;
     do_work(work, at.count);
-    storage.ring_work.empty[at.stage()].arrive();
+    storage.pipeline_work.empty[at.stage()].arrive();
   }
 }
 
-// A step's turn to add to dQ, or to the columns of one CTA of a pair, where key tiles wait for each other (DqOrder): by
+// A step's turn to add to dQ, or to the columns of one CTA of a pair, where key tiles wait for each other (DqAccumulate): by
 // their numbers, so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to
 // add to, and stores.
 template <KernelConfig C>
-class Turn {
+class DqSemaphore {
  public:
-  CUTE_DEVICE Turn(const BackwardParams& params, const BackwardWork& work, QueryStep step, int place = 0)
-      : in_turns_(params.dq_order == DqOrder::InTurns) {
+  CUTE_DEVICE DqSemaphore(const BackwardParams& params, const BackwardWork& work, QueryStep step, int place = 0)
+      : serialized_(params.dq_accumulate == DqAccumulate::Serialized) {
     const BwdProblem& p = params.p;
     const int head = work.first_head + step.head, row = step.m * C.block_m;
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
-    counter_ = p.turns + padded_row_ / C.block_m * C.warps + place;
+    counter_ = p.dq_semaphores + padded_row_ / C.block_m * C.warps + place;
     const TileRange keys = key_tiles(work.seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster);
     before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
   }
 
   // Whether there are sums to add to: those of all tiles before, or of the first one, which need not wait itself.
-  CUTE_DEVICE bool has_come() const {
+  CUTE_DEVICE bool is_ready() const {
     if (is_first()) return true;
     int done;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(counter_) : "memory");
-    return done >= (in_turns_ ? before_ : min(before_, 1));
+    return done >= (serialized_ ? before_ : min(before_, 1));
   }
 
   CUTE_DEVICE bool is_first() const { return before_ == 0; }
 
   // Whether others wait for its end.
-  CUTE_DEVICE bool is_awaited() const { return in_turns_ || is_first(); }
+  CUTE_DEVICE bool is_awaited() const { return serialized_ || is_first(); }
 
   // To be called when what is stored or added is complete for this thread. The release makes it so for all: it costs a
   // microsecond, and without it tiles have been seen to add in another order.
-  CUTE_DEVICE void end() const { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory"); }
+  CUTE_DEVICE void release() const {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory");
+  }
 
   // The query tile's first row, among the padded rows of all heads.
   CUTE_DEVICE int64_t padded_row() const { return padded_row_; }
@@ -219,7 +222,7 @@ class Turn {
   int64_t padded_row_;
   int* counter_;
   int before_;
-  bool in_turns_;
+  bool serialized_;
 };
 
 // One of two threads that send off what warpgroups leave in shared memory: dQ, to be added to global memory or to begin
@@ -236,7 +239,7 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
-    const bool waits = tiles_wait(params_.dq_order), whole = work.cut < 0;
+    const bool waits = uses_semaphore(params_.dq_accumulate), whole = work.cut < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
       if (!waits || at_.stage() == number_) add_sums(work, step);
@@ -258,23 +261,24 @@ class Sender {
  private:
   // Sends off what is in the buffers that this thread serves.
   template <int kStages, class SendOf>
-  CUTE_DEVICE void send(Ring<kStages> (&rings)[T::kGroups], const Cursor<kStages>& at, const SendOf& send_of) const {
-    const bool all = tiles_wait(params_.dq_order);
+  CUTE_DEVICE void send(Pipeline<kStages> (&pipelines)[T::kGroups], const PipelineState<kStages>& at,
+                        const SendOf& send_of) const {
+    const bool all = uses_semaphore(params_.dq_accumulate);
     CUTE_NO_UNROLL
     for (int group = all ? 0 : number_; group < (all ? T::kGroups : number_ + 1); ++group) {
-      rings[group].wait(at);
+      pipelines[group].consumer_wait(at);
       send_of(group);
       tma_store_arrive();
       // After this wait the buffer has been read.
       tma_store_wait<0>();
-      rings[group].empty[at.stage()].arrive();
+      pipelines[group].empty[at.stage()].arrive();
     }
   }
 
   CUTE_DEVICE void add_sums(const BackwardWork& work, QueryStep step) const {
     const BwdProblem& p = params_.p;
     auto add = [&](int64_t padded_row, bool is_first = false) {
-      send(storage_.ring_dq, at_, [&](int group) {
+      send(storage_.pipeline_dq, at_, [&](int group) {
         float* const to = T::dq_sums(p, padded_row, group);
         const uint32_t from = cast_smem_ptr_to_uint(storage_.dq[group]), bytes = T::kDqSums * sizeof(float);
         if (is_first) {
@@ -287,23 +291,23 @@ class Sender {
         }
       });
     };
-    if (!tiles_wait(params_.dq_order)) {
+    if (!uses_semaphore(params_.dq_accumulate)) {
       const int head = work.first_head + step.head;
       add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + step.m * C.block_m);
       return;
     }
-    const Turn<C> turn(params_, work, step);
-    while (!turn.has_come()) continue;
+    const DqSemaphore<C> semaphore(params_, work, step);
+    while (!semaphore.is_ready()) continue;
     asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk reductions come after what was seen, too
-    add(turn.padded_row(), turn.is_first());
-    if (!turn.is_awaited()) return;
+    add(semaphore.padded_row(), semaphore.is_first());
+    if (!semaphore.is_awaited()) return;
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are in global memory
-    turn.end();
+    semaphore.release();
   }
 
   template <bool kValues>
   CUTE_DEVICE void store_gradient(const BackwardWork& work) const {
-    send(storage_.ring_out, {2 * tile_ + !kValues}, [&](int group) {
+    send(storage_.pipeline_out, {2 * tile_ + !kValues}, [&](int group) {
       const int row = work.tile.row + group * 64;
       if (row >= work.seq.k.length) return;
       (kValues ? params_.dv : params_.dk)
@@ -316,7 +320,7 @@ class Sender {
   const BackwardParams& params_;
   Storage& storage_;
   uint32_t number_, tile_ = 0;
-  Cursor<2> at_;
+  PipelineState<2> at_;
 };
 
 }  // namespace flash_cute::sm90

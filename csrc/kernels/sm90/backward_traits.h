@@ -2,10 +2,10 @@
 #pragma once
 
 #include "core/backward_order.h"
-#include "kernels/common/backward_passes.h"
+#include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_tiles.h"
-#include "kernels/sm90/ring.h"
-#include "kernels/sm90/schedule.h"
+#include "kernels/sm90/pipeline.h"
+#include "kernels/sm90/tile_scheduler.h"
 #include "kernels/sm90/tensor_map.h"
 #include "kernels/sm90/wgmma.h"
 
@@ -14,11 +14,11 @@ namespace flash_cute::sm90 {
 struct BackwardParams {
   BwdProblem p;
   RaggedMap q, k, v, dout, dq, dk, dv;
-  TileNumbers numbers;  // of tiles of keys, those that are cut by their parts
+  TileCounter tile_counter;  // of tiles of keys, those that are cut by their splits
   KeyOrder order;
-  Divisor parts;  // of a tile that is cut: how many
-  DqOrder dq_order;
-  bool paced;  // CTAs stay near each other: see Pace
+  FastDivmod splits;  // of a tile that is cut: how many
+  DqAccumulate dq_accumulate;
+  bool throttled;  // CTAs stay near each other: see L2Throttle
 };
 
 template <bool kSecond, class First, class Second>
@@ -46,31 +46,31 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 // holds what tiles at different places need; with the tiles of twice as many heads together, half of a head's tiles run
 // at once, and are nearer to each other.
 //
-// Wherever key tiles wait for each other (DqOrder), late keys of one head come first, and begin with the first queries
-// that see them: under a causal mask these see no later keys, so that nobody waits for its first turn. But of the heads
+// Wherever key tiles wait for each other (DqAccumulate), late keys of one head come first, and begin with the first queries
+// that see them: under a causal mask these see no later keys, so that nobody waits for its first semaphore. But of the heads
 // that are taken last early keys come first, and begin with the last queries: their tiles are the longest. So it is in
 // turns with more heads, and with more tiles than start together: the wait is short for what comes after it. Where
 // several heads wait for the first tile alone, this is the one with the earliest keys, and sets walk down and up: tiles
 // that are at the same queries as the first one hardly wait.
 //
-// Where key tiles are fewer than SMs, the work on each is cut into parts, and so it is on the last ones, if they would
+// Where key tiles are fewer than SMs, the work on each is cut into splits, and so it is on the last ones, if they would
 // leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be
-// none. A query tile of a head belongs to one part of each key tile that it sees, so that turns are counted as without
-// parts. Parts of a tile have numbers that follow each other, so that who comes before in turns was taken before,
-// whatever part it is.
+// none. A query tile of a head belongs to one split of each key tile that it sees, so that turns are counted as without
+// splits. Parts of a tile have numbers that follow each other, so that who comes before in turns was taken before,
+// whatever split it is.
 class BackwardWork {
  public:
   int cut;  // number of the tile among those that are cut, or less than 0
-  int part;
+  int split;
   KeyTile tile;
   SeqInfo seq;
-  TileRange range;  // of queries that see some of the keys, those of the part
+  TileRange range;  // of queries that see some of the keys, those of the split
   int heads, first_head;  // of queries: how many, from which on
   uint32_t steps_until_end = 0;  // of the CTA, in all its tiles until this one's end; of pairs
   bool has_unfinished = false;  // the CTA's tile before had steps: its dV, dK and last dQ are still to be sent
 
   CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number)
-      : BackwardWork(params, block_m, block_n, number, number - params.p.parts.whole_tiles) {}
+      : BackwardWork(params, block_m, block_n, number, number - params.p.splits.whole_tiles) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
@@ -86,32 +86,33 @@ class BackwardWork {
  private:
   // `behind`: so many numbers behind the tiles that are not cut.
   CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number, int behind)
-      : cut(behind < 0 || params.parts.value == 1 ? -1 : params.parts.quotient(behind)),
-        part(cut < 0 ? 0 : behind - cut * params.parts.value),
+      : cut(behind < 0 || params.splits.value == 1 ? -1 : params.splits.div(behind)),
+        split(cut < 0 ? 0 : behind - cut * params.splits.value),
         tile(params.p.fwd, block_n, params.order.heads_together, params.order.late_first,
-             cut < 0 ? number : params.p.parts.whole_tiles + cut),
+             cut < 0 ? number : params.p.splits.whole_tiles + cut),
         seq(params.p.fwd, tile.batch) {
     const BwdProblem& p = params.p;
     range = query_tiles(seq, p.fwd.band, tile.row, block_n, block_m);
     heads = p.fwd.heads / p.fwd.heads_k;
     first_head = tile.head * heads;
     if (cut >= 0) {
-      range = share_of(range, part % p.parts.queries, p.parts.queries);
-      heads /= p.parts.heads;
-      first_head += part / p.parts.queries * heads;
+      range = even_share(range, split % p.splits.queries, p.splits.queries);
+      heads /= p.splits.heads;
+      first_head += split / p.splits.queries * heads;
     }
     const KeyOrder& order = params.order;
     heads_inside_ = order.heads_inside ? heads : 1;
     const bool in_odd_set = number / order.tiles_of_set % 2 == 1;
-    early_first_ = heads == 1 ? !tiles_wait(params.dq_order) || tile.late_first : order.down_and_up && in_odd_set;
+    early_first_ =
+        heads == 1 ? !uses_semaphore(params.dq_accumulate) || tile.late_first : order.down_and_up && in_odd_set;
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
-  // One of `parts` even shares of the tiles.
-  CUTE_DEVICE static TileRange share_of(TileRange range, int part, int parts) {
+  // One of `splits` even shares of the tiles.
+  CUTE_DEVICE static TileRange even_share(TileRange range, int split, int splits) {
     const int first = range.begin, tiles = range.end - first;
-    range.begin = first + tiles * part / parts;
-    range.end = first + tiles * (part + 1) / parts;
+    range.begin = first + tiles * split / splits;
+    range.end = first + tiles * (split + 1) / splits;
     return range;
   }
 
@@ -119,17 +120,17 @@ class BackwardWork {
   bool early_first_;
 };
 
-// Sums of dK, or of dV, over a part of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are
+// Sums of dK, or of dV, over a split of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are
 // among those of a tile that is cut: an accumulator of all threads, then the next one.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE float* part_sums(const BwdProblem& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
-                             int part) {
+CUTE_DEVICE float* split_sums(const BwdProblem& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
+                              int split) {
   constexpr int kRows = C.block_n * C.cluster;
-  const int64_t first = PaddedRows{kPartRows}.first_row(keys.offset, tile.batch);
-  const int64_t slab = p.fwd.dense_keys() ? (int64_t(cut) * kRows + row - tile.index * kRows) / kPartRows
-                                          : tile.head * p.slabs_of_head + (first + row) / kPartRows;
-  return p.part_sums + (slab * p.parts.count() + part) * kPartRows * (C.head_dim + C.head_dim_v) +
-         (kValues ? kPartRows * C.head_dim : 0);
+  const int64_t first = PaddedRows{kSlabRows}.first_row(keys.offset, tile.batch);
+  const int64_t slab = p.fwd.dense_keys() ? (int64_t(cut) * kRows + row - tile.index * kRows) / kSlabRows
+                                          : tile.head * p.slabs_of_head + (first + row) / kSlabRows;
+  return p.split_sums + (slab * p.splits.count() + split) * kSlabRows * (C.head_dim + C.head_dim_v) +
+         (kValues ? kSlabRows * C.head_dim : 0);
 }
 
 // A tile of queries, from the producer to the consumers.
@@ -185,7 +186,7 @@ struct BackwardTraits {
   }
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr int kTurnBarrier = 1;  // named: the first warpgroup's, then the second's
+  static constexpr int kPingPongBarrier = 1;  // named: the first warpgroup's, then the second's
 
   struct Storage {
     alignas(1024) Element k[2][C.block_n * C.head_dim];
@@ -198,13 +199,13 @@ struct BackwardTraits {
     alignas(128) float row_dot[C.stages][C.block_m];
     BackwardWork work[2];
     BackwardStep steps[C.stages];  // that use Q and dO
-    Ring<2> ring_work;
-    Ring<C.stages> ring_q, ring_dout;
-    Ring<2> ring_k;
-    Ring<1> ring_v;
-    Ring<2> ring_ds;
-    Ring<2> ring_dq[kGroups];  // one buffer; two barriers, as two threads may empty it by turns
-    Ring<1> ring_out[kGroups];  // the same buffer, with dV, then dK
+    Pipeline<2> pipeline_work;
+    Pipeline<C.stages> pipeline_q, pipeline_dout;
+    Pipeline<2> pipeline_k;
+    Pipeline<1> pipeline_v;
+    Pipeline<2> pipeline_ds;
+    Pipeline<2> pipeline_dq[kGroups];  // one buffer; two barriers, as two threads may empty it by turns
+    Pipeline<1> pipeline_out[kGroups];  // the same buffer, with dV, then dK
     cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
   };
   static_assert(C.block_n == 64 * kGroups && kGroups == 2, "a warpgroup has 64 keys");

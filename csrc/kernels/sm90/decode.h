@@ -1,17 +1,17 @@
 // Attention of few queries over a key/value cache: a cluster of CTAs has a tile of query rows of one kv head of one
-// sequence, and shares its keys out among its CTAs, which merge their results in each other's shared memory. Nothing
+// sequence, and chunks its keys out among its CTAs, which merge their results in each other's shared memory. Nothing
 // goes through global memory, and nobody asks what others do: of a call that takes a few microseconds most would be
-// that. kernels/sm80/decode.h shares keys out evenly, for longer caches that would leave SMs without work.
+// that. kernels/sm80/decode.h chunks keys out evenly, for longer caches that would leave SMs without work.
 #pragma once
 
 #include "core/registry.h"
-#include "kernels/common/overlap.h"
+#include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/passes/append.h"
-#include "kernels/passes/gaps.h"
+#include "kernels/passes/zero_fill.h"
 #include "kernels/sm80/decode_attend.h"
-#include "kernels/sm80/decode_feed.h"
-#include "kernels/sm90/ring.h"
+#include "kernels/sm80/decode_load.h"
+#include "kernels/sm90/pipeline.h"
 
 namespace flash_cute::sm90 {
 
@@ -23,7 +23,7 @@ struct DecodeTraits : sm80::DecodeTraits<C> {
 
   struct Storage {
     alignas(128) typename Base::Element q[C.block_m * C.head_dim];
-    typename Base::Tile ring[C.stages][Base::kTeams];
+    typename Base::Tile kv[C.stages][Base::kTeams];
     alignas(16) RowSum sums[C.block_m][Base::kTeams];
     // What the cluster's CTAs hand over to this one: their sums, and of outputs the columns that this one merges, CTA
     // i's from i * columns on. All of it is counted at `handed_over`.
@@ -35,14 +35,14 @@ struct DecodeTraits : sm80::DecodeTraits<C> {
 };
 
 // This CTA among those of its cluster, and what each merges.
-struct Place {
-  int ctas, unit, rank;
+struct ClusterRank {
+  int ctas, work_tile, rank;
   int column_bits;
 
-  CUTE_DEVICE explicit Place(const UnitClusters& clusters)
+  CUTE_DEVICE explicit ClusterRank(const TileClusters& clusters)
       : ctas(clusters.ctas.value),
-        unit(clusters.ctas.quotient(blockIdx.x)),
-        rank(static_cast<int>(blockIdx.x) - unit * ctas),
+        work_tile(clusters.ctas.div(blockIdx.x)),
+        rank(static_cast<int>(blockIdx.x) - work_tile * ctas),
         column_bits(clusters.column_bits) {}
 
   CUTE_DEVICE int columns() const { return 1 << column_bits; }
@@ -50,37 +50,37 @@ struct Place {
 
 // The CTA's share of the keys, which is a part to sm80's functions, and the keys that its queries see.
 template <KernelConfig C>
-CUTE_DEVICE sm80::FedPart share_of_cta(const DecodeProblem& p, const Place& place) {
-  const int tile = p.heads_k.quotient(place.unit);  // of all sequences
-  Part part;
-  part.head_k = place.unit - tile * p.fwd.heads_k;
-  part.b = p.clusters.tiles.quotient(tile);
-  part.row = (tile - part.b * p.clusters.tiles.value) * C.block_m;
-  part.seq = cached_seq(p, part.b);
-  part.grains = part.all.count = 1;
-  const RowSpan queries = sm80::queries_of(p, part, C.block_m);
-  const RowSpan keys = visible_keys(part.seq, p.fwd.band, queries.first, queries.last - queries.first);
+CUTE_DEVICE sm80::VisibleSplit split_of_cta(const DecodeProblem& p, const ClusterRank& place) {
+  const int tile = p.heads_k.div(place.work_tile);  // of all sequences
+  KvSplit split;
+  split.head_k = place.work_tile - tile * p.fwd.heads_k;
+  split.b = p.clusters.tiles.div(tile);
+  split.row = (tile - split.b * p.clusters.tiles.value) * C.block_m;
+  split.seq = cached_seq(p, split.b);
+  split.quanta = split.all.count = 1;
+  const RowSpan queries = sm80::queries_of(p, split, C.block_m);
+  const RowSpan keys = visible_keys(split.seq, p.fwd.band, queries.first, queries.last - queries.first);
   const int first = keys.first / C.block_n, blocks = max(0, ceil_div(keys.last, C.block_n) - first);
-  const int share = p.clusters.ctas.quotient(blocks + place.ctas - 1);
-  part.first = first + min(place.rank * share, blocks);
-  part.last = first + min((place.rank + 1) * share, blocks);
-  return {part, keys};
+  const int chunk = p.clusters.ctas.div(blocks + place.ctas - 1);
+  split.first = first + min(place.rank * chunk, blocks);
+  split.last = first + min((place.rank + 1) * chunk, blocks);
+  return {split, keys};
 }
 
 // Loads a team's tiles of a share, one after the other.
 template <KernelConfig C>
-class ShareFeed {
+class SplitLoader {
   using T = DecodeTraits<C>;
 
  public:
-  CUTE_DEVICE ShareFeed(const DecodeProblem& p, typename T::Storage& storage, const sm80::FedPart& share, int team,
-                        int thread)
-      : copy_(p, C.block_n, storage.ring[0][team].k, storage.ring[0][team].v, thread),
-        left_(share.part.last - share.part.first) {
-    const auto& [part, keys] = share;
-    const int row = static_cast<int>(part.seq.k.offset);  // of key 0
-    copy_.begin(part.b, part.head_k, {row + keys.first, row + keys.last},
-                row + part.first * C.block_n + team * T::kKeys);
+  CUTE_DEVICE SplitLoader(const DecodeProblem& p, typename T::Storage& storage, const sm80::VisibleSplit& chunk,
+                          int team, int thread)
+      : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
+        left_(chunk.split.last - chunk.split.first) {
+    const auto& [split, keys] = chunk;
+    const int row = static_cast<int>(split.seq.k.offset);  // of key 0
+    copy_.begin(split.b, split.head_k, {row + keys.first, row + keys.last},
+                row + split.first * C.block_n + team * T::kKeys);
   }
 
   // Starts the copy of the next tile, if there is one, to a stage.
@@ -98,17 +98,17 @@ class ShareFeed {
 // Whether the first tile of a part lies before the rows that the append writes: then it need not wait for the append,
 // which lets this kernel start when all before it has ended.
 template <KernelConfig C>
-CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const Part& part) {
-  if (!p.appends() || part.grains == 0) return false;
-  return (part.first + 1) * C.block_n <= part.seq.k.length - new_rows(p.added, part.b).length;
+CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const KvSplit& split) {
+  if (!p.appends() || split.quanta == 0) return false;
+  return (split.first + 1) * C.block_n <= split.seq.k.length - new_rows(p.added, split.b).length;
 }
 
 // Whether a CTA asks for its first block of keys ahead; found by trying: docs/performance.md, "Decoding". Of one block or
 // two the copies themselves are as early. Where CTAs are few many start on SMs that have nothing else to do, and would be
 // in the way of the kernel before.
-CUTE_DEVICE bool expects_keys(const DecodeProblem& p, const Part& part) {
+CUTE_DEVICE bool should_prefetch_kv(const DecodeProblem& p, const KvSplit& split) {
   constexpr int kFew = 3;
-  return part.last - part.first >= kFew && 3 * p.ctas() >= 2 * p.at_once;
+  return split.last - split.first >= kFew && 3 * p.ctas() >= 2 * p.resident_ctas;
 }
 
 // Stores two numbers in the shared memory of a CTA of the cluster, at the address that `to` has here, and counts them
@@ -122,7 +122,8 @@ CUTE_DEVICE void hand_over(int cta, void* to, float x, float y, void* barrier) {
 
 // Merges what the teams have left in the tiles of `stage`, and hands each column over to the CTA that merges it.
 template <KernelConfig C>
-CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int stage, int rows, const Place& place) {
+CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int stage, int rows,
+                             const ClusterRank& place) {
   using T = DecodeTraits<C>;
   constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
   const int columns = place.columns(), mergers = C.head_dim_v >> place.column_bits;
@@ -131,7 +132,7 @@ CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int sta
     const int row = i / kAcross, column = i % kAcross * kTogether;
     const MergedRow<T::kTeams> merged(storage.sums[row]);
     const auto outputs = merged.template undivided<kTogether>([&](int team) {
-      return storage.ring[stage][team].results() + row * C.head_dim_v + sm80::result_column(row, column);
+      return storage.kv[stage][team].results() + row * C.head_dim_v + sm80::result_column(row, column);
     });
     hand_over(column >> place.column_bits, &storage.outputs[row][place.rank * columns + (column & (columns - 1))],
               outputs[0], outputs[1], &storage.handed_over);
@@ -144,17 +145,17 @@ CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int sta
 
 // Merges this CTA's columns of what the cluster's CTAs hand over.
 template <KernelConfig C>
-CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const Part& part, typename DecodeTraits<C>::Storage& storage,
-                            int rows, const Place& place) {
+CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typename DecodeTraits<C>::Storage& storage,
+                            int rows, const ClusterRank& place) {
   constexpr int kTogether = 2;
   const int columns = place.columns(), across = columns / kTogether;
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < rows * across; i += C.threads()) {
     const int row = i / across, column = i % across * kTogether;
-    const sm80::RowPlace<C> to(p, part, row, true);
+    const sm80::RowDestination<C> to(p, split, row, true);
     // After this the results of all CTAs are there.
     storage.handed_over.wait(0);
-    keep_order();
+    compiler_fence();
     RowSum sums[C.cluster];
     float2 outputs[C.cluster];
     CUTE_UNROLL
@@ -178,58 +179,58 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
-  const Place place(p.clusters);
-  let_next_kernel_start();
+  const ClusterRank place(p.clusters);
+  launch_dependent_grids();
   if (threadIdx.x == 0) {
     storage.handed_over.init(1);
     cutlass::arch::fence_barrier_init();
   }
   cute::cluster_arrive_relaxed();
-  sm80::FedPart share = share_of_cta<C>(p, place);
+  sm80::VisibleSplit chunk = split_of_cta<C>(p, place);
   // The append leaves lengths alone, and lets this kernel start when all before has ended.
-  if (!p.alike.known && !p.appends()) {
+  if (!p.uniform.known && !p.appends()) {
     // Lengths in a tensor may still be written: what they say at first is good for asking for keys ahead.
-    if (expects_keys(p, share.part)) sm80::expect_keys<1, C>(p, share);
+    if (should_prefetch_kv(p, chunk.split)) sm80::prefetch_kv_l2<1, C>(p, chunk);
     // After this lengths can be read.
-    wait_for_kernel_before();
-    share = share_of_cta<C>(p, place);
+    wait_on_dependent_grids();
+    chunk = split_of_cta<C>(p, place);
   }
-  const Part& part = share.part;
-  const int rows = sm80::rows_of(p, part, C.block_m);
+  const KvSplit& split = chunk.split;
+  const int rows = sm80::rows_of(p, split, C.block_m);
   if (threadIdx.x == 0) {
     constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
     storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
-  if (p.alike.known && expects_keys(p, part)) sm80::expect_keys<1, C>(p, share);
+  if (p.uniform.known && should_prefetch_kv(p, split)) sm80::prefetch_kv_l2<1, C>(p, chunk);
   // After this the table of pages can be read, which the append leaves alone, too.
-  if (p.fwd.pages.ids != nullptr && !p.appends()) wait_for_kernel_before();
-  ShareFeed<C> feed(p, storage, share, team, thread);
+  if (p.fwd.pages.ids != nullptr && !p.appends()) wait_on_dependent_grids();
+  SplitLoader<C> loader(p, storage, chunk, team, thread);
   // After this the first tile's keys can be read.
-  if (!was_in_cache<C>(p, part)) wait_for_kernel_before();
-  feed.load(0);
+  if (!was_in_cache<C>(p, split)) wait_on_dependent_grids();
+  loader.load(0);
   // After this new keys have joined the cache, and queries are rotated.
-  wait_for_kernel_before();
-  sm80::load_queries<C>(p, part, storage.q);
+  wait_on_dependent_grids();
+  sm80::load_queries<C>(p, split, storage.q);
   cp_async_fence();
   CUTE_NO_UNROLL
   for (int i = 1; i < C.stages - 1; ++i) {
-    feed.load(i);
+    loader.load(i);
     cp_async_fence();
   }
   cp_async_wait<C.stages - 2>();
   // After this barrier Q is visible to all.
   __syncthreads();
   int stage = 0;
-  sm80::attend<C>(p, part, storage, feed, storage.q, team, thread, stage);
+  sm80::attend<C>(p, split, storage, loader, storage.q, team, thread, stage);
   stage = stage == 0 ? C.stages - 1 : stage - 1;
   // After this the results of all teams are there.
   __syncthreads();
-  if (place.ctas == 1) return sm80::TeamMerge<C>(p, part)(storage, stage);
+  if (place.ctas == 1) return sm80::TeamMerge<C>(p, split)(storage, stage);
   // After this all CTAs of the cluster run, and their barriers count.
   cute::cluster_wait();
   merge_teams<C>(storage, stage, rows, place);
   if (place.rank << place.column_bits >= C.head_dim_v) return;
-  merge_ctas<C>(p, part, storage, rows, place);
+  merge_ctas<C>(p, split, storage, rows, place);
 }
 
 }  // namespace flash_cute::sm90
@@ -238,12 +239,12 @@ namespace flash_cute {
 
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
-  if (cudaError_t e = fill_gaps(p.fwd, stream)) return e;
+  if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_overlapping<sm90::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.neighbours}, stream, p);
+  return launch_with_pdl<sm90::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, p);
 }
 
 }  // namespace flash_cute

@@ -11,8 +11,8 @@
 #include "core/heuristics.h"
 #include "core/registry.h"
 #include "kernels/launch.h"
-#include "kernels/passes/gaps.h"
-#include "kernels/passes/merge_parts.h"
+#include "kernels/passes/zero_fill.h"
+#include "kernels/passes/combine_splits.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm90/forward_consumers.h"
 #include "kernels/sm90/forward_dropout.h"
@@ -28,15 +28,15 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   if (threadIdx.x == 0) {
-    storage.ring_k.init(C.warps);
-    storage.ring_v.init(C.warps);
-    const bool draws = C.draws() && params.p.rules.rng != nullptr;
+    storage.pipeline_k.init(C.warps);
+    storage.pipeline_v.init(C.warps);
+    const bool has_dropout = C.has_mask_warpgroup() && params.p.rules.rng != nullptr;
     const int loading = in_pages<C>(params) ? 2 : 1;  // the thread that loads V, or the warps that load K and V
-    storage.ring_q.init(C.warps + loading + (draws ? kDrawingWarps : 0) + 1);  // and the thread that sends O off
-    storage.ring_kept.init(C.warps, kDrawingWarps);
-    storage.ring_next.init(1);
+    storage.pipeline_q.init(C.warps + loading + (has_dropout ? kMaskWarps : 0) + 1);  // and the thread that sends O off
+    storage.pipeline_mask.init(C.warps, kMaskWarps);
+    storage.pipeline_next.init(1);
     storage.keys_sent_for.init(1);
-    for (auto& ring : storage.ring_out) ring.init(1, 4);  // one thread, the warps of a warpgroup
+    for (auto& pipeline : storage.pipeline_out) pipeline.init(1, 4);  // one thread, the warps of a warpgroup
     for (auto& barrier : storage.out_left) barrier.init(C.cluster + 1);  // who send O off, and who waits for it
     cutlass::arch::fence_barrier_init();
   }
@@ -62,9 +62,9 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     } else if (warp == 1 && elect_one_sync()) {
       produce_values<C>(params, storage);
     }
-  } else if (C.draws() && group == T::kGroups + 1) {
+  } else if (C.has_mask_warpgroup() && group == T::kGroups + 1) {
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
-    if constexpr (C.draws()) draw<C>(params, storage);
+    if constexpr (C.has_mask_warpgroup()) generate_keep_mask<C>(params, storage);
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     consume<C>(params, storage);
@@ -84,32 +84,32 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   sm90::ForwardParams params;
   params.p = p;
-  const bool merges = p.parts.count > 1;
+  const bool merges = p.splits.count > 1;
   if (merges) {
-    params.p.lse = p.parts.lse;
-    if (p.row_max.ptr != nullptr) params.p.row_max = p.parts.row_max(p.heads);
+    params.p.lse = p.splits.lse;
+    if (p.row_max.ptr != nullptr) params.p.row_max = p.splits.row_max(p.heads);
     params.p.sink = {};
   }
-  const int heads = heads_in_tile(C, p), rows = C.block_m / heads;
-  params.order = sm90::TileOrder::of(p, C.block_m * C.cluster, heads);
-  params.rows_of_head = Divisor(rows);
-  const int64_t tiles = params.order.tiles();
-  params.page_size = Divisor(std::max(1, p.pages.size));
+  const int heads = pack_gqa(C, p), rows = C.block_m / heads;
+  params.scheduler = sm90::TileScheduler::of(p, C.block_m * C.cluster, heads);
+  params.rows_of_head = FastDivmod(rows);
+  const int64_t tiles = params.scheduler.tiles();
+  params.page_size = FastDivmod(std::max(1, p.pages.size));
   params.page_rows = p.pages.together(C.block_n);
   params.cap = SoftmaxCap::of(p);
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
   if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that take() may give
-  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
-  auto map_queries = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int all_rows, int cols) {
+  auto map_queries = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int all_rows, int cols) {
     const int box_rows = std::min(rows, all_rows);
     return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols,
                                  all_rows / box_rows);
   };
-  auto map_keys = [&](sm90::RaggedMap& map, const Matrices& m, int dim, int cols) {
+  auto map_keys = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int cols) {
     if (p.pages.ids == nullptr) {
       return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
     }
@@ -119,11 +119,11 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  params.numbers = sm90::TileNumbers::of(tiles, ctas / C.cluster, false);
-  if (cudaError_t e = zeroed_counters(params.numbers.counter, 1, stream)) return e;
+  params.tile_counter = sm90::TileCounter::of(tiles, ctas / C.cluster, false);
+  if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<sm90::forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
   if (merges) {
-    if (cudaError_t e = merge_parts(p, stream)) return e;
+    if (cudaError_t e = combine_splits(p, stream)) return e;
   }
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }

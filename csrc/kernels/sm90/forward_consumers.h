@@ -9,35 +9,36 @@
 
 namespace flash_cute::sm90 {
 
-// The right to issue products, which goes round among the warpgroups: while one issues, the others are at their
-// exponentials.
+// Ping-pong (FlashAttention-3): one warpgroup at a time issues products, while the others are at their exponentials.
 template <class T>
-struct Baton {
+struct PingPong {
   int group;
 
-  CUTE_DEVICE explicit Baton(int group) : group(group) {
-    if (T::kPingPong && group == 0) cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier);  // its own first turn
+  CUTE_DEVICE explicit PingPong(int group) : group(group) {
+    if (T::kPingPong && group == 0) cutlass::arch::NamedBarrier::arrive(256, T::kPingPongBarrier);  // it begins
   }
-  CUTE_DEVICE void take() const { cutlass::arch::NamedBarrier::sync(256, T::kTurnBarrier + group); }
-  CUTE_DEVICE void pass() const {
-    cutlass::arch::NamedBarrier::arrive(256, T::kTurnBarrier + (group + 1) % T::kGroups);
+  // After this barrier the warpgroup may issue products.
+  CUTE_DEVICE void wait() const { cutlass::arch::NamedBarrier::sync(256, T::kPingPongBarrier + group); }
+  // The next warpgroup may.
+  CUTE_DEVICE void arrive() const {
+    cutlass::arch::NamedBarrier::arrive(256, T::kPingPongBarrier + (group + 1) % T::kGroups);
   }
 };
 
-// Writes the outputs of a warpgroup (MMA,1,1) over a part of the keys.
+// Writes the outputs of a warpgroup (MMA,1,1) over a split of the keys.
 template <KernelConfig C, class Mma, class Output>
-CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTraits<C>::kGroups>& work,
-                            const QueryTile& tile, const Mma& mma, const Output& tOrO, int thread) {
+CUTE_DEVICE void store_split(const ForwardParams& params, const WorkTile<ForwardTraits<C>::kGroups>& work,
+                             const QueryTile& tile, const Mma& mma, const Output& tOrO, int thread) {
   const FwdProblem& p = params.p;
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
-  const int64_t first = first_of(p.parts.lse, work.of_results(p, tile), work.seq);
+  const int64_t first = first_of(p.splits.lse, work.of_results(p, tile), work.seq);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
     const int row = tile.row + get<0>(at(r, 0));
     if (row >= work.seq.q.length) continue;
-    float* const to = p.parts.out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
+    float* const to = p.splits.out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
     CUTE_UNROLL
     for (int c = 0; c < size<1>(output); c += 2) {
       *reinterpret_cast<float2*>(to + column_offset(c)) = make_float2(output(r, c), output(r, c + 1));
@@ -47,20 +48,20 @@ CUTE_DEVICE void store_part(const ForwardParams& params, const Work<ForwardTrait
 
 // Waits until a warpgroup may leave its O in shared memory.
 template <KernelConfig C>
-CUTE_DEVICE void wait_for_room(typename ForwardTraits<C>::Storage& storage, int group, const Cursor<1>& at_out,
-                               const Cursor<C.stages>& at_v) {
+CUTE_DEVICE void wait_for_room(typename ForwardTraits<C>::Storage& storage, int group, const PipelineState<1>& at_out,
+                               const PipelineState<C.stages>& at_v) {
   using T = ForwardTraits<C>;
   if constexpr (T::kOwnOutput) {
     // After this wait the warpgroup's O of the tile before has left.
-    storage.ring_out[group].wait_empty(at_out);
+    storage.pipeline_out[group].producer_acquire(at_out);
   } else if (group == 0) {
     // After these waits both warpgroups' have, and nobody still reads V of the tile of keys before the last one.
-    for (auto& ring : storage.ring_out) ring.wait_empty(at_out);
-    storage.ring_v.wait_empty({at_v.count});
+    for (auto& pipeline : storage.pipeline_out) pipeline.producer_acquire(at_out);
+    storage.pipeline_v.producer_acquire({at_v.count});
     cutlass::arch::NamedBarrier::arrive(256, T::kAllGroupsBarrier);
   } else {
     // After this barrier the same is true, and nobody still reads V of the last one. This warpgroup cannot wait for the
-    // ring of the other's O, which may have gone on by two turns.
+    // pipeline of the other's O, which may have gone on by two turns.
     cutlass::arch::NamedBarrier::sync(256, T::kAllGroupsBarrier);
   }
 }
@@ -99,15 +100,15 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
-  const Baton<T> baton(group);
-  Cursor<C.stages> at_k, at_v;
-  Cursor<T::kStagesQ> at_q;
-  Cursor<1> at_kept;
+  const PingPong<T> ping_pong(group);
+  PipelineState<C.stages> at_k, at_v;
+  PipelineState<T::kStagesQ> at_q;
+  PipelineState<1> at_mask;
   constexpr Int<C.block_n> all_keys;
-  const bool drops = C.draws() && p.rules.rng != nullptr;
+  const bool drops = C.has_mask_warpgroup() && p.rules.rng != nullptr;
   for (;; at_q.advance()) {
-    storage.ring_q.wait(at_q);
-    const Work<T::kGroups>& work = storage.work[at_q.count % T::kWorks];
+    storage.pipeline_q.consumer_wait(at_q);
+    const WorkTile<T::kGroups>& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) break;
     const QueryTile& tile = tile_of_head<C>(params, work.tile, thread / 32 * 16);  // of the warp
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
@@ -124,7 +125,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       return make_tensor(tSrS.data(), partition_fragment_C(mma, Shape<Int<C.block_m>, decltype(keys)>{}).layout());
     };
 
-    // Starts the products of scores of a tile's first keys, once they are there and it is the warpgroup's turn.
+    // Starts the products of scores of a tile's first keys, once they are there and it is the warpgroup's semaphore.
     auto start_scores = [&](auto keys) __attribute__((always_inline)) {
       typename T::template MmaQK<decltype(keys)::value> mma;
       Tensor all_k = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
@@ -132,8 +133,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(k);  // (MMA,1,MMA_K)
       Tensor acc = scores_of(keys);  // (MMA,1,1)
       // After this wait K of the tile is in shared memory.
-      storage.ring_k.wait(at_k);
-      if constexpr (T::kPingPong) baton.take();
+      storage.pipeline_k.consumer_wait(at_k);
+      if constexpr (T::kPingPong) ping_pong.wait();
       start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
     };
 
@@ -142,27 +143,27 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
 
     // Scores of the first keys of tile n, which are still in products' units, become weights. The result: whether sums
     // of before were rescaled, and outputs are to be multiplied by `factors`.
-    auto weigh = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
+    auto softmax_step = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
       Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
       const int key = first_key(n);
       if constexpr (C.rich() && !decltype(masked)::value) {
         if (const SoftmaxCap& cap = params.cap; cap.is_possible) {
           const auto magnitudes = T::Softmax::magnitudes(scores);
           const bool suits = cap.suits(magnitudes);
-          const bool lets_be = __all_sync(~0u, suits & softmax.lets_be(magnitudes, cap.most_weight));
-          if (lets_be || __all_sync(~0u, suits)) {
+          const bool fits = __all_sync(~0u, suits & softmax.fits_limit(magnitudes, cap.most_weight));
+          if (fits || __all_sync(~0u, suits)) {
             constexpr int kAll = decltype(size<1>(scores))::value;  // more to do hides the wait behind it
-            auto begin_weights = [&]() __attribute__((always_inline)) {
-              softmax.begin_weights(scores, kAll, cap.weight);
+            auto begin_exponentials = [&]() __attribute__((always_inline)) {
+              softmax.begin_exponentials(scores, kAll, cap.weight);
             };
             fill(factors, 1.f);
             bool rescaled = false;
-            if (lets_be) {
-              begin_weights();
+            if (fits) {
+              begin_exponentials();
             } else {
-              rescaled = softmax.raise(scores, factors, cap.factor, begin_weights);
+              rescaled = softmax.update_max(scores, factors, cap.factor, begin_exponentials);
             }
-            softmax.end_weights(scores, kAll);
+            softmax.end_exponentials(scores, kAll);
             return rescaled;
           }
         }
@@ -170,21 +171,22 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       if constexpr (C.rich()) rules.apply(scores, at, stand, key);
       if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
       fill(factors, 1.f);
-      const bool rescaled = softmax.raise(
-          scores, factors, NoBend{}, [&]() __attribute__((always_inline)) { softmax.begin_weights(scores, kEarly); });
-      softmax.end_weights(scores, kEarly);
+      const bool rescaled = softmax.update_max(scores, factors, UnitFactor{}, [&]() __attribute__((always_inline)) {
+        softmax.begin_exponentials(scores, kEarly);
+      });
+      softmax.end_exponentials(scores, kEarly);
       return rescaled;
     };
 
     // Rounds weights to the operand of the products of outputs, less those that dropout does not keep.
     auto round = [&]() __attribute__((always_inline)) {
       convert(tSrS, tSrP);
-      if constexpr (C.draws()) {
+      if constexpr (C.has_mask_warpgroup()) {
         if (!drops) return;
-        storage.ring_kept.wait(at_kept);
-        drop(tSrP, storage.kept[thread / 32], thread % 32);
-        storage.ring_kept.release(at_kept);
-        at_kept.advance();
+        storage.pipeline_mask.consumer_wait(at_mask);
+        apply_keep_mask(tSrP, storage.keep_mask[thread / 32], thread % 32);
+        storage.pipeline_mask.consumer_release(at_mask);
+        at_mask.advance();
       }
     };
 
@@ -193,34 +195,34 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     auto skip = [&](int until) {
       CUTE_NO_UNROLL
       for (; n >= until; --n) {
-        storage.ring_k.wait(at_k);
-        storage.ring_k.release(at_k);
+        storage.pipeline_k.consumer_wait(at_k);
+        storage.pipeline_k.consumer_release(at_k);
         at_k.advance();
         if constexpr (T::kPingPong) {
-          baton.take();
-          baton.pass();
+          ping_pong.wait();
+          ping_pong.arrive();
         }
-        storage.ring_v.wait(at_v);
-        storage.ring_v.release(at_v);
+        storage.pipeline_v.consumer_wait(at_v);
+        storage.pipeline_v.consumer_release(at_v);
         at_v.advance();
         if (drops) {
-          storage.ring_kept.wait(at_kept);
-          storage.ring_kept.release(at_kept);
-          at_kept.advance();
+          storage.pipeline_mask.consumer_wait(at_mask);
+          storage.pipeline_mask.consumer_release(at_mask);
+          at_mask.advance();
         }
       }
     };
 
     // All there is to know of the rows but their outputs.
     typename T::Softmax::Total totals[2];
-    auto close = [&]() __attribute__((always_inline)) {
+    auto finalize = [&]() __attribute__((always_inline)) {
       cutlass::Array<float, 2> lse;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        totals[r] = softmax.template close<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
+        totals[r] = softmax.template finalize<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
         lse[r] = totals[r].lse;
       }
-      store_statistics(p, work.seq, work.of_results(p, tile), softmax, lse, at);
+      store_row_stats(p, work.seq, work.of_results(p, tile), softmax, lse, at);
     };
 
     clear(tOrO);
@@ -231,16 +233,16 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       // branch in each step costs more.
       constexpr bool kReleasesEarly = T::kStagesQ == 1;
       auto release_queries = [&]() __attribute__((always_inline)) {
-        if (kReleasesEarly && n == range.begin) storage.ring_q.release(at_q);
+        if (kReleasesEarly && n == range.begin) storage.pipeline_q.consumer_release(at_q);
       };
       auto begin = [&](auto keys, auto masked) __attribute__((always_inline)) {
         start_scores(keys);
-        if constexpr (T::kPingPong) baton.pass();
+        if constexpr (T::kPingPong) ping_pong.arrive();
         wait_products<0>(tSrS);
-        storage.ring_k.release(at_k);
+        storage.pipeline_k.consumer_release(at_k);
         at_k.advance();
         release_queries();
-        weigh(n, keys, masked, factors);
+        softmax_step(n, keys, masked, factors);
         CUTE_UNROLL
         for (int i = size(scores_of(keys)); i < size(tSrS); ++i) tSrS(i) = 0.f;
       };
@@ -255,16 +257,16 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
       auto step = [&](auto masked) __attribute__((always_inline)) {
         start_scores(all_keys);
-        storage.ring_v.wait(at_v);
+        storage.pipeline_v.consumer_wait(at_v);
         start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
-        if constexpr (T::kPingPong) baton.pass();
+        if constexpr (T::kPingPong) ping_pong.arrive();
         wait_products<1>(tSrS);
-        storage.ring_k.release(at_k);
+        storage.pipeline_k.consumer_release(at_k);
         at_k.advance();
         release_queries();
-        const bool rescaled = weigh(n, all_keys, masked, factors);
+        const bool rescaled = softmax_step(n, all_keys, masked, factors);
         wait_products<0>(tOrO);
-        storage.ring_v.release(at_v);
+        storage.pipeline_v.consumer_release(at_v);
         at_v.advance();
         round();
         if (rescaled) {
@@ -280,30 +282,30 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
           step(true_type{});
         }
       }
-      if (!kReleasesEarly) storage.ring_q.release(at_q);
-      storage.ring_v.wait(at_v);
+      if (!kReleasesEarly) storage.pipeline_q.consumer_release(at_q);
+      storage.pipeline_v.consumer_wait(at_v);
       start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
-      close();
+      finalize();
       wait_products<0>(tOrO);
-      storage.ring_v.release(at_v);
+      storage.pipeline_v.consumer_release(at_v);
       at_v.advance();
     } else {
-      storage.ring_q.release(at_q);
-      close();
+      storage.pipeline_q.consumer_release(at_q);
+      finalize();
     }
     skip(0);
 
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) softmax.divide(output, r, totals[r]);
-    const Cursor<1> at_out{at_q.count};
+    for (int r = 0; r < 2; ++r) softmax.normalize(output, r, totals[r]);
+    const PipelineState<1> at_out{at_q.count};
     const int group = cutlass::canonical_warp_group_idx() - 1;  // again: through the loop it would take a register
     wait_for_room<C>(storage, group, at_out, at_v);
-    if (p.parts.count == 1) {
+    if (p.splits.count == 1) {
       store_output<C>(T::output(storage, group, at_v.count), tOrO, thread);
     } else {
-      store_part<C>(params, work, tile, mma_pv, tOrO, thread);
+      store_split<C>(params, work, tile, mma_pv, tOrO, thread);
     }
-    storage.ring_out[group].publish(at_out);
+    storage.pipeline_out[group].producer_commit(at_out);
   }
 }
 

@@ -7,12 +7,12 @@
 
 namespace flash_cute::sm90 {
 
-constexpr int kDrawingWarps = 4;
+constexpr int kMaskWarps = 4;
 
 // Which elements dropout keeps, of two at a time: Hopper compares the halves of a word together.
-class Kept {
+class KeepTest {
  public:
-  CUTE_DEVICE explicit Kept(int drop_below /* not 0 */) : last_dropped_(drop_below - 1) {}
+  CUTE_DEVICE explicit KeepTest(int drop_below /* not 0 */) : last_dropped_(drop_below - 1) {}
 
   // Of a word of random bits those of key octets 1 and 3 in bits 0 and 16; turned left by a byte, of 0 and 2.
   CUTE_DEVICE uint32_t operator()(uint32_t word) const {
@@ -32,24 +32,24 @@ class Kept {
 
 // The warpgroup that draws, for each tile of keys, 32 queries a warp: those of two warps that compute.
 template <KernelConfig C>
-CUTE_DEVICE void draw(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+CUTE_DEVICE void generate_keep_mask(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  static_assert(C.warps == 2 * kDrawingWarps);
+  static_assert(C.warps == 2 * kMaskWarps);
   const FwdProblem& p = params.p;
   if (p.rules.rng == nullptr) return;
-  const int warp = threadIdx.x / 32 % kDrawingWarps, lane = threadIdx.x % 32;
-  Cursor<1> at;
-  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
-    storage.ring_q.wait(at_q);
-    const auto& work = storage.work[at_q.count % T::kWorks];
+  const int warp = threadIdx.x / 32 % kMaskWarps, lane = threadIdx.x % 32;
+  PipelineState<1> at;
+  for (PipelineState<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.pipeline_q.consumer_wait(at_q);
+    const auto& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) return;
     const Dropout dropout(p.rules, int64_t(work.tile.batch) * p.heads + work.tile.head);
-    const Kept keeps(p.rules.drop_below);
+    const KeepTest keeps(p.rules.drop_below);
     const int query = work.tile.row + 32 * warp + lane / 4;
     CUTE_NO_UNROLL
     for (int n = work.key_tiles - 1; n >= 0; --n, at.advance()) {
       const int key = work.keys.first + n * C.block_n + lane % 4 * 2;
-      uint32_t kept[4] = {};  // of the rows 8 apart from `query` on
+      uint32_t keep[4] = {};  // of the rows 8 apart from `query` on
       CUTE_NO_UNROLL
       for (int c = 0; c < C.block_n / 4; c += 8) {  // 32 keys
         CUTE_UNROLL
@@ -59,27 +59,27 @@ CUTE_DEVICE void draw(const ForwardParams& params, typename ForwardTraits<C>::St
           CUTE_UNROLL
           for (int y = 0; y < 4; ++y) {
             const uint32_t even = keeps(__funnelshift_l(words[y], words[y], 8)), odd = keeps(words[y]);
-            kept[y] |= ((even << (8 * parity + 7)) + (odd << (8 * parity + 6))) >> c / 4;
+            keep[y] |= ((even << (8 * parity + 7)) + (odd << (8 * parity + 6))) >> c / 4;
           }
         }
       }
-      storage.ring_kept.wait_empty(at);
+      storage.pipeline_mask.producer_acquire(at);
       CUTE_UNROLL
-      for (int y = 0; y < 4; ++y) storage.kept[2 * warp + y / 2][y % 2][lane] = kept[y];
-      storage.ring_kept.publish(at);
+      for (int y = 0; y < 4; ++y) storage.keep_mask[2 * warp + y / 2][y % 2][lane] = keep[y];
+      storage.pipeline_mask.producer_commit(at);
     }
-    storage.ring_q.release(at_q);
+    storage.pipeline_q.consumer_release(at_q);
   }
 }
 
 // Those of this thread's weights (MMA=(2,2,N/8),1,1), 16 bits each, that are not kept become 0.
 template <class Weights>
-CUTE_DEVICE void drop(Weights& weights, const uint32_t (&kept_of_rows)[2][32], int lane) {
+CUTE_DEVICE void apply_keep_mask(Weights& weights, const uint32_t (&keep_of_rows)[2][32], int lane) {
   Tensor pairs = recast<uint32_t>(weights);  // ((1,2,N/8),1,1): two neighbouring columns each
   CUTE_UNROLL
   for (int i = 0; i < size(pairs); ++i) {
     const int row = i % 2, octet = i / 2 % 4;
-    const uint32_t bits = kept_of_rows[row][lane] << (i / 8 * 2 + octet % 2);
+    const uint32_t bits = keep_of_rows[row][lane] << (i / 8 * 2 + octet % 2);
     uint32_t mask;
     asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(bits), "r"(octet < 2 ? 0x9988 : 0xbbaa));
     pairs(i) &= mask;

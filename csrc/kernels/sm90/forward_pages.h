@@ -15,8 +15,8 @@ CUTE_DEVICE bool in_pages(const ForwardParams& params) {
 
 // Brings tile n of the keys of `work`, or of their values. What lies in a page that does not exist is written as zeros.
 template <KernelConfig C, int kDims, class Buffers>
-CUTE_DEVICE void load_from_pages(const ForwardParams& params, Ring<C.stages>& ring, Cursor<C.stages>& at,
-                                 Buffers& buffers, const RaggedMap& map, const Work<C.warps / 4>& work, int n) {
+CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>& pipeline, PipelineState<C.stages>& at,
+                                 Buffers& buffers, const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
   constexpr int kAtom = atom_columns(kDims);
   const Pages& pages = params.p.pages;
   auto* const to = buffers[at.stage()];
@@ -24,10 +24,10 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Ring<C.stages>& ri
   const bool has_rows = row < C.block_n;
   // Rows behind the last one do not count, but have to be numbers: they are those from the last one on.
   const int key = min(work.keys.first + n * C.block_n + row, work.keys.last - 1);
-  const int block = params.page_size.quotient(key), begin = block * pages.size;
+  const int block = params.page_size.div(key), begin = block * pages.size;
   const int page = has_rows ? page_id(pages, work.tile.batch, block) : 0;
   const bool exists = 0 <= page && page < pages.count;
-  ring.wait_empty(at);
+  pipeline.producer_acquire(at);
   if (!exists) {
     constexpr int kVector = 16 / sizeof(*to);
     for (int col = 0; col < kDims; col += kAtom) {
@@ -35,15 +35,15 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Ring<C.stages>& ri
         *reinterpret_cast<uint4*>(to + col * C.block_n + i) = uint4{};
       }
     }
-    keep_order();
+    compiler_fence();
     cutlass::arch::fence_view_async_shared();
   }
   const int missing = __popc(__ballot_sync(0xffffffff, !exists)) * rows;
   __syncwarp();
-  if (lane == 0) ring.expect(at, (C.block_n - missing) * kDims * sizeof(*to));
+  if (lane == 0) pipeline.producer_expect_tx(at, (C.block_n - missing) * kDims * sizeof(*to));
   __syncwarp();
   for (int col = 0; has_rows && exists && col < kDims; col += kAtom) {
-    map.load_atom(to + col * C.block_n + row * kAtom, reinterpret_cast<uint64_t*>(&ring.full[at.stage()]),
+    map.load_atom(to + col * C.block_n + row * kAtom, reinterpret_cast<uint64_t*>(&pipeline.full[at.stage()]),
                   TMA::CacheHintSm90::EVICT_LAST, {0, min(work.keys.last - begin, pages.size)}, key - begin, col,
                   work.head_k, page);
   }
@@ -54,11 +54,11 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Ring<C.stages>& ri
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  Cursor<C.stages> at;
-  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
-    storage.ring_q.wait(at_q);
-    storage.ring_q.release(at_q);
-    const auto& work = storage.work[at_q.count % T::kWorks];
+  PipelineState<C.stages> at;
+  for (PipelineState<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.pipeline_q.consumer_wait(at_q);
+    storage.pipeline_q.consumer_release(at_q);
+    const auto& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) return;
     if constexpr (kValues && !T::kOwnOutput) {
       for (auto& barrier : storage.out_left) barrier.wait((at_q.count + 1) % 2);
@@ -69,9 +69,9 @@ CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename Forwar
     }
     for (int n = work.key_tiles - 1; n >= 0; --n) {
       if constexpr (kValues) {
-        load_from_pages<C, C.head_dim_v>(params, storage.ring_v, at, storage.v, params.v, work, n);
+        load_from_pages<C, C.head_dim_v>(params, storage.pipeline_v, at, storage.v, params.v, work, n);
       } else {
-        load_from_pages<C, C.head_dim>(params, storage.ring_k, at, storage.k, params.k, work, n);
+        load_from_pages<C, C.head_dim>(params, storage.pipeline_k, at, storage.k, params.k, work, n);
       }
     }
     if (!kValues && threadIdx.x % 32 == 0) storage.keys_sent_for.arrive();

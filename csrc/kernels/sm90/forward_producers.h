@@ -7,11 +7,11 @@ namespace flash_cute::sm90 {
 
 // Brings tile n of the keys of `work`, or of their values, to all CTAs of the cluster.
 template <KernelConfig C, int kDims, class Buffers>
-CUTE_DEVICE void load_keys(Ring<C.stages, C.cluster>& ring, Cursor<C.stages>& at, Buffers& buffers,
-                           const RaggedMap& map, const Work<C.warps / 4>& work, int n) {
-  ring.wait_empty(at);
+CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineState<C.stages>& at, Buffers& buffers,
+                           const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
+  pipeline.producer_acquire(at);
   auto* const to = buffers[at.stage()];
-  map.template load<C.block_n, kDims, C.cluster>(to, ring.expect(at, C.block_n * kDims * sizeof(*to)),
+  map.template load<C.block_n, kDims, C.cluster>(to, pipeline.producer_expect_tx(at, C.block_n * kDims * sizeof(*to)),
                                                  TMA::CacheHintSm90::EVICT_LAST, {work.seq.k.offset, work.keys.last},
                                                  work.keys.first + n * C.block_n, work.head_k, work.tile.batch);
   at.advance();
@@ -24,36 +24,36 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   const FwdProblem& p = params.p;
   const int rank = C.cluster == 1 ? 0 : block_rank_in_cluster();
   const bool loads_keys = !in_pages<C>(params);
-  Cursor<C.stages> at_k;
-  Cursor<T::kStagesQ> at_q;
-  Cursor<2> at_next;
+  PipelineState<C.stages> at_k;
+  PipelineState<T::kStagesQ> at_q;
+  PipelineState<2> at_next;
 
   int index = blockIdx.x / C.cluster;
   // As late as its latency allows: who comes first to the end of a tile should be the first to have another one.
   auto take = [&] {
-    if (rank == 0) index = params.numbers.take();
+    if (rank == 0) index = params.tile_counter.fetch();
   };
   // What the first CTA of the cluster has taken is for all of them.
   auto share = [&] {
     if constexpr (C.cluster > 1) {
-      auto& [full, empty] = storage.ring_next;
+      auto& [full, empty] = storage.pipeline_next;
       int* const next = &storage.next[at_next.stage()];
       if (rank == 0) {
-        storage.ring_next.wait_empty(at_next);
+        storage.pipeline_next.producer_acquire(at_next);
         for (int to = 0; to < C.cluster; ++to) {
           store_shared_remote(index, cast_smem_ptr_to_uint(next), cast_smem_ptr_to_uint(&full[at_next.stage()]), to);
         }
       }
-      storage.ring_next.expect(at_next, sizeof(int));
-      storage.ring_next.wait(at_next);
+      storage.pipeline_next.producer_expect_tx(at_next, sizeof(int));
+      storage.pipeline_next.consumer_wait(at_next);
       index = *next;
-      keep_order();
+      compiler_fence();
       empty[at_next.stage()].arrive(0u);
     }
     at_next.advance();
   };
-  for (; index < params.numbers.tiles; share()) {
-    const QueryTile of_cluster = params.order.at(index, T::kClusterRows);
+  for (; index < params.tile_counter.tiles; share()) {
+    const QueryTile of_cluster = params.scheduler.at(index, T::kClusterRows);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();
@@ -61,14 +61,14 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     // The CTAs take turns at having later rows, which see more keys: none is ahead of the others for long.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
-    const int part = params.order.part(index);
-    const auto& work = *new (&storage.work[at_q.count % T::kWorks]) Work<T::kGroups>(
-        p, of_cluster, T::kClusterRows, row, params.rows_of_head.value, part, seq, C.block_n);
+    const int split = params.scheduler.split(index);
+    const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) WorkTile<T::kGroups>(
+        p, of_cluster, T::kClusterRows, row, params.rows_of_head.value, split, seq, C.block_n);
     int n = loads_keys ? work.key_tiles - 1 : -1;
-    auto load_k = [&] { load_keys<C, C.head_dim>(storage.ring_k, at_k, storage.k, params.k, work, n--); };
+    auto load_k = [&] { load_keys<C, C.head_dim>(storage.pipeline_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();
-    storage.ring_q.wait_empty(at_q);
-    uint64_t* const barrier = storage.ring_q.expect(at_q, work.key_tiles > 0 ? T::kBytesQ : 0);
+    storage.pipeline_q.producer_acquire(at_q);
+    uint64_t* const barrier = storage.pipeline_q.producer_expect_tx(at_q, work.key_tiles > 0 ? T::kBytesQ : 0);
     if (work.key_tiles > 0) {
       params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage()], barrier, TMA::CacheHintSm90::EVICT_FIRST,
                                                     seq.q, row, of_cluster.head, of_cluster.batch);
@@ -78,23 +78,23 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     if (!loads_keys) storage.keys_sent_for.wait((at_q.count - 1) % 2);
     take();
   }
-  storage.ring_q.wait_empty(at_q);
-  storage.work[at_q.count % T::kWorks].tile.row = -1;
-  storage.ring_q.expect(at_q, 0);
+  storage.pipeline_q.producer_acquire(at_q);
+  storage.work[at_q.count % T::kWorkTiles].tile.row = -1;
+  storage.pipeline_q.producer_expect_tx(at_q, 0);
 }
 
 // Another thread, that loads V of each.
 template <KernelConfig C>
 CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  Cursor<C.stages> at_v;
-  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
-    storage.ring_q.wait(at_q);
-    storage.ring_q.empty[at_q.stage()].arrive();
-    const auto& work = storage.work[at_q.count % T::kWorks];
+  PipelineState<C.stages> at_v;
+  for (PipelineState<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.pipeline_q.consumer_wait(at_q);
+    storage.pipeline_q.empty[at_q.stage()].arrive();
+    const auto& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) return;
     int n = work.key_tiles - 1;
-    auto load_v = [&] { load_keys<C, C.head_dim_v>(storage.ring_v, at_v, storage.v, params.v, work, n--); };
+    auto load_v = [&] { load_keys<C, C.head_dim_v>(storage.pipeline_v, at_v, storage.v, params.v, work, n--); };
     if constexpr (!T::kOwnOutput) {
       // After each of these waits the next buffer is free of O of the tile before. The barrier counts who has waited,
       // too: where there are no keys, it would else be a turn ahead.
@@ -112,17 +112,17 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
 template <KernelConfig C>
 CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  const bool whole = params.p.parts.count == 1;
+  const bool whole = params.p.splits.count == 1;
   uint32_t key_tiles = 0;  // of all tiles of queries
-  for (Cursor<T::kStagesQ> at_q;; at_q.advance()) {
-    storage.ring_q.wait(at_q);
-    storage.ring_q.empty[at_q.stage()].arrive();
-    const auto& work = storage.work[at_q.count % T::kWorks];
+  for (PipelineState<T::kStagesQ> at_q;; at_q.advance()) {
+    storage.pipeline_q.consumer_wait(at_q);
+    storage.pipeline_q.empty[at_q.stage()].arrive();
+    const auto& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) return;
     key_tiles += work.key_tiles;
     for (int group = 0; group < T::kGroups; ++group) {
-      auto& ring = storage.ring_out[group];
-      ring.wait({at_q.count});
+      auto& pipeline = storage.pipeline_out[group];
+      pipeline.consumer_wait({at_q.count});
       const QueryTile of_head = tile_of_head<C>(params, work.tile, group * 64);
       const int row = of_head.row + group * 64;
       if (whole && row < work.seq.q.length) {
@@ -132,7 +132,7 @@ CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTrait
         // After this wait O has left shared memory.
         tma_store_wait<0>();
       }
-      ring.empty[0].arrive();
+      pipeline.empty[0].arrive();
       if constexpr (!T::kOwnOutput) {
         for (uint32_t rank = 0; rank < C.cluster; ++rank) storage.out_left[group].arrive(rank);
       }

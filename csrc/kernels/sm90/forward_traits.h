@@ -3,11 +3,11 @@
 
 #include "core/problem.h"
 #include "kernels/common/forward_rules.h"
-#include "kernels/common/rows.h"
+#include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
-#include "kernels/sm90/ring.h"
-#include "kernels/sm90/schedule.h"
+#include "kernels/sm90/pipeline.h"
+#include "kernels/sm90/tile_scheduler.h"
 #include "kernels/sm90/tensor_map.h"
 #include "kernels/sm90/wgmma.h"
 
@@ -16,37 +16,37 @@ namespace flash_cute::sm90 {
 struct ForwardParams {
   FwdProblem p;
   RaggedMap q, k, v, out;
-  Divisor page_size;
+  FastDivmod page_size;
   int page_rows;  // of a tile of keys, so many lie together in a page
-  TileOrder order;
-  Divisor rows_of_head;  // of a tile of queries: all, or those of each of its heads
-  TileNumbers numbers;  // of tiles of queries
+  TileScheduler scheduler;
+  FastDivmod rows_of_head;  // of a tile of queries: all, or those of each of its heads
+  TileCounter tile_counter;  // of tiles of queries
   SoftmaxCap cap;
 };
 
 // A tile of queries and what it has to do, from the producer to the consumers.
 template <int kGroups>
-struct Work {
+struct WorkTile {
   QueryTile tile;
-  int part;  // of its keys
+  int split;  // of its keys
   int head_k;  // of keys
   SeqInfo seq;
-  RowSpan keys;  // of the part that some of the rows see, those of the cluster's other CTAs included
+  RowSpan keys;  // of the split that some of the rows see, those of the cluster's other CTAs included
   int key_tiles;  // that hold these, counted from keys.first on
   TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
   bool half[kGroups];  // the last of these: its first half at most
 
   // `of_cluster` is the tile of `rows` queries in which the CTA's own, `rows_of_head` of each head, starts at
   // `first_row`.
-  CUTE_DEVICE Work(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
-                   int part, const SeqInfo& seq, int block_n)
+  CUTE_DEVICE WorkTile(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
+                       int split, const SeqInfo& seq, int block_n)
       : tile{first_row, of_cluster.head, of_cluster.batch},
-        part(part),
+        split(split),
         head_k(of_cluster.head / (p.heads / p.heads_k)),
         seq(seq),
         keys(visible_keys(seq, p.band, of_cluster.row, rows)) {
     const int all_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
-    const int begin = all_tiles * part / p.parts.count, end = all_tiles * (part + 1) / p.parts.count;
+    const int begin = all_tiles * split / p.splits.count, end = all_tiles * (split + 1) / p.splits.count;
     key_tiles = end - begin;
     keys = {keys.first + begin * block_n, min(keys.last, keys.first + end * block_n)};
     CUTE_UNROLL
@@ -60,19 +60,19 @@ struct Work {
     }
   }
 
-  // The tile of a head among the results of parts, each of which has heads of its own.
+  // The tile of a head among the results of splits, each of which has heads of its own.
   CUTE_DEVICE QueryTile of_results(const FwdProblem& p, const QueryTile& of_head) const {
-    return {of_head.row, part * p.heads + of_head.head, of_head.batch};
+    return {of_head.row, split * p.heads + of_head.head, of_head.batch};
   }
 };
 
 // The tile of the head that has row `first` of the CTA's tile: row i of the one is row i of the other.
 template <KernelConfig C>
 CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const QueryTile& tile, int first) {
-  if constexpr (C.most_heads() == 1) {
+  if constexpr (C.max_pack_gqa() == 1) {
     return (tile);
   } else {
-    const int head = params.rows_of_head.quotient(first);
+    const int head = params.rows_of_head.div(first);
     return QueryTile{tile.row - head * params.rows_of_head.value, tile.head + head, tile.batch};
   }
 }
@@ -100,31 +100,32 @@ struct ForwardTraits {
   static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
   static constexpr int kClusterRows = C.block_m * C.cluster;  // of queries
   static constexpr int kStagesQ = C.stages_q();
-  static constexpr int kWorks = kStagesQ + 2;
+  static constexpr int kWorkTiles = kStagesQ + 2;
   static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
   static constexpr bool kHalves = C.block_n % 32 == 0;  // whether half a tile of keys may be left out
   // Of a thread, together as many as the CTA has at its start.
   static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.draws() ? 216 : 232;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.has_mask_warpgroup() ? 216 : 232;
   // Named barriers: one of each warpgroup's turn, and of all warpgroups.
-  static constexpr int kTurnBarrier = 1, kAllGroupsBarrier = kTurnBarrier + kGroups;
+  static constexpr int kPingPongBarrier = 1, kAllGroupsBarrier = kPingPongBarrier + kGroups;
 
   struct Storage {
     alignas(1024) Element q[kStagesQ][C.block_m * C.head_dim];
     alignas(1024) Element k[C.stages][C.block_n * C.head_dim];
     alignas(1024) Element v[C.stages][C.block_n * C.head_dim_v];  // O on the way out, unless it has
     alignas(1024) Element out[kOwnOutput ? kGroups : 1][kOwnOutput ? 64 * C.head_dim_v : 1];
-    Ring<C.stages, C.cluster> ring_k, ring_v;
-    Ring<kStagesQ> ring_q;
+    Pipeline<C.stages, C.cluster> pipeline_k, pipeline_v;
+    Pipeline<kStagesQ> pipeline_q;
     // Of each thread's two rows, a bit a column: whether dropout keeps it.
-    uint32_t kept[C.draws() ? C.warps : 1][2][C.draws() ? 32 : 1];
-    Ring<1> ring_kept;
-    Ring<2, C.cluster> ring_next;  // of next[]
+    uint32_t keep_mask[C.has_mask_warpgroup() ? C.warps : 1][2][C.has_mask_warpgroup() ? 32 : 1];
+    Pipeline<1> pipeline_mask;
+    Pipeline<2, C.cluster> pipeline_next;  // of next[]
     int next[2];  // tiles that the cluster is to do
     cutlass::arch::ClusterBarrier keys_sent_for;  // all of a tile's, that lie in pages
-    Ring<1> ring_out[kGroups];  // of each warpgroup's O
+    Pipeline<1> pipeline_out[kGroups];  // of each warpgroup's O
     cutlass::arch::ClusterBarrier out_left[kGroups];  // the cluster's have left a buffer of V, as V's thread knows
-    Work<kGroups> work[kWorks];  // one is read until its tile's end, as many wait as there are Q, one is written
+    WorkTile<kGroups>
+        work[kWorkTiles];  // one is read until its tile's end, as many wait as there are Q, one is written
   };
   // Where a warpgroup leaves O, after as many tiles of keys: where V of the tile before the last one was, or of the
   // last.
@@ -134,7 +135,8 @@ struct ForwardTraits {
 
   static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
                 "registers and named barriers are for these");
-  static_assert(!C.draws() || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128), "kept[] and registers");
+  static_assert(!C.has_mask_warpgroup() || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128),
+                "kept[] and registers");
   static_assert(kOwnOutput || (kGroups == 2 && C.stages == 2 && C.block_n >= 64), "each has a buffer of V for its O");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };

@@ -12,7 +12,7 @@
 #include <cute/tensor.hpp>
 
 #include "core/problem.h"
-#include "kernels/common/atoms.h"
+#include "kernels/common/smem_atoms.h"
 #include "kernels/common/seq.h"
 
 namespace flash_cute::sm90 {
@@ -88,7 +88,7 @@ inline EncodeTiled find_encode_tiled() {
 // For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once, of `box_heads` heads: of each
 // head all rows, then those of the next one. Sequences have at most `longest` rows each, and `total` together where
 // they lie end to end: total is -1 for a dense tensor.
-inline cudaError_t make_ragged_map(RaggedMap& result, const Matrices& m, int head_dim, int longest, int64_t total,
+inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total,
                                    int heads, int batch, int box_rows, int tile_cols, int box_heads = 1) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;

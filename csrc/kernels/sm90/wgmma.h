@@ -49,7 +49,7 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
 
 // A value of unknown origin: what follows from it is computed anew at every use, where otherwise the compiler would
 // hold it in registers through a loop.
-CUTE_DEVICE int afresh(int value) {
+CUTE_DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }

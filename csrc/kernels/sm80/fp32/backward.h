@@ -8,8 +8,8 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
-#include "kernels/passes/gaps.h"
-#include "kernels/passes/sink.h"
+#include "kernels/passes/zero_fill.h"
+#include "kernels/passes/sink_grad.h"
 #include "kernels/sm80/fp32/mma.h"
 #include "kernels/sm80/fp32/rules.h"
 
@@ -48,7 +48,7 @@ struct RowStatistics {
   float dot;  // softmax_d
 
   CUTE_DEVICE static RowStatistics of(const BwdProblem& p, const SeqInfo& seq, int batch, int head, int row) {
-    auto at = [&](const Statistics& s) { return s.ptr[batch * s.batch + head * s.head + seq.q.offset + row]; };
+    auto at = [&](const RowStats& s) { return s.ptr[batch * s.batch + head * s.head + seq.q.offset + row]; };
     const float lse = row < seq.q.length ? at(p.fwd.lse) : -INFINITY;
     if (lse == -INFINITY) return {INFINITY, 0.f};
     return {lse, at(p.softmax_d)};
@@ -63,7 +63,7 @@ struct Place {
 // Products s of queries and keys become P with dropout, short of its factor; products dp of dO and V become the
 // gradients of s, short of the scale. Both (rows of the tile,rows that it meets).
 template <bool kKeys, class Scores, class Statistic>
-CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, const Statistic* statistics, Place first,
+CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, const Statistic* row_stats, Place first,
                                int shift, float slope, const Dropout& dropout) {
   constexpr int kColumns = decltype(size<1>(s))::value;
   const ScoreRules& rules = p.fwd.rules;
@@ -82,7 +82,7 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
     CUTE_UNROLL
     for (int c = 0; c < kColumns; ++c) {
       const int step = 8 * r - column_offset(c);
-      const RowStatistics& row = statistics[kKeys ? c : r];
+      const RowStatistics& row = row_stats[kKeys ? c : r];
       const float tanh = s(r, c) * inverse_cap;
       const float score = s(r, c) - slope * float(abs(kKeys ? ahead - step : ahead + step));
       const float weight = exp2_approx((score - row.lse) * kLog2e);
@@ -162,10 +162,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   clear(sum_v);
   const BandMask mask(seq, f.band);
   const Place thread_first{tile_row + 16 * down + lane / 4, lane % 4 * 2};
-  RowStatistics statistics[kKeys ? C.block_m / 4 : 2];
+  RowStatistics row_stats[kKeys ? C.block_m / 4 : 2];
   CUTE_UNROLL
   for (int r = 0; !kKeys && r < 2; ++r) {
-    statistics[r] = RowStatistics::of(p, seq, batch, head, thread_first.own + 8 * r);
+    row_stats[r] = RowStatistics::of(p, seq, batch, head, thread_first.own + 8 * r);
   }
 
   int stage = 0;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     const bool full = range.full(m);
     CUTE_UNROLL
     for (int c = 0; kKeys && c < C.block_m / 4; ++c) {
-      statistics[c] = RowStatistics::of(p, seq, batch, head_q, first.met + column_offset(c));
+      row_stats[c] = RowStatistics::of(p, seq, batch, head_q, first.met + column_offset(c));
     }
     if (++m == range.end) m = range.begin, ++i;
 
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     const int bytes = stage * int(sizeof(storage.met[0])), bytes_v = stage * int(sizeof(storage.met_v[0]));
     gemm<C.dtype>(tSrS, own, met.at(bytes));
     gemm<C.dtype>(tSrdP, own_v, met_v.at(bytes_v));
-    differentiate<kKeys>(rows_and_columns(tSrS), rows_and_columns(tSrdP), p, statistics, first, seq.shift(),
+    differentiate<kKeys>(rows_and_columns(tSrS), rows_and_columns(tSrdP), p, row_stats, first, seq.shift(),
                          slope_of(f.rules, batch, head_q), Dropout(f.rules, int64_t(batch) * f.heads + head_q));
     if (!full) hide_both<kKeys>(rows_and_columns(tSrS), rows_and_columns(tSrdP), mask, first);
     if constexpr (kKeys) gemm<C.dtype>(sum_v, as_operand_a(tSrS), met_columns_v.at(bytes_v));
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(C.threads()) row_dots(const __grid_constant__ 
   for (int col = lane; col < f.head_dim_v; col += 32) dot += dout.ptr[col] * out.ptr[col];
   CUTE_UNROLL
   for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(0xffffffff, dot, distance);
-  auto at = [&](const Statistics& s) { return s.ptr + batch * s.batch + head * s.head + span.offset + row; };
+  auto at = [&](const RowStats& s) { return s.ptr + batch * s.batch + head * s.head + span.offset + row; };
   if (lane == 0) *at(p.softmax_d) = p.dlse.ptr == nullptr ? dot : dot - *at(p.dlse);
 }
 
@@ -246,12 +246,12 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t key_tiles = tiles(f.seqlen_k, C.block_n, f.heads_k),
                 query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
   if (std::max(rows_together, std::max(key_tiles, query_tiles)) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<sm80::fp32::row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   constexpr auto keys = sm80::fp32::backward<C, Owner::Keys>, queries = sm80::fp32::backward<C, Owner::Queries>;
   if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (cudaError_t e = launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  return p.dsink == nullptr ? cudaSuccess : sum_sink_gradient(p, stream);
+  return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
 }
 
 }  // namespace flash_cute

@@ -4,11 +4,11 @@
 
 #include "core/registry.h"
 #include "kernels/common/mask.h"
-#include "kernels/common/rows.h"
+#include "kernels/common/query_tile.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
-#include "kernels/passes/gaps.h"
+#include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm80/fp32/mma.h"
 #include "kernels/sm80/fp32/rules.h"
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     scale_and_cap(scores, p);
     if (slope != 0.f) lower_by_distance(scores, at, slope, tile.row + seq.shift(), n * C.block_n);
     if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
-    softmax.raise(scores, output);
-    softmax.weigh(scores, 0, size<1>(scores));
+    softmax.update_max(scores, output);
+    softmax.exponentiate(scores, 0, size<1>(scores));
     if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, n * C.block_n);
 
     if constexpr (C.stages == 1) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   }
 
   const auto lse = softmax.finish(output, sink_of(p.sink, tile.head), p.rules.keep_scale);
-  store_statistics(p, seq, tile, softmax, lse, at);
+  store_row_stats(p, seq, tile, softmax, lse, at);
   const HeadRows to(p.out, tile.batch, tile.head, seq.q.offset, p.head_dim_v);
   store_values<16 * C.warps>(output, to, tile.row + get<0>(at(0, 0)), seq.q.length, get<1>(at(0, 0)), 1.f);
 }
@@ -149,7 +149,7 @@ template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = fill_gaps(p, stream)) return e;
+  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<sm80::fp32::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }

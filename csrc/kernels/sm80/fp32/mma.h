@@ -66,12 +66,12 @@ struct RowOperand {
   uint32_t first;  // shared address of this lane's vector of the first piece
 
   CUTE_DEVICE RowOperand(const float* tile, int warp) {
-    // ldmatrix fills four matrices of 8 rows x 4 elements. A takes them down first, B along K first.
+    // ldmatrix fills four tensor_view of 8 rows x 4 elements. A takes them down first, B along K first.
     constexpr bool kDownFirst = kSide == Side::A;
     const int lane = threadIdx.x % 32;
     const int row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
     const int col = (kDownFirst ? lane / 16 : lane / 8 % 2) * kVector;
-    first = kept(cast_smem_ptr_to_uint(tile + place<kRows>(row + 16 * warp, col)));
+    first = pin(cast_smem_ptr_to_uint(tile + place<kRows>(row + 16 * warp, col)));
   }
 
   // The same operand in a tile that lies `bytes` further.
@@ -103,7 +103,7 @@ struct ColumnOperand {
 
   CUTE_DEVICE ColumnOperand(const float* tile, int col) {
     const int lane = threadIdx.x % 32;
-    first = kept(cast_smem_ptr_to_uint(tile + place<kRows>(lane % 4 * 2, col + lane / 4)));
+    first = pin(cast_smem_ptr_to_uint(tile + place<kRows>(lane % 4 * 2, col + lane / 4)));
   }
 
   CUTE_DEVICE ColumnOperand at(int bytes) const {

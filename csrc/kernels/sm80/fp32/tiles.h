@@ -29,7 +29,7 @@ struct HeadRows {
   int cols;
   bool vectors;  // every row starts on a 16-byte boundary
 
-  CUTE_DEVICE HeadRows(const Matrices& m, int batch, int head, int64_t offset, int cols)
+  CUTE_DEVICE HeadRows(const TensorView& m, int batch, int head, int64_t offset, int cols)
       : ptr(static_cast<float*>(m.ptr) + batch * m.batch + head * m.head + offset * m.row),
         stride(m.row),
         cols(cols),

@@ -19,9 +19,9 @@ void describe_scores(FwdProblem& p, const Score& score, const View& q);
 Tensor allocate_out(const View& q, const View& v);
 
 // Decides into how many parts a kernel cuts keys, and gives their results a place; undefined if they stay whole.
-Tensor allocate_parts(FwdProblem& p, const KernelConfig& config, const View& q, int sms);
+Tensor allocate_splits(FwdProblem& p, const KernelConfig& config, const View& q, int sms);
 
-// Statistics of each row, [b, h, s] or [h, rows], uninitialised.
-Tensor allocate_statistics(const View& q);
+// RowStats of each row, [b, h, s] or [h, rows], uninitialised.
+Tensor allocate_row_stats(const View& q);
 
 }  // namespace flash_cute

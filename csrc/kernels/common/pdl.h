@@ -1,5 +1,5 @@
 // A kernel that starts while the one before it in the stream is still running (programmatic dependent launch, on Hopper
-// and newer): launch_overlapping() in kernels/launch.h.
+// and newer): launch_with_pdl() in kernels/launch.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 namespace flash_cute {
 
 // Whether kernels can, here.
-__device__ constexpr bool kernels_overlap() {
+__device__ constexpr bool has_pdl() {
 #if __CUDA_ARCH__ >= 900
   return true;
 #else
@@ -16,14 +16,14 @@ __device__ constexpr bool kernels_overlap() {
 }
 
 // After this everything that the kernel before has written is visible.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
 }
 
 // The next kernel may start once every CTA has said so; it waits for the end of this one before it reads its results.
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif

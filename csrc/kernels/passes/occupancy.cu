@@ -1,4 +1,4 @@
-#include "kernels/passes/clusters.h"
+#include "kernels/passes/occupancy.h"
 
 #include "kernels/launch.h"
 
@@ -9,7 +9,7 @@ __global__ void take_an_sm() {}
 
 }  // namespace
 
-cudaError_t clusters_at_once(int ctas, int& count) {
+cudaError_t max_active_clusters(int ctas, int& count) {
   constexpr int kMostOfAnSm = 128 * 1024;  // bytes of shared memory
   if (cudaError_t e = allow_shared_memory<take_an_sm>(kMostOfAnSm)) return e;
   cudaLaunchAttribute cluster{};

@@ -2,7 +2,7 @@
 // dQ.
 #pragma once
 
-#include "kernels/sm90/backward_pair_traits.h"
+#include "kernels/sm90/backward_2cta_traits.h"
 #include "kernels/sm90/backward_producers.h"
 
 namespace flash_cute::sm90 {
@@ -18,24 +18,24 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
       *reinterpret_cast<uint4*>(tile + atom * kAtom * kAtom + i) = uint4{};
     }
   }
-  keep_order();
+  compiler_fence();
   cutlass::arch::fence_view_async_shared();
 }
 
 // The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as dS,
 // which is 0 there, meets them.
 template <KernelConfig C>
-CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>::Storage& storage,
-                           const BackwardWork& work, const Cursor<1>& tile) {
+CUTE_DEVICE void load_keys(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
+                           const BackwardWork& work, const PipelineState<1>& tile) {
   const int rank = block_rank_in_cluster();
-  using T = PairTraits<C>;
+  using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
   // After these waits dK and dV of the tile before have left, and all who waited for its K and V have seen them.
-  storage.ring_k.wait_empty(tile);
-  storage.ring_v.wait_empty(tile);
+  storage.pipeline_k.producer_acquire(tile);
+  storage.pipeline_v.producer_acquire(tile);
   if (work.range.empty()) {
-    storage.ring_k.expect(tile, 0);
-    storage.ring_v.expect(tile, 0);
+    storage.pipeline_k.producer_expect_tx(tile, 0);
+    storage.pipeline_v.producer_expect_tx(tile, 0);
     return;
   }
   const RowSpan keys = visible_keys(work.seq, params.p.fwd.band, 0, work.seq.q.length);
@@ -53,24 +53,24 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename PairTraits<C>:
   const bool clears = hidden(row) > 0 || hidden(row_of_other) > 0;
   if (clears) storage.landed_k.arrive_and_expect_tx(kBytes);
   uint64_t* const landed =
-      clears ? reinterpret_cast<uint64_t*>(&storage.landed_k) : storage.ring_k.expect(tile, kBytes);
+      clears ? reinterpret_cast<uint64_t*>(&storage.landed_k) : storage.pipeline_k.producer_expect_tx(tile, kBytes);
   load(Int<T::kAtoms>{}, params.k, storage.k, landed, row, 0);
   load(Int<T::kAtomsOfOther>{}, params.k, storage.k_of_other, landed, row_of_other, rank * 2);
   load(Int<C.head_dim_v / T::kAtom>{}, params.v, storage.v,
-       storage.ring_v.expect(tile, C.block_n * C.head_dim_v * sizeof(Element)), row, 0);
+       storage.pipeline_v.producer_expect_tx(tile, C.block_n * C.head_dim_v * sizeof(Element)), row, 0);
   if (!clears) return;
   storage.landed_k.wait(storage.times_landed_k++ % 2);
-  keep_order();
+  compiler_fence();
   clear_rows<T::kAtoms>(storage.k, hidden(row));
   clear_rows<T::kAtomsOfOther>(storage.k_of_other, hidden(row_of_other));
-  storage.ring_k.expect(tile, 0);
+  storage.pipeline_k.producer_expect_tx(tile, 0);
 }
 
 // One of two threads that load Q and the LSE of each step, or dO and its row sums: of every second atom of columns, for
 // both CTAs. Rows in front of those that see anything arrive as zeros: whatever they hold, it meets no product.
 template <KernelConfig C, bool kValues>
 class QueryLoader {
-  using T = PairTraits<C>;
+  using T = TwoCtaTraits<C>;
   using Storage = typename T::Storage;
 
  public:
@@ -80,7 +80,7 @@ class QueryLoader {
     constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
     constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
     const BwdProblem& p = params_.p;
-    auto& ring = pick<kValues>(storage_.ring_q, storage_.ring_dout);
+    auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
     for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at_.advance()) {
       const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
@@ -88,10 +88,11 @@ class QueryLoader {
       auto& landed = storage_.landed[kValues][stage];
       const bool clears = row < first_query;
       // After this wait both CTAs have read the buffer.
-      ring.wait_empty(at_);
+      pipeline.producer_acquire(at_);
       storage_.steps[kValues][stage] = {row, head, work.range.full(step.m)};
       if (clears) landed.arrive_and_expect_tx(kBytes);
-      uint64_t* const barrier = clears ? reinterpret_cast<uint64_t*>(&landed) : ring.expect(at_, kBytes + kStatistic);
+      uint64_t* const barrier =
+          clears ? reinterpret_cast<uint64_t*>(&landed) : pipeline.producer_expect_tx(at_, kBytes + kStatistic);
       CUTE_NO_UNROLL
       for (int atom = (block_rank_in_cluster() + kValues) % 2; atom < kDims / T::kAtom; atom += 2) {
         (kValues ? params_.dout : params_.q)
@@ -100,13 +101,13 @@ class QueryLoader {
       }
       if (clears) {
         landed.wait(storage_.times_landed[kValues][stage]++ % 2);
-        keep_order();
+        compiler_fence();
         clear_rows<kDims / T::kAtom>(to, first_query - row);
-        ring.expect(at_, kStatistic);
+        pipeline.producer_expect_tx(at_, kStatistic);
       }
       const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
       SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row,
-                               reinterpret_cast<uint64_t*>(&ring.full[stage]),
+                               reinterpret_cast<uint64_t*>(&pipeline.full[stage]),
                                pick<kValues>(storage_.lse_log2, storage_.row_dot)[stage], kStatistic);
     }
   }
@@ -114,85 +115,87 @@ class QueryLoader {
  private:
   const BackwardParams& params_;
   Storage& storage_;
-  Cursor<C.stages> at_;
+  PipelineState<C.stages> at_;
 };
 
 // Where tiles of keys wait for each other, the CTA's turns to add to dQ, one after the other: f(turn, at).
 template <KernelConfig C, class F>
-CUTE_DEVICE void for_each_turn(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
-                               const F& f) {
+CUTE_DEVICE void for_each_dq_semaphore(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
+                                       int rank, const F& f) {
   // After this wait no turn has been taken but those of this kernel.
-  wait_for_kernel_before();
-  Cursor<PairTraits<C>::kTurns> at;
+  wait_on_dependent_grids();
+  PipelineState<TwoCtaTraits<C>::kSemaphores> at;
   for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
     for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
-      f(Turn<C>(params, work, step, rank), at);
+      f(DqSemaphore<C>(params, work, step, rank), at);
     }
   });
 }
 
 // The thread that says when there are sums to add to.
 template <KernelConfig C>
-CUTE_DEVICE void give_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
-  for_each_turn<C>(params, storage, rank, [&](const Turn<C>& turn, const auto& at) {
+CUTE_DEVICE void acquire_dq_semaphores(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
+                                       int rank) {
+  for_each_dq_semaphore<C>(params, storage, rank, [&](const DqSemaphore<C>& semaphore, const auto& at) {
     // After this wait the turn that was given in this stage has ended.
-    storage.ring_turn.wait_empty(at);
-    while (!turn.has_come()) continue;
-    storage.turn_is_first[at.stage()] = turn.is_first();
-    storage.ring_turn.expect(at, 0);
+    storage.pipeline_semaphore.producer_acquire(at);
+    while (!semaphore.is_ready()) continue;
+    storage.first_stores[at.stage()] = semaphore.is_first();
+    storage.pipeline_semaphore.producer_expect_tx(at, 0);
   });
 }
 
 // The thread that says, to all, that they have been added to.
 template <KernelConfig C>
-CUTE_DEVICE void end_turns(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
-  for_each_turn<C>(params, storage, rank, [&](const Turn<C>& turn, const auto& at) {
+CUTE_DEVICE void release_dq_semaphores(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
+                                       int rank) {
+  for_each_dq_semaphore<C>(params, storage, rank, [&](const DqSemaphore<C>& semaphore, const auto& at) {
     // After this wait the warpgroup has added.
-    storage.ring_added.wait(at);
-    if (turn.is_awaited()) turn.end();
-    storage.ring_turn.empty[at.stage()].arrive();
+    storage.pipeline_added.consumer_wait(at);
+    if (semaphore.is_awaited()) semaphore.release();
+    storage.pipeline_semaphore.empty[at.stage()].arrive();
   });
 }
 
 // What the first CTA takes is for both.
 template <KernelConfig C>
-CUTE_DEVICE void take_number(const BackwardParams& params, typename PairTraits<C>::Storage& storage) {
-  auto& [number, steps, at, at_next] = storage.taken;
-  auto& [full, empty] = storage.ring_next;
+CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
+  auto& [number, steps, at, at_next] = storage.fetched;
+  auto& [full, empty] = storage.pipeline_next;
   if (block_rank_in_cluster() == 0) {
     // After this the counter is this kernel's alone: one of another thread of the host may count by it, too.
-    wait_for_kernel_before();
-    const int taken = params.numbers.take();
-    storage.ring_next.wait_empty(at_next);
+    wait_on_dependent_grids();
+    const int taken = params.tile_counter.fetch();
+    storage.pipeline_next.producer_acquire(at_next);
     for (int to = 0; to < C.cluster; ++to) {
       store_shared_remote(taken, cast_smem_ptr_to_uint(&storage.next), cast_smem_ptr_to_uint(full), to);
     }
   }
-  storage.ring_next.expect(at_next, sizeof(int));
-  storage.ring_next.wait(at_next);
+  storage.pipeline_next.producer_expect_tx(at_next, sizeof(int));
+  storage.pipeline_next.consumer_wait(at_next);
   number = storage.next;
-  keep_order();
+  compiler_fence();
   empty[0].arrive(0u);
   at_next.advance();
 }
 
 // The next tile of keys, for all threads of the CTA, or none.
 template <KernelConfig C>
-CUTE_DEVICE const BackwardWork* take_work(const BackwardParams& params, typename PairTraits<C>::Storage& storage) {
-  auto& [number, steps, at, at_next] = storage.taken;
+CUTE_DEVICE const BackwardWork* next_work(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
+  auto& [number, steps, at, at_next] = storage.fetched;
   // After this wait nobody still reads what the tile before the last one had to do.
-  storage.ring_work.wait_empty(at);
+  storage.pipeline_work.producer_acquire(at);
   BackwardWork& work = storage.work[at.stage()];
   auto exists = [&] {
     new (&work) BackwardWork(params, C.block_m, C.block_n * C.cluster, number);
     return work.tile.row < work.seq.k.length;
   };
-  if (at.count > 0 || params.numbers.given == 0) take_number<C>(params, storage);
-  while (number < params.numbers.tiles && !exists()) take_number<C>(params, storage);
-  const bool ends = number >= params.numbers.tiles;
+  if (at.count > 0 || params.tile_counter.given == 0) fetch_tile<C>(params, storage);
+  while (number < params.tile_counter.tiles && !exists()) fetch_tile<C>(params, storage);
+  const bool ends = number >= params.tile_counter.tiles;
   work.tile.row = ends ? -1 : work.tile.row + int(block_rank_in_cluster()) * C.block_n;
   if (!ends) work.steps_until_end = steps += work.steps();
-  storage.ring_work.expect(at, 0);
+  storage.pipeline_work.producer_expect_tx(at, 0);
   at.advance();
   return ends ? nullptr : &work;
 }

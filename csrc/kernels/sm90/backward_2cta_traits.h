@@ -6,15 +6,15 @@
 namespace flash_cute::sm90 {
 
 // What the thread remembers that takes tiles of keys for the pair, in each CTA.
-struct Taken {
+struct FetchState {
   int number;  // of the next tile
   uint32_t steps;  // of tiles before
-  Cursor<2> at;  // of its work
-  Cursor<1> at_next;
+  PipelineState<2> at;  // of its work
+  PipelineState<1> at_next;
 };
 
 template <KernelConfig C>
-struct PairTraits {
+struct TwoCtaTraits {
   using Element = ElementOf<C.dtype>;
   static constexpr int kAtom = 64;  // keys, queries, and dims that lie together
   static constexpr int kTile = kAtom * kAtom;
@@ -61,7 +61,7 @@ struct PairTraits {
   static constexpr int kAllGroupsBarrier = 1, kGroupBarrier = 2;
 
   // Turns to add to dQ that may be given before one of them has ended.
-  static constexpr int kTurns = 4;
+  static constexpr int kSemaphores = 4;
 
   // Of the other CTA's keys, those columns that meet its dS here.
   static constexpr int kAtomsOfOther = kAtoms - 2;
@@ -77,17 +77,18 @@ struct PairTraits {
     alignas(128) float row_dot[C.stages][kAtom];
     BackwardWork work[2];
     BackwardStep steps[2][C.stages];  // that use Q, and dO
-    Ring<2> ring_work;
-    Ring<1, C.cluster> ring_next;
+    Pipeline<2> pipeline_work;
+    Pipeline<1, C.cluster> pipeline_next;
     int next;  // the number that the pair took last
-    Taken taken;
+    FetchState fetched;
     uint32_t times_landed[2][C.stages], times_landed_k;  // of tiles of which a producer clears rows
-    Ring<C.stages, C.cluster> ring_q, ring_dout;
-    Ring<1> ring_k, ring_v, ring_p;
-    Ring<1, C.cluster> ring_ds;
-    Ring<1> ring_ds_of_other;
-    Ring<kTurns> ring_turn, ring_added;  // turns to add to the CTA's columns of dQ, given and used
-    bool turn_is_first[kTurns];  // there are no sums to add to
+    Pipeline<C.stages, C.cluster> pipeline_q, pipeline_dout;
+    Pipeline<1> pipeline_k, pipeline_v, pipeline_p;
+    Pipeline<1, C.cluster> pipeline_ds;
+    Pipeline<1> pipeline_peer_ds;
+    Pipeline<kSemaphores> pipeline_semaphore,
+        pipeline_added;  // turns to add to the CTA's columns of dQ, given and used
+    bool first_stores[kSemaphores];  // there are no sums to add to
     // Tiles of which a producer clears rows: of Q and of dO; and of K.
     cutlass::arch::ClusterTransactionBarrier landed[2][C.stages], landed_k;
   };

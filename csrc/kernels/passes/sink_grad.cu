@@ -1,4 +1,4 @@
-#include "kernels/passes/sink.h"
+#include "kernels/passes/sink_grad.h"
 
 #include "kernels/common/score.h"
 #include "kernels/launch.h"
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) sink_gradient(const __grid_constant_
 
 }  // namespace
 
-cudaError_t sum_sink_gradient(const BwdProblem& p, cudaStream_t stream) {
+cudaError_t sink_gradient_pass(const BwdProblem& p, cudaStream_t stream) {
   return launch_kernel<sink_gradient>(p.fwd.heads, kThreads, 0, stream, p);
 }
 

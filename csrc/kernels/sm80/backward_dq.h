@@ -1,7 +1,7 @@
 // The sums of dQ in fp32 global memory, and the pass after backward that rounds them.
 #pragma once
 
-#include "kernels/common/backward_passes.h"
+#include "kernels/common/backward_preprocess.h"
 #include "kernels/sm80/mma.h"
 #include "kernels/sm80/tile_io.h"
 
@@ -78,7 +78,7 @@ class DqSums {
 
 // dQ = softmax_scale * sums, rounded.
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads()) backward_finish(const __grid_constant__ BwdProblem p) {
+__global__ void __launch_bounds__(C.threads()) backward_postprocess(const __grid_constant__ BwdProblem p) {
   using T = DqTraits<C>;
   using Element = typename T::Element;
   extern __shared__ __align__(128) char smem[];

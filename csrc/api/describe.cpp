@@ -1,4 +1,4 @@
-#include "api/problem.h"
+#include "api/describe.h"
 
 #include <algorithm>
 #include <cmath>
@@ -104,7 +104,7 @@ Pages make_pages(const View& block_table, const View& k, int batch, const View& 
            "block_table must be int32 (", batch, ", max_blocks), rows contiguous");
   Pages pages{.ids = static_cast<const int*>(block_table.ptr),
               .batch = block_table.stride(0),
-              .of_sequence = checked_int(block_table.size(1), "max_blocks"),
+              .per_sequence = checked_int(block_table.size(1), "max_blocks"),
               .count = checked_int(k.size(0), "num_blocks"),
               .size = checked_int(k.size(1), "page_size")};
   checked_int(pages.capacity(), "max_blocks * page_size");
@@ -130,9 +130,9 @@ FwdProblem make_problem(const FwdArguments& a) {
   p.heads_k = checked_int(a.k.size(a.k.dims - 2), "heads_k");
   p.head_dim = checked_int(a.q.size(head_axis + 1), "head dim");
   p.head_dim_v = checked_int(a.v.size(a.v.dims - 1), "head dim of v");
-  p.q = matrices(a.q, "q");
-  p.k = matrices(a.k, "k");
-  p.v = matrices(a.v, "v");
+  p.q = tensor_view(a.q, "q");
+  p.k = tensor_view(a.k, "k");
+  p.v = tensor_view(a.v, "v");
   if (dense) {
     p.batch = checked_int(a.q.size(0), "batch");
     p.seqlen_q = checked_int(a.q.size(1), "seqlen_q");
@@ -145,11 +145,11 @@ FwdProblem make_problem(const FwdArguments& a) {
     p.total_k = a.k.size(0);
     p.seqlen_q = checked_int(s.max_seqlen_q, "max_seqlen_q");
     p.seqlen_k = checked_int(s.max_seqlen_k, "max_seqlen_k");
-    p.sequences.cu_q = indices(s.cu_seqlens_q, p.batch + 1, "cu_seqlens_q", a.q);
-    p.sequences.cu_k = indices(s.cu_seqlens_k, p.batch + 1, "cu_seqlens_k", a.q);
+    p.varlen.cu_q = indices(s.cu_seqlens_q, p.batch + 1, "cu_seqlens_q", a.q);
+    p.varlen.cu_k = indices(s.cu_seqlens_k, p.batch + 1, "cu_seqlens_k", a.q);
     if (a.block_table) p.pages = make_pages(*a.block_table, a.k, p.batch, a.q);
-    if (s.seqused_q) p.sequences.used_q = indices(*s.seqused_q, p.batch, "seqused_q", a.q);
-    if (s.seqused_k) p.sequences.used_k = indices(*s.seqused_k, p.batch, "seqused_k", a.q);
+    if (s.seqused_q) p.varlen.used_q = indices(*s.seqused_q, p.batch, "seqused_q", a.q);
+    if (s.seqused_k) p.varlen.used_k = indices(*s.seqused_k, p.batch, "seqused_k", a.q);
   }
   describe_scores(p, a.score, a.q);
   return p;
@@ -161,19 +161,19 @@ Tensor allocate_out(const View& q, const View& v) {
                      : allocate(q, {q.size(0), q.size(1), head_dim_v}, q.dtype);
 }
 
-Tensor allocate_parts(FwdProblem& p, const KernelConfig& config, const View& q, int sms) {
-  p.parts.count = plan_forward(config, p, sms).parts;
-  if (p.parts.count == 1) return Tensor();
-  const int64_t rows = p.all_rows(), results = int64_t(p.parts.count) * p.heads * rows;
-  const int statistics = p.row_max.ptr == nullptr ? 1 : 2;
-  const Tensor workspace = allocate(q, {results * (config.head_dim_v + statistics)}, ScalarType::Float);
-  p.parts.columns = config.head_dim_v;
-  p.parts.out = static_cast<float*>(workspace.data_ptr());
-  p.parts.lse = {p.parts.out + results * config.head_dim_v, p.dense() ? p.seqlen_q : 0, rows};
+Tensor allocate_splits(FwdProblem& p, const KernelConfig& config, const View& q, int sms) {
+  p.splits.count = plan_forward(config, p, sms).num_splits;
+  if (p.splits.count == 1) return Tensor();
+  const int64_t rows = p.all_rows(), results = int64_t(p.splits.count) * p.heads * rows;
+  const int row_stats = p.row_max.ptr == nullptr ? 1 : 2;
+  const Tensor workspace = allocate(q, {results * (config.head_dim_v + row_stats)}, ScalarType::Float);
+  p.splits.columns = config.head_dim_v;
+  p.splits.out = static_cast<float*>(workspace.data_ptr());
+  p.splits.lse = {p.splits.out + results * config.head_dim_v, p.dense() ? p.seqlen_q : 0, rows};
   return workspace;
 }
 
-Tensor allocate_statistics(const View& q) {
+Tensor allocate_row_stats(const View& q) {
   return q.dims == 4 ? allocate(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float)
                      : allocate(q, {q.size(1), q.size(0)}, ScalarType::Float);
 }

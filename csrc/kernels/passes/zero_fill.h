@@ -1,4 +1,4 @@
-// Rows that belong to no sequence: their outputs are 0 and their statistics what a row has that sees no key, whatever
+// Rows that belong to no sequence: their outputs are 0 and their row_stats what a row has that sees no key, whatever
 // the index tensors say.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace flash_cute {
 
 // Writes nothing where sequences lie end to end and are used whole: it then only reads the index tensors.
-cudaError_t fill_gaps(const FwdProblem& p, cudaStream_t stream);
-cudaError_t fill_gaps(const BwdProblem& p, cudaStream_t stream);
+cudaError_t zero_fill(const FwdProblem& p, cudaStream_t stream);
+cudaError_t zero_fill(const BwdProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

@@ -7,7 +7,7 @@ namespace flash_cute::sm80 {
 
 // Where this thread's elements are in a tile of scores, kKeys x kQueries, which kDown x kAcross warps share.
 template <int kKeys, int kQueries, int kDown, int kAcross>
-struct ScorePlace {
+struct WarpCoords {
   using Keys = Share<kKeys / (16 * kDown), kDown>;
   using Queries = Share<kQueries / (16 * kAcross), kAcross>;
 
@@ -15,7 +15,7 @@ struct ScorePlace {
 
   int key, query;  // of the first element
 
-  CUTE_DEVICE explicit ScorePlace(uint32_t warp)
+  CUTE_DEVICE explicit WarpCoords(uint32_t warp)
       : key(Keys::first(warp % kDown) + threadIdx.x % 32 / 4),
         query(Queries::first(warp / kDown) + threadIdx.x % 4 * 2) {}
 

@@ -6,6 +6,6 @@
 namespace flash_cute {
 
 // How many clusters of `ctas` CTAs, which take most of an SM each, the current device can run at once.
-cudaError_t clusters_at_once(int ctas, int& count);
+cudaError_t max_active_clusters(int ctas, int& count);
 
 }  // namespace flash_cute

@@ -1,27 +1,28 @@
 // The pass after Hopper's backward that rounds the sums of dQ.
 #pragma once
 
-#include "kernels/common/overlap.h"
-#include "kernels/sm90/backward_pair_traits.h"
+#include "kernels/common/pdl.h"
+#include "kernels/sm90/backward_2cta_traits.h"
 
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
-using TraitsOf = std::conditional_t<C.pair(), PairTraits<C>, BackwardTraits<C>>;
+using TraitsOf = std::conditional_t<C.two_cta(), TwoCtaTraits<C>, BackwardTraits<C>>;
 
 template <KernelConfig C>
-constexpr int kFinishThreads = 128 * TraitsOf<C>::kDqGroups;
+constexpr int kPostprocessThreads = 128 * TraitsOf<C>::kDqGroups;
 
 // dQ = softmax_scale * sums, rounded: a tile of queries a CTA.
 template <KernelConfig C>
-__global__ void __launch_bounds__(kFinishThreads<C>) backward_finish(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kPostprocessThreads<C>)
+    backward_postprocess(const __grid_constant__ BackwardParams params) {
   using T = TraitsOf<C>;
   using Element = typename T::Element;
   __shared__ alignas(1024) Element shared[C.block_m * C.head_dim];
   const BwdProblem& p = params.p;
   const PassTile<C> tile(p);
   // After this wait all sums are complete.
-  wait_for_kernel_before();
+  wait_on_dependent_grids();
   if (tile.row >= tile.span.length) return;
   const int thread = threadIdx.x;
   typename T::MmaQ mma;

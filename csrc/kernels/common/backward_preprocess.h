@@ -4,7 +4,7 @@
 #include <cutlass/array.h>
 
 #include "kernels/common/element.h"
-#include "kernels/common/overlap.h"
+#include "kernels/common/pdl.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tiles.h"
 
@@ -15,7 +15,7 @@ using namespace cute;
 // Of a head's first row among the padded rows of all heads.
 CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch, int head, int64_t offset) {
   return batch * p.lse_log2.batch + head * p.lse_log2.head +
-         PaddedRows{block_m}.first_row(offset, p.fwd.sequences.cu_q ? batch : 0);
+         PaddedRows{block_m}.first_row(offset, p.fwd.varlen.cu_q ? batch : 0);
 }
 
 // One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces. The
@@ -34,7 +34,7 @@ struct PassTile {
     row = number % tiles * C.block_m;
     head = number / tiles % f.heads;
     batch = number / tiles / f.heads;
-    span = seq_span(f.sequences.cu_q, f.sequences.used_q, batch, f.seqlen_q, f.total_q);
+    span = seq_span(f.varlen.cu_q, f.varlen.used_q, batch, f.seqlen_q, f.total_q);
     padded_row = first_padded_row(p, C.block_m, batch, head, span.offset) + row;
   }
 };
@@ -64,12 +64,13 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 // softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of
 // any number minus it is 0), its turns, and zero sums of dQ: all, or those that no tile of keys begins.
 template <KernelConfig C>
-__global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_constant__ BwdProblem p, bool all_zeros) {
+__global__ void __launch_bounds__(32 * C.warps)
+    backward_preprocess(const __grid_constant__ BwdProblem p, bool all_zeros) {
   using Element = ElementOf<C.dtype>;
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
   const PassTile<C> tile(p);
-  let_next_kernel_start();
+  launch_dependent_grids();
   if (tile.row >= tile.span.length) return;
   if (all_zeros ||
       key_tiles(SeqInfo(p.fwd, tile.batch), p.fwd.band, tile.row, C.block_m, C.block_n * C.cluster).empty()) {
@@ -79,10 +80,10 @@ __global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_co
       *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
-  if (threadIdx.x < C.warps) p.turns[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
+  if (threadIdx.x < C.warps) p.dq_semaphores[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
 
   const int first_col = threadIdx.x % kThreadsPerRow * kTogether;
-  auto row_of = [&](const Matrices& m, int row) {
+  auto row_of = [&](const TensorView& m, int row) {
     return static_cast<const Element*>(m.ptr) + tile.batch * m.batch + tile.head * m.head +
            (tile.span.offset + tile.row + row) * m.row;
   };
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(32 * C.warps) backward_prepare(const __grid_co
     CUTE_UNROLL
     for (int lane = kThreadsPerRow / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(0xffffffff, dot, lane);
     if (first_col != 0) continue;
-    auto at = [&](const Statistics& s) {
+    auto at = [&](const RowStats& s) {
       return s.ptr + tile.batch * s.batch + tile.head * s.head + tile.span.offset + tile.row + row;
     };
     const float lse = exists ? *at(p.fwd.lse) : -INFINITY;

@@ -1,66 +1,66 @@
-// The order in which persistent CTAs take tiles of queries, or parts of their keys.
+// The order in which persistent CTAs take tiles of queries, or splits of their keys.
 #pragma once
 
 #include <algorithm>
 
-#include "kernels/common/rows.h"
+#include "kernels/common/query_tile.h"
 
 namespace flash_cute::sm90 {
 
 // Numbers of tiles, of which each goes to one taker: a CTA, or a cluster. A taker's first number is its place in the
 // grid. But where tiles wait for those with lower numbers, it is taken too: then the lower ones are with takers that
 // run.
-struct TileNumbers {
+struct TileCounter {
   unsigned* counter;  // 0 before and after the kernel
   int tiles;
   int given;  // first numbers: one for each taker, or none
   unsigned last;  // what the counter holds before its last increment, which makes it 0 again
 
-  static TileNumbers of(int64_t tiles, int64_t takers, bool in_order) {
+  static TileCounter of(int64_t tiles, int64_t takers, bool in_order) {
     const int64_t given = in_order ? 0 : takers;
     // Each taker also takes one number that has no tile.
     return {nullptr, static_cast<int>(tiles), static_cast<int>(given),
             static_cast<unsigned>(tiles - given + takers - 1)};
   }
 
-  CUTE_DEVICE int take() const { return given + static_cast<int>(atomicInc(counter, last)); }
+  CUTE_DEVICE int fetch() const { return given + static_cast<int>(atomicInc(counter, last)); }
 };
 
 // Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under a
 // causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is
 // the first of them.
-struct TileOrder {
-  int row_tiles, heads_in_tile;
-  int heads, batch, heads_together, parts;  // heads: first ones of tiles
+struct TileScheduler {
+  int row_tiles, pack_gqa;
+  int heads, batch, heads_together, splits;  // heads: first ones of tiles
 
-  static TileOrder of(const FwdProblem& p, int block_m, int heads_in_tile) {
+  static TileScheduler of(const FwdProblem& p, int block_m, int pack_gqa) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const int64_t bytes =
         std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
-    const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k / heads_in_tile);
+    const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k / pack_gqa);
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
-    const int heads = p.heads / heads_in_tile;
+    const int heads = p.heads / pack_gqa;
     return {(longest + block_m - 1) / block_m,
-            heads_in_tile,
+            pack_gqa,
             heads,
             p.batch,
             static_cast<int>(std::min<int64_t>(together, int64_t(heads) * p.batch)),
-            p.parts.count};
+            p.splits.count};
   }
 
-  int64_t tiles() const { return int64_t(row_tiles) * heads * batch * parts; }
+  int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }
 
-  CUTE_DEVICE int part(int index) const { return index % parts; }
+  CUTE_DEVICE int split(int index) const { return index % splits; }
 
   CUTE_DEVICE QueryTile at(int index, int block_m) const {
-    index /= parts;
+    index /= splits;
     const int tiles_of_set = heads_together * row_tiles;
     const int set = index / tiles_of_set, place = index % tiles_of_set;
     const int together = min(heads_together, heads * batch - set * heads_together);
     const int head = set * heads_together + place % together;
     QueryTile tile;
     tile.row = (row_tiles - 1 - place / together) * block_m;
-    tile.head = head % heads * heads_in_tile;
+    tile.head = head % heads * pack_gqa;
     tile.batch = head / heads;
     return tile;
   }

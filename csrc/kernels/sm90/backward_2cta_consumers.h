@@ -2,27 +2,27 @@
 #pragma once
 
 #include "kernels/sm90/backward_consumers.h"
-#include "kernels/sm90/backward_pair_producers.h"
+#include "kernels/sm90/backward_2cta_producers.h"
 
 namespace flash_cute::sm90 {
 
 // Adds what a step's dS gives to an atom of dQ's columns that the CTA sums up: to sums in global memory, or it begins
 // them. may_add() comes in between, when the warpgroup has read dS for it.
 template <KernelConfig C, bool kInner, class MayAdd>
-CUTE_DEVICE void add_dq(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank,
-                        const BackwardWork& work, const Cursor<1>& at, const BackwardStep& step,
+CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank,
+                        const BackwardWork& work, const PipelineState<1>& at, const BackwardStep& step,
                         const MayAdd& may_add) {
-  using T = PairTraits<C>;
+  using T = TwoCtaTraits<C>;
   constexpr bool kOwnKeysOnly = kInner && T::kInnerShared;
   const int atom = T::dq_atom(rank, kInner);
   typename T::MmaDq mma;
   Tensor acc = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<T::kAtom>>{});  // (MMA,1,1)
-  auto shared = [](auto* at) { return make_tensor(make_smem_ptr(at + afresh(0)), typename T::LayoutTileT{}); };
+  auto shared = [](auto* at) { return make_tensor(make_smem_ptr(at + opaque(0)), typename T::LayoutTileT{}); };
   auto add = [&](auto* ds, auto* k) {
     add_product(mma, mma.get_slice(0).partition_fragment_A(shared(ds)),
                 mma.get_slice(0).partition_fragment_B(shared(k)), acc);
   };
-  if constexpr (!kOwnKeysOnly) storage.ring_ds_of_other.wait(at);
+  if constexpr (!kOwnKeysOnly) storage.pipeline_peer_ds.consumer_wait(at);
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   start_sum<GMMA::ScaleOut::Zero>(acc, [&] {
     add(storage.ds[0], storage.k + atom * T::kTile);
@@ -34,8 +34,8 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename PairTraits<C>::St
   const BwdProblem& p = params.p;
   const int64_t padded_row =
       first_padded_row(p, C.block_m, work.tile.batch, step.head, work.seq.q.offset) + step.first_query;
-  float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank, kInner)) + afresh(threadIdx.x) % 128 * 4;
-  if (tiles_wait(params.dq_order) && storage.turn_is_first[Cursor<T::kTurns>{at.count}.stage()]) {
+  float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank, kInner)) + opaque(threadIdx.x) % 128 * 4;
+  if (uses_semaphore(params.dq_accumulate) && storage.first_stores[PipelineState<T::kSemaphores>{at.count}.stage()]) {
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
       *reinterpret_cast<float4*>(sums + i * 128) = make_float4(acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
@@ -54,21 +54,21 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename PairTraits<C>::St
 // handed on as soon as they are known, and this warpgroup does nothing else. A step begins with dP, as dO is there long
 // before Q, which dK holds up.
 template <KernelConfig C>
-CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
-  using T = PairTraits<C>;
+CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank) {
+  using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
   const BwdProblem& p = params.p;
   const int thread = threadIdx.x % 128;
   typename T::MmaScores mma;
   typename T::MmaV0 mma_v0;
-  auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at + afresh(0)), layout); };
+  auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at + opaque(0)), layout); };
   auto operand_a = [&](const auto& tensor) { return mma.get_slice(0).partition_fragment_A(tensor); };  // (MMA,1,MMA_K)
   auto operand_b = [&](const auto& tensor) { return mma.get_slice(0).partition_fragment_B(tensor); };  // (MMA,1,MMA_K)
   Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tSrdP = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
   auto store = [&](const auto& values, Element* to) {
-    auto thread_out = copy_out.get_thread_slice(afresh(thread));
+    auto thread_out = copy_out.get_thread_slice(opaque(thread));
     cute::copy(copy_out, thread_out.retile_S(converted<Element>(values)),
                thread_out.partition_D(shared(to, typename T::LayoutTile{})));
     cutlass::arch::fence_view_async_shared();
@@ -77,31 +77,32 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
   Tensor v0 = shared(storage.v, typename T::LayoutTile{});  // (key,dim)
   Tensor tSrV0 = mma_v0.get_thread_slice(thread).partition_fragment_A(v0);  // (MMA,1,MMA_K)
 
-  Cursor<C.stages> at;
+  PipelineState<C.stages> at;
   auto hand_on_p = [&] {
-    const Cursor<1> now{at.count};
+    const PipelineState<1> now{at.count};
     // After this wait nobody still reads P of the step before.
-    storage.ring_p.wait_empty(now);
+    storage.pipeline_p.producer_acquire(now);
     store(tSrS, storage.v);
-    storage.ring_p.publish(now);
+    storage.pipeline_p.producer_commit(now);
   };
   auto hand_on_ds = [&] {
-    const Cursor<1> now{at.count};
+    const PipelineState<1> now{at.count};
     // After this wait nobody still reads dS of the step before, in neither CTA.
-    storage.ring_ds.wait_empty(now);
+    storage.pipeline_ds.producer_acquire(now);
     store(tSrdP, storage.ds[0]);
-    storage.ring_ds.publish(now);
+    storage.pipeline_ds.producer_commit(now);
     // After this barrier the tile is complete, for the other CTA too.
     cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
     if (thread == 0) {
       constexpr uint32_t kBytes = T::kTile * sizeof(Element);
-      send_to_cta(1 - rank, storage.ds[1], storage.ds[0], kBytes, storage.ring_ds_of_other.expect(now, kBytes));
+      send_to_cta(1 - rank, storage.ds[1], storage.ds[0], kBytes,
+                  storage.pipeline_peer_ds.producer_expect_tx(now, kBytes));
     }
   };
   auto add = [&](const BackwardWork& work) __attribute__((always_inline)) {
     const int stage = at.stage();
     Element* const dout = storage.dout[stage];
-    storage.ring_dout.wait(at);
+    storage.pipeline_dout.consumer_wait(at);
     warpgroup_fence_operand(tSrV0);
     mma_v0.accumulate_ = GMMA::ScaleOut::Zero;
     mma.accumulate_ = GMMA::ScaleOut::One;
@@ -110,7 +111,7 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
       add_product(mma, operand_a(shared(storage.v + T::kTile, typename T::LayoutV1{})),
                   operand_b(shared(dout + T::kTile, typename T::LayoutV1{})), tSrdP);
     });
-    storage.ring_q.wait(at);
+    storage.pipeline_q.consumer_wait(at);
     start_product<GMMA::ScaleOut::Zero>(mma, operand_a(shared(storage.k, typename T::LayoutK{})),
                                         operand_b(shared(storage.q[stage], typename T::LayoutQ{})), tSrS);
     wait_products<0>(tSrS);
@@ -118,41 +119,41 @@ CUTE_DEVICE void score(const BackwardParams& params, typename PairTraits<C>::Sto
     const BackwardStep step = storage.steps[0][stage];
     const float* const lse_log2 = storage.lse_log2[stage];
     const float* const row_dot = storage.row_dot[stage];
-    const ScoreGradients<C, GroupPlace> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
-                                                  GroupPlace(afresh(thread)));
+    const ScoreGradients<C, WarpgroupCoords> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
+                                                       WarpgroupCoords(opaque(thread)));
     Tensor scores = rows_of(tSrS), dp = rows_of(tSrdP);  // (keys,queries)
     if constexpr (C.rich()) {
       gradients(scores, dp, lse_log2, row_dot, step.head, step.first_query, step.full, [] {});
       hand_on_p();
     } else {
-      gradients.weigh(scores, lse_log2, step.first_query, step.full);
+      gradients.probabilities(scores, lse_log2, step.first_query, step.full);
       hand_on_p();
-      gradients.differentiate(scores, dp, row_dot, step.first_query, step.full);
+      gradients.score_gradients(scores, dp, row_dot, step.first_query, step.full);
     }
-    storage.ring_q.release(at);
-    storage.ring_dout.release(at);
+    storage.pipeline_q.consumer_release(at);
+    storage.pipeline_dout.consumer_release(at);
     hand_on_ds();
     at.advance();
   };
-  for (Cursor<2> tile;; tile.advance()) {
-    storage.ring_work.wait(tile);
+  for (PipelineState<2> tile;; tile.advance()) {
+    storage.pipeline_work.consumer_wait(tile);
     const BackwardWork& work = storage.work[tile.stage()];
     if (work.tile.row < 0) return;
     // Also of a tile without steps: who left out a phase would take the next one for it.
-    storage.ring_k.wait({tile.count});
-    storage.ring_v.wait({tile.count});
+    storage.pipeline_k.consumer_wait({tile.count});
+    storage.pipeline_v.consumer_wait({tile.count});
     if (!work.range.empty()) {
-      cute::copy(copy_v0, copy_v0.get_thread_slice(afresh(thread)).partition_S(v0),
-                 copy_v0.get_thread_slice(afresh(thread)).retile_D(tSrV0));
+      cute::copy(copy_v0, copy_v0.get_thread_slice(opaque(thread)).partition_S(v0),
+                 copy_v0.get_thread_slice(opaque(thread)).retile_D(tSrV0));
       // After this barrier the first columns of V are in registers, and their place is free for P.
       cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
       CUTE_NO_UNROLL
       while (at.count < work.steps_until_end) add(work);
       cutlass::arch::NamedBarrier::arrive(32 * C.warps, T::kAllGroupsBarrier);
     }
-    storage.ring_k.release({tile.count});
-    storage.ring_v.release({tile.count});
-    storage.ring_work.release(tile);
+    storage.pipeline_k.consumer_release({tile.count});
+    storage.pipeline_v.consumer_release({tile.count});
+    storage.pipeline_work.consumer_release(tile);
   }
 }
 
@@ -170,30 +171,30 @@ CUTE_DEVICE void write_products(Element* shared, Gradient& gradient, int thread)
 
 // dV of the CTA's 64 keys, and two atoms of dQ; or their dK.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::Storage& storage, int rank) {
-  using T = PairTraits<C>;
+CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank) {
+  using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kBarrier = T::kGroupBarrier + (kValues ? 1 : 2);
   const BwdProblem& p = params.p;
   typename T::template MmaKeys<kDims> mma;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at), layout); };
-  auto& ring = pick<kValues>(storage.ring_q, storage.ring_dout);
-  auto& ring_scores = pick<kValues>(storage.ring_ds, storage.ring_p);
+  auto& pipeline = pick<kValues>(storage.pipeline_q, storage.pipeline_dout);
+  auto& pipeline_scores = pick<kValues>(storage.pipeline_ds, storage.pipeline_p);
   Tensor gradient = partition_fragment_C(mma, Shape<Int<C.block_n>, Int<kDims>>{});  // (MMA,1,MMA_N)
-  Cursor<C.stages> at;
-  for (Cursor<2> tile;; tile.advance()) {
-    storage.ring_work.wait(tile);
+  PipelineState<C.stages> at;
+  for (PipelineState<2> tile;; tile.advance()) {
+    storage.pipeline_work.consumer_wait(tile);
     const BackwardWork& work = storage.work[tile.stage()];
     if (work.tile.row < 0) return;
     clear(gradient);
-    storage.ring_k.wait({tile.count});
-    if constexpr (kValues) storage.ring_v.wait({tile.count});
+    storage.pipeline_k.consumer_wait({tile.count});
+    if constexpr (kValues) storage.pipeline_v.consumer_wait({tile.count});
 
-    for (; at.count < storage.work[afresh(tile.stage())].steps_until_end; at.advance()) {
-      const Cursor<1> of_scores{at.count};
-      ring.wait(at);
+    for (; at.count < storage.work[opaque(tile.stage())].steps_until_end; at.advance()) {
+      const PipelineState<1> of_scores{at.count};
+      pipeline.consumer_wait(at);
       const BackwardStep step = storage.steps[kValues][at.stage()];
-      ring_scores.wait(of_scores);
+      pipeline_scores.consumer_wait(of_scores);
       Tensor scores = shared(pick<kValues>(storage.ds[0], storage.v), typename T::LayoutTile{});  // (key,query)
       Tensor rows =
           shared(pick<kValues>(storage.q, storage.dout)[at.stage()],
@@ -201,34 +202,35 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
       start_product<GMMA::ScaleOut::One>(mma, mma.get_slice(0).partition_fragment_A(scores),
                                          mma.get_slice(0).partition_fragment_B(rows), gradient);
       wait_products<0>(gradient);
-      ring.release(at);
-      ring_scores.release(of_scores);
+      pipeline.consumer_release(at);
+      pipeline_scores.consumer_release(of_scores);
       if constexpr (kValues) {
-        storage.ring_ds.wait(of_scores);
-        const bool waits = tiles_wait(params.dq_order);
-        const Cursor<T::kTurns> turn{at.count};
+        storage.pipeline_ds.consumer_wait(of_scores);
+        const bool waits = uses_semaphore(params.dq_accumulate);
+        const PipelineState<T::kSemaphores> at_semaphore{at.count};
         add_dq<C, true>(params, storage, rank, work, of_scores, step, [&] {
           // After this wait there are sums to add to, or this tile begins them.
-          if (waits) storage.ring_turn.wait(turn);
+          if (waits) storage.pipeline_semaphore.consumer_wait(at_semaphore);
         });
-        add_dq<C, false>(params, storage, rank, work, of_scores, step, [&] { storage.ring_ds.release(of_scores); });
-        if (waits) storage.ring_added.publish(turn);
+        add_dq<C, false>(params, storage, rank, work, of_scores, step,
+                         [&] { storage.pipeline_ds.consumer_release(of_scores); });
+        if (waits) storage.pipeline_added.producer_commit(at_semaphore);
       }
     }
 
     // Both anew at every use: in registers they would spill.
-    auto thread = [&] { return afresh(threadIdx.x) % 128; };
-    auto done = [&]() -> const BackwardWork& { return storage.work[afresh(tile.stage())]; };
+    auto thread = [&] { return opaque(threadIdx.x) % 128; };
+    auto done = [&]() -> const BackwardWork& { return storage.work[opaque(tile.stage())]; };
     // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an
     // aligned barrier is for warps at the same instruction.
     if (!done().range.empty()) {
       cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
     }
-    const float of_values = C.drops() ? p.fwd.rules.keep_scale : 1.f;
-    const float of_keys = p.fwd.softmax_scale * (C.drops() ? p.fwd.rules.gradient_scale() : 1.f);
+    const float of_values = C.has_dropout() ? p.fwd.rules.keep_scale : 1.f;
+    const float of_keys = p.fwd.softmax_scale * (C.has_dropout() ? p.fwd.rules.gradient_scale() : 1.f);
     scale(gradient, kValues ? of_values : of_keys);
     if (done().cut >= 0) {
-      store_part<C, kValues>(p, gradient, done(), thread());
+      store_split<C, kValues>(p, gradient, done(), thread());
     } else {
       Element* const out = pick<kValues>(storage.k, storage.v);
       write_products<kDims>(out, gradient, thread());
@@ -240,11 +242,11 @@ CUTE_DEVICE void sum_up(const BackwardParams& params, typename PairTraits<C>::St
         tma_store_arrive();
       }
     }
-    storage.ring_work.release(tile);
+    storage.pipeline_work.consumer_release(tile);
     // After this wait what the warpgroup has sent has left.
     if (thread() == 0) tma_store_wait<0>();
-    storage.ring_k.release({tile.count});
-    if constexpr (kValues) storage.ring_v.release({tile.count});
+    storage.pipeline_k.consumer_release({tile.count});
+    if constexpr (kValues) storage.pipeline_v.consumer_release({tile.count});
   }
 }
 

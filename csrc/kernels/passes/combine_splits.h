@@ -8,6 +8,6 @@
 namespace flash_cute {
 
 // Fills out, lse and row_max; the sink joins here. To be called right behind the kernel that gives the parts.
-cudaError_t merge_parts(const FwdProblem& p, cudaStream_t stream);
+cudaError_t combine_splits(const FwdProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

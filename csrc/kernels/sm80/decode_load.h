@@ -9,23 +9,23 @@ namespace flash_cute::sm80 {
 
 // The parts that this CTA takes. A warp works them out together.
 template <KernelConfig C>
-CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
+CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeProblem& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
-  const int number = p.heads_k.quotient(cta);  // among those of its head
-  if (p.alike.known) [[likely]] {
-    const Shares shares = Shares::foreseen(p);
-    const int b = p.alike.of_sequence.quotient(shares.first_grain(number));
-    return PartsOf<C>(p, shares, cta, {b, b * p.alike.of_sequence.value});
+  const int number = p.heads_k.div(cta);  // among those of its head
+  if (p.uniform.known) [[likely]] {
+    const CtaChunks chunks = CtaChunks::foreseen(p);
+    const int b = p.uniform.per_sequence.div(chunks.first_quantum(number));
+    return SplitsOf<C>(p, chunks, cta, {b, b * p.uniform.per_sequence.value});
   }
-  // Each lane counts a head's grains of as many sequences.
+  // Each lane counts a head's quanta of as many sequences.
   const int each = ceil_div(batch, kLanes), first = lane * each;
-  int own = 0, of_unit = 0;
+  int own = 0, per_tile = 0;
   CUTE_NO_UNROLL
   for (int b = first; b < min(first + each, batch); ++b) {
-    const Grains grains(p, cached_seq(p, b), C.block_m, C.block_n);
-    own += grains.of_head;
-    if (b == 0) of_unit = grains.of_unit;
+    const Quanta quanta(p, cached_seq(p, b), C.block_m, C.block_n);
+    own += quanta.per_head;
+    if (b == 0) per_tile = quanta.per_tile;
   }
   int up_to = own;
   CUTE_UNROLL
@@ -33,30 +33,30 @@ CUTE_DEVICE PartsOf<C> parts_of_cta(const DecodeProblem& p) {
     const int other = __shfl_up_sync(0xffffffff, up_to, apart);
     if (lane >= apart) up_to += other;
   }
-  const int of_head = __shfl_sync(0xffffffff, up_to, kLanes - 1);
-  const Shares shares = Shares::of(p, of_head, __shfl_sync(0xffffffff, of_unit, 0));
-  const unsigned behind = __ballot_sync(0xffffffff, up_to > shares.first_grain(number));
-  if (behind == 0) return PartsOf<C>(p, shares, cta, {batch, of_head});
+  const int per_head = __shfl_sync(0xffffffff, up_to, kLanes - 1);
+  const CtaChunks chunks = CtaChunks::of(p, per_head, __shfl_sync(0xffffffff, per_tile, 0));
+  const unsigned behind = __ballot_sync(0xffffffff, up_to > chunks.first_quantum(number));
+  if (behind == 0) return SplitsOf<C>(p, chunks, cta, {batch, per_head});
   const int found = __ffs(behind) - 1;
-  return PartsOf<C>(p, shares, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
+  return SplitsOf<C>(p, chunks, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
 }
 
 // A part's blocks less those without any key that its queries see; if that leaves none, one that they do not see.
 template <KernelConfig C>
-CUTE_DEVICE FedPart seen_of(const DecodeProblem& p, Part part) {
-  const RowSpan queries = queries_of(p, part, C.block_m);
-  const RowSpan keys = visible_keys(part.seq, p.fwd.band, queries.first, queries.last - queries.first);
-  const int first = max(part.first, keys.first / C.block_n), last = min(part.last, ceil_div(keys.last, C.block_n));
-  part.last = first < last ? last : part.first + 1;
-  part.first = first < last ? first : part.first;
-  return {part, keys};
+CUTE_DEVICE VisibleSplit visible_of(const DecodeProblem& p, KvSplit split) {
+  const RowSpan queries = queries_of(p, split, C.block_m);
+  const RowSpan keys = visible_keys(split.seq, p.fwd.band, queries.first, queries.last - queries.first);
+  const int first = max(split.first, keys.first / C.block_n), last = min(split.last, ceil_div(keys.last, C.block_n));
+  split.last = first < last ? last : split.first + 1;
+  split.first = first < last ? first : split.first;
+  return {split, keys};
 }
 
 // How many of a CTA's first blocks of keys are asked for ahead; found by trying: docs/performance.md, "Decoding". Of few
 // the copies themselves are as early. CTAs start by their numbers while the kernel before ends, and those that start
 // early would be in the way of those that still read for it.
 template <KernelConfig C>
-struct Expected {
+struct PrefetchDepth {
   static constexpr int kOfSome = 3, kEarly = C.ctas == 1 ? 2 : 1, kLate = 3 * kEarly;
   static constexpr int kMost = std::max(kOfSome, kLate);
 
@@ -65,7 +65,7 @@ struct Expected {
     constexpr int kFew = 6, kMany = 12;
     if (blocks < kFew) return 0;
     if (blocks < kMany) return kOfSome;
-    return 2 * static_cast<int>(blockIdx.x) < p.at_once ? kEarly : kLate;
+    return 2 * static_cast<int>(blockIdx.x) < p.resident_ctas ? kEarly : kLate;
   }
 };
 
@@ -73,22 +73,22 @@ struct Expected {
 // Neither they nor the table of pages need be written yet: what the kernel before still writes passes through there, and
 // a page that the table does not name in the end is asked for in vain.
 template <int kMost, KernelConfig C>
-CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed, int blocks = kMost) {
+CUTE_DEVICE void prefetch_kv_l2(const DecodeProblem& p, const VisibleSplit& fed, int blocks = kMost) {
   constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
   constexpr int kTurns = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
-  const Part& part = fed.part;
+  const KvSplit& split = fed.split;
   if (blocks == 0) return;
-  const int first = max(fed.keys.first, part.first * C.block_n);
-  const int last = min(fed.keys.last, (part.first + blocks) * C.block_n);
+  const int first = max(fed.keys.first, split.first * C.block_n);
+  const int last = min(fed.keys.last, (split.first + blocks) * C.block_n);
   const Pages& pages = p.fwd.pages;
   auto key_of = [&](int turn) { return first + static_cast<int>(threadIdx.x + turn * C.threads()) / kAcross; };
-  auto row_of = [&](int turn) { return static_cast<int>(part.seq.k.offset) + key_of(turn); };
+  auto row_of = [&](int turn) { return static_cast<int>(split.seq.k.offset) + key_of(turn); };
   auto page_of = [&](int turn) {
     if (key_of(turn) >= last) return -1;
-    if (pages.ids == nullptr) return part.b;
+    if (pages.ids == nullptr) return split.b;
     // As it stands in the L2 cache now: no cache of the SM keeps it.
-    return __ldcg(pages.ids + part.b * pages.batch + p.page_size.quotient(row_of(turn)));
+    return __ldcg(pages.ids + split.b * pages.batch + p.page_size.div(row_of(turn)));
   };
   int page[kTurns];
   CUTE_UNROLL
@@ -97,9 +97,9 @@ CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed, int blo
   CUTE_UNROLL
   for (int i = 0; i < kTurns; ++i) {
     if (page[i] < 0 || page[i] >= pages.count) continue;
-    const int row = row_of(i), row_of_page = row - p.page_size.quotient(row) * p.page_size.value;
-    auto expect = [&](const Matrices& m) {
-      const auto* head = static_cast<const typename DecodeTraits<C>::Element*>(m.ptr) + part.head_k * m.head;
+    const int row = row_of(i), row_of_page = row - p.page_size.div(row) * p.page_size.value;
+    auto expect = [&](const TensorView& m) {
+      const auto* head = static_cast<const typename DecodeTraits<C>::Element*>(m.ptr) + split.head_k * m.head;
       asm volatile("prefetch.global.L2 [%0];" ::"l"(head + page[i] * m.batch + row_of_page * m.row + col));
     };
     if (col < p.fwd.head_dim) expect(p.fwd.k);
@@ -109,35 +109,35 @@ CUTE_DEVICE void expect_keys(const DecodeProblem& p, const FedPart& fed, int blo
 
 // Loads a team's tiles of all parts, one after the other, as they are described in `parts`, a ring.
 template <KernelConfig C>
-class KeyFeed {
+class KvLoader {
   using T = DecodeTraits<C>;
 
  public:
-  CUTE_DEVICE KeyFeed(const DecodeProblem& p, typename T::Storage& storage, int team, int thread)
-      : copy_(p, C.block_n, storage.ring[0][team].k, storage.ring[0][team].v, thread),
-        parts_(storage.parts),
+  CUTE_DEVICE KvLoader(const DecodeProblem& p, typename T::Storage& storage, int team, int thread)
+      : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
+        splits_(storage.splits),
         first_key_(team * T::kKeys) {}
 
   // Starts the copy of the next tile, if there is one, to a stage.
   CUTE_DEVICE void load(int stage) {
-    if (left_ == 0) begin_part();
+    if (left_ == 0) begin_split();
     if (left_ == 0) return;
     copy_.load(stage * T::kStageBytes);
     --left_;
   }
 
  private:
-  CUTE_DEVICE void begin_part() {
-    const auto& [part, keys] = parts_[next_];
-    if (part.grains == 0) return;
-    left_ = part.last - part.first;
-    const int row = static_cast<int>(part.seq.k.offset);  // of key 0
-    copy_.begin(part.b, part.head_k, {row + keys.first, row + keys.last}, row + part.first * C.block_n + first_key_);
+  CUTE_DEVICE void begin_split() {
+    const auto& [split, keys] = splits_[next_];
+    if (split.quanta == 0) return;
+    left_ = split.last - split.first;
+    const int row = static_cast<int>(split.seq.k.offset);  // of key 0
+    copy_.begin(split.b, split.head_k, {row + keys.first, row + keys.last}, row + split.first * C.block_n + first_key_);
     next_ = next_ == T::kDescribed - 1 ? 0 : next_ + 1;
   }
 
   typename T::Copy copy_;
-  const FedPart* const parts_;
+  const VisibleSplit* const splits_;
   const int first_key_;  // of the team in a block
   int left_ = 0;  // tiles of the part that they come from
   int next_ = 0;

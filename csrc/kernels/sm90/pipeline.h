@@ -1,4 +1,4 @@
-// Buffers in shared memory that producers fill and consumers empty, in turns: one thread by TMA, or warps.
+// Buffers in shared memory that producers fill, by TMA or as warps, and consumers empty.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -8,15 +8,14 @@
 
 namespace flash_cute::sm90 {
 
-// The compiler may not move reads and writes of shared memory past CUTLASS's barriers and fences, which do not tell it
-// so.
-CUTE_DEVICE void keep_order() {
+// CUTLASS's barriers and fences do not tell the compiler that reads and writes of shared memory may not move past them.
+CUTE_DEVICE void compiler_fence() {
   asm volatile("" ::: "memory");
 }
 
-// Which buffer is next, and in which round of the ring: odd or even.
+// The next buffer, and the phase of its barriers.
 template <int kStages>
-struct Cursor {
+struct PipelineState {
   uint32_t count = 0;  // of buffers before
 
   CUTE_DEVICE uint32_t stage() const { return count % kStages; }
@@ -24,15 +23,14 @@ struct Cursor {
   CUTE_DEVICE void advance() { ++count; }
 };
 
-// With kCluster > 1 each buffer is empty when consumers of all of a cluster's CTAs have read theirs. Who waits for a
-// barrier has to be counted at it or behind it: else it may go on by two phases, which have one parity, before he has
-// looked.
+// With kCluster > 1 consumers of all CTAs of the cluster release a buffer. A waiter must also arrive on this barrier or
+// on a later one: an mbarrier has one phase bit, so a waiter that falls two phases behind would never see its phase.
 template <int kStages, int kCluster = 1>
-struct Ring {
+struct Pipeline {
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  // By one thread that calls expect(), or by warps that publish().
+  // Producers are one thread that calls producer_expect_tx(), or warps that call producer_commit().
   CUTE_DEVICE void init(int consumer_warps, int producers = 1) {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(producers);
@@ -40,39 +38,43 @@ struct Ring {
     }
   }
 
-  // Whether the next wait() or wait_empty() is over. Who asks ahead, and says so then, need not wait for the answer.
-  CUTE_DEVICE bool is_full(const Cursor<kStages>& at) const { return full[at.stage()].test_wait(at.phase()); }
-  CUTE_DEVICE bool is_empty(const Cursor<kStages>& at) const { return empty[at.stage()].test_wait(at.phase() ^ 1); }
-
-  // Producer: waits until the buffer is empty.
-  CUTE_DEVICE void wait_empty(const Cursor<kStages>& at, bool is_empty = false) {
-    if (!is_empty) empty[at.stage()].wait(at.phase() ^ 1);
-    keep_order();
+  // Whether the next wait would return at once. Asking early hides the latency of the answer.
+  CUTE_DEVICE bool consumer_test_wait(const PipelineState<kStages>& at) const {
+    return full[at.stage()].test_wait(at.phase());
+  }
+  CUTE_DEVICE bool producer_test_acquire(const PipelineState<kStages>& at) const {
+    return empty[at.stage()].test_wait(at.phase() ^ 1);
   }
 
-  // Producer: all is said, and `bytes` will come. The result is the barrier to count them at.
-  CUTE_DEVICE uint64_t* expect(const Cursor<kStages>& at, uint32_t bytes) {
-    keep_order();
+  // Producer: waits until the buffer is empty.
+  CUTE_DEVICE void producer_acquire(const PipelineState<kStages>& at, bool is_empty = false) {
+    if (!is_empty) empty[at.stage()].wait(at.phase() ^ 1);
+    compiler_fence();
+  }
+
+  // Producer: `bytes` will arrive; nothing else is to be written. Returns the barrier that counts them.
+  CUTE_DEVICE uint64_t* producer_expect_tx(const PipelineState<kStages>& at, uint32_t bytes) {
+    compiler_fence();
     full[at.stage()].arrive_and_expect_tx(bytes);
     return reinterpret_cast<uint64_t*>(&full[at.stage()]);
   }
 
-  // Producers: this warp has written its part of the buffer.
-  CUTE_DEVICE void publish(const Cursor<kStages>& at) {
-    keep_order();
+  // Producers: this warp has written its rows of the buffer.
+  CUTE_DEVICE void producer_commit(const PipelineState<kStages>& at) {
+    compiler_fence();
     __syncwarp();
     if (threadIdx.x % 32 == 0) full[at.stage()].arrive();
   }
 
-  // Consumers: wait until the buffer is full.
-  CUTE_DEVICE void wait(const Cursor<kStages>& at, bool is_full = false) {
+  // Consumers: waits until the buffer is full.
+  CUTE_DEVICE void consumer_wait(const PipelineState<kStages>& at, bool is_full = false) {
     if (!is_full) full[at.stage()].wait(at.phase());
-    keep_order();
+    compiler_fence();
   }
 
   // Consumers: this warp has read the buffer.
-  CUTE_DEVICE void release(const Cursor<kStages>& at) {
-    keep_order();
+  CUTE_DEVICE void consumer_release(const PipelineState<kStages>& at) {
+    compiler_fence();
     __syncwarp();
     const uint32_t lane = threadIdx.x % 32;
     if constexpr (kCluster == 1) {
@@ -83,8 +85,7 @@ struct Ring {
   }
 };
 
-// Copies shared memory to another CTA of the cluster, where the bytes are counted at the barrier that is there what
-// `barrier` is here.
+// Copies shared memory to another CTA of the cluster, which counts the bytes at its own copy of `barrier`.
 CUTE_DEVICE void send_to_cta(int rank, void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    cute::set_block_rank(cute::cast_smem_ptr_to_uint(to), rank)),

@@ -1,4 +1,4 @@
-#include "kernels/passes/gaps.h"
+#include "kernels/passes/zero_fill.h"
 
 #include "kernels/common/seq.h"
 #include "kernels/launch.h"
@@ -16,8 +16,8 @@ struct GapFill {
   int64_t total;
   int heads, head_dim;
   int element_bytes;         // 2 or 4
-  Matrices matrices;         // set to 0
-  Statistics first, second;  // set to `statistic`; may be null
+  TensorView tensor_view;         // set to 0
+  RowStats first, second;  // set to `statistic`; may be null
   float statistic;
 };
 
@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill
   for (int64_t i = begin * row_elements + first; i < end * row_elements; i += kCtasPerGap * kThreads) {
     const int64_t row = i / row_elements;
     const int head = static_cast<int>(i % row_elements / g.head_dim), col = static_cast<int>(i % g.head_dim);
-    const int64_t at = row * g.matrices.row + head * g.matrices.head + col;
+    const int64_t at = row * g.tensor_view.row + head * g.tensor_view.head + col;
     if (g.element_bytes == 2) {
-      static_cast<uint16_t*>(g.matrices.ptr)[at] = 0;
+      static_cast<uint16_t*>(g.tensor_view.ptr)[at] = 0;
     } else {
-      static_cast<uint32_t*>(g.matrices.ptr)[at] = 0;
+      static_cast<uint32_t*>(g.tensor_view.ptr)[at] = 0;
     }
   }
   for (int64_t i = begin * g.heads + first; i < end * g.heads; i += kCtasPerGap * kThreads) {
@@ -56,16 +56,16 @@ cudaError_t launch(const GapFill& gaps, cudaStream_t stream) {
   return launch_kernel<fill>(int64_t(gaps.batch + 1) * kCtasPerGap, kThreads, 0, stream, gaps);
 }
 
-cudaError_t fill_queries(const FwdProblem& p, const Matrices& m, int head_dim, const Statistics& first,
-                         const Statistics& second, float statistic, cudaStream_t stream) {
-  return launch({p.sequences.cu_q, p.sequences.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim,
+cudaError_t fill_queries(const FwdProblem& p, const TensorView& m, int head_dim, const RowStats& first,
+                         const RowStats& second, float statistic, cudaStream_t stream) {
+  return launch({p.varlen.cu_q, p.varlen.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim,
                  element_bytes(p.dtype), m, first, second, statistic},
                 stream);
 }
 
-cudaError_t fill_keys(const FwdProblem& p, const Matrices& m, int head_dim, cudaStream_t stream) {
-  return launch({p.sequences.cu_k,
-                 p.sequences.used_k,
+cudaError_t fill_keys(const FwdProblem& p, const TensorView& m, int head_dim, cudaStream_t stream) {
+  return launch({p.varlen.cu_k,
+                 p.varlen.used_k,
                  p.batch,
                  p.seqlen_k,
                  p.total_k,
@@ -81,12 +81,12 @@ cudaError_t fill_keys(const FwdProblem& p, const Matrices& m, int head_dim, cuda
 
 }  // namespace
 
-cudaError_t fill_gaps(const FwdProblem& p, cudaStream_t stream) {
+cudaError_t zero_fill(const FwdProblem& p, cudaStream_t stream) {
   if (p.dense()) return cudaSuccess;
   return fill_queries(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY, stream);
 }
 
-cudaError_t fill_gaps(const BwdProblem& p, cudaStream_t stream) {
+cudaError_t zero_fill(const BwdProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   if (f.dense()) return cudaSuccess;
   if (cudaError_t e = fill_queries(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f, stream)) return e;

@@ -8,6 +8,6 @@
 namespace flash_cute {
 
 // p.dsink, all of it: -sum over batch and rows of exp(sink - lse) * softmax_d, in the same order every time.
-cudaError_t sum_sink_gradient(const BwdProblem& p, cudaStream_t stream);
+cudaError_t sink_gradient_pass(const BwdProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

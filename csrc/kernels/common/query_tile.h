@@ -22,14 +22,14 @@ struct QueryTile {
 };
 
 // Where the tile's sequence begins among one number a row and head.
-CUTE_DEVICE int64_t first_of(const Statistics& s, const QueryTile& tile, const SeqInfo& seq) {
+CUTE_DEVICE int64_t first_of(const RowStats& s, const QueryTile& tile, const SeqInfo& seq) {
   return tile.batch * s.batch + tile.head * s.head + seq.q.offset;
 }
 
 // Writes the natural-log LSE of each row, and the maximum where asked for.
 template <class Softmax, class Lse, class Coordinates>
-CUTE_DEVICE void store_statistics(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile,
-                                  const Softmax& softmax, const Lse& lse, const Coordinates& at) {
+CUTE_DEVICE void store_row_stats(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, const Softmax& softmax,
+                                 const Lse& lse, const Coordinates& at) {
   if (get<1>(at(0, 0)) != 0) return;  // one thread of the quad writes
   const int64_t lse_base = first_of(p.lse, tile, seq), max_base = first_of(p.row_max, tile, seq);
   CUTE_UNROLL

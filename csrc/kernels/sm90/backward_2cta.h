@@ -6,35 +6,36 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "kernels/common/overlap.h"
-#include "kernels/sm90/backward_pair_consumers.h"
+#include "kernels/common/pdl.h"
+#include "kernels/sm90/backward_2cta_consumers.h"
 
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
 __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(), 1)
-    backward_pair(const __grid_constant__ BackwardParams params) {
-  using T = PairTraits<C>;
+    backward_2cta(const __grid_constant__ BackwardParams params) {
+  using T = TwoCtaTraits<C>;
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    storage.ring_work.init(1 + C.warps + 2 * tiles_wait(params.dq_order));  // a loader, warps, threads of turns
-    storage.ring_next.init(1);
-    storage.taken = {static_cast<int>(blockIdx.x) / C.cluster};
+    storage.pipeline_work.init(1 + C.warps +
+                               2 * uses_semaphore(params.dq_accumulate));  // a loader, warps, threads of turns
+    storage.pipeline_next.init(1);
+    storage.fetched = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
       for (auto& times : of_tensor) times = 0;
     }
     storage.times_landed_k = 0;
-    storage.ring_k.init(12);
-    storage.ring_v.init(8);
-    storage.ring_q.init(8);
-    storage.ring_dout.init(8);
-    storage.ring_p.init(4, 4);
-    storage.ring_ds.init(8, 4);
-    storage.ring_ds_of_other.init(1);
-    storage.ring_turn.init(1);  // the thread that ends turns
-    storage.ring_added.init(1, 4);
+    storage.pipeline_k.init(12);
+    storage.pipeline_v.init(8);
+    storage.pipeline_q.init(8);
+    storage.pipeline_dout.init(8);
+    storage.pipeline_p.init(4, 4);
+    storage.pipeline_ds.init(8, 4);
+    storage.pipeline_peer_ds.init(1);
+    storage.pipeline_semaphore.init(1);  // the thread that ends turns
+    storage.pipeline_added.init(1, 4);
     for (auto& of_tensor : storage.landed) {
       for (auto& barrier : of_tensor) barrier.init(1);
     }
@@ -43,7 +44,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   }
   // After this barrier the rings are ready, in both CTAs.
   cluster_sync();
-  let_next_kernel_start();
+  launch_dependent_grids();
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
@@ -54,37 +55,37 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
         for_each_work(storage, [&](const BackwardWork& work, uint32_t tile) {
           load_keys<C>(params, storage, work, {tile});
           // After this wait the LSE of all queries is there, and zeros, where sums of dQ begin with them.
-          wait_for_kernel_before();
+          wait_on_dependent_grids();
           load(work);
         });
-        wait_for_kernel_before();  // no CTA ends before: the next kernel waits for this one alone
+        wait_on_dependent_grids();  // no CTA ends before: the next kernel waits for this one alone
       }
     } else if (warp == 1) {
       if (elect_one_sync()) {
         QueryLoader<C, true> load(params, storage);
         // As late as may be: who comes first to the end of a tile should be the first to have another one.
-        while (const BackwardWork* work = take_work<C>(params, storage)) {
+        while (const BackwardWork* work = next_work<C>(params, storage)) {
           // After this wait the row sums of all queries are there.
-          wait_for_kernel_before();
+          wait_on_dependent_grids();
           load(*work);
         }
       }
-    } else if (tiles_wait(params.dq_order) && elect_one_sync()) {
+    } else if (uses_semaphore(params.dq_accumulate) && elect_one_sync()) {
       if (warp == 2) {
-        give_turns<C>(params, storage, rank);
+        acquire_dq_semaphores<C>(params, storage, rank);
       } else {
-        end_turns<C>(params, storage, rank);
+        release_dq_semaphores<C>(params, storage, rank);
       }
     }
   } else if (group == 1) {
     cutlass::arch::warpgroup_reg_alloc<T::kScoreRegisters>();
-    score<C>(params, storage, rank);
+    compute_ds<C>(params, storage, rank);
   } else if (group == 2) {
     cutlass::arch::warpgroup_reg_alloc<T::kValueRegisters>();
-    sum_up<C, true>(params, storage, rank);
+    accumulate_dkdv<C, true>(params, storage, rank);
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kKeyRegisters>();
-    sum_up<C, false>(params, storage, rank);
+    accumulate_dkdv<C, false>(params, storage, rank);
   }
   // After this barrier nobody of the cluster still sends anything here.
   __syncwarp();

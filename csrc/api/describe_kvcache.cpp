@@ -1,8 +1,8 @@
-#include "api/kvcache_problem.h"
+#include "api/describe_kvcache.h"
 
 #include <algorithm>
 
-#include "api/problem.h"
+#include "api/describe.h"
 
 namespace flash_cute {
 namespace {
@@ -46,8 +46,8 @@ NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
   };
   check(*a.k, a.k_cache, "k");
   check(*a.v, a.v_cache, "v");
-  added.k = matrices(*a.k, "k");
-  added.v = matrices(*a.v, "v");
+  added.k = tensor_view(*a.k, "k");
+  added.v = tensor_view(*a.v, "v");
   added.seqlen = checked_int(a.k->size(dims - 3), "rows of k");
   added.total = dense ? int64_t(batch) * added.seqlen : added.seqlen;
   FC_CHECK(added.total < int64_t{1} << 31, "k has ", added.total, " rows; at most 2^31 - 1 can join in one call");
@@ -149,7 +149,7 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   f.batch = checked_int(dense ? a.q.size(0) : a.cu_seqlens_q->size(0) - 1, "batch");
   f.seqlen_q = checked_int(dense ? a.q.size(1) : a.max_seqlen_q, "max_seqlen_q");
   f.total_q = dense ? a.q.size(0) * a.q.size(1) : a.q.size(0);
-  f.sequences.cu_q = optional_indices(a.cu_seqlens_q, f.batch + 1, "cu_seqlens_q", a.q);
+  f.varlen.cu_q = optional_indices(a.cu_seqlens_q, f.batch + 1, "cu_seqlens_q", a.q);
   f.heads = checked_int(a.q.size(axis), "heads");
   f.heads_k = checked_int(a.k_cache.size(2), "heads_k");
   check_cached_queries(f);
@@ -160,9 +160,9 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   f.pages = pages_of(a, f.batch);
   f.seqlen_k = static_cast<int>(f.pages.capacity());
   f.total_k = int64_t(f.batch) * f.seqlen_k;
-  f.q = matrices(a.q, "q");
-  f.k = matrices(a.k_cache, "k_cache");
-  f.v = matrices(a.v_cache, "v_cache");
+  f.q = tensor_view(a.q, "q");
+  f.k = tensor_view(a.k_cache, "k_cache");
+  f.v = tensor_view(a.v_cache, "v_cache");
   p.added = make_new_keys(a, f.batch);
   p.rotary = make_rotary(a, f.batch, f.head_dim);
   p.unrotated_q = f.q;

@@ -1,0 +1,74 @@
+// The pass after Hopper's backward that adds up dK and dV of key tiles whose work is cut into splits.
+#pragma once
+
+#include "kernels/sm90/backward_consumers.h"
+
+namespace flash_cute::sm90 {
+
+// Atoms of columns.
+template <KernelConfig C>
+constexpr int kAtomsOfDk = C.head_dim / atom_columns(C.head_dim);
+template <KernelConfig C>
+constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v);
+
+// An atom of columns of dK or dV, of 64 keys: the splits' sums of it lie together. They are added in order.
+template <KernelConfig C, bool kValues>
+CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile& tile, const SeqSpan& span, int atom) {
+  using Element = ElementOf<C.dtype>;
+  constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim);
+  // Its accumulators lie as those of any warpgroup whose products have keys as rows.
+  using Mma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kSlabRows>, Int<kCols>, Int<kSlabRows>>>()));
+  __shared__ alignas(1024) Element shared[kSlabRows * kCols];
+  const BwdProblem& p = params.p;
+  Tensor sum = partition_fragment_C(Mma{}, Shape<Int<kSlabRows>, Int<kCols>>{});  // (MMA,1,1)
+  clear(sum);
+  constexpr int kAtOnce = 4;  // splits whose sums are on their way together
+  CUTE_NO_UNROLL
+  for (int first = 0; first < p.splits.count(); first += kAtOnce) {
+    float more[kAtOnce][decltype(size(sum))::value];
+    CUTE_UNROLL
+    for (int split = 0; split < kAtOnce; ++split) {
+      const bool exists = first + split < p.splits.count();
+      const float* const sums =
+          split_sums<C, kValues>(p, cut, tile, span, tile.row, first + split) + atom * kSlabRows * kCols;
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); ++i) more[split][i] = exists ? sums[i * 128 + threadIdx.x] : 0.f;
+    }
+    CUTE_UNROLL
+    for (int split = 0; split < kAtOnce; ++split) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); ++i) sum(i) += more[split][i];
+    }
+  }
+  write_gradient<kCols>(shared, converted<Element>(sum), threadIdx.x);
+  // After this barrier all rows are in shared memory.
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  (kValues ? params.dv : params.dk)
+      .template store<kSlabRows, kCols>(shared, span, tile.row, tile.head, tile.batch, atom * kCols);
+  tma_store_arrive();
+  tma_store_wait<0>();
+}
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(128) backward_combine(const __grid_constant__ BackwardParams params) {
+  constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>, kRows = C.block_n * C.cluster, kSlabs = kRows / kSlabRows;
+  const FwdProblem& f = params.p.fwd;
+  const int cut = blockIdx.x / (kSlabs * kAtoms);
+  KeyTile tile(f, kRows, params.order.heads_together, params.order.late_first, params.p.splits.whole_tiles + cut);
+  tile.row += blockIdx.x / kAtoms % kSlabs * kSlabRows;
+  const SeqSpan span = SeqInfo(f, tile.batch).k;
+  // After this wait all splits have stored their sums.
+  wait_on_dependent_grids();
+  launch_dependent_grids();  // not earlier: it waits for this kernel alone, and reads what the one before has written
+  if (tile.row >= span.length) return;
+  const int atom = blockIdx.x % kAtoms;
+  if (atom < kAtomsOfDk<C>) {
+    add_splits<C, false>(params, cut, tile, span, atom);
+  } else {
+    add_splits<C, true>(params, cut, tile, span, atom - kAtomsOfDk<C>);
+  }
+}
+
+}  // namespace flash_cute::sm90
