@@ -1,4 +1,4 @@
-// torch.ops.flash_cute.combine: one answer from several over parts of the keys.
+// torch.ops.flash_cute.combine: one result from partial results over splits of the keys.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"

@@ -18,7 +18,7 @@
 namespace flash_cute {
 namespace {
 
-// Results of parts, where there can be any that are not the whole.
+// Workspace of splits, if any work tile may be split.
 Tensor allocate_decode_splits(DecodeProblem& p, const KernelConfig& config, const View& q) {
   if (p.slots == 0) return Tensor();
   const bool even = p.even_splits();

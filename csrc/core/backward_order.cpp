@@ -5,7 +5,7 @@
 namespace flash_cute {
 namespace {
 
-// Whether the band hides keys that lie before what a query sees, or behind it.
+// Whether the band hides keys before, or after, what a query sees.
 bool hides_early_keys(const FwdProblem& f) {
   return f.band.left < f.seqlen_k - 1;
 }
@@ -14,7 +14,7 @@ bool hides_late_keys(const FwdProblem& f) {
   return f.band.right < f.seqlen_q - 1;
 }
 
-// Of one query of all heads that share a kv head: Q, dO, and the sums of dQ.
+// Q, dO and sums of dQ of one query, over the query heads of a kv head.
 int64_t bytes_of_query(const FwdProblem& f) {
   const int64_t of_head = (f.head_dim + f.head_dim_v) * element_bytes(f.dtype) + 4 * f.head_dim;
   return of_head * (f.heads / std::max(1, f.heads_k));
@@ -35,12 +35,12 @@ DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p) {
   if (p.deterministic) return DqAccumulate::Serialized;
   if (needs_l2_throttle(config, p)) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
-  int64_t seen = f.seqlen_k;  // keys by a query, in the mean
+  int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
     seen = std::min(seen, before + f.band.right);
   }
-  int most = config.two_cta() ? 512 : 4096;  // found by trying
+  int most = config.two_cta() ? 512 : 4096;  // by measurement
   if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
   return seen <= most ? DqAccumulate::FirstStores : DqAccumulate::Atomic;
 }
@@ -48,9 +48,9 @@ DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p) {
 KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   constexpr int kTilesTogether = 128;
   constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
-  constexpr int64_t kCached = 32 << 20;  // bytes that the L2 cache keeps while others pass through it
+  constexpr int64_t kCached = 32 << 20;  // of L2 that stay while other data pass through
   const FwdProblem& f = p.fwd;
-  if (f.seqlen_k == 0 || f.heads == 0) return {};  // of no tiles
+  if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
   const DqAccumulate order = dq_accumulate(config, p);
   const bool in_turns = order == DqAccumulate::Serialized;
   const QuerySplits splits = p.splits.whole_tiles == 0 ? p.splits : QuerySplits{};  // of most tiles
@@ -58,8 +58,8 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
   const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
   const int together = kTilesTogether / config.cluster;
 
-  // The heads' queries and sums are to stay in the L2 cache: no more heads than have the tiles that start together. In
-  // turns twice as many, if that many are not too many: half of a head's tiles run at once, and wait for fewer.
+  // Queries and dQ of the alternating heads should stay in L2: as many heads as the tiles that start together have.
+  // Serialized: twice as many if that is not too much, so that half of a head's tiles run at once and wait for fewer.
   const int of_one_set = std::max(1, together / splits.count() / tiles);
   const bool halves = in_turns && tiles * splits.count() <= together &&
                       2 * of_one_set * config.head_dim < kMostColumns * config.cluster;
@@ -73,7 +73,7 @@ KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
 
   const int hidden = f.seqlen_k - 1 - f.band.left;  // keys, from the last query
   const bool inside = in_turns ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
-  // Of queries that are at once in use, where each of the tiles that start together is at others than all others.
+  // Bytes of queries in use at once, if each of the tiles that start together is at other queries.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
   return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
           .heads_together = heads,

@@ -1,4 +1,4 @@
-// In which order Hopper's backward takes tiles of keys and adds to the sums of dQ: arithmetic on sizes alone.
+// The order of Hopper's backward: of key tiles, and of their adds to dQ. Arithmetic on sizes alone.
 #pragma once
 
 #include "core/config.h"
@@ -6,34 +6,33 @@
 
 namespace flash_cute {
 
-// In which order tiles of keys add to the sums of dQ, and what they find there.
+// How key tiles add to dQ.
 enum class DqAccumulate {
-  Atomic,  // as they come, to zeros that a pass before writes
-  FirstStores,  // as they come, to what the first one has stored
-  Serialized,  // one after the other, so that sums are deterministic, to what the first one has stored
+  Atomic,  // in any order, to zeros that the preprocess pass writes
+  FirstStores,  // in any order, after the first tile has stored
+  Serialized,  // in a fixed order, after the first tile has stored: deterministic
 };
 
 constexpr bool uses_semaphore(DqAccumulate order) {
   return order != DqAccumulate::Atomic;
 }
 
-// Zeros take a pass at the memory's speed, whatever a query sees. Where it sees few keys, sums are opened: the more it
-// sees, the more it costs that all tiles go at the first one's pace, with grouped heads under a mask and in windows
-// earlier. What has a pace of its own does not wait, too: both count in BwdProblem::turns.
+// Zeros cost a pass at memory speed. FirstStores saves it where queries see few keys; with many keys all tiles would go
+// at the first one's pace (sooner so with GQA under a mask, and in windows). The L2 throttle excludes semaphores: both
+// use BwdProblem::dq_semaphores.
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p);
 
-// Whether CTAs of Hopper's backward are kept near each other: where all tiles of keys have the same way to go, through
-// more queries than the L2 cache holds, with their dO and sums of dQ. Pairs of CTAs do not gain by it, nor, in another
-// way, do sums in turns.
+// Whether CTAs are throttled to stay near each other: tiles of equal length that walk through more queries, dO and dQ
+// than L2 holds. The 2-CTA backward and serialized sums do not gain by it.
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p);
 
-// In which order tiles of keys are taken, and which way each of them goes through its queries: see BackwardWork.
+// The order of key tiles, and the direction of their walk: docs/kernels/backward_order.md.
 struct KeyOrder {
-  int tiles_of_set = 1;  // that start together
+  int tiles_of_set = 1;  // tiles that start together
   int heads_together = 1;  // kv heads whose tiles alternate
-  bool late_first = false;  // late keys
-  bool heads_inside = false;  // a tile goes through the query heads of a query tile, then to the next query tile
-  bool down_and_up = false;  // sets by turns begin with the last queries, and with the first ones
+  bool late_first = false;  // late keys first
+  bool heads_inside = false;  // all query heads of a query tile, then the next query tile
+  bool down_and_up = false;  // sets alternate between starting at the last and at the first queries
 
   static KeyOrder of(const KernelConfig& config, const BwdProblem& p);
 };

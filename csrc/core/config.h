@@ -52,17 +52,17 @@ struct KernelConfig {
   int block_m;     // query rows a tile
   int block_n;     // key rows a tile
   int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
-  int warps;       // of the CTA that do matrix products: all, but for the warpgroups that serve them on sm90
-  int ctas;        // that an SM is to hold at once: bounds the registers of a thread
-  int cluster;     // CTAs side by side that load for each other (sm90: K and V forward, Q and dO backward), or 1;
+  int warps;  // of the CTA that issue MMA; sm90 has producer warps besides
+  int ctas;  // resident CTAs an SM: bounds the registers of a thread
+  int cluster;  // CTAs that multicast to each other (sm90: K and V forward, Q and dO backward), or 1;
                    // sm90 decode: that share the keys of a tile of queries, at most
 
   bool operator==(const KernelConfig&) const = default;
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
-  // Sm90 forward: a warpgroup draws random numbers for dropout, beside two that compute: a third leaves no registers
-  // for it. With so many threads one starts with 128 registers, of which O must be fewer.
+  // Sm90 forward: an extra warpgroup generates the dropout mask. Beside two consumer warpgroups only: a third leaves no
+  // registers, and O must take fewer than the 128 registers of kernel start.
   constexpr bool has_mask_warpgroup() const {
     return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && rich() && warps == 8 && head_dim_v < 256;
   }
@@ -72,40 +72,38 @@ struct KernelConfig {
     return rich() && (arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Bwd || has_mask_warpgroup());
   }
 
-  // Warps that serve the others: on sm90 a warpgroup that loads tiles, and that which draws.
+  // Sm90: the producer warpgroup, and the mask warpgroup.
   constexpr int serving_warps() const {
     return arch == flash_cute::Arch::Sm80 || op == flash_cute::Op::Decode ? 0 : has_mask_warpgroup() ? 8 : 4;
   }
   constexpr int threads() const { return (warps + serving_warps()) * 32; }
 
-  // Backward: a warp has 32 keys of its own, and all columns of their dK and dV. Otherwise warps share every product.
+  // Backward: a warp owns 32 keys and all columns of their dK and dV; else warps share every product.
   constexpr bool whole_keys() const { return block_n == 32 * warps; }
 
-  // Decode: warps that have 16 of the query rows each work on the same keys; so many teams of them, on different keys.
+  // Decode: warps with 16 query rows each form a team on the same keys; teams work on different keys.
   constexpr int teams() const { return warps * 16 / block_m; }
 
-  // Sm90 backward: whether CTAs work in pairs, with half a tile of keys each (kernels/sm90/backward_2cta.h).
+  // Sm90 backward: 2-CTA clusters with half a tile of keys each (kernels/sm90/backward_2cta.h).
   constexpr bool two_cta() const { return cluster > 1; }
 
-  // Backward: columns of the sums of dQ. Of 192 dims pairs have 64 twice.
+  // Backward: columns of the sums of dQ. The 2-CTA backward has 64 of 192 twice.
   constexpr int dq_columns() const { return two_cta() ? 256 : head_dim; }
 
-  // Sm90 forward: warpgroups take turns at issuing products, so that one is at its exponentials while another's
-  // products run. For wide heads exponentials are too few to matter.
+  // Sm90 forward: ping-pong, one warpgroup's exponentials under another's products. Wide heads have too few
+  // exponentials to gain.
   constexpr bool ping_pong() const { return head_dim <= 128; }
 
-  // Sm90 forward: query heads of a group that can share a tile of queries, with 16 rows each at the least, those of a
-  // warp.
+  // Sm90 forward: query heads that may share a tile of queries (pack_gqa); each has at least a warp's 16 rows.
   constexpr int max_pack_gqa() const {
     return arch == flash_cute::Arch::Sm90 && op == flash_cute::Op::Fwd && block_m == 128 && cluster == 1 ? 8 : 1;
   }
 
-  // Sm90 forward: buffers of Q, two if O has room beside them, and whether O has shared memory of its own; else it
-  // takes V's. With both, the next Q need not wait for anything.
+  // Sm90 forward: buffers of Q (two if O leaves room), and whether O has its own shared memory or takes V's.
   constexpr int stages_q() const { return hopper_bytes(2, true) <= kMostSharedMemory ? 2 : 1; }
   constexpr bool own_output() const { return hopper_bytes(stages_q(), true) <= kMostSharedMemory; }
 
-  // Bytes of shared memory; the kernels assert that their storage is no larger.
+  // Shared memory in bytes; kernels assert that their storage is no larger.
   constexpr int smem_bytes() const {
     const int element = flash_cute::element_bytes(dtype);
     const int kv = block_n * (head_dim + head_dim_v) * element;
@@ -141,15 +139,15 @@ struct KernelConfig {
            (arch == flash_cute::Arch::Sm90 ? number("_x", cluster) : "");
   }
 
-  static constexpr int kBookkeeping = 1024;  // bytes of barriers and of what they hand over, sm90
-  static constexpr int kSwizzled = 1024;  // bytes of which tiles on Hopper begin at a multiple
-  static constexpr int kDecodeBookkeeping = 3072;  // bytes of descriptions of parts and of what teams hand over
+  static constexpr int kBookkeeping = 1024;  // bytes of barriers and work descriptions, sm90
+  static constexpr int kSwizzled = 1024;  // alignment of swizzled tiles on Hopper
+  static constexpr int kDecodeBookkeeping = 3072;  // bytes of split descriptions and of row sums
   static constexpr int kMostSharedMemory = 227 * 1024;  // of a CTA on Hopper
 
   // Bytes of shared memory of a kernel for Hopper, 16 bits an element.
   constexpr int hopper_bytes(int buffers_q, bool room_for_output) const {
     const int rows_of_q = block_m * head_dim * buffers_q, output = room_for_output ? block_m * head_dim_v : 0;
-    const int kept = has_mask_warpgroup() ? 16 * block_m : 0;  // bits of what dropout keeps
-    return 2 * (rows_of_q + output + stages * block_n * (head_dim + head_dim_v)) + kept + kBookkeeping;
+    const int keep_mask = has_mask_warpgroup() ? 16 * block_m : 0;  // bits of the dropout mask
+    return 2 * (rows_of_q + output + stages * block_n * (head_dim + head_dim_v)) + keep_mask + kBookkeeping;
   }
 };

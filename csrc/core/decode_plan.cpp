@@ -9,10 +9,9 @@
 
 namespace flash_cute {
 
-// Takes a part off large chunks, which each SM works through at its own pace, for CTAs that come later, with tail
-// chunks.
+// Takes 1/16 off large chunks for tail CTAs with small chunks: SMs that finish early take these.
 static void add_tail_ctas(DecodeProblem& p, int per_head) {
-  constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // quanta; parts of a share
+  constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // quanta; fractions of a chunk
   const int chunk = detail::ceil_div(per_head, p.ctas_per_head);
   if (chunk < kLarge) return;
   const int rest = chunk - chunk / kTakenOff, left = per_head - p.ctas_per_head * rest;
@@ -22,25 +21,25 @@ static void add_tail_ctas(DecodeProblem& p, int per_head) {
   p.ctas_per_head += tail_ctas;
 }
 
-// Gives each unit a CTA, and those of the GPU's last turn two each, so that SMs end at about the same time.
+// Gives each work tile a CTA, and those of the last wave two each, so that SMs finish at about the same time.
 static void one_cta_per_tile(DecodeProblem& p, int work_tiles, int per_tile) {
-  constexpr int kCuts = 2;
-  const int last = per_tile % kCuts == 0 ? detail::ceil_div(p.resident_ctas, p.fwd.heads_k) : 0;
+  constexpr int kSplits = 2;
+  const int last = per_tile % kSplits == 0 ? detail::ceil_div(p.resident_ctas, p.fwd.heads_k) : 0;
   p.uniform.chunk = FastDivmod(per_tile);
-  p.uniform.tail_chunk = FastDivmod(per_tile / kCuts);
+  p.uniform.tail_chunk = FastDivmod(per_tile / kSplits);
   p.uniform.full_ctas = work_tiles - last;
-  p.ctas_per_head = work_tiles - last + kCuts * last;
+  p.ctas_per_head = work_tiles - last + kSplits * last;
   if (p.fwd.heads_k % 4 == 0) p.cluster_ctas = 4;
 }
 
-// CtaChunks out the quanta of sequences that are uniform.
+// Plans the chunks of a uniform batch.
 static void plan_uniform(DecodeProblem& p, const KernelConfig& config) {
-  constexpr int kLong = 8, kTurns = 8;  // quanta of a unit; times as many units as CTAs at once
+  constexpr int kLong = 8, kWaves = 8;  // quanta of a work tile; work tiles per resident CTA
   const Quanta quanta(p, cached_seq(p, 0), config.block_m, config.block_n);
   const int per_head = p.fwd.batch * quanta.per_head, work_tiles = p.fwd.batch * quanta.tiles;
-  // Of several CTAs of an SM one reads while another starts: units may have a CTA each.
+  // With several CTAs an SM one loads while another starts: work tiles may have a CTA each.
   const bool own_ctas = p.even_splits() && config.ctas > 1 && quanta.per_tile >= kLong &&
-                        int64_t(work_tiles) * p.fwd.heads_k >= int64_t(kTurns) * p.resident_ctas;
+                        int64_t(work_tiles) * p.fwd.heads_k >= int64_t(kWaves) * p.resident_ctas;
   p.uniform.known = true;
   p.uniform.per_tile = FastDivmod(quanta.per_tile);
   p.uniform.per_sequence = FastDivmod(std::max(1, quanta.per_head));
@@ -63,7 +62,7 @@ int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Devic
   return best;
 }
 
-// Gives each unit a cluster.
+// Gives each work tile a cluster.
 static void one_cluster_per_tile(DecodeProblem& p, const KernelConfig& config, int64_t tiles, const Device& gpu) {
   const int ctas = ctas_of_tile(p, config, gpu);
   p.uniform.known = p.is_uniform();
@@ -74,7 +73,7 @@ static void one_cluster_per_tile(DecodeProblem& p, const KernelConfig& config, i
   p.ctas_per_head = p.fwd.batch * p.clusters.tiles.value * ctas;
 }
 
-// Whether the L2 cache has room for all keys and values that there can be.
+// Whether L2 has room for all keys and values of full caches.
 static bool fits_l2(const DecodeProblem& p) {
   constexpr int64_t kRoom = 40 * 1024 * 1024;  // bytes, of an H100's 50 MB
   const FwdProblem& f = p.fwd;
@@ -82,12 +81,11 @@ static bool fits_l2(const DecodeProblem& p) {
   return numbers * element_bytes(f.dtype) <= kRoom;
 }
 
-// What is read once makes way for other data. But where all of it has room in the L2 cache, it may be there still when
-// it is read again: then a share stays, as lines that leave first have no place but each other's, if others fill the
-// cache; and not all of it, as keys that are read in order push each other out where there is a little too much of them.
+// Fraction of K/V loads with evict_normal; the rest use evict_first. A cache that fits into L2 may be hit by the next
+// call, so 3/4 stay. All of it would thrash when it is slightly too large.
 static float l2_fraction_of(const DecodeProblem& p, const KernelConfig& config) {
   constexpr float kShare = 0.75f;
-  if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several tiles of queries read it
+  if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several query tiles read it
   return fits_l2(p) ? kShare : 0.f;
 }
 

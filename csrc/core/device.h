@@ -12,12 +12,12 @@ struct Device {
   int smem_optin;  // bytes of shared memory that one CTA can have
   int sms;  // streaming multiprocessors
   int memory_gb_s;  // what its memory can give at most, in GB/s
-  // Clusters of n CTAs, an SM each, that run at once; 0 where there are no clusters. SMs come in groups that no cluster
-  // leaves, which are not alike.
+  // Clusters of n CTAs, one CTA an SM, that run at once; 0 without clusters. SMs come in GPCs of different sizes, which
+  // clusters cannot span.
   std::array<int, kMostClustered + 1> clusters;
 };
 
-// Of the GPU with this index; asked of the driver once. Throws std::runtime_error.
+// Of the GPU with this index; queried once. Throws std::runtime_error.
 const Device& device(int index);
 
 }  // namespace flash_cute

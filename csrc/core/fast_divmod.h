@@ -1,4 +1,4 @@
-// Division by a number that a kernel is told: a multiplication, where the device would take some thirty instructions.
+// Division by a runtime constant as a multiplication; the device would take about 30 instructions.
 #pragma once
 
 #include <cstdint>

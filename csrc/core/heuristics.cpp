@@ -10,9 +10,8 @@
 namespace flash_cute {
 namespace {
 
-// A kernel's speed where tiles are long, to compare with its alternatives, and what a tile costs beside its keys, as if
-// it had so many keys more. Fitted to measurements of plain kernels on an H200: docs/performance.md, "Choosing among
-// rows".
+// Asymptotic speed of a kernel relative to its alternatives, and the overhead of a tile in keys. Fitted to plain
+// kernels on an H200.
 struct Speed {
   double rate, tile_keys;
 };
@@ -31,7 +30,7 @@ double ceil_to(double value, double step) {
   return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
 }
 
-// One of the problem's sequences. Lengths of those that lie end to end are their mean.
+// One sequence of the problem; for packed ones of the mean length.
 FwdProblem one_sequence(const FwdProblem& problem) {
   FwdProblem one = problem;
   if (!problem.dense()) {
@@ -43,14 +42,14 @@ FwdProblem one_sequence(const FwdProblem& problem) {
   return one;
 }
 
-// What tiles of a problem have of something.
+// Extremes and mean of a quantity over a problem's tiles.
 struct Spread {
   double longest, shortest, mean;
 };
 
 template <class ValueOf>
 Spread spread(int tiles, const ValueOf& value_of) {
-  // Tiles of a long sequence resemble their cluster_ctas: a sample tells enough.
+  // Neighbouring tiles of a long sequence are similar: a sample is enough.
   constexpr int kSample = 16;
   const int samples = std::min(tiles, kSample);
   if (samples == 0) return {0, 0, 0};
@@ -64,19 +63,19 @@ Spread spread(int tiles, const ValueOf& value_of) {
   return {longest, shortest, sum / samples};
 }
 
-// What `tiles` tiles cost, so many at once.
-double cost_of(const Spread& tile, double tiles, double resident_ctas) {
-  // The shortest come last: the more uniform tiles are, the more of the last turn stays unfilled.
-  const double turns = tiles / resident_ctas;
-  return std::max(tile.longest, tile.mean * turns + tile.shortest * (ceil_to(turns, 1) - turns));
+// Cost of `tiles` tiles in waves of per_wave.
+double cost_of(const Spread& tile, double tiles, double per_wave) {
+  // The shortest tiles come last: the more alike tiles are, the emptier the last wave.
+  const double waves = tiles / per_wave;
+  return std::max(tile.longest, tile.mean * waves + tile.shortest * (ceil_to(waves, 1) - waves));
 }
 
-// In units of cost, which are those of a kernel's head dims.
+// In units of cost, which depend on a kernel's head dims.
 double a_microsecond(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
 
-// SplitIterator are made where they take no more than this of the time without.
+// Splits must take at most this fraction of the time without.
 constexpr double kWorthwhile = 0.95;
 
 }  // namespace
@@ -99,10 +98,10 @@ int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
 
 ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
-  // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and that is read again.
+  // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and combine reads.
   constexpr double kKernel = 3, kNumber = 1 / 3e5;
-  constexpr int kMaxSplits = 64, kTurns = 2;  // of all SMs, that splits may fill
-  constexpr double kEmptyRow = 0.6;  // takes so much of a row's time: it needs less power
+  constexpr int kMaxSplits = 64, kWaves = 2;  // waves that splits may fill
+  constexpr double kEmptyRow = 0.6;  // of a row's time: an empty row draws less power
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
   const auto [rate, tile_keys] = speed(config);
@@ -129,40 +128,37 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
   if (config.arch != Arch::Sm90) return plan;
   const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
   const int most = std::min(kMaxSplits, (one.seqlen_k + config.block_n - 1) / config.block_n);
-  for (int splits = 2; splits <= most && (splits - 1) * all < kTurns * resident_ctas; ++splits) {
+  for (int splits = 2; splits <= most && (splits - 1) * all < kWaves * resident_ctas; ++splits) {
     const double cost = cost_with(splits) + (kKernel + merging * splits) * a_microsecond(config, sms);
     if (cost < plan.cost && cost < kWorthwhile * whole) plan = {cost, splits};
   }
   return plan;
 }
 
-// Whether a GPU's SM has shared memory for the kernel's CTAs at once, beside what it keeps for itself of each.
+// Whether an SM has shared memory for config.ctas CTAs, with what it reserves for each.
 static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
   constexpr int kKept = 1024;
   return config.ctas * (config.smem_bytes() + kKept) <= gpu.smem_optin + kKept;
 }
 
-// How many tiles of queries an SM must have for two CTAs of it to take less time than one: while one ends a tile, the
-// other reads. Short sequences end all the time, and lengths that only the device knows may be short. Where the memory
-// gives an SM much (an H200 37 GB/s; not an H100, 25, where one CTA an SM of 8 kv heads would leave four of 132 without
-// any), one does well for long ones, as CTAs that come late even chunks out. Many kv heads of 64 dims have few CTAs
-// each.
+// Work tiles per SM from which on two resident CTAs beat one. Overlap pays for short sequences and unknown lengths.
+// Above 30 GB/s per SM (H200: 37, H100: 25) one CTA suffices for long sequences, as tail CTAs balance the load; many kv
+// heads of 64 dims leave too few CTAs each.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
-  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s of an SM
+  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s per SM
   constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
-  constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // found by trying
+  constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // by measurement
   if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
   if (!p.is_uniform()) return kOfUnknown;
   const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
   return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
 }
 
-// Whether clusters of CTAs, each with a tile of query rows, take less time than CTAs that share all keys out evenly:
-// where all clusters run at once, and a CTA has few blocks of keys, or nearly all SMs have a CTA. Where the device alone
-// knows lengths a few CTAs may have all that there is to read, and the other way takes longer to find out who has what;
-// one sequence is never behind others.
+// Whether clusters per work tile beat even splits: all clusters must run at once, and a CTA has few blocks, or nearly
+// all SMs have a CTA. With lengths on the device some CTAs may get all the work, but even splits take longer to
+// schedule; a single sequence is never behind others.
 static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Blocks of 64 KB; found by trying: docs/performance.md, "Decoding". Of wide heads the other way has half the warps.
+  // Blocks of 64 KB, by measurement. With wide heads the even splits have half the warps.
   constexpr int kMost = 10, kMostWide = 12, kMostOnAllSms = 64, kMostUnknown = 8, kMostAlone = 20;
   constexpr double kAll = 0.9, kMany = 0.3;  // of the SMs
   const FwdProblem& f = p.fwd;
@@ -178,9 +174,8 @@ static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, co
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Speed of products in the units of forward's, fitted to tiles of 64 rows on an H200: docs/performance.md,
-  // "Decoding". What reading the keys weighs, in rows of products: a tile that has all rows of a kv head, up to 64, is
-  // the cheapest.
+  // Speed in the units of forward's cost, fitted to tiles of 64 rows on an H200; reading keys weighs as much as so many
+  // rows of products. A tile with all rows of a kv head, up to 64, is the cheapest.
   constexpr double kRate = 345, kRowsOfReading = 40;
   constexpr double kOverlapped = 0.99;
   const FwdProblem& problem = p.fwd;
@@ -199,11 +194,11 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu) {
-  constexpr double kAround = 15;  // microseconds that decoding takes beside its products
-  // Products of tiles of 32 rows and 128 dims take longer than reading, by a tenth: in so many microseconds that is
-  // what forward takes more to begin and to end. From pages they take longer anyway.
+  constexpr double kAround = 15;  // microseconds of decode beside its products
+  // With 32 rows and 128 dims products take a tenth longer than reading: after so many microseconds that makes up for
+  // forward's overhead. From pages it always does.
   constexpr double kLong = 75;
-  constexpr int kFewRows = 16, kMoreRows = 32;  // of decoding's smaller tiles
+  constexpr int kFewRows = 16, kMoreRows = 32;  // of decode's smaller tiles
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
   if (rows <= kFewRows) return false;
   const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
@@ -215,10 +210,10 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
 }
 
 QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  // Microseconds on an H200: of a CTA before its first step and after its last, of one more kernel, and of an fp32
-  // number that a split writes and that is read again. A step takes as long as its five products.
+  // Microseconds on an H200: of a CTA before its first and after its last step, of one more kernel, and of an fp32
+  // number that a split writes and combine reads. A step takes as long as its five products.
   constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
-  constexpr double kWorthCutting = 0.99;  // as kWorthwhile, for the last tiles alone
+  constexpr double kWorthSplitting = 0.99;  // as kWorthwhile, for the last wave alone
   constexpr int kMaxSplits = 16;
   if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
   const FwdProblem one = one_sequence(problem);
@@ -229,7 +224,7 @@ QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& prob
   const double all_heads_k = double(problem.heads_k) * problem.batch;
   const double step = kProduct * config.block_m * config.block_n * columns;
   const double merging = kNumber * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
-  const Spread queries = spread(tiles, [&](int tile) {  // tiles of them, that see a tile of keys
+  const Spread queries = spread(tiles, [&](int tile) {  // query tiles that see a tile of keys
     const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
     return seeing.end - seeing.begin;
   });
@@ -254,12 +249,12 @@ QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& prob
     }
   };
   cut(0, time_of);
-  // Tiles that are uniform leave SMs idle in the last turn of the GPU: those of it may be cut alone.
+  // Equally long tiles leave SMs idle in the last wave: its tiles alone may be split.
   const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch,
                 resident_ctas = std::max(1, sms / config.cluster);
   const int64_t last = all % resident_ctas;
   if (all < resident_ctas || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
-  if (best.count() == 1) least = kWorthCutting * time_of(best);
+  if (best.count() == 1) least = kWorthSplitting * time_of(best);
   cut(static_cast<int>(all - last), [&](const QuerySplits& splits) {
     const double whole = kAroundSteps + step * group * queries.longest;
     const double split = kAroundSteps + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);

@@ -1,4 +1,4 @@
-// Which of several kernels for the same problem is likely the fastest: arithmetic on sizes alone.
+// Cost models: which of several kernels for the same problem is likely the fastest. Arithmetic on sizes alone.
 #pragma once
 
 #include "core/config.h"
@@ -7,18 +7,16 @@
 
 namespace flash_cute {
 
-// Whether two kernels differ in nothing but how they cut a problem into tiles, and which rules they have, so that
-// either may do what both can. (Backward's rows of one head dim are for GPUs with more or with less shared memory:
-// there the first that fits is best.)
+// Whether two kernels differ only in tiles, so that either may do what both can. Backward's rows of one head dim are
+// for GPUs with more or less shared memory: there the first that fits is best.
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
-// How many query heads of a group share a tile of queries in Hopper's forward, so that short sequences fill it.
+// Query heads of a group that share a tile of queries in Hopper's forward (pack_gqa), so that short sequences fill it.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 
-// What a forward problem costs on a GPU with `sms` multiprocessors, a number to compare alternatives by, with keys in
-// the number of parts that is best. Lengths of sequences that lie end to end are not known to the host: their mean
-// stands for them, and CTAs in clusters, where short sequences would leave some without work, are left out by an
-// infinite cost.
+// Cost of a forward on `sms` multiprocessors, to compare alternatives by, with the best number of splits. The host does
+// not know packed lengths: their mean stands for them, and clusters cost infinity there, as short sequences would idle
+// some of their CTAs.
 struct ForwardPlan {
   double cost;
   int num_splits;
@@ -27,21 +25,19 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
-// Over a key/value cache, whose keys CTAs share out evenly, a tile of query rows costs its products with all keys, and
-// reading them.
+// Cost of decode with even splits: products of all query tiles with all keys, and reading the keys.
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu);
 
-// Whether a kernel of forward likely takes less time than one of decoding, for keys in a cache. Never where one small
-// tile of decoding's has all rows of a kv head, of 16 or, with some exceptions, 32 rows: reading the keys, which the
-// cost of forward leaves out, is what bounds both.
+// Whether a forward kernel is likely faster than decode over a cache. Never where one tile of 16 rows (or, with
+// exceptions, 32) has all rows of a kv head: there reading the keys is the bound, which forward's cost leaves out.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu);
 
-// Of the kernels that `fits` accepts the first, or the cheapest of its alternatives; null if it accepts none.
+// The first kernel that `fits` accepts, or the cheapest of its alternatives; null if none.
 template <class Kernels, class Fits, class P>
 auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const Device& gpu) {
   decltype(kernels.data()) best = nullptr;
-  double least = -1;  // the cost of the best, once there is another one
+  double least = -1;  // cost of the best, once there is an alternative
   for (const auto& kernel : kernels) {
     if ((best != nullptr && !alternatives(best->config, kernel.config)) || !fits(kernel)) continue;
     if (best == nullptr) {
@@ -57,10 +53,9 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const
   return best;
 }
 
-// Into how many parts Hopper's backward cuts the work on each tile of keys: one, where that keeps the GPU busy; or the
-// work on those tiles alone that the GPU's last turn is left with. More cost a pass that adds them up, and room for
-// their sums. CtaChunks of heads come before chunks of queries. Lengths of sequences that lie end to end count as their
-// mean. Other kernels have one part always.
+// Splits of Hopper's backward: 1 where key tiles keep the GPU busy, else of all tiles or of the last wave's. Splits
+// cost a combine pass and workspace. Heads are split before queries. Packed lengths count as their mean. Other kernels
+// have one split.
 QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 }  // namespace flash_cute

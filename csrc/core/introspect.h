@@ -13,7 +13,7 @@ std::string describe_kernels();
 // What of the GPU with this index decides about kernels. Throws std::runtime_error if there is none.
 std::string describe_gpu(int64_t index);
 
-// The Plan of a problem, a flat object whose fields asked.cpp reads in read_problem(): kernel, parts, workspace.
+// The Plan of a problem, a flat object whose fields asked.cpp reads in read_problem(): kernel, splits, workspace.
 // Throws std::runtime_error with the reasons of each kernel if none can do it, std::invalid_argument for a bad problem.
 std::string plan(std::string problem);
 

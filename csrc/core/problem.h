@@ -9,17 +9,17 @@
 
 namespace flash_cute {
 
-// A tensor of vectors, (batch, row, head, dim) with dim contiguous. Strides count elements. For sequences laid end to
-// end, batch is 0 and rows count through all of them.
+// A tensor (batch, row, head, dim), dim contiguous, strides in elements. Packed sequences have batch stride 0 and rows
+// that count through all of them.
 struct TensorView {
   void* ptr;
   int64_t batch, row, head;
   bool vectors;  // every vector starts on a 16-byte boundary
 };
 
-// One fp32 number a row and head, rows contiguous. Strides count elements.
+// One fp32 number per row and head, rows contiguous, strides in elements.
 struct RowStats {
-  float* ptr;  // [b, h, rows], or [h, rows of all sequences] with batch 0; may be null
+  float* ptr;  // [b, h, rows], or [h, packed rows] with batch 0; may be null
   int64_t batch, head;
 };
 
@@ -31,7 +31,7 @@ struct Band {
   int right = kUnbounded;
 };
 
-// Where sequences of different lengths lie. Values come from the device unchecked: SeqInfo clamps them.
+// Offsets and lengths of packed sequences, unchecked device data: SeqInfo clamps them.
 struct Varlen {
   const int* cu_q = nullptr;    // [batch + 1]; null: dense
   const int* cu_k = nullptr;    // [batch + 1]; null: dense
@@ -39,42 +39,41 @@ struct Varlen {
   const int* used_k = nullptr;  // [batch], may be null
 };
 
-// What the Rich tier does to scores and probabilities, on top of the scale and the band.
+// Score rules of the Rich tier, beside the scale and the band.
 struct ScoreRules {
   float softcap = 0.f;              // scores become softcap * tanh(score / softcap); 0: off
   const float* alibi = nullptr;     // slope of head h of sequence b, at b * alibi_batch + h; null: off
   int64_t alibi_batch = 0;
   const int64_t* rng = nullptr;     // {seed, offset} of dropout; null: off
-  int drop_below = 0;               // of 65536: probabilities whose random number is below are dropped
+  int drop_below = 0;  // of 65536: elements with a smaller random number are dropped
   float keep_scale = 1.f;           // 65536 / (65536 - drop_below); 0 where everything is dropped
 
-  // Factor that backward's kernels leave out of the gradients of scores, and put into dK and dQ in the end.
+  // Factor that backward leaves out of dS, and puts into dK and dQ at the end.
   constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }
 };
 
-// One more logit a head in the denominator of the softmax.
+// Attention sink: one more logit a head in the softmax's denominator.
 struct Sink {
   enum class Element { None, FP32, FP16, BF16 };
   const void* ptr = nullptr;
   Element element = Element::None;
 };
 
-// Where tiles of queries are too few for a GPU, their keys are cut into parts (by Hopper's kernels; heuristics.h says
-// into how many), whose results kernels/passes/combine_splits.h merges.
+// Split-KV of Hopper's forward, where query tiles are too few for the GPU. combine_splits() combines the results.
 struct KvSplits {
   int count = 1;
   int columns = 0;  // of the kernel's tile of V
   float* out = nullptr;  // [count * h, rows of all sequences, columns]
   RowStats lse{};  // [count * h, rows of all sequences], rows as in `out`
 
-  // Where it is asked for: behind lse.
+  // Where it is asked for: stored after lse.
   constexpr RowStats row_max(int heads) const {
     return {lse.ptr + int64_t(count) * heads * lse.head, lse.batch, lse.head};
   }
 };
 
-// Keys and values in pages of rows, or in one page a sequence: then k and v have pages for sequences. Ids come from the
-// device unchecked: what lies in a page that does not exist reads as zeros.
+// Paged K and V, or one page a sequence: k and v then have pages in place of sequences. Ids are unchecked device data:
+// rows of a page that does not exist read as zeros.
 struct Pages {
   const int* ids = nullptr;  // [batch, per_sequence]; null: sequence b has page b
   int64_t batch = 0;  // stride of ids
@@ -83,14 +82,14 @@ struct Pages {
   int size = 0;  // rows
 
   constexpr int64_t capacity() const { return int64_t(per_sequence) * size; }
-  // Of a tile of `rows` rows, how many lie together, if tiles are counted from row 0 on.
+  // Contiguous rows in a tile of `rows` rows, for tiles counted from row 0.
   constexpr int together(int rows) const { return per_sequence == 1 ? rows : std::gcd(rows, size); }
 };
 
 struct FwdProblem {
   DType dtype;
   int batch, heads, heads_k, head_dim, head_dim_v;
-  int seqlen_q, seqlen_k;  // the longest, for sequences of different lengths
+  int seqlen_q, seqlen_k;  // the longest, of packed sequences
   int64_t total_q, total_k;  // rows of all sequences
   Varlen varlen;
   Band band;
@@ -98,7 +97,7 @@ struct FwdProblem {
   ScoreRules rules;
   Sink sink;
   TensorView q, k, v;
-  Pages pages;  // of k and v, for kernels that can; ids may be null
+  Pages pages;  // of k and v, for kernels that read pages; ids may be null
   TensorView out;
   RowStats lse;  // natural log
   RowStats row_max;  // may be null
@@ -109,7 +108,7 @@ struct FwdProblem {
   constexpr bool dense_keys() const { return varlen.cu_k == nullptr; }
   constexpr int64_t all_rows() const { return dense() ? int64_t(batch) * seqlen_q : total_q; }
 
-  // The least one that has all of the rules. A negative scale turns maxima into minima.
+  // The cheapest tier that can do it. A negative scale turns maxima into minima, which only Rich handles.
   Tier tier() const {
     const bool plain =
         rules.softcap == 0.f && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
@@ -117,14 +116,13 @@ struct FwdProblem {
   }
 };
 
-// A cache of keys and values, which are pages. Values of the index tensors come from the device unchecked:
-// kernels/common/cached_seq.h clamps them.
+// A key/value cache, whose tensors are pages. Index tensors are unchecked device data: cached_seq.h clamps them.
 struct Cache {
   const int* lengths = nullptr;  // [batch], rows in use before new ones join; null: all
   const int* leftpad = nullptr;  // [batch], rows at the start that do not count; may be null
 };
 
-// Keys and values that join the cache.
+// New keys and values, which join the cache.
 struct NewKeys {
   TensorView k, v;
   const int* cu = nullptr;  // [batch + 1]; null: dense
@@ -143,67 +141,66 @@ struct Rotary {
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 
-// How keys of a head are shared out, in quanta (kernels/common/decode_scheduler.h), if no tensor says how long sequences are:
-// they are uniform.
+// A batch whose sequences are known to be equally long, so that the host can plan it.
 struct UniformBatch {
   bool known = false;
   FastDivmod per_tile, per_sequence;
-  FastDivmod chunk, tail_chunk;  // of a CTA, and of those that come after the first ones
+  FastDivmod chunk, tail_chunk;  // of a full CTA, and of a tail CTA
   int full_ctas = 0;  // of a head
 };
 
-// Clusters of CTAs with a unit each (kernels/sm90/decode.h).
+// Clusters, one per work tile (kernels/sm90/decode.h).
 struct TileClusters {
   FastDivmod ctas;  // of a cluster
-  FastDivmod tiles;  // of query rows, of each kv head of a sequence
-  int column_bits = 0;  // 2^column_bits columns of outputs are merged by each of the first CTAs
+  FastDivmod tiles;  // of query rows, per kv head of a sequence
+  int column_bits = 0;  // each of the first CTAs combines 2^column_bits columns
 };
 
 struct DecodeProblem {
-  // k and v are the caches, batch the stride of their pages; seqlen_k is the capacity, total_q counts dense rows too.
+  // k and v are the caches with their page stride in batch; seqlen_k is the capacity, total_q counts dense rows, too.
   FwdProblem fwd;
   Cache cache;
   NewKeys added;
   Rotary rotary;
-  TensorView unrotated_q;  // where fwd.q comes from, if there is rotary embedding
-  // How keys are shared out: in so many parts a sequence, or parts of so many keys, or evenly over CTAs if both are 0.
+  TensorView unrotated_q;  // the source of fwd.q with rotary embedding
+  // Splits a sequence, or keys a split; with both 0 CTAs split keys evenly.
   int num_splits, split_size;
-  int quantum_blocks;  // of even chunks: blocks of keys that are not parted
-  int ctas_per_head;  // CTAs for each kv head
-  FastDivmod by_ctas_per_head;  // less those that come late
-  int resident_ctas;  // CTAs that the GPU has room for
-  int cluster_ctas;  // CTAs that follow each other and run on SMs side by side
+  int quantum_blocks;  // of even splits: blocks of a quantum
+  int ctas_per_head;  // CTAs per kv head, tail CTAs included
+  FastDivmod by_ctas_per_head;  // without tail CTAs
+  int resident_ctas;  // CTAs that run at once
+  int cluster_ctas;  // CTAs of a cluster
   FastDivmod heads_k, group;  // kv heads, and query heads of each
   FastDivmod page_size;
   float
       l2_fraction;  // share of what is read of K and V that the L2 cache keeps like other data; the rest leaves it first
   UniformBatch uniform;
   TileClusters clusters;
-  // Workspaces: results of parts, where there can be any that are not the whole (kernels/common/decode_scheduler.h).
+  // Workspace of splits, if any work tile may be split (kernels/common/decode_scheduler.h).
   int slots;
   float* split_out;  // [slots, block_m, head_dim_v of the tile]
   float* split_lse;  // [slots, block_m]
-  unsigned* arrived;  // [slots]: parts of a unit that are done; null with even chunks, which have lasting counters
+  unsigned* arrived;  // [slots]: finished splits of a work tile; null with even splits, which have persistent counters
 
   constexpr int ctas() const { return ctas_per_head * fwd.heads_k; }
 
-  // Whether the host knows that every sequence has as many keys as the others.
+  // Whether the host knows that all sequences are equally long.
   constexpr bool is_uniform() const {
     return cache.lengths == nullptr && cache.leftpad == nullptr && fwd.dense() && added.cu == nullptr && fwd.batch > 0;
   }
 
   constexpr bool even_splits() const { return num_splits == 0 && split_size == 0; }
 
-  // Whether rows join the cache, or queries are rotated, before anything is computed.
+  // Whether a pass first appends keys or rotates queries.
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
 };
 
-// Into how many parts the work on a tile of keys is cut, each with its own sums of dK and dV: on all tiles, or on those
-// that are taken last.
+// Into how many splits backward cuts the work of a key tile, each with partial sums of dK and dV: of all tiles, or of
+// the last ones.
 struct QuerySplits {
   int heads = 1;  // of the query heads of a kv head
-  int queries = 1;  // of the tiles of queries that see the keys
-  int whole_tiles = 0;  // which are taken first and are not cut
+  int queries = 1;  // of the query tiles that see the keys
+  int whole_tiles = 0;  // come first and are not split
 
   constexpr int count() const { return heads * queries; }
 };
@@ -217,17 +214,16 @@ struct BwdProblem {
   RowStats lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
   RowStats row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of the kernel's own
-  int*
-      dq_semaphores;  // [b, h, rows / block_m, warps]: key tiles, of opened sums the first, that are done with a part of a
-  // turn (of a warp on sm80, of a CTA in sm90's pairs, else all), at its first tile of dQ. Without turns: Pace
+  // [b, h, rows / block_m, warps]: key tiles that have added to a query tile (Serialized), or 1 once the first has stored
+  // (FirstStores). Atomic: element 0 is the L2 throttle's step counter.
+  int* dq_semaphores;
   QuerySplits splits;
-  // Of several parts: [slabs, parts, kSlabRows], head_dim + head_dim_v of the kernel numbers each: dK's sums, then
-  // dV's, in the order of their accumulators. Slabs are those of the tiles that are cut; or of packed sequences [h_k,
-  // rows / kSlabRows].
+  // Partial sums of dK, then dV, in accumulator order: [slabs, splits, kSlabRows], head_dim + head_dim_v numbers each.
+  // Slabs are those of the split tiles, or of packed sequences [h_k, rows / kSlabRows].
   float* split_sums;
   int64_t slabs_of_head;  // of packed sequences
   float* dsink;  // result, [h]; null without a sink
-  bool deterministic;  // dQ is summed in an order that does not depend on timing
+  bool deterministic;  // dQ is summed in a fixed order
 };
 
 constexpr const FwdProblem& forward_of(const FwdProblem& p) {
@@ -242,8 +238,7 @@ constexpr const FwdProblem& forward_of(const BwdProblem& p) {
   return p.fwd;
 }
 
-// The padded row space of backward's workspaces: sequence b starts at the multiple of `block` that first_row gives, and
-// no two sequences share a block.
+// The padded rows of backward's workspaces: each sequence starts on a multiple of `block`, and no two share a block.
 struct PaddedRows {
   int block;
 
@@ -252,7 +247,7 @@ struct PaddedRows {
   constexpr int64_t first_row(int64_t offset, int b) const { return (offset + int64_t(b) * block) / block * block; }
 };
 
-constexpr int kSlabRows = 64;  // keys whose sums lie together in BwdProblem::split_sums: those of a warpgroup
+constexpr int kSlabRows = 64;  // keys of a slab of BwdProblem::split_sums: a warpgroup's
 
 template <Op>
 struct ProblemOf;

@@ -43,18 +43,18 @@ static bool addressable(const DecodeProblem& p) {
   return addressable(p.fwd);
 }
 
-// Whether TMA, which moves atom_columns() of a tile at once, would find some of these all behind the head dim. It may
-// fault on what lies outside of a tensor altogether.
+// Whether an atom of columns, the unit of TMA, would lie wholly past the head dim: TMA faults on boxes that are
+// entirely out of bounds.
 static bool has_empty_columns(int head_dim, int tile_columns) {
   return head_dim <= tile_columns - atom_columns(tile_columns);
 }
 
 template <class P>
-static bool asks_for_parts(const P&) {
+static bool asks_for_splits(const P&) {
   return false;
 }
 
-static bool asks_for_parts(const DecodeProblem& p) {
+static bool asks_for_splits(const DecodeProblem& p) {
   return !p.even_splits();
 }
 
@@ -62,10 +62,10 @@ template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
   const FwdProblem& problem = forward_of(asked);
   const bool hopper = config.arch == Arch::Sm90, loads_tiles = hopper && op != Op::Decode;  // by TMA
-  // Hopper's forward draws random numbers for tiles of keys from the first visible one on, which under such a window is
-  // anywhere among the keys that share a call of Philox.
+  // Hopper's forward generates dropout bits for tiles counted from the first visible key. A bounded left window may
+  // start anywhere inside the 32 keys that share a Philox call.
   const bool keys_shifted = hopper && op == Op::Fwd && problem.band.left < problem.seqlen_k - 1;
-  // TMA moves rows that lie together, whole atoms of the swizzle; tiles are cut so if they are counted from row 0 on.
+  // TMA loads contiguous rows in whole swizzle atoms; pages must cut tiles so.
   const bool reads_pages =
       hopper && config.cluster == 1 && !keys_shifted && problem.pages.together(config.block_n) % 8 == 0;
   return {
@@ -80,7 +80,7 @@ Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Devi
                                        has_empty_columns(problem.head_dim_v, config.head_dim_v)),
       .pages = op == Op::Fwd && problem.pages.ids != nullptr && !reads_pages,
       .dropout = problem.rules.rng != nullptr && (!config.has_dropout() || keys_shifted),
-      .parts = hopper && asks_for_parts(asked),
+      .splits = hopper && asks_for_splits(asked),
   };
 }
 
@@ -117,7 +117,7 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   add(refusal.pages, "does not read pages, or none of " + number(problem.pages.size) +
                          " rows, or not in a window that is bounded to the left");
   add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
-  add(refusal.parts, "splits keys by itself: takes no num_splits and no split_size");
+  add(refusal.splits, "splits keys by itself: takes no num_splits and no split_size");
   return reasons;
 }
 

@@ -10,11 +10,11 @@
 namespace flash_cute {
 
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, parts;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, splits;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || parts;
+           dropout || splits;
   }
 };
 
@@ -31,8 +31,7 @@ constexpr const char* kNotBuilt = "not in this build of the library";
 
 void add_reason(std::string& reasons, const std::string& reason);
 
-// What alternatives are weighed for. Where the caller says how keys are parted, a sequence's result must not depend on
-// the batch around it: nor may the kernel.
+// With num_splits or split_size the result must be batch-invariant, so candidates are ranked as if batch were 1.
 template <class P>
 const FwdProblem& weighed(const P& p) {
   return forward_of(p);

@@ -1,4 +1,4 @@
-// The rows of backward's workspaces, and the pass that fills them.
+// The padded rows of backward's workspaces, and the preprocess pass that fills them.
 #pragma once
 
 #include <cutlass/array.h>
@@ -12,15 +12,14 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Of a head's first row among the padded rows of all heads.
+// A head's first row among the padded rows of all heads.
 CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch, int head, int64_t offset) {
   return batch * p.lse_log2.batch + head * p.lse_log2.head +
          PaddedRows{block_m}.first_row(offset, p.fwd.varlen.cu_q ? batch : 0);
 }
 
-// One tile of query rows of one head, in the sequence and among the padded rows of all heads in the workspaces. The
-// last one comes first: the kernel between the passes ends with the last heads, and begins with the first ones, whose
-// numbers are then still in the L2 cache.
+// A tile of query rows of one head for the passes around backward. Tiles run from last to first: the main kernel ends
+// with the last heads and starts with the first, whose numbers are then still in L2.
 template <KernelConfig C>
 struct PassTile {
   int row, head, batch;
@@ -41,7 +40,7 @@ struct PassTile {
 
 constexpr int kTogether = 8;  // elements in 16 bytes
 
-// This thread's share of the dot product of two rows: vectors at distances of kStride from `col` on.
+// A thread's share of the dot product of two rows: vectors kStride apart, from `col` on.
 template <class Element, int kCols, int kStride>
 CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b, bool vectors_b, int col, int cols) {
   using Vector = cutlass::AlignedArray<Element, kTogether>;
@@ -61,8 +60,8 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
   return dot;
 }
 
-// softmax_d = rowsum(dout * out) - dlse, lse / ln 2 with +inf where a row does not exist or sees no key (exp2 of
-// any number minus it is 0), its turns, and zero sums of dQ: all, or those that no tile of keys begins.
+// softmax_d = rowsum(dout * out) - dlse; lse / ln 2, +inf where a row does not exist or sees no key (exp2 of anything
+// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts).
 template <KernelConfig C>
 __global__ void __launch_bounds__(32 * C.warps)
     backward_preprocess(const __grid_constant__ BwdProblem p, bool all_zeros) {

@@ -1,5 +1,5 @@
-// What happens to scores in backward: S becomes P = exp(S - lse), and dP becomes dS = P (dP - rowsum(dO O)), under the
-// band and the rules of the Rich tier. Scores lie transposed, keys by queries.
+// Scores in backward: S becomes P = exp(S - lse), dP becomes dS = P (dP - rowsum(dO O)), under the band and the Rich
+// tier's score rules. Scores lie transposed, keys by queries.
 #pragma once
 
 #include "kernels/common/mask.h"
@@ -9,16 +9,16 @@
 
 namespace flash_cute {
 
-// `Coords` says where a thread's elements are: `key` and `query` of the first one, down(r) and across(c) of the others,
-// and whether across(c) is column_offset(c).
+// `Coords`: key and query of a thread's first element, offsets down(r) and across(c) of the others, and whether
+// across(c) is column_offset(c).
 template <KernelConfig C, class Coords>
 class ScoreGradients {
  public:
   CUTE_DEVICE ScoreGradients(const FwdProblem& p, const SeqInfo& seq, int batch, int first_key, const Coords& coords)
       : p_(p), mask_(seq, p.band), shift_(seq.shift()), batch_(batch), coords_(coords), key_(first_key + coords.key) {}
 
-  // In place, for queries from `first_query` on of a head, whose row_stats are given; s and dp (keys,queries). `full`:
-  // the band hides nothing. dP may be read after await_dp().
+  // In place, for the queries of a head from `first_query` on, with their LSE and row sums; s and dp (keys,queries).
+  // `full`: nothing is masked. dP may be read after await_dp().
   template <class Scores, class Await>
   CUTE_DEVICE void operator()(Scores s, Scores dp, const float* lse_log2, const float* row_dot, int head,
                               int first_query, bool full, const Await& await_dp) const {
@@ -35,7 +35,7 @@ class ScoreGradients {
     if (!full) hide(first_query, s, dp);
   }
 
-  // The same without rules, in two steps: P in place of S, then dS in place of dP.
+  // The same of the Plain tier in two steps: P in place of S, then dS in place of dP.
   template <class Scores>
   CUTE_DEVICE void probabilities(Scores s, const float* lse_log2, int first_query, bool full) const {
     exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);
@@ -82,8 +82,8 @@ class ScoreGradients {
     return *reinterpret_cast<const float2*>(statistic + coords_.query + Coords::across(c));
   }
 
-  // The same under the rules, each in a pass of its own: where it is off, it costs a branch. With dropout, dS lacks
-  // the factor gradient_scale().
+  // The Rich tier: each rule is a pass of its own, so that an absent one costs a branch. With dropout dS lacks the
+  // factor gradient_scale().
   template <class Scores>
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
                          int query) const {
@@ -128,7 +128,7 @@ class ScoreGradients {
     if (drops) each(s, head, query, [&](int r, int c, bool keep) { s(r, c) = keep ? s(r, c) : 0.f; });
   }
 
-  // f(r, c, keep) for this thread's elements, as dropout says.
+  // Calls f(r, c, keep) for this thread's elements, with dropout's decision.
   template <class Scores, class F>
   CUTE_DEVICE void each(const Scores& s, int head, int query, F f) const {
     const Dropout dropout(p_.rules, int64_t(batch_) * p_.heads + head);
@@ -136,7 +136,7 @@ class ScoreGradients {
         dropout, [&](int r) { return key_ + Coords::down(r); }, [&](int c) { return query + Coords::across(c); }, f);
   }
 
-  // Hidden elements of all `scores` are selected away: hidden keys and values may hold anything.
+  // Masked elements of all `scores` become 0 by selection: masked keys and values may hold anything.
   template <class... Scores>
   CUTE_DEVICE void hide(int first_query, Scores&... scores) const {
     const int query = first_query + coords_.query;
@@ -159,7 +159,7 @@ class ScoreGradients {
     }
   }
 
-  // The same where columns are at column_offset(): from a bit for each of them.
+  // The same for columns at column_offset(), from one bit a column.
   template <class First, class... Others>
   CUTE_DEVICE void hide_columns(int query, First& first, Others&... others) const {
     static_assert(decltype(size<1>(first))::value <= 32);

@@ -1,4 +1,4 @@
-// The order of work in backward: tiles of keys, and what each of them walks over.
+// The order of work in backward: tiles of keys, and the query steps of each.
 #pragma once
 
 #include "kernels/common/tiles.h"
@@ -12,9 +12,9 @@ struct KeyTile {
   int index, row, head, batch;
   bool late_first;
 
-  // Early keys first: under a causal mask they have the most queries. Or late ones, but not of the last heads, whose
-  // longest tiles would end long after all others. Tiles of several heads alternate, so that tiles of one head do not
-  // all start together, as many heads as the L2 cache holds the queries of.
+  // Early keys first: under a causal mask they see the most queries. With `late` the late ones first, except in the
+  // last heads, whose longest tiles would finish last. Tiles of `heads_together` heads alternate, as many as L2 holds
+  // the queries of.
   CUTE_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late = false,
                       int number = blockIdx.x) {
     const int tiles = ceil_div(p.seqlen_k, block_n);
@@ -30,8 +30,8 @@ struct KeyTile {
   }
 };
 
-// A step is one query head of the group and one query tile, late tiles first: under a band early key tiles then finish
-// with the tiles that later ones start with, and with turns nobody waits for long.
+// A step: one query head of the group and one query tile, late tiles first. Under a band an early key tile then ends
+// with the query tiles that later ones start with, and semaphores rarely wait.
 struct QueryStep {
   int head, m;
 
@@ -40,7 +40,7 @@ struct QueryStep {
   }
 };
 
-// How many heads have `tiles` tiles of keys. How many tiles are worth it was found by trying.
+// Heads that have `tiles` key tiles together; callers choose `tiles` by measurement.
 CUTE_HOST_DEVICE int heads_of(const FwdProblem& p, int block_n, int tiles) {
   return max(1, tiles / ceil_div(p.seqlen_k, block_n));
 }

@@ -1,4 +1,4 @@
-// Where one sequence lies in a key/value cache, safe against any values in the index tensors.
+// Where a sequence lies in a key/value cache; index tensors may hold any values.
 #pragma once
 
 #include "kernels/common/seq.h"
@@ -9,17 +9,17 @@ FC_HOST_DEVICE int clamped(int64_t value, int64_t most) {
   return static_cast<int>(value < 0 ? 0 : value > most ? most : value);
 }
 
-// Rows in use before new ones join.
+// Rows in use before the append.
 FC_HOST_DEVICE int rows_in_use(const DecodeProblem& p, int b) {
   return p.cache.lengths == nullptr ? p.fwd.seqlen_k : clamped(p.cache.lengths[b], p.fwd.seqlen_k);
 }
 
-// New rows of a sequence, of which the cache may not have room for all.
+// New rows of a sequence; the cache may not have room for all.
 FC_HOST_DEVICE SeqSpan new_rows(const NewKeys& added, int b) {
   return seq_span(added.cu, nullptr, b, added.seqlen, added.total);
 }
 
-// The queries and the keys of a sequence, those that joined included. Key 0 is row k.offset of the sequence's pages.
+// Queries and keys of a sequence after the append. Key 0 is row k.offset of the sequence's pages.
 FC_HOST_DEVICE SeqInfo cached_seq(const DecodeProblem& p, int b) {
   const int used = rows_in_use(p, b);
   const int first = p.cache.leftpad == nullptr ? 0 : clamped(p.cache.leftpad[b], used);
@@ -27,8 +27,7 @@ FC_HOST_DEVICE SeqInfo cached_seq(const DecodeProblem& p, int b) {
   return {seq_span(p.fwd.varlen.cu_q, nullptr, b, p.fwd.seqlen_q, p.fwd.total_q), {first, last - first}};
 }
 
-// The sequence that has a row among those of all sequences, or -1: of equal length `each`, or, with offsets, of rows
-// rows_of(b).
+// The sequence that owns a packed row, or -1: of equal lengths `each`, or, with offsets, by rows_of(b).
 template <class RowsOf>
 FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each, const RowsOf& rows_of) {
   if (cu == nullptr) return row / each;
@@ -36,7 +35,7 @@ FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each, cons
     const SeqSpan rows = rows_of(b);
     return rows.offset <= row && row < rows.offset + rows.length;
   };
-  int first = 0, last = batch - 1;  // the last one that starts at the row or before
+  int first = 0, last = batch - 1;  // binary search for the last one that starts at the row or before
   while (first < last) {
     const int middle = (first + last + 1) / 2;
     if (cu[middle] <= row) {
@@ -46,18 +45,18 @@ FC_HOST_DEVICE int sequence_of(int row, const int* cu, int batch, int each, cons
     }
   }
   if (first < batch && has(first)) return first;
-  // Nobody has the row, or offsets do not ascend, as where those of sequences that are none are left at 0.
+  // No sequence has the row, or offsets do not ascend (unused trailing entries are often 0): search all.
   int b = batch - 1;
   while (b >= 0 && !has(b)) --b;
   return b;
 }
 
-// A row's place in its sequence.
+// A row's position in its sequence.
 FC_HOST_DEVICE int64_t place_of(int row, const SeqSpan& span, const int* cu, int each) {
   return cu == nullptr ? row % each : row - span.offset;
 }
 
-// The id of a page of a sequence; it may not exist.
+// The page of a block of a sequence; it may not exist.
 FC_HOST_DEVICE int page_id(const Pages& pages, int b, int block) {
   return pages.ids == nullptr ? b : pages.ids[b * pages.batch + block];
 }

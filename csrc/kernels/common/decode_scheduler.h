@@ -1,11 +1,10 @@
-// How the keys of all sequences are shared out among CTAs, worked out on the device: lengths are known there alone.
+// Flash-decoding's scheduler: which CTA takes which keys, worked out on the device, where alone lengths are known.
 //
-// A unit is a tile of query rows of one kv head of one sequence: the rows of its query heads, all heads of a query side
-// by side. A unit's keys come in blocks, and blocks in quanta. Every kv head has as many CTAs, which do the same for
-// all heads: rows of all heads, which lie side by side in memory, are then read at about the same time. Quanta are
-// numbered through all units of a head, and each of its CTAs takes as many quanta that follow each other. Where the
-// caller asks for parts of his own, a quantum is one of them; else a quantum is one block, or as few as keep numbers of
-// quanta below 2^31, and those that a CTA takes of a unit make one part.
+// A work tile is a tile of query rows of one kv head of one sequence (pack_gqa: all query heads of a query side by
+// side). Its keys come in blocks, and blocks in quanta. Every kv head has equally many CTAs, which do the same for each
+// head, so that heads, which are adjacent in memory, are read at about the same time. A head's quanta are numbered
+// through all its work tiles; each CTA takes a chunk of consecutive ones. A quantum is one split of num_splits or
+// split_size; without these it is a block, and a CTA's quanta of one work tile make one split.
 #pragma once
 
 #include "kernels/common/cached_seq.h"
@@ -13,13 +12,13 @@
 
 namespace flash_cute {
 
-// The work of one sequence.
+// The work of one sequence, for one kv head.
 struct Quanta {
-  int tiles;  // of query rows, for each kv head
-  int first_block;  // of those that some query sees
+  int tiles;  // of query rows
+  int first_block;  // that some query sees
   int blocks;
-  int size;  // blocks
-  int per_tile;  // at least one, so that rows without keys are written too
+  int size;  // blocks of a quantum
+  int per_tile;  // at least one, so that rows without keys are written, too
   int per_head;
 
   FC_HOST_DEVICE Quanta(const DecodeProblem& p, const SeqInfo& seq, int block_m, int block_n) {
@@ -36,34 +35,33 @@ struct Quanta {
   }
 };
 
-// Consecutive quanta of a head that each of its CTAs takes. Some SMs get more of the memory's bandwidth than others:
-// where lengths are known and there is much to read, CTAs beyond those that run at once have tail chunks, for SMs that
-// are done early.
+// Consecutive quanta that each CTA of a head takes. SMs differ in memory bandwidth: for uniform batches with much to
+// read, tail CTAs with small chunks follow those that run at once, for SMs that finish early.
 struct CtaChunks {
-  static constexpr int kOneSplit = 2;  // so few quanta of a unit are not worth parts
-  static constexpr int kSplitCost = 3;  // about as many take as long as what a part costs beside its quanta
-  static constexpr int kIdle = 16;  // of so many SMs the memory can do without one
+  static constexpr int kOneSplit = 2;  // work tiles of so few quanta are not split
+  static constexpr int kSplitCost = 3;  // a split costs about as much as so many quanta
+  static constexpr int kIdle = 16;  // of so many SMs one may idle without loss of bandwidth
 
-  bool even;  // quanta of one unit make one part
+  bool even;  // no num_splits, no split_size
   int per_head;  // quanta
-  int size;  // quanta of a CTA
-  int full_ctas;  // so many have `size` quanta each
-  int tail = 0;  // quanta of the others
+  int size;  // quanta of a full CTA
+  int full_ctas;  // CTAs with `size` quanta
+  int tail = 0;  // quanta of a tail CTA
 
   FC_HOST_DEVICE int first_quantum(int cta) const {
     return detail::at_most(cta, full_ctas) * size + detail::at_least(cta - full_ctas, 0) * tail;
   }
 
-  // Those that the host has foreseen.
+  // What the host has planned for a uniform batch.
   FC_HOST_DEVICE static CtaChunks foreseen(const DecodeProblem& p) {
     const UniformBatch& uniform = p.uniform;
     return {p.even_splits(), p.fwd.batch * uniform.per_sequence.value, uniform.chunk.value, uniform.full_ctas,
             uniform.tail_chunk.value};
   }
 
-  // Of `per_head` quanta, of which units of the first sequence have `per_tile`: where all sequences are as long, a little
-  // larger chunks may end where units do, and spare parts; if it is known that they are, `uniform`, yet larger ones. If
-  // it is not, a unit of two quanta may follow one of a single quantum.
+  // Rounds a CTA's chunk to a whole number of work tiles if that adds at most kSplitCost quanta: chunks that end on
+  // tile boundaries need no combine. A uniform batch may round up by a further 1/16. In others a work tile of two
+  // quanta may follow one of a single quantum, so a chunk has at least kOneSplit.
   FC_HOST_DEVICE static CtaChunks of(const DecodeProblem& p, int per_head, int per_tile, bool uniform = false) {
     const bool even = p.even_splits();
     const int least = !even || per_tile > kOneSplit ? 1 : uniform ? per_tile : kOneSplit;
@@ -81,24 +79,24 @@ struct CtaChunks {
   }
 };
 
-// The parts of one unit, and where in the workspace they are. With even chunks a CTA has two slots, the first for a
-// unit that it goes on with, the second for one that it begins.
+// The splits of one work tile, and their workspace slots. With even splits a CTA has two slots: one for a work tile
+// that it continues, one for a work tile that it starts.
 struct TileSplits {
   bool even;
   int count;
-  int first;  // quantum of the unit, numbered through all heads, or with even chunks the CTA that takes it
+  int first;  // the work tile's first quantum, over all heads; with even splits the CTA that takes it
 
   FC_HOST_DEVICE int slot(int i) const { return !even ? first + i : i == 0 ? 2 * first + 1 : 2 * (first + i); }
 };
 
-// A part of a unit's keys.
+// One split of a work tile's keys.
 struct KvSplit {
   SeqInfo seq{SeqSpan{}, SeqSpan{}};
   int b = 0, head_k = 0;
-  int row = 0;  // of the sequence's packed rows, the unit's first
+  int row = 0;  // the work tile's first packed row in the sequence
   int first = 0, last = 0;  // blocks of keys
   int quanta = 0;
-  TileSplits all{};  // of the unit
+  TileSplits all{};  // of the work tile
   int index = 0;  // among them
 };
 
@@ -107,12 +105,12 @@ struct Place {
   int b, first;
 };
 
-// The parts that a CTA takes, one after the other.
+// Iterates over the splits that a CTA takes.
 template <int kBlockM, int kBlockN>
 class SplitIterator {
  public:
-  // `from` is the sequence of the CTA's first quantum, or one before it. CTAs of one number are followed by those of the
-  // next; each has a head of its own.
+  // `from`: the sequence of the CTA's first quantum, or an earlier one. Consecutive CTAs have the same number, each for
+  // another head.
   FC_HOST_DEVICE SplitIterator(const DecodeProblem& p, const CtaChunks& chunks, int cta, Place from)
       : chunks_(chunks),
         number_(p.heads_k.div(cta)),
@@ -121,7 +119,7 @@ class SplitIterator {
         quantum_(chunks.first_quantum(number_)),
         end_(chunks.first_quantum(number_ + 1)) {}
 
-  // The next part, or one without quanta.
+  // The next split, or one without quanta at the end.
   FC_HOST_DEVICE KvSplit next(const DecodeProblem& p) {
     while (quantum_ < end_ && place_.b < p.fwd.batch) {
       const SeqInfo seq = cached_seq(p, place_.b);
@@ -133,7 +131,7 @@ class SplitIterator {
   }
 
  private:
-  // The part that begins with the next quantum, one of the sequence's.
+  // The split that starts with the next quantum, which belongs to this sequence.
   FC_HOST_DEVICE KvSplit next_of(const DecodeProblem& p, const SeqInfo& seq, const Quanta& quanta) {
     const int work_tile = quotient(quantum_ - place_.first, quanta.per_tile, p.uniform.per_tile);
     const int first_quantum = place_.first + work_tile * quanta.per_tile, at = quantum_ - first_quantum;
@@ -164,13 +162,13 @@ class SplitIterator {
     return chunks_.full_ctas + quotient(of_small, chunks_.tail, p.uniform.tail_chunk);
   }
 
-  // n / value, a multiplication where the host has foreseen the value.
+  // n / value, by multiplication where the host knew the value.
   FC_HOST_DEVICE static int quotient(int n, int value, const FastDivmod& foreseen) {
     return foreseen.value == value ? foreseen.div(n) : n / value;
   }
 
   CtaChunks chunks_;
-  int number_;  // of the CTA among those of its head
+  int number_;  // of the CTA among its head's
   int head_;
   Place place_;
   int quantum_, end_;

@@ -6,8 +6,8 @@
 
 namespace flash_cute {
 
-// Softcap, up to a factor that the softmax has in its scale; without one, the sign of a negative scale. The shortcut is
-// for scores that are small, as they mostly are under a softcap.
+// Softcap without its outer factor, which the softmax's scale includes; without a softcap, the sign of a negative
+// scale. The shortcut is for small scores, the usual case.
 template <bool kShortcuts, class Scores>
 CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
   if (cap > 0.f) {
@@ -26,9 +26,8 @@ CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
   }
 }
 
-// Softcap, and ALiBi if `biased`: row r has slope(r), and its query stands distance(r) keys behind that of this
-// thread's first column. A factor is left out: rule_scale_log2(), by which the softmax multiplies without a pass of its
-// own.
+// Softcap, and ALiBi if `biased`: row r has slope(r), and its query is distance(r) keys after this thread's first
+// column. The factor rule_scale_log2() is left to the softmax.
 template <bool kShortcuts, class Scores, class Slope, class Distance>
 CUTE_DEVICE void apply_rules(Scores&& scores, float cap, float scale, bool biased, Slope slope, Distance distance) {
   apply_cap<kShortcuts>(scores, cap, scale);
@@ -49,8 +48,8 @@ CUTE_DEVICE float rule_scale_log2(float cap, float scale, bool biased) {
   return cap > 0.f ? cap * kLog2e : positive_scale_log2(scale);
 }
 
-// Softcap and ALiBi for the queries of one head. Coordinates `at` of scores (rows,columns) are those in a tile whose
-// first query stands at key `row` and whose first key is `col`. Shortcuts take registers.
+// Softcap and ALiBi of one head. `at`: coordinates of scores (rows,columns) in a tile whose first query is at key
+// position `row` and whose first key is `col`. Shortcuts take registers.
 template <bool kShortcuts>
 class ForwardRules {
  public:
@@ -61,7 +60,7 @@ class ForwardRules {
         is_causal_(p.band.right == 0),
         slope_(slope_of(p.rules, batch, head)) {}
 
-  // Softcap and ALiBi of a tile. A factor stays out: scale_log2().
+  // Softcap and ALiBi of a tile, without the factor scale_log2().
   template <class Scores, class Coordinates>
   CUTE_DEVICE void apply(Scores&& scores, const Coordinates& at, int row, int col) const {
     if (adds_in_units()) add_bias(scores, at, row, col);
@@ -76,12 +75,11 @@ class ForwardRules {
  private:
   static constexpr float kLeastScale = 1e-20f;
 
-  // Whether ALiBi joins scores before their scale, which then costs nothing. A softcap comes before it, and scale 0
-  // leaves no units.
+  // Whether ALiBi is added to raw products, which is free. Not with a softcap, which comes first, nor with scale 0.
   CUTE_DEVICE bool adds_in_units() const { return kShortcuts && biased_ && cap_ == 0.f && fabsf(scale_) > kLeastScale; }
 
-  // ALiBi in units of products, with one rounding. It may be thousands: tensor cores, which would add it for nothing,
-  // lose the low bits of what they add to a large number. Under a causal mask keys after the query are hidden anyway.
+  // ALiBi in units of raw products, rounded once. Its size may be thousands, where tensor cores would lose low bits of
+  // the product. Under a causal mask keys after the query are masked anyway.
   template <class Scores, class Coordinates>
   CUTE_DEVICE void add_bias(Scores&& scores, const Coordinates& at, int row, int col) const {
     constexpr int kRows = decltype(size<0>(scores))::value, kColumns = decltype(size<1>(scores))::value;
@@ -115,19 +113,18 @@ class ForwardRules {
   float slope_;
 };
 
-// Softcap as the softmax can do it beside its scale, where it is all there is to do to scores and they are small: larger
-// ones stay larger, so that maxima are of scores before it. The host works it out, as kernels have no registers to keep
-// it in.
+// Softcap fused into the softmax's scale: for scores that are small and have no other rule. Order is kept, so maxima
+// are of raw scores. Computed on the host, as kernels have no registers for it.
 struct SoftmaxCap {
   bool is_possible = false;
   float reach = 0.f;  // scores up to here are small
   SmallTanh factor{0.f};  // of a score
-  SmallTanh weight{0.f};  // the same times what the softmax multiplies scores by
-  float most_weight = 0.f;  // of which this is the largest: that of score 0
+  SmallTanh weight{0.f};  // times the softmax's scale
+  float most_weight = 0.f;  // the largest weight: at score 0
 
-  // Maxima that are asked for have to be known, which takes longer than magnitudes do.
+  // Not if the row max is an output: it must be exact.
   static SoftmaxCap of(const FwdProblem& p) {
-    constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still less than what the softmax takes for huge
+    constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still below kHuge
     const float cap = p.rules.softcap, inner = p.softmax_scale / cap;
     const bool is_alone = p.rules.alibi == nullptr && p.row_max.ptr == nullptr;
     if (!(0.f < cap && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
@@ -145,7 +142,7 @@ struct SoftmaxCap {
   }
 };
 
-// Those of kColumns weights (rows,columns) from column `first` on that dropout does not keep become 0.
+// Sets dropped elements of kColumns weights (rows,columns) from column `first` on to 0.
 template <int kColumns, class Weights, class Coordinates>
 CUTE_DEVICE void drop(Weights&& weights, int first, const Coordinates& at, const Dropout& dropout, int row, int col) {
   each_kept<false, decltype(size<0>(weights))::value, kColumns>(

@@ -1,4 +1,4 @@
-// One answer from several over splits of the keys.
+// Combining partial results over splits of the keys (flash-decoding).
 #pragma once
 
 #include "kernels/common/fragment.h"
@@ -12,7 +12,7 @@ CUTE_DEVICE float warp_max(float x) {
   return x;
 }
 
-// A thread merges a row of kCount results, whose sums are given, with a sink, which is a result without output.
+// One thread combines a row of kCount partial results with their sums, and a sink, which has no output.
 template <int kCount>
 class MergedRow {
  public:
@@ -35,7 +35,7 @@ class MergedRow {
     return sum_.value == 0.f ? -INFINITY : (sum_.reference + __log2f(sum_.value)) * kLn2;
   }
 
-  // Of kWidth numbers that lie at from(n) in each result, divided by the sum.
+  // kWidth combined numbers, at from(n) in partial result n, divided by the sum.
   template <int kWidth, class From>
   CUTE_DEVICE auto outputs(From from) const {
     auto outputs = undivided<kWidth>(from);
@@ -44,7 +44,7 @@ class MergedRow {
     for (int e = 0; e < kWidth; ++e) outputs[e] *= damping_, outputs[e] *= inverse;
     return outputs;
   }
-  // The same relative to 2^reference, where there is no sink.
+  // The same undivided, relative to 2^reference; without a sink.
   template <int kWidth, class From>
   CUTE_DEVICE auto undivided(From from) const {
     cutlass::Array<float, kWidth> outputs;
@@ -64,9 +64,9 @@ class MergedRow {
   float weight_[kCount];
 };
 
-// A warp merges a row of splits whose log-sum-exps are lse(i) and whose outputs are out(i, column), kWidth of `dim`
-// columns from there on, with a sink; kBatch splits are read at once. store(column, values) gets the result; its
-// log-sum-exp is returned. Again splits that saw no key may hold anything.
+// One warp combines a row: splits with log-sum-exps lse(i) and outputs out(i, column), kWidth of `dim` columns at a
+// time, and a sink. kBatch splits are read at once. Calls store(column, values); returns the log-sum-exp. Splits
+// without keys may hold anything.
 template <int kWidth, int kBatch, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int splits, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;

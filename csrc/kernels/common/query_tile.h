@@ -1,4 +1,4 @@
-// What forward kernels do for a tile of query rows beside its products.
+// A forward kernel's tile of query rows: its place, and the LSE and row max it writes.
 #pragma once
 
 #include "kernels/common/fragment.h"
@@ -21,7 +21,7 @@ struct QueryTile {
   }
 };
 
-// Where the tile's sequence begins among one number a row and head.
+// Offset of the tile's sequence in statistics with one number per row and head.
 CUTE_DEVICE int64_t first_of(const RowStats& s, const QueryTile& tile, const SeqInfo& seq) {
   return tile.batch * s.batch + tile.head * s.head + seq.q.offset;
 }

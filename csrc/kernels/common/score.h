@@ -9,8 +9,8 @@
 
 namespace flash_cute {
 
-// tanh(x * inner) / x by a polynomial, by which tanh is off by 2^-24 for |x * inner| up to kSmall: without the unit
-// that exponentials need.
+// tanh(x * inner) / x as a polynomial, accurate to 2^-24 for |x * inner| <= kSmall; keeps the MUFU unit free for
+// exponentials.
 struct SmallTanh {
   static constexpr float kSmall = 0.25f;
 
@@ -29,7 +29,7 @@ struct SmallTanh {
   }
   CUTE_HOST_DEVICE SmallTanh times(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
 
-  // Whether it does for all of a warp's scores.
+  // Whether all of a warp's scores are small enough.
   template <class Scores>
   CUTE_DEVICE static bool suits(const Scores& scores, float inner) {
     float largest[kChains] = {};
@@ -73,16 +73,15 @@ CUTE_DEVICE float sink_of(const Sink& sink, int head) {
   }
 }
 
-// A scaled score under softcap and ALiBi; `distance` is how far the key lies from where the query stands.
+// A scaled score under softcap and ALiBi; `distance` is from the query's position to the key.
 CUTE_DEVICE float ruled(float score, const ScoreRules& rules, float softmax_scale, float slope, int distance) {
   score *= softmax_scale;
   if (rules.softcap > 0.f) score = rules.softcap * tanhf(score / rules.softcap);
   return score - slope * float(abs(distance));
 }
 
-// Random bits of dropout: one Philox4x32-7 call serves the 16 elements of 32 queries x 32 keys whose places are the
-// same modulo 8. Each has 16 of its 128 bits: those of query octet y are in word y, those of key octet x start at its
-// byte x and go down, around the end of the word.
+// Dropout's random bits. One Philox4x32-7 call serves the 16 elements of a 32 x 32 block whose rows and columns agree
+// modulo 8; each has 16 of its 128 bits: word y for query octet y, from byte x downwards (cyclic) for key octet x.
 class Dropout {
  public:
   CUTE_DEVICE Dropout(const ScoreRules& rules, int64_t head_of_all)
@@ -118,9 +117,9 @@ class Dropout {
   uint2 key_{}, counter_{};
 };
 
-// Which of a thread's elements of an accumulator, kRows x kColumns, dropout keeps: f(r, c, keep). Rows are queries and
-// columns keys, or the other way round where kTransposed; row(r) and col(c) are their places. Rows lie 8 apart, two
-// from a multiple of 16 on, or four from a multiple of 32 on; so do pairs of neighbouring columns.
+// Calls f(r, c, keep) for a thread's kRows x kColumns accumulator elements; row(r) and col(c) are queries and keys
+// (keys and queries if kTransposed). Rows lie 8 apart, two from a multiple of 16 on or four from a multiple of 32 on;
+// so do column pairs.
 template <bool kTransposed, int kRows, int kColumns, class Row, class Column, class F>
 CUTE_DEVICE void each_kept(const Dropout& dropout, Row row, Column col, F f) {
   constexpr int kDown = std::min(kRows, 4), kAcross = std::min(kColumns / 2, 4);  // octets that share bits

@@ -19,7 +19,7 @@ struct SeqSpan {
   int length;
 };
 
-// Offsets are clamped to [0, total] and lengths to what is left and to the longest: no row outside the tensor is named.
+// Clamps offsets to [0, total] and lengths to what remains and to `longest`: no row outside the tensor is named.
 FC_HOST_DEVICE SeqSpan seq_span(const int* cu, const int* used, int b, int longest, int64_t total) {
   SeqSpan span{0, longest};
   if (cu != nullptr) {
@@ -43,7 +43,7 @@ struct SeqInfo {
 
   FC_HOST_DEVICE SeqInfo(SeqSpan q, SeqSpan k) : q(q), k(k) {}
 
-  // Key positions are counted from the bottom right: query i stands at key i + shift.
+  // Bottom-right alignment: query i is at key position i + shift.
   FC_HOST_DEVICE int shift() const { return k.length - q.length; }
 };
 

@@ -1,4 +1,4 @@
-// Softmax over score tiles that arrive one after the other (online softmax, arXiv 1805.02867).
+// Online softmax over tiles of scores (arXiv 1805.02867).
 #pragma once
 
 #include <cfloat>
@@ -22,14 +22,14 @@ CUTE_DEVICE float positive_scale_log2(float softmax_scale) {
   return fmaxf(fabsf(softmax_scale), 1e-30f) * kLog2e;
 }
 
-// Bits that a maximum may rise before weights are taken relative to the new one; 2^8 is far from fp16's largest number.
+// A row max may rise by 2^kSlack before sums and output are rescaled; 2^8 is far below fp16's largest number.
 constexpr float kSlack = 8.f;
 
-// Maxima from here on, in bits, are subtracted from scores exactly, before the scale: the rounding of an offset of that
+// From this size on a row max (in bits) is subtracted from scores exactly, before the scale: rounding an offset of this
 // size would be a factor that overflows.
 constexpr float kHuge = 0x1p24f;
 
-// Factors of scores that depend on the score, so that the product grows with it: none.
+// The identity among factors of scores; other factors depend on the score and keep its order (SmallTanh).
 struct UnitFactor {
   CUTE_DEVICE float operator()(float) const { return 1.f; }
 };
@@ -38,14 +38,13 @@ struct Nothing {
   CUTE_DEVICE void operator()() const {}
 };
 
-// The sum of a row's weights is `value` * 2^reference, and outputs that are not divided by it are relative to
-// 2^reference, too.
+// A row's sum of weights is value * 2^reference; unnormalized outputs are relative to 2^reference, too.
 struct RowSum {
   float reference, value;
 };
 
-// A sink beside a row of keys, both given by their logarithms of base 2^unit. Relative to the larger of both, keys weigh
-// damping^2, which may be too small for a float, and the sink `weight`.
+// A sink beside a row of keys, both as base-2^unit logarithms. Relative to the larger, keys weigh damping^2 (two
+// factors, as the square may underflow) and the sink `weight`.
 struct SinkWeight {
   float top, damping, weight;
 
@@ -55,7 +54,7 @@ struct SinkWeight {
         weight(exp2_approx((sink - top) * unit)) {}
 };
 
-// The maximum and the sum of a row are taken in kChains parts: each step of a chain waits for the one before.
+// kChains independent chains for max and sum: within a chain each step waits for the one before.
 template <int kRows, int kChains = 1>
 struct OnlineSoftmax {
   using RowMaxima = cutlass::Array<float, kRows>;
@@ -64,11 +63,11 @@ struct OnlineSoftmax {
   float
       row_max[kRows];  // of scores, or 0 (see update_max()); this thread's columns only, until rescale() or finalize()
   float row_sum[kRows][kChains];  // of weights; this thread's columns only, until finalize()
-  // scale_log2 * row_max at the last rescale(), rounded: as every weight and the LSE are taken from the same number,
-  // its rounding does not show. Before the first rescale() less than any score.
+  // scale_log2 * row_max at the last rescale(), rounded: weights and LSE use the same number, so its rounding cancels.
+  // Less than any score before the first rescale().
   float offset[kRows];
-  // Largest scale_log2 * score for which the offset may stay. Rows whose maximum is huge have -inf: their offset is 0,
-  // and rescale() makes the scores of every tile relative to row_max itself.
+  // Largest scale_log2 * score that needs no rescale. -inf for rows whose max is huge: their offset is 0, and rescale()
+  // makes each tile's scores relative to row_max.
   float limit[kRows];
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
@@ -81,11 +80,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Takes a new tile of scores (rows,columns) into the maxima. Where one has risen far, earlier sums and outputs
-  // (rows,dims) are rescaled to it, and the result is true for the whole warp. A maximum that rises little is let be:
-  // larger weights do no harm, rescaling is work. Scores are still to be multiplied by `factor_of` of them. `then` is done
-  // in both cases, before they meet again: ptxas moves what comes after that past waits, and leaves what is in a
-  // branch.
+  // Online-softmax step for a tile of scores (rows,columns). If no row max of the warp grew by more than 2^kSlack the
+  // old reference stays and the result is false; else sums and output (rows,dims) are rescaled. factor_of(score) is
+  // applied later. `then` is called inside both branches so that ptxas cannot sink it below the next wait.
   template <class Scores, class Output, class Factor = UnitFactor, class Then = Nothing>
   CUTE_DEVICE bool update_max(Scores&& scores, Output&& output, const Factor& factor_of = {}, const Then& then = {}) {
     RowMaxima top;
@@ -100,8 +97,8 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Whether scores of such magnitudes() would be let be, as far as this thread knows, if none is multiplied by more than
-  // `most`. Then maxima need not be known, unless somebody asks for them.
+  // Whether scores of these magnitudes(), times at most `most`, need no rescale, as far as this thread knows. Then row
+  // maxima need not be computed, unless they are asked for.
   CUTE_DEVICE bool fits_limit(const RowMaxima& magnitudes, float most) const {
     bool does = true;
     CUTE_UNROLL
@@ -109,8 +106,8 @@ struct OnlineSoftmax {
     return does;
   }
 
-  // The largest magnitude of each row's scores, of this thread's columns only. What is not negative has the order of its
-  // bits as integers, of which Hopper takes the largest of three at once.
+  // The largest |score| of each row, of this thread's columns. Non-negative floats compare like integers, and Hopper
+  // has a three-operand integer max.
   template <class Scores>
   CUTE_DEVICE static RowMaxima magnitudes(const Scores& scores) {
     static_assert(decltype(size<1>(scores))::value % 4 == 0);
@@ -131,7 +128,7 @@ struct OnlineSoftmax {
     return top;
   }
 
-  // Columns [first, last) of the tile become their weights and join the sums. Hidden scores, -inf, weigh 0.
+  // Columns [first, last) become weights and join the sums. Masked scores, -inf, weigh 0.
   template <class Scores>
   CUTE_DEVICE void exponentiate(Scores&& scores, int first, int last) {
     CUTE_UNROLL
@@ -144,8 +141,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same of a whole tile in two steps. The first makes scores exponents, and those of the first columns weights.
-  // `factor` of a score is what it is multiplied by.
+  // The same for a whole tile in two steps: first exponents of all columns and weights of the first ones, with
+  // factor(score) applied; then the rest.
   template <class Scores, class Factor>
   CUTE_DEVICE void begin_exponentials(Scores&& scores, int columns, const Factor& factor) {
     CUTE_UNROLL
@@ -172,7 +169,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Row r's sum, of all columns, for outputs that are not divided yet.
+  // Row r's sum over all columns, for unnormalized outputs.
   CUTE_DEVICE RowSum sum(int r) {
     row_max[r] = quad_max(row_max[r]);
     CUTE_UNROLL
@@ -182,14 +179,13 @@ struct OnlineSoftmax {
     return {offset[r], row_sum[r][0]};
   }
 
-  // What is left of a row when all weights have joined its sum.
+  // The final statistics of a row.
   struct Total {
     float lse;  // natural log
     float damping, inverse;  // outputs are to be multiplied by both
   };
 
-  // Closes row r's sum, the sink's weight included; outputs get `factor` on top. It can do without the branch of an
-  // exact division, to run under the last product of outputs.
+  // Finalizes row r with its sink; outputs get `factor` on top. Branchless, it can run under the last P V product.
   template <bool kBranchless = false>
   CUTE_DEVICE Total finalize(int r, float sink /* -inf: none */, float factor) {
     const RowSum own = sum(r);
@@ -200,7 +196,7 @@ struct OnlineSoftmax {
     return {lse, beside.damping, total == 0.f ? 0.f : inverse};
   }
 
-  // Divides row r of outputs (rows,dims) by its sum. A row without keys stays 0.
+  // Normalizes row r of outputs (rows,dims). A row without keys stays 0.
   template <class Output>
   CUTE_DEVICE static void normalize(Output&& output, int r, const Total& total) {
     CUTE_UNROLL
@@ -222,13 +218,13 @@ struct OnlineSoftmax {
     return lse;
   }
 
-  // The row's maximum after scaling. The hardware's maximum passes over NaN, which the sum still shows.
+  // The scaled row max. The hardware max ignores NaN, which the sum still shows.
   CUTE_DEVICE float natural_max(int r) const {
     return isnan(row_sum[r][0]) && row_max[r] < INFINITY ? row_sum[r][0] : row_max[r] * (scale_log2 * kLn2);
   }
 
  private:
-  // The largest of row r's scores, of this thread's columns only.
+  // The largest of row r's scores, of this thread's columns.
   template <class Scores>
   CUTE_DEVICE static float max_of_row(const Scores& scores, int r) {
     float chain[kChains];
@@ -241,7 +237,7 @@ struct OnlineSoftmax {
     return chain[0];
   }
 
-  // Bends maxima of new scores. If all offsets of the warp may stay under them, they join row_max.
+  // Applies factor_of to the new maxima. If every offset of the warp can stay, they join row_max.
   template <class Factor>
   CUTE_DEVICE bool keeps_offset(RowMaxima& top, const Factor& factor_of) {
     bool may = true;
@@ -258,7 +254,7 @@ struct OnlineSoftmax {
 
   CUTE_DEVICE static float at_least_finite(float x) { return fmaxf(x, -FLT_MAX); }
 
-  // `top`: maxima of the new scores, this thread's columns only.
+  // `top`: maxima of the new scores, of this thread's columns.
   template <class Scores, class Output>
   CUTE_DEVICE void rescale(const RowMaxima& top, Scores&& scores, Output&& output) {
     CUTE_UNROLL

@@ -1,11 +1,11 @@
-// Which tiles a band lets through, and which of them need a mask.
+// Which tiles of a band are visible, and which of them need a mask.
 #pragma once
 
 #include "kernels/common/seq.h"
 
 namespace flash_cute {
 
-// Tiles [begin, end) hold something visible; inside [full_begin, full_end) everything is, so no mask is needed.
+// Tiles [begin, end) are visible in part; tiles [full_begin, full_end) wholly, and need no mask.
 struct TileRange {
   int begin, end;
   int full_begin, full_end;
@@ -56,8 +56,8 @@ FC_HOST_DEVICE TileRange key_tiles(const SeqInfo& seq, Band band, int row, int r
                             row + shift + band.right, length, length, block_n);
 }
 
-// Positions [first, last) of a sequence. Rows outside of what a tile sees are loaded as zeros: whatever they hold, it
-// meets no product.
+// Positions [first, last) of a sequence. Rows that a tile does not see are loaded as zeros: whatever they hold meets no
+// product.
 struct RowSpan {
   int first, last;
 };

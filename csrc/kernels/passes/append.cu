@@ -70,7 +70,7 @@ __device__ Source source_of(const DecodeProblem& p, bool is_query, int row) {
   return {true, b, rows.offset + place, place};
 }
 
-// Where it goes to, and the position by which it is turned.
+// Where it goes to, and the position by which it is rotated.
 struct Target {
   bool exists = false;
   int64_t batch, row, position;
@@ -104,12 +104,12 @@ __device__ Vector<Element, kWidth> vector_at(const void* tensor, int64_t at) {
   return *reinterpret_cast<const Vector<Element, kWidth>*>(static_cast<const Element*>(tensor) + at);
 }
 
-// Turns kWidth pairs: numbers of x[0] with those of x[1], or, where they are interleaved, cluster_ctas.
+// Rotates kWidth pairs: numbers of x[0] with those of x[1], or, where they are interleaved, cluster_ctas.
 template <class Element, int kWidth>
-__device__ void turn_pairs(Vector<Element, kWidth> (&x)[2], const Rotary& rotary, int64_t position, int pair) {
+__device__ void rotate_pairs(Vector<Element, kWidth> (&x)[2], const Rotary& rotary, int64_t position, int pair) {
   const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + pair;
   const auto cos = vector_at<Element, kWidth>(rotary.cos, at), sin = vector_at<Element, kWidth>(rotary.sin, at);
-  auto turn = [&](Element& a, Element& b, int i) {
+  auto rotate = [&](Element& a, Element& b, int i) {
     const float before = float(a), other = float(b);
     a = Element(before * float(cos.at[i]) - other * float(sin.at[i]));
     b = Element(before * float(sin.at[i]) + other * float(cos.at[i]));
@@ -117,9 +117,9 @@ __device__ void turn_pairs(Vector<Element, kWidth> (&x)[2], const Rotary& rotary
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     if (!rotary.interleaved) {
-      turn(x[0].at[i], x[1].at[i], i);
+      rotate(x[0].at[i], x[1].at[i], i);
     } else {
-      turn(x[2 * i / kWidth].at[2 * i % kWidth], x[(2 * i + 1) / kWidth].at[(2 * i + 1) % kWidth], i);
+      rotate(x[2 * i / kWidth].at[2 * i % kWidth], x[(2 * i + 1) / kWidth].at[(2 * i + 1) % kWidth], i);
     }
   }
 }
@@ -147,11 +147,11 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
                    &to = is_query        ? f.q
                          : kind == kKeys ? f.k
                                          : f.v;
-  const bool turns = kind != kValues && p.rotary.cos != nullptr && item.pair < p.rotary.half;
-  const bool apart = turns && !p.rotary.interleaved;
+  const bool rotates = kind != kValues && p.rotary.cos != nullptr && item.pair < p.rotary.half;
+  const bool apart = rotates && !p.rotary.interleaved;
   const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? p.rotary.half : kWidth);
   const int64_t in = source.b * from.batch + source.row * from.row + item.head * from.head;
-  // The row is on its way while its place is looked up, and the place while the row is turned.
+  // The row is on its way while its place is looked up, and the place while the row is rotated.
   const bool is_pair = kWidth > 1 || second < (kind == kValues ? f.head_dim_v : f.head_dim);
   Vector<Element, kWidth> x[2] = {vector_at<Element, kWidth>(from.ptr, in + first), {}};
   if (is_pair) x[1] = vector_at<Element, kWidth>(from.ptr, in + second);
@@ -160,7 +160,7 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
   Element* const out =
       static_cast<Element*>(to.ptr) + target.batch * to.batch + target.row * to.row + item.head * to.head;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(out + first));
-  if (turns) turn_pairs(x, p.rotary, target.position, item.pair);
+  if (rotates) rotate_pairs(x, p.rotary, target.position, item.pair);
   if (!arrives) return;
   *reinterpret_cast<Vector<Element, kWidth>*>(out + first) = x[0];
   if (is_pair) *reinterpret_cast<Vector<Element, kWidth>*>(out + second) = x[1];
@@ -174,10 +174,10 @@ __global__ void __launch_bounds__(kThreads)
   const int cta = static_cast<int>(blockIdx.x);
   const int kind = (cta >= movers.of[kKeys].end) + (cta >= movers.of[kValues].end);
   const Item item(movers.of[kind], cta - (kind == kKeys ? 0 : movers.of[kind - 1].end), kWidth);
-  // What is read in a first turn may still be written, but then instructions and most of the data are near.
+  // The first pass only warms caches: what it reads may still be written.
 #pragma unroll 1
-  for (int turn = movers.are_early ? 0 : 1; turn < 2; ++turn) {
-    const bool arrives = turn == 1;
+  for (int pass = movers.are_early ? 0 : 1; pass < 2; ++pass) {
+    const bool arrives = pass == 1;
     if (arrives) {
       // After this what comes before has ended, and so it has for the next kernel when that starts.
       wait_on_dependent_grids();

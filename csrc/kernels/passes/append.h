@@ -1,4 +1,4 @@
-// New keys and values join the cache, and rotary embedding turns keys and queries on the way.
+// New keys and values join the cache, and rotary embedding rotates keys and queries on the way.
 #pragma once
 
 #include <cuda_runtime_api.h>

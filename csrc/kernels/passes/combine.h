@@ -1,4 +1,4 @@
-// Results over parts of the keys, given by a caller, become one.
+// Combines a caller's partial results over splits of the keys.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@ namespace flash_cute {
 
 struct Partials {
   enum class Element { FP32, FP16, BF16 };
-  const float* out;   // [parts, rows, dim]
-  const float* lse;   // [parts, rows]
+  const float* out;   // [splits, rows, dim]
+  const float* lse;   // [splits, rows]
   void* result;       // [rows, dim]
   float* result_lse;  // [rows]
   Element element;    // of the result

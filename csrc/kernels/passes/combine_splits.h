@@ -1,4 +1,4 @@
-// Forward's results over parts of the keys become one.
+// Combines the splits of Hopper's forward.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// Fills out, lse and row_max; the sink joins here. To be called right behind the kernel that gives the parts.
+// Fills out, lse and row_max; the sink joins here. Launched right after the kernel that writes the splits.
 cudaError_t combine_splits(const FwdProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

@@ -37,7 +37,7 @@ struct BackwardTraits {
   static constexpr int kSubM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
   static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
   static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
-  static constexpr int kTilesPerSemaphore = C.block_n / 32;  // tiles of dQ in a turn, found by trying
+  static constexpr int kTilesPerSemaphore = C.block_n / 32;  // query tiles per semaphore, by measurement
   static constexpr int kSteps = kSubM / (16 * kAcross);  // of the products for dV and dK that a warp has scores for
   // Registers of a thread: the accumulators of one sub of S or dP, those of dQ, and what those of dK and dV leave for
   // others and for operands, found by trying.
@@ -75,8 +75,7 @@ struct BackwardTraits {
     alignas(16) float lse_log2[C.stages][C.block_m];
     alignas(16) float row_dot[C.stages][C.block_m];
   };
-  static_assert(!kWholeKeys || std::max(C.head_dim, C.head_dim_v) <= 64,
-                "parts of tiles have no second column of atoms");
+  static_assert(!kWholeKeys || std::max(C.head_dim, C.head_dim_v) <= 64, "sub-tiles have no second column of atoms");
   static_assert(kWholeKeys || C.block_m <= 64, "StagedOperand::from() of P and dS");
   static_assert(C.stages <= 2, "a step is loaded at most one step ahead");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
@@ -153,14 +152,13 @@ class StepLoader {
   int whole_begin_ = 0, whole_end_ = 0;  // query tiles that are there whole, with all columns
 };
 
-// The order in which key tiles add to dQ, where it has to be the same every time: ascending. A turn is a warp's sub of
-// kTilesPerSemaphore tiles of dQ one after the other: passing it on is a fence for all that the warp has under way, but the longer
-// turns are, the further apart are the tiles that queries in the L2 cache have to last for. Each warp of a CTA waits
-// for the same warp of CTAs of smaller index alone, which were launched before it and wait for none of larger index:
-// one of them always goes on.
+// dQ semaphores of the deterministic backward: key tiles add in ascending order. A semaphore covers a warp's share of
+// kTilesPerSemaphore query tiles: releasing one fences all the warp's memory traffic, but the more tiles it covers, the
+// longer queries must stay in L2. Each warp waits only for the same warp of CTAs with smaller index, which were
+// launched before: one of them always progresses.
 class DqSemaphore {
  public:
-  // Begins the turn with this counter of the key tiles that have had it, if it has not begun, and ends the one before.
+  // Moves on to the semaphore with this counter, and releases the previous one.
   CUTE_DEVICE void select(int* counter) {
     if (counter == counter_) return;
     release();
@@ -168,13 +166,13 @@ class DqSemaphore {
     poll();
   }
 
-  // Waits until all key tiles before have had the turn. Nothing that they wrote is read, and no reduction is done
-  // before the branch that leads to it, so nothing has to be acquired.
+  // Waits until `tiles_before` key tiles have released it. Nothing they wrote is read, and reductions follow a branch
+  // on the counter, so no acquire is needed.
   CUTE_DEVICE void wait(int tiles_before) {
     while (done_ < tiles_before) poll();
   }
 
-  // Lets the next key tile have the turn. Best some time after the last addition: additions are waited for.
+  // Lets the next key tile add. Best some time after the last add, which it waits for.
   CUTE_DEVICE void release() const {
     __syncwarp();
     if (counter_ != nullptr && threadIdx.x % 32 == 0) {

@@ -1,4 +1,4 @@
-// Tiles of keys and values of one head from the pages of a cache to shared memory.
+// Tiles of K and V of one head from paged or dense caches to shared memory.
 #pragma once
 
 #include "kernels/common/cached_seq.h"
@@ -6,12 +6,12 @@
 
 namespace flash_cute::sm80 {
 
-// kThreads threads copy kKeys keys and values at a time. Rows that no query sees arrive as zeros, and so do those of
-// pages that do not exist.
+// kThreads threads copy kKeys keys and values at a time. Rows that no query sees, and those of pages that do not exist,
+// become zeros.
 template <class Element, int kThreads, int kKeys, int kCols, int kColsV>
 class CacheCopy {
  public:
-  // Tiles go to `k` and `v`; each of a sequence starts `step` rows behind the one before.
+  // Tiles go to `k` and `v`; consecutive tiles of a sequence start `step` rows apart.
   CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, Element* k, Element* v, int thread)
       : p_(p),
         step_(step),
@@ -20,7 +20,7 @@ class CacheCopy {
         k_(p.fwd.head_dim, k, thread),
         v_(p.fwd.head_dim_v, v, thread) {}
 
-  // Goes to a head of sequence b, and to the tile that starts at row `row` of its pages. Rows of `visible` are copied.
+  // Moves to a head of sequence b, at row `row` of its pages. Only rows of `visible` are copied.
   CUTE_DEVICE void begin(int b, int head, RowSpan visible, int row) {
     b_ = b;
     visible_ = visible;
@@ -31,7 +31,7 @@ class CacheCopy {
     find_pages();
   }
 
-  // Starts the copy of a tile, `bytes` past the first place, and goes on to the next.
+  // Starts the copy of a tile, `bytes` past the first stage, and moves on to the next.
   CUTE_DEVICE void load(int bytes) {
     if (in_chunks()) {
       CUTE_UNROLL
@@ -42,8 +42,8 @@ class CacheCopy {
     } else {
       CUTE_NO_UNROLL
       for (int same = 0; same < kChunks * kRows; ++same) {
-        // ptxas of CUDA 13.0 makes an illegal instruction of a copy with a policy and a uniform register in its
-        // address.
+        // Without pin() ptxas of CUDA 13.0 emits an illegal instruction: a copy with a policy and a uniform register in
+        // its address.
         const int i = pin(same);
         const int row = next_ + T::row(thread_) + i * T::kDown;
         const auto [page, row_of_page] = place_of(row, visible_.first <= row && row < visible_.last);
@@ -68,8 +68,8 @@ class CacheCopy {
   using T = Threads<kCols>;
   using TV = Threads<kColsV>;
   static constexpr int kLanes = 32;
-  static constexpr int kChunk = 16;  // keys that are in one page as a rule
-  static constexpr int kChunks = kKeys / kChunk, kRows = kChunk / T::kDown;  // of a thread in a chunk
+  static constexpr int kChunk = 16;  // keys that usually lie in one page
+  static constexpr int kChunks = kKeys / kChunk, kRows = kChunk / T::kDown;  // rows of a thread in a chunk
   static_assert(T::kDown == TV::kDown, "a thread has the same rows of K and V");
   static_assert(kKeys % kChunk == 0 && kLanes % kChunks == 0 &&
                 (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
@@ -79,14 +79,14 @@ class CacheCopy {
     int row;
   };
 
-  // One of K and V.
+  // K or V.
   template <int kWidth>
   struct Side {
     using Of = Threads<kWidth>;
     static constexpr int kRowBytes = Of::kAtom * int(sizeof(Element));
 
-    const Element* global;  // this thread's first vector in a tile that starts with row 0 of page 0
-    int cols;  // how many columns there are from there on
+    const Element* global;  // this thread's first vector in a tile that starts at row 0 of page 0
+    int cols;  // columns from there on
     uint32_t shared;  // this thread's first vector
 
     CUTE_DEVICE Side(int head_dim, Element* tile, int thread)
@@ -97,14 +97,13 @@ class CacheCopy {
       global = static_cast<const Element*>(m.ptr) + head * m.head + Of::row(thread) * m.row + Of::col(thread);
     }
 
-    // Vectors of kCount of the thread's rows, from row `first` on, which is at `from` for thread 0; zeros if its page
-    // is negative.
+    // Loads kCount of the thread's rows from row `first` on; `from` is thread 0's row. Zeros if its page is negative.
     template <int kCount>
     CUTE_DEVICE void load(const TensorView& m, int first, int bytes, PageRow from, uint64_t policy) const {
       const Element* row = global + (from.page < 0 ? 0 : from.page * m.batch + from.row * m.row);
       CUTE_UNROLL
       for (int i = first; i < first + kCount; ++i) {
-        // Four rows further, the swizzle has another bit.
+        // Four rows further, the swizzle flips another bit.
         const uint32_t to = (shared ^ (i * Of::kDown % 8 * kVector * uint32_t(sizeof(Element)))) + bytes;
         CUTE_UNROLL
         for (int j = 0; j < kWidth / Of::kAtom; ++j) {
@@ -123,7 +122,7 @@ class CacheCopy {
     v_.template load<kCount>(p_.fwd.v, first, bytes, from, policy_);
   }
 
-  // Where a row of the sequence is, if it is `wanted`.
+  // Where a row of the sequence lies, if `wanted`.
   CUTE_DEVICE PageRow place_of(int row, bool wanted) const {
     return {wanted ? existing(page_of(row)) : -1, row_of_page(row)};
   }
@@ -136,7 +135,7 @@ class CacheCopy {
     return p_.fwd.pages.ids == nullptr ? row : row - p_.page_size.div(row) * p_.page_size.value;
   }
 
-  // Whether all of the next tile is seen, and each of its chunks is in one page.
+  // Whether the next tile is wholly visible and each of its chunks lies in one page.
   CUTE_DEVICE bool in_chunks() const {
     bool all = visible_.first <= next_ && next_ + kKeys <= visible_.last;
     CUTE_UNROLL
@@ -146,8 +145,8 @@ class CacheCopy {
     return all;
   }
 
-  // Asks for the pages of the next tile, and for those of others that follow, a lane a chunk: the table is in global
-  // memory. They are needed a tile later.
+  // Looks up the pages of the next tiles, one chunk a lane, a tile before they are needed: the table is in global
+  // memory.
   CUTE_DEVICE void find_pages() {
     if (p_.fwd.pages.ids == nullptr || next_chunk_ != 0) return;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -167,7 +166,7 @@ class CacheCopy {
   int next_;  // row of the next tile
   Side<kCols> k_;
   Side<kColsV> v_;
-  int next_chunk_;  // the lane that knows the page of the next tile's first chunk
+  int next_chunk_;  // the lane that has the page of the next tile's first chunk
   int page_of_lane_;
 };
 

@@ -1,7 +1,6 @@
-// Attention of few queries over a key/value cache, for sm_80 and later: CTAs share the keys of all sequences out among
-// each other (flash decoding), and query heads of a group fill the rows of a tile, so that the cache is read once.
-// Teams of warps work on different keys at their own pace, each with its own ring of tiles; keys of the next part enter
-// it while those of the one before are computed.
+// Decode for sm_80 and later (flash-decoding): CTAs split the keys of all sequences evenly among each other; pack_gqa
+// fills a tile's rows with the query heads of a group, so that the cache is read once. Teams of warps work on different
+// keys, each with its own cp.async stages; keys of the next split are loaded while the current one is computed.
 #pragma once
 
 #include "core/counter.h"
@@ -22,7 +21,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
-  constexpr int kDescriber = C.threads() - 32;  // a thread
+  constexpr int kDescriber = C.threads() - 32;  // the thread that describes splits
   launch_dependent_grids();
   auto describe = [&](int i) {
     if (threadIdx.x != kDescriber) return;
@@ -32,14 +31,14 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     storage.splits[i] = split.quanta > 0 ? visible_of<C>(p, split) : VisibleSplit{split, {}};
   };
   KvLoader<C> loader(p, storage, team, thread);
-  // Lengths in a tensor may still be written: what they say at first is good for asking for keys ahead.
-  const int turns = p.uniform.known || !has_pdl() ? 1 : 2;
+  // Lengths in a tensor may still be written: their first values are good enough to prefetch by.
+  const int passes = p.uniform.known || !has_pdl() ? 1 : 2;
   CUTE_NO_UNROLL
-  for (int turn = 0; turn < turns; ++turn) {
-    if (turn > 0) {
-      // After this lengths can be read.
+  for (int pass = 0; pass < passes; ++pass) {
+    if (pass > 0) {
+      // After this wait the lengths are final.
       wait_on_dependent_grids();
-      // After this barrier nobody still reads what they said at first.
+      // After this barrier no one still reads the description by early lengths.
       __syncthreads();
     }
     if (threadIdx.x >= kDescriber) {
@@ -47,23 +46,23 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
       if (threadIdx.x == kDescriber) storage.more_splits = splits;
     }
     describe(0);
-    // After this barrier the first part is described.
+    // After this barrier the first split is described.
     __syncthreads();
-    // CTAs that come late start when the kernel before has long ended.
-    if (turn == 0 && blockIdx.x < p.resident_ctas) {
+    // Tail CTAs start long after the previous kernel has ended: nothing to prefetch.
+    if (pass == 0 && blockIdx.x < p.resident_ctas) {
       const VisibleSplit& first = storage.splits[0];
       prefetch_kv_l2<PrefetchDepth<C>::kMost, C>(p, first,
                                                  PrefetchDepth<C>::of(p, first.split.last - first.split.first));
     }
   }
-  // After this keys can be read, new ones among them, and so can queries, which are rotated.
+  // After this wait the keys are final, new ones included, and queries are rotated.
   wait_on_dependent_grids();
   loader.load(0);
   load_queries<C>(p, storage.splits[0].split, storage.q[0]);
   cp_async_fence();
   CUTE_NO_UNROLL
   for (int i = 1; i < T::kDescribed - 1; ++i) describe(i);
-  // After this barrier so are those that follow.
+  // After this barrier the following splits are described.
   __syncthreads();
   CUTE_NO_UNROLL
   for (int i = 1; i < C.stages - 1; ++i) {
@@ -73,20 +72,20 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   cp_async_wait<C.stages - 2>();
   int stage = 0;
   for (unsigned n = 0;; ++n) {
-    // After this barrier Q of the part is visible to all, nobody still reads that of the one before, or its results,
-    // and one more part is described.
+    // After this barrier Q of the split is visible to all, no one still reads the previous Q or results, and one more
+    // split is described.
     __syncthreads();
     const KvSplit& split = storage.splits[n % T::kDescribed].split;
     if (split.quanta == 0) return;
     load_queries<C>(p, storage.splits[(n + 1) % T::kDescribed].split, storage.q[(n + 1) % 2]);
     describe((n + T::kDescribed - 1) % T::kDescribed);
     attend<C>(p, split, storage, loader, storage.q[n % 2], team, thread, stage);
-    // Q of the next part came with the first tile that was asked for in this one. In a short part nobody has waited for
+    // Q of the next split was loaded with the first tile requested in this one. In a short split no wait has covered
     // that tile yet.
     if (split.last - split.first < C.stages) cp_async_wait<0>();
     if constexpr (T::kTeams > 1) {
       const TeamMerge<C> merge(p, split);
-      // After this barrier the results of all teams are there.
+      // After this barrier the results of all teams are in shared memory.
       __syncthreads();
       merge(storage, stage == 0 ? C.stages - 1 : stage - 1);
     }

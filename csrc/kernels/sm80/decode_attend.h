@@ -1,4 +1,4 @@
-// What decoding does with a part of the keys: Q into shared memory, products and softmax over the part's tiles.
+// Attention over one split: Q into shared memory, then products and online softmax over the split's tiles.
 #pragma once
 
 #include "kernels/common/mask.h"
@@ -6,7 +6,7 @@
 
 namespace flash_cute::sm80 {
 
-// Starts the copy of the rows of Q of a part's unit.
+// Starts the copy of Q of a split's work tile.
 template <KernelConfig C>
 CUTE_DEVICE void load_queries(const DecodeProblem& p, const KvSplit& split, typename DecodeTraits<C>::Element* shared) {
   using Element = typename DecodeTraits<C>::Element;
@@ -25,7 +25,7 @@ CUTE_DEVICE void load_queries(const DecodeProblem& p, const KvSplit& split, type
   }
 }
 
-// A team's attention over its tiles of a part's keys, the first of which is in `stage`.
+// A team's attention over its tiles of a split; the first tile is in `stage`.
 template <KernelConfig C, class Storage, class Loader>
 CUTE_DEVICE void attend(const DecodeProblem& p, const KvSplit& split, Storage& storage, Loader& loader,
                         const typename DecodeTraits<C>::Element* shared_q, int team, int thread, int& stage) {
@@ -74,7 +74,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const KvSplit& split, Storage& s
   int before = stage == 0 ? C.stages - 1 : stage - 1;
   CUTE_NO_UNROLL
   for (int n = split.first, last = split.last; n < last; ++n) {
-    // After this the team's tile of block n is visible to all of it, and none of it still reads the one before.
+    // After this the team's tile of block n is visible to the team, and none of it still reads the previous one.
     cp_async_wait<C.stages - 2>();
     team_sync();
     loader.load(before);
@@ -95,7 +95,7 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const KvSplit& split, Storage& s
         [&](int r) { return float(query[r] + seq.shift() - column); });
     if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
     fill(factors, 1.f);
-    // The first tile has no outputs before it.
+    // The first tile has no output to rescale.
     if (softmax.update_max(scores, factors) && n > split.first) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {

@@ -1,4 +1,4 @@
-// The keys and values of a CTA's parts, on their way to shared memory without a pause between one part and the next.
+// K and V of a CTA's splits into shared memory, without a gap between one split and the next.
 #pragma once
 
 #include <algorithm>
@@ -7,18 +7,18 @@
 
 namespace flash_cute::sm80 {
 
-// The parts that this CTA takes. A warp works them out together.
+// The splits of this CTA, worked out by one warp.
 template <KernelConfig C>
 CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeProblem& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
-  const int number = p.heads_k.div(cta);  // among those of its head
+  const int number = p.heads_k.div(cta);  // among its head's CTAs
   if (p.uniform.known) [[likely]] {
     const CtaChunks chunks = CtaChunks::foreseen(p);
     const int b = p.uniform.per_sequence.div(chunks.first_quantum(number));
     return SplitsOf<C>(p, chunks, cta, {b, b * p.uniform.per_sequence.value});
   }
-  // Each lane counts a head's quanta of as many sequences.
+  // Each lane counts the quanta of equally many sequences.
   const int each = ceil_div(batch, kLanes), first = lane * each;
   int own = 0, per_tile = 0;
   CUTE_NO_UNROLL
@@ -41,7 +41,7 @@ CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeProblem& p) {
   return SplitsOf<C>(p, chunks, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
 }
 
-// A part's blocks less those without any key that its queries see; if that leaves none, one that they do not see.
+// A split without the blocks that none of its queries sees; at least one block stays.
 template <KernelConfig C>
 CUTE_DEVICE VisibleSplit visible_of(const DecodeProblem& p, KvSplit split) {
   const RowSpan queries = queries_of(p, split, C.block_m);
@@ -52,15 +52,14 @@ CUTE_DEVICE VisibleSplit visible_of(const DecodeProblem& p, KvSplit split) {
   return {split, keys};
 }
 
-// How many of a CTA's first blocks of keys are asked for ahead; found by trying: docs/performance.md, "Decoding". Of few
-// the copies themselves are as early. CTAs start by their numbers while the kernel before ends, and those that start
-// early would be in the way of those that still read for it.
+// How many of a CTA's first blocks to prefetch into L2, by measurement. For few blocks the copies are as early. CTAs
+// start in order while the previous kernel ends; early ones would disturb its last reads.
 template <KernelConfig C>
 struct PrefetchDepth {
   static constexpr int kOfSome = 3, kEarly = C.ctas == 1 ? 2 : 1, kLate = 3 * kEarly;
   static constexpr int kMost = std::max(kOfSome, kLate);
 
-  // Of so many.
+  // Of so many blocks.
   CUTE_DEVICE static int of(const DecodeProblem& p, int blocks) {
     constexpr int kFew = 6, kMany = 12;
     if (blocks < kFew) return 0;
@@ -69,33 +68,32 @@ struct PrefetchDepth {
   }
 };
 
-// Asks for the keys and values of a CTA's first blocks, no more than kMost, to be in the L2 cache when they are copied.
-// Neither they nor the table of pages need be written yet: what the kernel before still writes passes through there, and
-// a page that the table does not name in the end is asked for in vain.
+// Prefetches K and V of a CTA's first blocks, at most kMost, into L2. Neither they nor the page table need be final:
+// late writes of the previous kernel go through L2, too, and prefetching a wrong page does no harm.
 template <int kMost, KernelConfig C>
 CUTE_DEVICE void prefetch_kv_l2(const DecodeProblem& p, const VisibleSplit& fed, int blocks = kMost) {
   constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
-  constexpr int kTurns = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
+  constexpr int kLoads = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
   const KvSplit& split = fed.split;
   if (blocks == 0) return;
   const int first = max(fed.keys.first, split.first * C.block_n);
   const int last = min(fed.keys.last, (split.first + blocks) * C.block_n);
   const Pages& pages = p.fwd.pages;
-  auto key_of = [&](int turn) { return first + static_cast<int>(threadIdx.x + turn * C.threads()) / kAcross; };
-  auto row_of = [&](int turn) { return static_cast<int>(split.seq.k.offset) + key_of(turn); };
-  auto page_of = [&](int turn) {
-    if (key_of(turn) >= last) return -1;
+  auto key_of = [&](int i) { return first + static_cast<int>(threadIdx.x + i * C.threads()) / kAcross; };
+  auto row_of = [&](int i) { return static_cast<int>(split.seq.k.offset) + key_of(i); };
+  auto page_of = [&](int i) {
+    if (key_of(i) >= last) return -1;
     if (pages.ids == nullptr) return split.b;
-    // As it stands in the L2 cache now: no cache of the SM keeps it.
-    return __ldcg(pages.ids + split.b * pages.batch + p.page_size.div(row_of(turn)));
+    // Read from L2 as it is now, bypassing L1, which would keep it.
+    return __ldcg(pages.ids + split.b * pages.batch + p.page_size.div(row_of(i)));
   };
-  int page[kTurns];
+  int page[kLoads];
   CUTE_UNROLL
-  for (int i = 0; i < kTurns; ++i) page[i] = page_of(i);
+  for (int i = 0; i < kLoads; ++i) page[i] = page_of(i);
   const int col = static_cast<int>(threadIdx.x) % kAcross * kLine;
   CUTE_UNROLL
-  for (int i = 0; i < kTurns; ++i) {
+  for (int i = 0; i < kLoads; ++i) {
     if (page[i] < 0 || page[i] >= pages.count) continue;
     const int row = row_of(i), row_of_page = row - p.page_size.div(row) * p.page_size.value;
     auto expect = [&](const TensorView& m) {
@@ -107,7 +105,7 @@ CUTE_DEVICE void prefetch_kv_l2(const DecodeProblem& p, const VisibleSplit& fed,
   }
 }
 
-// Loads a team's tiles of all parts, one after the other, as they are described in `parts`, a ring.
+// Loads a team's tiles of all splits, in the order of the descriptions in `splits`.
 template <KernelConfig C>
 class KvLoader {
   using T = DecodeTraits<C>;
@@ -118,7 +116,7 @@ class KvLoader {
         splits_(storage.splits),
         first_key_(team * T::kKeys) {}
 
-  // Starts the copy of the next tile, if there is one, to a stage.
+  // Starts the copy of the next tile, if any, to a stage.
   CUTE_DEVICE void load(int stage) {
     if (left_ == 0) begin_split();
     if (left_ == 0) return;
@@ -139,7 +137,7 @@ class KvLoader {
   typename T::Copy copy_;
   const VisibleSplit* const splits_;
   const int first_key_;  // of the team in a block
-  int left_ = 0;  // tiles of the part that they come from
+  int left_ = 0;  // tiles of the current split
   int next_ = 0;
 };
 

@@ -1,5 +1,4 @@
-// The way out of decoding's results: those of a part to the workspace, and if it is the last of its unit to be done,
-// those of all parts to the tensors.
+// The epilogue of decode: a split's results go to the workspace; the last split of a work tile to finish combines all.
 #pragma once
 
 #include "kernels/common/forward_rules.h"
@@ -8,7 +7,7 @@
 
 namespace flash_cute::sm80 {
 
-// A row of a unit: one query and one of its heads.
+// A row of a work tile: one query and one of its heads.
 struct Row {
   int query, head;
 
@@ -17,7 +16,7 @@ struct Row {
         head(split.head_k * p.group.value + split.row + row - query * p.group.value) {}
 };
 
-// Where the results of a row go: to the tensors, or to the part's place in the workspace.
+// Where a row's results go: to the output tensors, or to the split's slot in the workspace.
 template <KernelConfig C>
 class RowDestination {
  public:
@@ -39,7 +38,7 @@ class RowDestination {
     }
   }
 
-  // `store(to)` for where the row's numbers go, which are Elements or floats.
+  // Calls store(to) with the destination, an Element* or a float*.
   template <class Store>
   CUTE_DEVICE void visit(Store store) const {
     if (result_ != nullptr) {
@@ -58,7 +57,7 @@ class RowDestination {
   float* split_ = nullptr;
 };
 
-// Rounds numbers to the type that they are stored as.
+// Rounds numbers to the stored type.
 template <class To, int kCount>
 CUTE_DEVICE void store(To* to, const cutlass::Array<float, kCount>& x) {
   using Together = cutlass::AlignedArray<To, kCount>;
@@ -66,7 +65,7 @@ CUTE_DEVICE void store(To* to, const cutlass::Array<float, kCount>& x) {
   *reinterpret_cast<Together*>(to) = reinterpret_cast<const Together&>(rounded);
 }
 
-// Numbers that another CTA may have written.
+// Reads numbers that another CTA may have written.
 CUTE_DEVICE float load_written(const float* from) {
   float x;
   asm volatile("ld.relaxed.gpu.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
@@ -82,10 +81,10 @@ CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
   return x;
 }
 
-// The results of a unit's parts, which other CTAs may have written, a warp a row.
+// Combines a work tile's splits, which other CTAs may have written, one row a warp.
 template <KernelConfig C>
 CUTE_DEVICE void combine_splits(const DecodeProblem& p, const KvSplit& split) {
-  constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads lack registers for more
+  constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads have no registers for more
   const int rows = rows_of(p, split, C.block_m);
   for (int i = threadIdx.x / 32; i < rows; i += C.warps) {
     const RowDestination<C> row(p, split, i, true);
@@ -99,9 +98,8 @@ CUTE_DEVICE void combine_splits(const DecodeProblem& p, const KvSplit& split) {
   }
 }
 
-// Merges what the teams of a CTA have left of a part. Columns of all rows are shared out among all threads, as nobody
-// goes on before it is done; and the first place of each thread is found when it is made, before the barrier at which
-// most wait for the last team.
+// Combines what the teams of a CTA left of a split. Columns of all rows are spread over all threads. Each thread's
+// first address is worked out in the constructor, before the barrier at which most wait for the last team.
 template <KernelConfig C>
 class TeamMerge {
   static constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
@@ -110,7 +108,7 @@ class TeamMerge {
   CUTE_DEVICE TeamMerge(const DecodeProblem& p, const KvSplit& split)
       : p_(p), split_(split), count_(rows_of(p, split, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
 
-  // The results are where the teams' tiles of `stage` were.
+  // The teams' results lie in their tiles of `stage`.
   template <class Storage>
   CUTE_DEVICE void operator()(Storage& storage, int stage) const {
     if (threadIdx.x < count_) merge(storage, stage, threadIdx.x, first_);
@@ -133,28 +131,28 @@ class TeamMerge {
 
   const DecodeProblem& p_;
   const KvSplit& split_;
-  const int count_;  // of merge()'s
+  const int count_;  // of merge()'s items
   const RowDestination<C> first_;
 };
 
-// Whether the part, whose results the whole CTA has written, is the last of its unit to be done.
+// Whether this split, which the whole CTA has written, is the last of its work tile to finish.
 CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const TileSplits& splits, bool& shared) {
-  // After this barrier all of the part is written.
+  // After this barrier all of the split is written.
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned* const arrived = p.arrived + splits.first;
     unsigned before;
-    // After this every CTA sees what those that came before it have written.
+    // After this acquire-release every CTA sees what earlier arrivals wrote.
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
     shared = before + 1 == unsigned(splits.count);
     if (shared) *arrived = 0;
   }
-  // After this barrier all know.
+  // After this barrier all threads know.
   __syncthreads();
   return shared;
 }
 
-// The only team's outputs (rows,dims), not divided yet, whose coordinates are `at`, go out without a detour.
+// With one team: normalizes its output (rows,dims) at coordinates `at` and stores it directly.
 template <KernelConfig C, class Output, class Softmax, class Coordinates>
 CUTE_DEVICE void store_rows(const DecodeProblem& p, const KvSplit& split, Output& output, Softmax& softmax,
                             const Coordinates& at) {
@@ -178,7 +176,7 @@ CUTE_DEVICE void store_rows(const DecodeProblem& p, const KvSplit& split, Output
   }
 }
 
-// A team's outputs (rows,dims), not divided yet, and sums of the part's rows for the others of its CTA.
+// Writes a team's unnormalized output (rows,dims) and row sums to shared memory, for the other teams.
 template <KernelConfig C, class Storage, class Output, class Softmax, class Coordinates>
 CUTE_DEVICE void share_rows(Storage& storage, int stage, int team, int rows, const Output& output, Softmax& softmax,
                             const Coordinates& at) {
@@ -190,7 +188,7 @@ CUTE_DEVICE void share_rows(Storage& storage, int stage, int team, int rows, con
     const int row = get<0>(at(r, 0));
     if (row >= rows) continue;
     if (first_column == 0) storage.sums[row][team] = sum;
-    constexpr int kBases = 4;  // columns that lie a multiple of 32 apart do so in shared memory, too
+    constexpr int kBases = 4;  // columns a multiple of 32 apart keep that distance in shared memory
     CUTE_UNROLL
     for (int base = 0; base < kBases; ++base) {
       float* const to = results + row * C.head_dim_v + result_column(row, first_column + 8 * base);

@@ -30,7 +30,7 @@ struct ForwardTraits {
     alignas(128) Element v[C.stages][C.block_n * C.head_dim_v];
   };
   // Steps of Q that stay in registers: as many as the accumulators leave room for, found by trying. The others are read
-  // again for each tile of keys, into two slots by turns.
+  // again for each tile of keys, into two alternating slots.
   static constexpr int kPieces = C.block_m / (16 * C.warps), kSteps = C.head_dim / 16;
   static constexpr int kRoom = (kPieces == 1 ? 176 : 160) - C.block_m * (C.head_dim_v + C.block_n) / C.threads();
   static constexpr int kKept = std::clamp(kRoom / (4 * kPieces), 0, kSteps);

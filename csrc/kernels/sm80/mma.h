@@ -46,7 +46,7 @@ template <DType dtype, int M, int kWarps>
 using RowsMma = TiledMMA<typename Mma16816<dtype>::Atom, Layout<Shape<Int<kWarps>, _1, _1>>,
                          Tile<typename Share<M / (16 * kWarps), kWarps>::Tile, _16, _16>>;
 
-// A thread's part of a result of M x N that kDown x kAcross warps share.
+// A thread's share of a result of M x N that kDown x kAcross warps share.
 template <int M, int N, int kDown, int kAcross>
 CUTE_DEVICE auto make_accumulator() {
   return make_tensor<float>(
@@ -143,7 +143,7 @@ CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const B& 
   }
 }
 
-// This thread's part of an accumulator (kRows,kCols), which kDown x kAcross warps share, on its way to a shared tile of
+// This thread's share of an accumulator (kRows,kCols), which kDown x kAcross warps share, on its way to a shared tile of
 // SharedLayout<kRows, kCols>.
 template <class Element, int kRows, int kCols, int kDown, int kAcross>
 class SharedResult {
@@ -209,7 +209,7 @@ class SharedResult {
   static constexpr int kAtom = atom_columns(kCols);
   static constexpr int kRow = kAtom * kElement;  // bytes
 
-  uint32_t lane_bytes_;  // where this lane's part of the first piece is in the tile
+  uint32_t lane_bytes_;  // where this lane's share of the first piece is in the tile
   uint32_t tile_bytes_;  // shared address of the tile, the same in all lanes
 };
 

@@ -19,13 +19,15 @@ CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
-// How long the L2 cache is to keep what is read with it: the share `kept` of it like other data, the rest less long.
-CUTE_DEVICE uint64_t l2_policy(float kept) {
+// L2 policy of loads: `fraction` of them with evict_normal, the rest with evict_first.
+CUTE_DEVICE uint64_t l2_policy(float fraction) {
   constexpr float kLeast = 0x1p-5f;  // none is not a share
   uint64_t none, some;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(none));
-  asm("createpolicy.fractional.L2::evict_normal.L2::evict_first.b64 %0, %1;" : "=l"(some) : "f"(fmaxf(kept, kLeast)));
-  return kept == 0.f ? none : some;
+  asm("createpolicy.fractional.L2::evict_normal.L2::evict_first.b64 %0, %1;"
+      : "=l"(some)
+      : "f"(fmaxf(fraction, kLeast)));
+  return fraction == 0.f ? none : some;
 }
 
 CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid, uint64_t policy) {

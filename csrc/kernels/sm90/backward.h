@@ -1,12 +1,9 @@
-// Attention backward for Hopper: a CTA takes one tile of keys of one kv head after the other, and walks over the query
-// tiles of every query head that reads it. Two threads load tiles by TMA, and go on to the next tile of keys while this
-// one is computed; warpgroups compute 64 keys each by wgmma. dK and dV stay in registers from start to end, without
-// atomics also for grouped queries; dQ is summed over CTAs in fp32 global memory, by bulk copies and reductions out of
-// shared memory.
-// Scores are computed transposed, keys by queries: P and dS are then in the registers that the products for dV and dK
-// take them from, and dS alone passes through shared memory, for dQ.
-// Where key tiles are fewer than SMs, or the last ones fewer, several CTAs share the walk over a tile's queries
-// (BackwardWork), and one more pass adds up their dK and dV.
+// Attention backward for Hopper. A persistent CTA takes one tile of keys of a kv head after the other, and walks over
+// the query tiles of every query head that reads it. Two threads load by TMA, two store; two warpgroups compute 64 keys
+// each by wgmma. dK and dV stay in registers, without atomics also for GQA; dQ is summed in fp32 global memory.
+// Scores are computed transposed, keys by queries: P and dS are then already the register operands of dV and dK, and
+// only dS passes through shared memory, for dQ. Where key tiles are too few for the SMs, the walk of a tile is split
+// (BackwardWork), and backward_combine sums the splits.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -32,7 +29,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   if (threadIdx.x == 0) {
-    storage.pipeline_work.init(C.warps + 3);  // and the threads that load dO or send
+    storage.pipeline_work.init(C.warps + 3);  // and the threads that load dO or store
     storage.pipeline_k.init(C.warps);
     storage.pipeline_v.init(C.warps);
     storage.pipeline_q.init(C.warps);
@@ -43,7 +40,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
     for (auto& barrier : storage.landed) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
-  // After this barrier the rings are ready.
+  // After this barrier the pipelines are initialised.
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
@@ -55,7 +52,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
       Loader<C, true> load(params, storage);
       for_each_work(storage, [&](const BackwardWork& work, uint32_t) { load(work); });
     } else {
-      // After this wait no turn has been taken but those of this kernel.
+      // After this wait the semaphores count this kernel's tiles only.
       wait_on_dependent_grids();
       Sender<C> send(params, storage, warp - 2);
       for_each_work(storage, [&](const BackwardWork& work, uint32_t) { send(work); });

@@ -1,7 +1,7 @@
-// Attention backward for Hopper and heads of more than 128 dims. A CTA's registers hold dK and dV of 64 keys, no more,
-// for which it would have to bring much through the L2 cache. So two CTAs, a cluster, have 128 keys together: each
-// loads half of every Q and dO for both, and they exchange dS, so that each sums up half of dQ's columns over all of
-// the keys. Of three warpgroups one computes P and dS, one sums up dV and has dQ as well, and one sums up dK.
+// Attention backward for Hopper with head dims over 128. A CTA's registers hold dK and dV of only 64 keys, which alone
+// would load too much through L2. So a cluster of two CTAs has 128 keys: each loads half of every Q and dO for both
+// (multicast), and they exchange dS, so that each sums half of dQ's columns over all 128 keys. Of three warpgroups one
+// computes P and dS, one dV and dQ, one dK.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -20,7 +20,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
     storage.pipeline_work.init(1 + C.warps +
-                               2 * uses_semaphore(params.dq_accumulate));  // a loader, warps, threads of turns
+                               2 * uses_semaphore(params.dq_accumulate));  // a loader, the warps, the semaphore threads
     storage.pipeline_next.init(1);
     storage.fetched = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
@@ -34,7 +34,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.pipeline_p.init(4, 4);
     storage.pipeline_ds.init(8, 4);
     storage.pipeline_peer_ds.init(1);
-    storage.pipeline_semaphore.init(1);  // the thread that ends turns
+    storage.pipeline_semaphore.init(1);  // the thread that releases semaphores
     storage.pipeline_added.init(1, 4);
     for (auto& of_tensor : storage.landed) {
       for (auto& barrier : of_tensor) barrier.init(1);
@@ -42,7 +42,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.landed_k.init(1);
     cutlass::arch::fence_barrier_init();
   }
-  // After this barrier the rings are ready, in both CTAs.
+  // After this barrier the pipelines of both CTAs are initialised.
   cluster_sync();
   launch_dependent_grids();
   const int group = cutlass::canonical_warp_group_idx();
@@ -54,18 +54,18 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
         QueryLoader<C, false> load(params, storage);
         for_each_work(storage, [&](const BackwardWork& work, uint32_t tile) {
           load_keys<C>(params, storage, work, {tile});
-          // After this wait the LSE of all queries is there, and zeros, where sums of dQ begin with them.
+          // After this wait LSE of all queries is written, and dQ is zeroed where it starts from zeros.
           wait_on_dependent_grids();
           load(work);
         });
-        wait_on_dependent_grids();  // no CTA ends before: the next kernel waits for this one alone
+        wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
       }
     } else if (warp == 1) {
       if (elect_one_sync()) {
         QueryLoader<C, true> load(params, storage);
-        // As late as may be: who comes first to the end of a tile should be the first to have another one.
+        // As late as possible: the cluster that finishes first should get the next tile.
         while (const BackwardWork* work = next_work<C>(params, storage)) {
-          // After this wait the row sums of all queries are there.
+          // After this wait the row sums of all queries are written.
           wait_on_dependent_grids();
           load(*work);
         }
@@ -87,7 +87,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     cutlass::arch::warpgroup_reg_alloc<T::kKeyRegisters>();
     accumulate_dkdv<C, false>(params, storage, rank);
   }
-  // After this barrier nobody of the cluster still sends anything here.
+  // After this barrier no CTA of the cluster still writes to this CTA's shared memory.
   __syncwarp();
   cluster_sync();
 }

@@ -1,4 +1,4 @@
-// The warpgroups of Hopper's backward for wide heads: one computes scores, one sums up dV, and one dK.
+// The consumer warpgroups of the 2-CTA backward: one computes P and dS, one dV and dQ, one dK.
 #pragma once
 
 #include "kernels/sm90/backward_consumers.h"
@@ -6,8 +6,8 @@
 
 namespace flash_cute::sm90 {
 
-// Adds what a step's dS gives to an atom of dQ's columns that the CTA sums up: to sums in global memory, or it begins
-// them. may_add() comes in between, when the warpgroup has read dS for it.
+// Adds a step's contribution to one atom of dQ's columns in global memory, or starts the sum. may_add() runs once the
+// warpgroup has read dS.
 template <KernelConfig C, bool kInner, class MayAdd>
 CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank,
                         const BackwardWork& work, const PipelineState<1>& at, const BackwardStep& step,
@@ -50,9 +50,8 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::
   }
 }
 
-// P and dS of each step, for the other warpgroups; dS also for the other CTA. All others wait for them: so they are
-// handed on as soon as they are known, and this warpgroup does nothing else. A step begins with dP, as dO is there long
-// before Q, which dK holds up.
+// P and dS of each step for the other warpgroups, dS also for the other CTA. All others wait for them, so this
+// warpgroup does nothing else. A step starts with dP: dO arrives long before Q, whose buffer dK holds.
 template <KernelConfig C>
 CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank) {
   using T = TwoCtaTraits<C>;
@@ -80,18 +79,18 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
   PipelineState<C.stages> at;
   auto hand_on_p = [&] {
     const PipelineState<1> now{at.count};
-    // After this wait nobody still reads P of the step before.
+    // After this wait no one still reads P of the previous step.
     storage.pipeline_p.producer_acquire(now);
     store(tSrS, storage.v);
     storage.pipeline_p.producer_commit(now);
   };
   auto hand_on_ds = [&] {
     const PipelineState<1> now{at.count};
-    // After this wait nobody still reads dS of the step before, in neither CTA.
+    // After this wait no one still reads dS of the previous step, in either CTA.
     storage.pipeline_ds.producer_acquire(now);
     store(tSrdP, storage.ds[0]);
     storage.pipeline_ds.producer_commit(now);
-    // After this barrier the tile is complete, for the other CTA too.
+    // After this barrier the tile is complete, also for the copy to the other CTA.
     cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
     if (thread == 0) {
       constexpr uint32_t kBytes = T::kTile * sizeof(Element);
@@ -139,13 +138,13 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
     storage.pipeline_work.consumer_wait(tile);
     const BackwardWork& work = storage.work[tile.stage()];
     if (work.tile.row < 0) return;
-    // Also of a tile without steps: who left out a phase would take the next one for it.
+    // Also for a tile without steps: a skipped phase would be mistaken for the next one.
     storage.pipeline_k.consumer_wait({tile.count});
     storage.pipeline_v.consumer_wait({tile.count});
     if (!work.range.empty()) {
       cute::copy(copy_v0, copy_v0.get_thread_slice(opaque(thread)).partition_S(v0),
                  copy_v0.get_thread_slice(opaque(thread)).retile_D(tSrV0));
-      // After this barrier the first columns of V are in registers, and their place is free for P.
+      // After this barrier the first columns of V are in registers, and their buffer is free for P.
       cutlass::arch::NamedBarrier::sync(128, T::kGroupBarrier);
       CUTE_NO_UNROLL
       while (at.count < work.steps_until_end) add(work);
@@ -157,19 +156,19 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
   }
 }
 
-// Rounds a gradient of several products, 64 keys by kCols dims, into shared memory.
+// Rounds a gradient made of several products, 64 keys by kCols dims, into shared memory.
 template <int kCols, class Element, class Gradient>
 CUTE_DEVICE void write_products(Element* shared, Gradient& gradient, int thread) {
-  constexpr int kProducts = decltype(size<2>(gradient))::value, kEach = kCols / kProducts;  // columns of each
+  constexpr int kProducts = decltype(size<2>(gradient))::value, kEach = kCols / kProducts;  // columns of a product
   CUTE_UNROLL
   for (int n = 0; n < kProducts; ++n) {
     Tensor product = gradient(_, _, n);
-    warpgroup_fence_operand(product);  // one product after the other, for want of registers
+    warpgroup_fence_operand(product);  // one product at a time, for want of registers
     write_gradient<kEach>(shared + n * 64 * kEach, converted<Element>(product), thread);
   }
 }
 
-// dV of the CTA's 64 keys, and two atoms of dQ; or their dK.
+// dV of the CTA's 64 keys and two atoms of dQ; or dK of these keys.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank) {
   using T = TwoCtaTraits<C>;
@@ -209,7 +208,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
         const bool waits = uses_semaphore(params.dq_accumulate);
         const PipelineState<T::kSemaphores> at_semaphore{at.count};
         add_dq<C, true>(params, storage, rank, work, of_scores, step, [&] {
-          // After this wait there are sums to add to, or this tile begins them.
+          // After this wait this tile may add, or it starts the sums.
           if (waits) storage.pipeline_semaphore.consumer_wait(at_semaphore);
         });
         add_dq<C, false>(params, storage, rank, work, of_scores, step,
@@ -218,10 +217,10 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
       }
     }
 
-    // Both anew at every use: in registers they would spill.
+    // Recomputed at every use: in registers they would spill.
     auto thread = [&] { return opaque(threadIdx.x) % 128; };
     auto done = [&]() -> const BackwardWork& { return storage.work[opaque(tile.stage())]; };
-    // After this barrier nobody still reads K and V. The two warpgroups that wait do so in code of their own: an
+    // After this barrier no one still reads K and V. The two warpgroups that wait do so in code of their own: an
     // aligned barrier is for warps at the same instruction.
     if (!done().range.empty()) {
       cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
@@ -243,7 +242,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
       }
     }
     storage.pipeline_work.consumer_release(tile);
-    // After this wait what the warpgroup has sent has left.
+    // After this wait the TMA store has read the gradient.
     if (thread() == 0) tma_store_wait<0>();
     storage.pipeline_k.consumer_release({tile.count});
     if constexpr (kValues) storage.pipeline_v.consumer_release({tile.count});

@@ -1,5 +1,4 @@
-// The threads of Hopper's backward for wide heads that load tiles by TMA, and those that give and end turns to add to
-// dQ.
+// The producer threads of the 2-CTA backward: two load by TMA, two acquire and release the semaphores of dQ.
 #pragma once
 
 #include "kernels/sm90/backward_2cta_traits.h"
@@ -7,7 +6,7 @@
 
 namespace flash_cute::sm90 {
 
-// Zeros in place of the first rows of a tile that has landed.
+// Clears the first rows of a tile that has landed.
 template <int kAtoms, class Element>
 CUTE_DEVICE void clear_rows(Element* tile, int rows) {
   constexpr int kAtom = 64, kVector = 16 / sizeof(Element);
@@ -22,15 +21,15 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
   cutlass::arch::fence_view_async_shared();
 }
 
-// The CTA's K and V, and of the other CTA's K what its share of dQ needs. Keys that nobody sees become zeros, as dS,
-// which is 0 there, meets them.
+// Loads the CTA's K and V, and the columns of the other CTA's K that its half of dQ needs. Keys that no query sees
+// become zeros, as they meet dS, which is 0 there.
 template <KernelConfig C>
 CUTE_DEVICE void load_keys(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
                            const BackwardWork& work, const PipelineState<1>& tile) {
   const int rank = block_rank_in_cluster();
   using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
-  // After these waits dK and dV of the tile before have left, and all who waited for its K and V have seen them.
+  // After these waits the previous tile's dK and dV are stored, and all who waited for its K and V have seen them.
   storage.pipeline_k.producer_acquire(tile);
   storage.pipeline_v.producer_acquire(tile);
   if (work.range.empty()) {
@@ -66,8 +65,8 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename TwoCtaTraits<C
   storage.pipeline_k.producer_expect_tx(tile, 0);
 }
 
-// One of two threads that load Q and the LSE of each step, or dO and its row sums: of every second atom of columns, for
-// both CTAs. Rows in front of those that see anything arrive as zeros: whatever they hold, it meets no product.
+// One of two threads that load Q and LSE of each step, or dO and its row sums: every second atom of columns, for both
+// CTAs. Rows before the first visible one arrive as zeros: whatever they hold meets no product.
 template <KernelConfig C, bool kValues>
 class QueryLoader {
   using T = TwoCtaTraits<C>;
@@ -118,11 +117,11 @@ class QueryLoader {
   PipelineState<C.stages> at_;
 };
 
-// Where tiles of keys wait for each other, the CTA's turns to add to dQ, one after the other: f(turn, at).
+// Runs f(semaphore, state) for each step's semaphore of the CTA.
 template <KernelConfig C, class F>
 CUTE_DEVICE void for_each_dq_semaphore(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
                                        int rank, const F& f) {
-  // After this wait no turn has been taken but those of this kernel.
+  // After this wait the semaphores count this kernel's tiles only.
   wait_on_dependent_grids();
   PipelineState<TwoCtaTraits<C>::kSemaphores> at;
   for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
@@ -132,12 +131,12 @@ CUTE_DEVICE void for_each_dq_semaphore(const BackwardParams& params, typename Tw
   });
 }
 
-// The thread that says when there are sums to add to.
+// The thread that waits for each semaphore, and tells the warpgroup that adds.
 template <KernelConfig C>
 CUTE_DEVICE void acquire_dq_semaphores(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
                                        int rank) {
   for_each_dq_semaphore<C>(params, storage, rank, [&](const DqSemaphore<C>& semaphore, const auto& at) {
-    // After this wait the turn that was given in this stage has ended.
+    // After this wait the semaphore that this stage held has been released.
     storage.pipeline_semaphore.producer_acquire(at);
     while (!semaphore.is_ready()) continue;
     storage.first_stores[at.stage()] = semaphore.is_first();
@@ -145,7 +144,7 @@ CUTE_DEVICE void acquire_dq_semaphores(const BackwardParams& params, typename Tw
   });
 }
 
-// The thread that says, to all, that they have been added to.
+// The thread that releases each semaphore once the warpgroup has added.
 template <KernelConfig C>
 CUTE_DEVICE void release_dq_semaphores(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
                                        int rank) {
@@ -157,13 +156,13 @@ CUTE_DEVICE void release_dq_semaphores(const BackwardParams& params, typename Tw
   });
 }
 
-// What the first CTA takes is for both.
+// The first CTA fetches a tile number for both.
 template <KernelConfig C>
 CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
   auto& [number, steps, at, at_next] = storage.fetched;
   auto& [full, empty] = storage.pipeline_next;
   if (block_rank_in_cluster() == 0) {
-    // After this the counter is this kernel's alone: one of another thread of the host may count by it, too.
+    // After this wait the counter is this kernel's alone: a launch from another host thread may share it.
     wait_on_dependent_grids();
     const int taken = params.tile_counter.fetch();
     storage.pipeline_next.producer_acquire(at_next);
@@ -179,11 +178,11 @@ CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<
   at_next.advance();
 }
 
-// The next tile of keys, for all threads of the CTA, or none.
+// The next tile of keys, described for all roles of the CTA; null at the end.
 template <KernelConfig C>
 CUTE_DEVICE const BackwardWork* next_work(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
   auto& [number, steps, at, at_next] = storage.fetched;
-  // After this wait nobody still reads what the tile before the last one had to do.
+  // After this wait no one still reads the description of the tile before the last.
   storage.pipeline_work.producer_acquire(at);
   BackwardWork& work = storage.work[at.stage()];
   auto exists = [&] {

@@ -1,29 +1,29 @@
-// The pass after Hopper's backward that adds up dK and dV of key tiles whose work is cut into splits.
+// Sums dK and dV over the splits of key tiles whose work was split.
 #pragma once
 
 #include "kernels/sm90/backward_consumers.h"
 
 namespace flash_cute::sm90 {
 
-// Atoms of columns.
+// Swizzle atoms of columns.
 template <KernelConfig C>
 constexpr int kAtomsOfDk = C.head_dim / atom_columns(C.head_dim);
 template <KernelConfig C>
 constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v);
 
-// An atom of columns of dK or dV, of 64 keys: the splits' sums of it lie together. They are added in order.
+// One atom of columns of dK or dV of 64 keys; splits are added in a fixed order.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile& tile, const SeqSpan& span, int atom) {
   using Element = ElementOf<C.dtype>;
   constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim);
-  // Its accumulators lie as those of any warpgroup whose products have keys as rows.
+  // The accumulator layout of any warpgroup whose products have keys as rows.
   using Mma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kSlabRows>, Int<kCols>, Int<kSlabRows>>>()));
   __shared__ alignas(1024) Element shared[kSlabRows * kCols];
   const BwdProblem& p = params.p;
   Tensor sum = partition_fragment_C(Mma{}, Shape<Int<kSlabRows>, Int<kCols>>{});  // (MMA,1,1)
   clear(sum);
-  constexpr int kAtOnce = 4;  // splits whose sums are on their way together
+  constexpr int kAtOnce = 4;  // splits whose loads are in flight together
   CUTE_NO_UNROLL
   for (int first = 0; first < p.splits.count(); first += kAtOnce) {
     float more[kAtOnce][decltype(size(sum))::value];
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(128) backward_combine(const __grid_constant__ 
   const SeqSpan span = SeqInfo(f, tile.batch).k;
   // After this wait all splits have stored their sums.
   wait_on_dependent_grids();
-  launch_dependent_grids();  // not earlier: it waits for this kernel alone, and reads what the one before has written
+  launch_dependent_grids();  // not earlier: the next kernel waits for this one only, and reads what the previous one wrote
   if (tile.row >= span.length) return;
   const int atom = blockIdx.x % kAtoms;
   if (atom < kAtomsOfDk<C>) {

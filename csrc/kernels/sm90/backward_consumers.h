@@ -1,5 +1,5 @@
-// The warpgroups of Hopper's backward: products by wgmma, gradients of scores between them, and the way out of dK and
-// dV.
+// The consumer warpgroups of Hopper's backward: five wgmma products per step, the gradient of the scores, and the
+// epilogue of dK and dV.
 #pragma once
 
 #include "kernels/common/backward_scores.h"
@@ -7,7 +7,7 @@
 
 namespace flash_cute::sm90 {
 
-// Where this thread's elements are in a tile of scores, of which each warpgroup has 64 keys.
+// Coordinates of a thread's elements in a tile of scores, where each warpgroup has 64 keys.
 struct WarpgroupCoords {
   static constexpr bool kColumnsInOrder = true;
 
@@ -16,7 +16,7 @@ struct WarpgroupCoords {
   CUTE_DEVICE explicit WarpgroupCoords(unsigned thread)
       : key(thread / 32 * 16 + thread % 32 / 4), query(thread % 4 * 2) {}
 
-  // Row r and column c of rows_of(), counted from the first.
+  // Offsets of row r and column c of rows_of() from the first.
   CUTE_HOST_DEVICE static constexpr int down(int r) { return 8 * r; }
   CUTE_HOST_DEVICE static constexpr int across(int c) { return column_offset(c); }
 };
@@ -27,41 +27,40 @@ CUTE_DEVICE void scale(Gradient& gradient, float factor) {
   for (int i = 0; i < size(gradient); ++i) gradient(i) *= factor;
 }
 
-// A rounded gradient of a warpgroup, 64 keys by dims, into shared memory, for the TMA to see.
+// Writes a warpgroup's rounded gradient, 64 keys by dims, to shared memory for a TMA store.
 template <int kCols, class Element, class Rounded>
 CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) {
   using Mma = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kCols>, _64>>()));
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, Mma{});
   auto thread_out = copy_out.get_thread_slice(thread);
-  // The same numbers in the same order, whether they were summed up in one product or in several.
+  // The registers are in the same order whether one product or several made them.
   Tensor all = make_tensor(rounded.data(), partition_shape_C(Mma{}, Shape<_64, Int<kCols>>{}));  // (MMA,1,1)
   Tensor out = make_tensor(make_smem_ptr(shared), RowsLayout<Element, 64, kCols>{});  // (key,dim)
   cute::copy(copy_out, thread_out.retile_S(all), thread_out.partition_D(out));
   tma_store_fence();
 }
 
-// Leaves a gradient of a warpgroup, over a split of the queries, to the pass that adds splits up.
+// Writes a warpgroup's partial gradient over one split of the queries to the workspace.
 template <KernelConfig C, bool kValues, class Gradient>
 CUTE_DEVICE void store_split(const BwdProblem& p, const Gradient& gradient, const BackwardWork& work, int thread) {
   const int row = work.tile.row + thread / 128 * kSlabRows;
   if (row >= work.seq.k.length) return;
   float* const sums = split_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.split) + thread % 128;
-  // Not as vectors, which would need registers in fours: of 256 dims some spill.
+  // Scalar stores: vectors need aligned registers, and 256 dims would spill.
   CUTE_UNROLL
   for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
 }
 
-// Where in a tile of keys a step stands.
+// What a step of a key tile finds.
 enum class StepKind {
-  Alone,  // the first one, and nothing is left of the CTA's tile before
-  Next,  // the first one, beside which the tile before is finished
+  Alone,  // first step, nothing left of the previous tile
+  Next,  // first step, which also finishes the previous tile
   Inside,
 };
 
-// A warpgroup that computes the gradients of 64 keys, of one tile of keys after the other. Products hold up the warps
-// that issue them, nearly to their end, so that what hides the work on scores are the products of another warpgroup,
-// half a step away: none waits for the others' dS, but takes it a step late. So a tile's last dQ is computed, and dV
-// and dK are sent off, during the first step of the next tile: products do not pause between tiles.
+// A consumer warpgroup: gradients of 64 keys of each key tile. A warp that issues wgmma stalls almost until it ends, so
+// the work on scores hides under the other warpgroup's products: the two run half a step apart, and take each other's
+// dS one step late. A tile's last dQ, dV and dK go out during the next tile's first step, so products never pause.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   using T = BackwardTraits<C>;
@@ -73,7 +72,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   typename T::template MmaKeys<C.head_dim> mma_dk;
   typename T::template MmaKeys<C.head_dim_v> mma_dv;
   typename T::MmaQ mma_dq;
-  // An operand of the warpgroup's products, which tells it of each buffer: (MMA,1,MMA_K).
+  // An operand of the warpgroup's products as a function of the buffer: (MMA,1,MMA_K).
   auto operand = [&](auto& buffers, auto layout, auto partition) {
     if constexpr (T::kHoldsDescriptors) {
       Tensor held = with_unknown_descriptors(partition(group, shared_tiles(buffers, layout)));  // (MMA,1,MMA_K,buffer)
@@ -108,27 +107,27 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
   auto& pipeline_dq = storage.pipeline_dq[group];
   auto& pipeline_out = storage.pipeline_out[group];
-  PipelineState<C.stages> at;  // a step, of all tiles of this CTA
+  PipelineState<C.stages> at;  // a step, over all tiles of this CTA
   uint32_t tile = 0;  // of keys, of this CTA
 
-  // A warpgroup's turn begins with dK's product and ends with the next step's dP: meanwhile the other one is at
-  // gradients of scores, and at products that need them. So they stay half a step apart.
+  // Ping-pong: a warpgroup issues from dK of one step to dP of the next. Meanwhile the other one computes dS and the
+  // products that need it.
   static_assert(T::kGroups == 2);
   constexpr int kBoth = 2 * 128;
-  bool holds_ping_pong = false;  // between two tiles
-  // After this barrier the other warpgroup's turn has ended.
+  bool holds_ping_pong = false;  // across the end of a tile
+  // After this barrier the other warpgroup has issued its products.
   auto ping_pong_wait = [&] { cutlass::arch::NamedBarrier::sync(kBoth, T::kPingPongBarrier + group); };
   auto ping_pong_arrive = [&] { cutlass::arch::NamedBarrier::arrive(kBoth, T::kPingPongBarrier + 1 - group); };
-  if (group == 1) ping_pong_arrive();  // the first one begins
+  if (group == 1) ping_pong_arrive();  // group 0 begins
 
-  // dQ of a step, from dS of all warpgroups.
+  // dQ of a step, from dS of both warpgroups.
   auto start_dq = [&](const PipelineState<2>& at, uint32_t tile, bool ds_is_full, auto& tQrdQ) {
     storage.pipeline_ds.consumer_wait(at, ds_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dq, tQsdS(at.stage()), tQsK(tile % 2), tQrdQ);
   };
   auto send_dq = [&](const PipelineState<2>& at, bool room, const auto& tQrdQ) {
     storage.pipeline_ds.consumer_release(at);
-    // After this wait the warpgroup's dQ of the step before has left shared memory.
+    // After this wait the warpgroup's previous dQ has been stored.
     pipeline_dq.producer_acquire({at.count + 1}, room);
     float* const dq = storage.dq[group];
     CUTE_UNROLL
@@ -139,7 +138,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     pipeline_dq.producer_commit(at);
   };
-  // At the end of a tile: after the last step's products.
+  // At the end of a tile, after its last step's products.
   auto scale_gradients = [&] {
     scale(tKrdK, p.fwd.softmax_scale);
     if constexpr (C.has_dropout()) {
@@ -147,18 +146,18 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       scale(tVrdV, p.fwd.rules.keep_scale);
     }
   };
-  // Rounded dV or dK of a tile leaves shared memory from where dQ does.
+  // dV or dK, rounded, is stored from the buffer of dQ.
   auto send_gradient = [&](auto is_values, uint32_t tile, auto& rounded) {
     constexpr bool kValues = decltype(is_values)::value;
     const PipelineState<1> at_out{2 * tile + !kValues};
-    // After this wait the gradient before has left shared memory.
+    // After this wait the previous gradient has been stored.
     pipeline_out.producer_acquire(at_out);
     write_gradient<kValues ? C.head_dim_v : C.head_dim>(reinterpret_cast<Element*>(storage.dq[group]), rounded,
                                                         opaque(thread) % 128);
     pipeline_out.producer_commit(at_out);
   };
   auto send_dv = [&](uint32_t tile, auto& rounded) {
-    // After this wait the dQ that was sent last has left shared memory.
+    // After this wait the last dQ has been stored.
     pipeline_dq.producer_acquire({at.count});
     send_gradient(true_type{}, tile, rounded);
   };
@@ -166,9 +165,9 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     send_gradient(false_type{}, tile, rounded);
     storage.pipeline_work.consumer_release({tile});
   };
-  // After this wait what was sent of a tile has left shared memory.
+  // After this wait dV and dK of the tile have been stored.
   auto wait_sent = [&](uint32_t tile) { pipeline_out.producer_acquire({2 * tile + 2}); };
-  // Both, and waits until they have left.
+  // Both, and waits until they have been stored.
   auto send_gradients = [&](uint32_t tile) {
     scale_gradients();
     if (const BackwardWork& work = storage.work[tile % 2]; work.cut >= 0) {
@@ -184,11 +183,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     wait_sent(tile);
   };
 
-  // Rules need the registers in which answers to what is asked ahead wait, and those of a tile that is not finished
-  // yet.
+  // Score rules need the registers that early answers and an unfinished tile would take.
   constexpr bool kAsksAhead = !C.rich(), kFinishesBeside = !C.rich();
   bool q_is_full = false;
-  // A step of a tile. The result is whether it was the last one.
+  // One step of a tile; returns whether it was the last.
   auto add = [&](auto place) __attribute__((always_inline)) {
     constexpr bool kFirst = place != StepKind::Inside, kHasBefore = place != StepKind::Alone;
     constexpr bool kFinishes = place == StepKind::Next;
@@ -226,7 +224,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     auto start_dv = [&] { start_product<kSum>(mma_dv, as_register_operand(tSrP), tVsdO(stage), tVrdV); };
     if constexpr (T::kManyQueries) start_dv();
     Tensor tSrdS = converted<Element>(tSrdP);  // (MMA,1,1)
-    // After this wait nobody still reads dS of two steps before.
+    // After this wait no warpgroup still reads dS of two steps before.
     storage.pipeline_ds.producer_acquire(at_ds, ds_is_empty);
     DsStore<C>(opaque(thread)).store(storage.ds[at_ds.stage()], tSrdS);
     if constexpr (!T::kManyQueries) start_dv();
@@ -255,7 +253,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     at.advance();
     return is_last;
   };
-  // The tile before, by itself.
+  // Finishes the previous tile on its own.
   auto finish = [&] {
     if (holds_ping_pong) ping_pong_arrive();
     holds_ping_pong = false;
@@ -274,14 +272,14 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
         kFinishesBeside && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].cut < 0;
     if (work.has_unfinished && !finishes_beside) finish();
     if (ends) return;
-    if (is_empty) {  // nobody sees these keys
+    if (is_empty) {  // no query sees these keys
       storage.pipeline_k.consumer_wait({tile});
       storage.pipeline_k.consumer_release({tile});
       storage.pipeline_v.consumer_wait({tile});
       storage.pipeline_v.consumer_release({tile});
       clear(tKrdK);
       clear(tVrdV);
-      // After this wait the last dQ has left shared memory.
+      // After this wait the last dQ has been stored.
       pipeline_dq.producer_acquire({at.count + 1});
       send_gradients(tile);
       continue;
@@ -294,8 +292,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     }
     CUTE_NO_UNROLL
     while (!is_last) is_last = add(cute::C<StepKind::Inside>{});
-    // The next tile's keys come after both warpgroups' first step of this one: who has had no other ends its turn, or
-    // the other one could not take its own.
+    // The next tile's keys arrive after both warpgroups' first step of this one. A warpgroup without a second step must
+    // pass the ping-pong on, or the other could not start.
     holds_ping_pong = work.steps() > 1;
     if (!holds_ping_pong) ping_pong_arrive();
   }

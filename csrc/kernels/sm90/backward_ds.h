@@ -1,19 +1,19 @@
-// The way of dS into shared memory, where dQ's product reads it.
+// dS from registers to shared memory, where the product for dQ reads it.
 #pragma once
 
 #include "kernels/sm90/backward_traits.h"
 
 namespace flash_cute::sm90 {
 
-// Where a thread's rows of a warpgroup's dS begin in shared memory, and how its steps of 16 queries lie from there on.
-// In place of a tiled copy, which takes some 50 instructions to find it anew, in a step of 550.
+// Addresses of a thread's stores of dS, worked out once. A tiled copy would recompute them with about 50 instructions
+// in each step of 550.
 template <KernelConfig C>
 class DsStore {
   using T = BackwardTraits<C>;
-  static constexpr int kRowBytes = 128, kVectorBytes = 16;  // of an atom of the swizzle, whose rows are 128 bytes wide
+  static constexpr int kRowBytes = 128, kVectorBytes = 16;  // of a swizzle atom, whose rows are 128 bytes
 
-  // Of the four tensor_view of 8 x 8 that are stored at once, the second and the fourth have the later keys, and the last
-  // two the later queries. Lanes have a row of a matrix each.
+  // stmatrix stores four 8 x 8 matrices: the second and fourth have the later keys, the last two the later queries. A
+  // lane addresses one row of one matrix.
   struct Row {
     unsigned group, warp, later_keys, later_queries, row;
 
@@ -37,7 +37,7 @@ class DsStore {
     }
   }
 
-  // Stores the rounded dS of the warpgroup (MMA=(2,2,N/8),1,1) in a tile.
+  // Stores the warpgroup's rounded dS (MMA=(2,2,N/8),1,1).
   template <class Gradient>
   CUTE_DEVICE void store(typename T::Element* tile, const Gradient& gradient) const {
     static_assert(agrees_with_layout());
@@ -59,7 +59,7 @@ class DsStore {
   }
 
  private:
-  // The place in a step of what is at `first` in the first one.
+  // The address in a step of 16 queries of what is at `first` in the first one.
   CUTE_HOST_DEVICE static constexpr uint32_t in_step(int step, uint32_t first) {
     static_assert(T::kManyQueries || C.block_m == 64, "queries are an atom's width");
     return T::kManyQueries ? first + step * 16 * kRowBytes : first ^ (step * 2 * kVectorBytes);
@@ -79,7 +79,7 @@ class DsStore {
     return true;
   }
 
-  uint32_t offset_;  // bytes from a tile's begin, in its first step
+  uint32_t offset_;  // bytes from the tile's begin, in its first step
 };
 
 }  // namespace flash_cute::sm90

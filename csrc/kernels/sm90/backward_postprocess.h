@@ -1,4 +1,4 @@
-// The pass after Hopper's backward that rounds the sums of dQ.
+// Rounds the sums of dQ, after Hopper's backward.
 #pragma once
 
 #include "kernels/common/pdl.h"
@@ -12,7 +12,7 @@ using TraitsOf = std::conditional_t<C.two_cta(), TwoCtaTraits<C>, BackwardTraits
 template <KernelConfig C>
 constexpr int kPostprocessThreads = 128 * TraitsOf<C>::kDqGroups;
 
-// dQ = softmax_scale * sums, rounded: a tile of queries a CTA.
+// dQ = softmax_scale * sums, rounded; one query tile a CTA.
 template <KernelConfig C>
 __global__ void __launch_bounds__(kPostprocessThreads<C>)
     backward_postprocess(const __grid_constant__ BackwardParams params) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   if constexpr (C.dq_columns() == C.head_dim) {
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group, i);
-  } else {  // a pair's three atoms of columns, of which the one in the middle is in two places
+  } else {  // 2-CTA with three atoms of columns: the middle one has two partial sums
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group == 2 ? 3 : group, i);
     if (group == 1) {
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   Tensor out = make_tensor(make_smem_ptr(shared), typename T::LayoutQ{});  // (query,dim)
   cute::copy(copy_out, thread_out.retile_S(converted<Element>(tQrdQ)), thread_out.partition_D(out));
   tma_store_fence();
-  // After this barrier the tile is in shared memory, for the TMA to see.
+  // After this barrier the tile is in shared memory, visible to the TMA.
   __syncthreads();
   if (thread != 0) return;
   params.dq.template store<C.block_m, C.head_dim>(shared, tile.span, tile.row, tile.head, tile.batch);

@@ -1,4 +1,4 @@
-// The threads of Hopper's backward that load tiles by TMA, and those that send results off.
+// The producer threads of Hopper's backward: two load tiles by TMA, two store dQ, dK and dV.
 #pragma once
 
 #include "kernels/common/pdl.h"
@@ -6,22 +6,20 @@
 
 namespace flash_cute::sm90 {
 
-// Where tiles of keys have a long way through queries, keeps CTAs near each other, so that what one brings into the L2
-// cache is still there when the others come: on their own some are ahead, and further so with every tile, until each
-// has to read all from memory. A CTA counts its steps with everybody's, and where it is ahead of the mean it stays for
-// a while: not until the others come, as they need not be running. Where that does not help for long, they are not, and
-// it waits no more.
+// Keeps CTAs near each other on long walks through the queries, so that what one loads into L2 is still there for the
+// others; unthrottled, CTAs drift apart until each reads from memory. A CTA that is ahead of the mean step waits for a
+// bounded time: the others may not be resident. After kPatience futile waits it stops waiting.
 class L2Throttle {
   static constexpr uint32_t kInterval = 16, kAhead = 16;  // steps
-  static constexpr uint32_t kEnd = 1 << 23;  // steps that lift the mean so far that nobody waits any more
-  static constexpr int kPolls = 8;  // in a while, of a microsecond each
-  static constexpr int kPatience = 16;  // whiles in vain, one after the other
+  static constexpr uint32_t kEnd = 1 << 23;  // steps that raise the mean so far that no CTA waits any more
+  static constexpr int kPolls = 8;  // of a wait, about 1 us each
+  static constexpr int kPatience = 16;  // futile waits in a row
 
  public:
   CUTE_DEVICE explicit L2Throttle(const BackwardParams& params)
       : all_steps_(params.throttled ? params.p.dq_semaphores : nullptr) {}
 
-  // After so many steps of this CTA.
+  // Called after each step of this CTA.
   CUTE_DEVICE void step(uint32_t steps) {
     if (all_steps_ == nullptr || steps % kInterval != 0 || steps == 0) return;
     count(kInterval);
@@ -37,7 +35,7 @@ class L2Throttle {
     }
   }
 
-  // Of a CTA that has no more tiles.
+  // Called by a CTA that has no more tiles.
   CUTE_DEVICE void finish() const {
     if (all_steps_ != nullptr) count(kEnd);
   }
@@ -47,13 +45,12 @@ class L2Throttle {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(all_steps_), "r"(steps) : "memory");
   }
 
-  int* all_steps_;  // of all CTAs; null: everybody goes at a pace of his own
+  int* all_steps_;  // of all CTAs; null: no throttle
   int futile_ = 0;
 };
 
-// One of two threads that load tiles by TMA, for each tile of keys that the CTA takes: K, and Q and the LSE of each
-// step; or V, and dO and its row sums. Rows in front of those that see anything, or are seen, arrive as zeros, as those
-// behind the sequence's end do: whatever they hold, it meets no product.
+// One of two threads that load by TMA: K, then Q and LSE of each step; or V, then dO and its row sums. Rows before the
+// first visible one arrive as zeros, like rows past the end: whatever they hold meets no product.
 template <KernelConfig C, bool kValues>
 class Loader {
   using T = BackwardTraits<C>;
@@ -78,7 +75,7 @@ class Loader {
     }
     at_keys_.advance();
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
-    // After this wait the LSE and row sums of all queries are there, and zeros, where sums of dQ begin with them.
+    // After this wait LSE and row sums of all queries are written, and dQ is zeroed where it starts from zeros.
     wait_on_dependent_grids();
     auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
@@ -100,7 +97,7 @@ class Loader {
   }
 
  private:
-  // Brings kRows rows from `row` on to the barrier that expect(bytes) gives.
+  // Loads kRows rows from `row` on; expect(bytes) returns the barrier that counts them.
   template <int kRows, class Element, class Expect>
   CUTE_DEVICE void load(Int<kRows>, const RaggedMap& map, Element* to, TMA::CacheHintSm90 hint, const SeqSpan& span,
                         int first, int row, int head, int batch, const Expect& expect) {
@@ -133,7 +130,7 @@ class Loader {
   L2Throttle throttle_;
 };
 
-// The thread that loads K and Q: it takes tiles of keys, and says what they have to do.
+// The thread that loads K and Q also fetches key tiles and describes them to the other roles.
 template <KernelConfig C>
 CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   Loader<C, false> load(params, storage);
@@ -146,9 +143,9 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
     at.advance();
   };
   const TileCounter& tile_counter = params.tile_counter;
-  // As late as the counter's latency allows: who comes first to the end of a tile should be the first to have another.
+  // As late as the counter's latency allows: the CTA that finishes first should get the next tile.
   auto take = [&] {
-    // After this the counter is this kernel's alone: one of another thread of the host may count by it, too.
+    // After this wait the counter is this kernel's alone: a launch from another host thread may share it.
     wait_on_dependent_grids();
     return tile_counter.fetch();
   };
@@ -163,12 +160,12 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   BackwardWork& end = storage.work[at.stage()];
   end.tile.row = -1;
   publish(end);
-  wait_on_dependent_grids();  // no CTA ends before: the next kernel waits for this one alone
+  wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
   L2Throttle(params).finish();
   launch_dependent_grids();
 }
 
-// What another thread does for each of them; do_work() is also told how many came before.
+// Runs do_work(work, number of tiles before) for each tile of keys of the CTA.
 template <class Storage, class Do>
 CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   for (PipelineState<2> at;; at.advance()) {
@@ -180,9 +177,8 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   }
 }
 
-// A step's turn to add to dQ, or to the columns of one CTA of a pair, where key tiles wait for each other (DqAccumulate): by
-// their numbers, so that one waits for earlier ones alone, and those have a CTA that runs. The first one has nothing to
-// add to, and stores.
+// The dQ semaphore of a query tile (or of one CTA's columns of it): key tiles add in the order of their numbers, so
+// each waits only for tiles that a running CTA owns. The first tile stores instead of adding.
 template <KernelConfig C>
 class DqSemaphore {
  public:
@@ -196,7 +192,7 @@ class DqSemaphore {
     before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
   }
 
-  // Whether there are sums to add to: those of all tiles before, or of the first one, which need not wait itself.
+  // Whether this tile may add: all earlier ones have (Serialized), or the first one has stored (FirstStores).
   CUTE_DEVICE bool is_ready() const {
     if (is_first()) return true;
     int done;
@@ -206,16 +202,16 @@ class DqSemaphore {
 
   CUTE_DEVICE bool is_first() const { return before_ == 0; }
 
-  // Whether others wait for its end.
+  // Whether other tiles wait for this one.
   CUTE_DEVICE bool is_awaited() const { return serialized_ || is_first(); }
 
-  // To be called when what is stored or added is complete for this thread. The release makes it so for all: it costs a
-  // microsecond, and without it tiles have been seen to add in another order.
+  // Called when this thread's stores or adds are complete. The release publishes them to all: it costs about 1 us, and
+  // without it tiles were seen to add in another order.
   CUTE_DEVICE void release() const {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter_) : "memory");
   }
 
-  // The query tile's first row, among the padded rows of all heads.
+  // The query tile's first row among the padded rows of all heads.
   CUTE_DEVICE int64_t padded_row() const { return padded_row_; }
 
  private:
@@ -225,10 +221,9 @@ class DqSemaphore {
   bool serialized_;
 };
 
-// One of two threads that send off what warpgroups leave in shared memory: dQ, to be added to global memory or to begin
-// the sums there, and for each tile of keys dV and dK, before the last of these. Each serves a warpgroup. Where tiles
-// wait for each other, each serves both at every second step: while one is at the end of its turn, the other begins
-// with the next; the first one sends dV and dK of both.
+// One of two threads that store what the warpgroups wrote to shared memory: dQ, added to or starting the sums in global
+// memory, and dV and dK of each key tile before its last dQ. Each serves one warpgroup. With semaphores each serves
+// both warpgroups on every second step, so that one waits while the other stores; the first stores dV and dK of both.
 template <KernelConfig C>
 class Sender {
   using T = BackwardTraits<C>;
@@ -259,7 +254,7 @@ class Sender {
   }
 
  private:
-  // Sends off what is in the buffers that this thread serves.
+  // Stores the buffers that this thread serves.
   template <int kStages, class SendOf>
   CUTE_DEVICE void send(Pipeline<kStages> (&pipelines)[T::kGroups], const PipelineState<kStages>& at,
                         const SendOf& send_of) const {
@@ -269,7 +264,7 @@ class Sender {
       pipelines[group].consumer_wait(at);
       send_of(group);
       tma_store_arrive();
-      // After this wait the buffer has been read.
+      // After this wait the TMA store has read the buffer.
       tma_store_wait<0>();
       pipelines[group].empty[at.stage()].arrive();
     }
@@ -298,10 +293,10 @@ class Sender {
     }
     const DqSemaphore<C> semaphore(params_, work, step);
     while (!semaphore.is_ready()) continue;
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // bulk reductions come after what was seen, too
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // orders the bulk reductions after the acquire
     add(semaphore.padded_row(), semaphore.is_first());
     if (!semaphore.is_awaited()) return;
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are in global memory
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are complete in global memory
     semaphore.release();
   }
 

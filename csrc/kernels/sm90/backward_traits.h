@@ -1,4 +1,4 @@
-// What the threads of Hopper's backward share: its parameters, types of products, and shared memory.
+// What the roles of Hopper's backward share: parameters, work, MMA types and shared memory.
 #pragma once
 
 #include "core/backward_order.h"
@@ -14,11 +14,11 @@ namespace flash_cute::sm90 {
 struct BackwardParams {
   BwdProblem p;
   RaggedMap q, k, v, dout, dq, dk, dv;
-  TileCounter tile_counter;  // of tiles of keys, those that are cut by their splits
+  TileCounter tile_counter;  // over key tiles, where each split of a tile has a number of its own
   KeyOrder order;
-  FastDivmod splits;  // of a tile that is cut: how many
+  FastDivmod splits;  // splits of a tile that is split
   DqAccumulate dq_accumulate;
-  bool throttled;  // CTAs stay near each other: see L2Throttle
+  bool throttled;  // CTAs that run ahead wait for the others: see L2Throttle
 };
 
 template <bool kSecond, class First, class Second>
@@ -30,51 +30,26 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// What a CTA has to do for a tile of keys, and in which order: it goes through the query heads of a query tile, then to
-// the next query tile. With several heads, tiles that run at once are to be at the same queries, which the L2 cache
-// does not hold for all heads at different places: also under a causal mask, where a tile's queries are those from its
-// keys on. The first tiles begin with the last queries, and end one after the other, late keys first. Those that follow
-// begin with the first queries that see them: a later start is at later queries, so that these tiles are at the same
-// ones, too. So sets of tiles that start together walk down and up by turns. Where a window ends to the left they
-// cannot be at the same queries, and go through one head after the other, each from its last queries on. With one head
-// every tile begins with the first queries that see it: under a causal mask those of a set are at different queries
-// then, and do not add to the same sums of dQ at once.
-//
-// In turns, windows of three quarters of the keys or more count as none: their tiles differ in length, and would wait
-// for each other at every head. Under a mask a set that walks up waits: each of its tiles begins where all earlier ones
-// have just come to, which have their turns there one after the other. So sets walk down alone, as long as the L2 cache
-// holds what tiles at different places need; with the tiles of twice as many heads together, half of a head's tiles run
-// at once, and are nearer to each other.
-//
-// Wherever key tiles wait for each other (DqAccumulate), late keys of one head come first, and begin with the first queries
-// that see them: under a causal mask these see no later keys, so that nobody waits for its first semaphore. But of the heads
-// that are taken last early keys come first, and begin with the last queries: their tiles are the longest. So it is in
-// turns with more heads, and with more tiles than start together: the wait is short for what comes after it. Where
-// several heads wait for the first tile alone, this is the one with the earliest keys, and sets walk down and up: tiles
-// that are at the same queries as the first one hardly wait.
-//
-// Where key tiles are fewer than SMs, the work on each is cut into splits, and so it is on the last ones, if they would
-// leave SMs without a tile: shares of the query heads, and of the tiles of queries that see the keys, which may be
-// none. A query tile of a head belongs to one split of each key tile that it sees, so that turns are counted as without
-// splits. Parts of a tile have numbers that follow each other, so that who comes before in turns was taken before,
-// whatever split it is.
+// The work of a CTA for one tile of keys, and its order: all query heads of a query tile, then the next query tile,
+// upwards or downwards. The order keeps tiles that run at once at the same queries, so that L2 serves them, and lets
+// semaphores of dQ rarely wait. docs/kernels/backward_order.md has the reasons and a picture.
 class BackwardWork {
  public:
-  int cut;  // number of the tile among those that are cut, or less than 0
+  int cut;  // number of the tile among those that are split, or negative
   int split;
   KeyTile tile;
   SeqInfo seq;
-  TileRange range;  // of queries that see some of the keys, those of the split
-  int heads, first_head;  // of queries: how many, from which on
-  uint32_t steps_until_end = 0;  // of the CTA, in all its tiles until this one's end; of pairs
-  bool has_unfinished = false;  // the CTA's tile before had steps: its dV, dK and last dQ are still to be sent
+  TileRange range;  // of query tiles that see some of the keys, those of the split
+  int heads, first_head;  // query heads: how many, and the first
+  uint32_t steps_until_end = 0;  // of the CTA, from its start to this tile's end (2-CTA backward)
+  bool has_unfinished = false;  // the previous tile's dV, dK and last dQ are still to be stored
 
   CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number)
       : BackwardWork(params, block_m, block_n, number, number - params.p.splits.whole_tiles) {}
 
   CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
   CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
-  // Behind the last step its head is none.
+  // After the last step the head is out of range.
   CUTE_DEVICE QueryStep after(QueryStep step) const {
     const int next_head = step.head + 1;
     if (next_head < heads_inside_) return {next_head, step.m};
@@ -84,7 +59,7 @@ class BackwardWork {
   }
 
  private:
-  // `behind`: so many numbers behind the tiles that are not cut.
+  // `behind`: the number relative to the first tile that is split.
   CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number, int behind)
       : cut(behind < 0 || params.splits.value == 1 ? -1 : params.splits.div(behind)),
         split(cut < 0 ? 0 : behind - cut * params.splits.value),
@@ -116,12 +91,12 @@ class BackwardWork {
     return range;
   }
 
-  int heads_inside_;  // of a query tile that follow each other: all, or one
+  int heads_inside_;  // consecutive heads of a query tile: all, or one
   bool early_first_;
 };
 
-// Sums of dK, or of dV, over a split of what sees the 64 keys of a warpgroup, from `row` of the sequence on, which are
-// among those of a tile that is cut: an accumulator of all threads, then the next one.
+// Partial sums of dK or dV over one split, of the 64 keys of a warpgroup from `row` of the sequence on: one accumulator
+// register of all threads after the other.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE float* split_sums(const BwdProblem& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
                               int split) {
@@ -133,11 +108,11 @@ CUTE_DEVICE float* split_sums(const BwdProblem& p, int cut, const KeyTile& tile,
          (kValues ? kSlabRows * C.head_dim : 0);
 }
 
-// A tile of queries, from the producer to the consumers.
+// A step, a tile of queries of one head, from the producer to the consumers.
 struct BackwardStep {
   int first_query, head;
-  bool full;  // the band hides nothing
-  bool last = false;  // of the tile of keys; pairs count their steps
+  bool full;  // no element is masked
+  bool last = false;  // of the tile of keys (the 2-CTA backward counts steps instead)
 };
 
 template <KernelConfig C>
@@ -151,19 +126,18 @@ struct BackwardTraits {
   using LayoutQt = ColumnsLayout<Element, C.block_m, C.head_dim>;  // (dim,query)
   using LayoutDout = RowsLayout<Element, C.block_m, C.head_dim_v>;  // (query,dim)
   using LayoutDoutT = ColumnsLayout<Element, C.block_m, C.head_dim_v>;  // (dim,query)
-  // Found by trying: with 128 queries a step dS lies by queries in shared memory, the exponentials run under dP, and dV
-  // begins before dS is rounded; with 64 dS lies by keys, the exponentials wait for dP, and dV begins once dS is
-  // stored.
+  // Two schedules, by measurement. With 128 queries a step: dS row-major by queries in shared memory, exponentials
+  // under dP, dV before dS is rounded. With 64: dS by keys, exponentials after dP, dV once dS is stored.
   static constexpr bool kManyQueries = C.block_m == 128;
-  // Descriptors of operands are held ready, or made anew for each product. The latter takes no registers, of which
-  // rules leave none, and with 128 queries a step it is faster, though it takes more instructions.
+  // Whether smem descriptors live in registers. Recomputing them needs none (score rules leave none) and is faster with
+  // 128 queries a step, though it takes more instructions.
   static constexpr bool kHoldsDescriptors = !kManyQueries && !C.rich();
   using LayoutDs = std::conditional_t<kManyQueries, RowsLayout<Element, C.block_m, C.block_n>,
                                       ColumnsLayout<Element, C.block_n, C.block_m>>;  // (query,key)
 
   using Down = Layout<Shape<Int<kGroups>, _1, _1>>;  // warpgroups along the rows of a result
   using Across = Layout<Shape<_1, Int<kGroups>, _1>>;  // along its columns
-  static constexpr bool kRowsOfDq = C.block_m == 64 * kGroups;  // whether each has rows of dQ, and not columns
+  static constexpr bool kRowsOfDq = C.block_m == 64 * kGroups;  // a warpgroup has rows of dQ, not columns
   template <int kDims>  // S^T = K Q^T and dP^T = V dO^T
   using MmaScores = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_n>, Int<C.block_m>, Int<kDims>>>(), Down{}));
@@ -177,16 +151,15 @@ struct BackwardTraits {
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kDqColumns>, Int<C.block_n>>,
                            kManyQueries ? GMMA::Major::K : GMMA::Major::MN, GMMA::Major::MN>(),
       std::conditional_t<kRowsOfDq, Down, Across>{}));
-  static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // of a tile's dQ, those of a warpgroup
+  static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
-  // The sums of dQ that a warpgroup adds, in the order of its accumulators: four numbers of a thread lie together, then
-  // come those of the next thread.
+  // Where a warpgroup's sums of dQ lie, in accumulator order: four numbers of a thread, then those of the next thread.
   CUTE_DEVICE static float* dq_sums(const BwdProblem& p, int64_t padded_row, int group) {
     return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
   }
-  // Of a thread, together as many as the CTA has at its start.
+  // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr int kPingPongBarrier = 1;  // named: the first warpgroup's, then the second's
+  static constexpr int kPingPongBarrier = 1;  // named: one per warpgroup
 
   struct Storage {
     alignas(1024) Element k[2][C.block_n * C.head_dim];
@@ -194,19 +167,19 @@ struct BackwardTraits {
     alignas(1024) Element q[C.stages][C.block_m * C.head_dim];
     alignas(1024) Element dout[C.stages][C.block_m * C.head_dim_v];
     alignas(1024) Element ds[2][C.block_n * C.block_m];
-    alignas(1024) float dq[kGroups][kDqSums];  // dV and dK too on the way out
+    alignas(1024) float dq[kGroups][kDqSums];  // also dV and dK in the epilogue
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
     BackwardWork work[2];
-    BackwardStep steps[C.stages];  // that use Q and dO
+    BackwardStep steps[C.stages];  // in the stages of Q and dO
     Pipeline<2> pipeline_work;
     Pipeline<C.stages> pipeline_q, pipeline_dout;
     Pipeline<2> pipeline_k;
     Pipeline<1> pipeline_v;
     Pipeline<2> pipeline_ds;
-    Pipeline<2> pipeline_dq[kGroups];  // one buffer; two barriers, as two threads may empty it by turns
+    Pipeline<2> pipeline_dq[kGroups];  // one buffer; two barriers, as two threads alternate in emptying it
     Pipeline<1> pipeline_out[kGroups];  // the same buffer, with dV, then dK
-    cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile of which a producer clears rows
+    cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile has landed whose first rows the producer clears
   };
   static_assert(C.block_n == 64 * kGroups && kGroups == 2, "a warpgroup has 64 keys");
   static_assert(kDqSums * sizeof(float) >= 64 * std::max(C.head_dim, C.head_dim_v) * sizeof(Element), "dV and dK fit");

@@ -1,7 +1,7 @@
-// Attention of few queries over a key/value cache: a cluster of CTAs has a tile of query rows of one kv head of one
-// sequence, and chunks its keys out among its CTAs, which merge their results in each other's shared memory. Nothing
-// goes through global memory, and nobody asks what others do: of a call that takes a few microseconds most would be
-// that. kernels/sm80/decode.h chunks keys out evenly, for longer caches that would leave SMs without work.
+// Decode for Hopper: a cluster of CTAs has one work tile (query rows of one kv head of one sequence), splits its keys,
+// and combines the results through distributed shared memory. Nothing passes through global memory, and no CTA polls:
+// in a call of a few microseconds that would be most of the time. kernels/sm80/decode.h splits keys evenly over all
+// SMs, for longer caches.
 #pragma once
 
 #include "core/registry.h"
@@ -25,16 +25,16 @@ struct DecodeTraits : sm80::DecodeTraits<C> {
     alignas(128) typename Base::Element q[C.block_m * C.head_dim];
     typename Base::Tile kv[C.stages][Base::kTeams];
     alignas(16) RowSum sums[C.block_m][Base::kTeams];
-    // What the cluster's CTAs hand over to this one: their sums, and of outputs the columns that this one merges, CTA
-    // i's from i * columns on. All of it is counted at `handed_over`.
+    // What the cluster's CTAs send here: their sums, and the columns of O that this CTA combines, those of CTA i from i
+    // * columns on. `handed_over` counts the bytes.
     alignas(16) RowSum sums_of_ctas[C.block_m][C.cluster];
-    alignas(16) float outputs[C.block_m][2 * C.head_dim_v];  // fewer than twice as many CTAs as merge hand over
+    alignas(16) float outputs[C.block_m][2 * C.head_dim_v];  // fewer than twice as many CTAs send as combine
     cutlass::arch::ClusterTransactionBarrier handed_over;
   };
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
-// This CTA among those of its cluster, and what each merges.
+// This CTA in its cluster, and the columns that each CTA combines.
 struct ClusterRank {
   int ctas, work_tile, rank;
   int column_bits;
@@ -48,10 +48,10 @@ struct ClusterRank {
   CUTE_DEVICE int columns() const { return 1 << column_bits; }
 };
 
-// The CTA's share of the keys, which is a part to sm80's functions, and the keys that its queries see.
+// The CTA's split of the keys, in the form that sm80's functions take, and the keys that its queries see.
 template <KernelConfig C>
 CUTE_DEVICE sm80::VisibleSplit split_of_cta(const DecodeProblem& p, const ClusterRank& place) {
-  const int tile = p.heads_k.div(place.work_tile);  // of all sequences
+  const int tile = p.heads_k.div(place.work_tile);  // over all sequences
   KvSplit split;
   split.head_k = place.work_tile - tile * p.fwd.heads_k;
   split.b = p.clusters.tiles.div(tile);
@@ -67,7 +67,7 @@ CUTE_DEVICE sm80::VisibleSplit split_of_cta(const DecodeProblem& p, const Cluste
   return {split, keys};
 }
 
-// Loads a team's tiles of a share, one after the other.
+// Loads a team's tiles of a split, one after the other.
 template <KernelConfig C>
 class SplitLoader {
   using T = DecodeTraits<C>;
@@ -83,7 +83,7 @@ class SplitLoader {
                 row + split.first * C.block_n + team * T::kKeys);
   }
 
-  // Starts the copy of the next tile, if there is one, to a stage.
+  // Starts the copy of the next tile, if any, to a stage.
   CUTE_DEVICE void load(int stage) {
     if (left_ == 0) return;
     copy_.load(stage * T::kStageBytes);
@@ -95,24 +95,23 @@ class SplitLoader {
   int left_;
 };
 
-// Whether the first tile of a part lies before the rows that the append writes: then it need not wait for the append,
-// which lets this kernel start when all before it has ended.
+// Whether the first tile of a split precedes the rows that the append writes: then it need not wait for the append,
+// which lets this kernel start once all before it has ended.
 template <KernelConfig C>
 CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const KvSplit& split) {
   if (!p.appends() || split.quanta == 0) return false;
   return (split.first + 1) * C.block_n <= split.seq.k.length - new_rows(p.added, split.b).length;
 }
 
-// Whether a CTA asks for its first block of keys ahead; found by trying: docs/performance.md, "Decoding". Of one block or
-// two the copies themselves are as early. Where CTAs are few many start on SMs that have nothing else to do, and would be
-// in the way of the kernel before.
+// Whether a CTA prefetches its first block of keys into L2, by measurement. For one or two blocks the copies are as
+// early. With few CTAs many start on idle SMs and would disturb the previous kernel.
 CUTE_DEVICE bool should_prefetch_kv(const DecodeProblem& p, const KvSplit& split) {
   constexpr int kFew = 3;
   return split.last - split.first >= kFew && 3 * p.ctas() >= 2 * p.resident_ctas;
 }
 
-// Stores two numbers in the shared memory of a CTA of the cluster, at the address that `to` has here, and counts them
-// at its barrier.
+// Stores two numbers to the shared memory of a CTA of the cluster, at the address of `to` there, and counts them at its
+// barrier.
 CUTE_DEVICE void hand_over(int cta, void* to, float x, float y, void* barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
                    cute::set_block_rank(cast_smem_ptr_to_uint(to), cta)),
@@ -120,7 +119,7 @@ CUTE_DEVICE void hand_over(int cta, void* to, float x, float y, void* barrier) {
                : "memory");
 }
 
-// Merges what the teams have left in the tiles of `stage`, and hands each column over to the CTA that merges it.
+// Combines the teams' results in the tiles of `stage`, and sends each column to the CTA that combines it.
 template <KernelConfig C>
 CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int stage, int rows,
                              const ClusterRank& place) {
@@ -143,7 +142,7 @@ CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int sta
   }
 }
 
-// Merges this CTA's columns of what the cluster's CTAs hand over.
+// Combines this CTA's columns over all CTAs of the cluster.
 template <KernelConfig C>
 CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typename DecodeTraits<C>::Storage& storage,
                             int rows, const ClusterRank& place) {
@@ -153,7 +152,7 @@ CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typena
   for (int i = threadIdx.x; i < rows * across; i += C.threads()) {
     const int row = i / across, column = i % across * kTogether;
     const sm80::RowDestination<C> to(p, split, row, true);
-    // After this the results of all CTAs are there.
+    // After this wait the results of all CTAs are here.
     storage.handed_over.wait(0);
     compiler_fence();
     RowSum sums[C.cluster];
@@ -187,11 +186,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   }
   cute::cluster_arrive_relaxed();
   sm80::VisibleSplit chunk = split_of_cta<C>(p, place);
-  // The append leaves lengths alone, and lets this kernel start when all before has ended.
+  // The append leaves lengths alone, and lets this kernel start once all before it has ended.
   if (!p.uniform.known && !p.appends()) {
-    // Lengths in a tensor may still be written: what they say at first is good for asking for keys ahead.
+    // Lengths in a tensor may still be written: their first values are good enough to prefetch by.
     if (should_prefetch_kv(p, chunk.split)) sm80::prefetch_kv_l2<1, C>(p, chunk);
-    // After this lengths can be read.
+    // After this wait the lengths are final.
     wait_on_dependent_grids();
     chunk = split_of_cta<C>(p, place);
   }
@@ -202,13 +201,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
   if (p.uniform.known && should_prefetch_kv(p, split)) sm80::prefetch_kv_l2<1, C>(p, chunk);
-  // After this the table of pages can be read, which the append leaves alone, too.
+  // After this wait the page table is final; the append leaves it alone, too.
   if (p.fwd.pages.ids != nullptr && !p.appends()) wait_on_dependent_grids();
   SplitLoader<C> loader(p, storage, chunk, team, thread);
-  // After this the first tile's keys can be read.
+  // After this wait the first tile's keys are final.
   if (!was_in_cache<C>(p, split)) wait_on_dependent_grids();
   loader.load(0);
-  // After this new keys have joined the cache, and queries are rotated.
+  // After this wait new keys are in the cache, and queries are rotated.
   wait_on_dependent_grids();
   sm80::load_queries<C>(p, split, storage.q);
   cp_async_fence();
@@ -223,10 +222,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   int stage = 0;
   sm80::attend<C>(p, split, storage, loader, storage.q, team, thread, stage);
   stage = stage == 0 ? C.stages - 1 : stage - 1;
-  // After this the results of all teams are there.
+  // After this barrier the results of all teams are in shared memory.
   __syncthreads();
   if (place.ctas == 1) return sm80::TeamMerge<C>(p, split)(storage, stage);
-  // After this all CTAs of the cluster run, and their barriers count.
+  // After this wait all CTAs of the cluster run, and their barriers are initialised.
   cute::cluster_wait();
   merge_teams<C>(storage, stage, rows, place);
   if (place.rank << place.column_bits >= C.head_dim_v) return;

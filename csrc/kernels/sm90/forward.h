@@ -1,7 +1,6 @@
 // Attention forward for Hopper: persistent CTAs, in which threads load and store tiles by TMA and two or three
 // warpgroups compute 64 rows each by wgmma (FlashAttention-3, arXiv 2407.08608). CTAs of a cluster load keys for each
-// other; keys that lie in pages are loaded by warps. Kernels with dropout have one more warpgroup, which draws its
-// random numbers.
+// other; paged keys are loaded by warps. Kernels with dropout have one more warpgroup, which generates the keep mask.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -31,16 +30,17 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     storage.pipeline_k.init(C.warps);
     storage.pipeline_v.init(C.warps);
     const bool has_dropout = C.has_mask_warpgroup() && params.p.rules.rng != nullptr;
-    const int loading = in_pages<C>(params) ? 2 : 1;  // the thread that loads V, or the warps that load K and V
-    storage.pipeline_q.init(C.warps + loading + (has_dropout ? kMaskWarps : 0) + 1);  // and the thread that sends O off
+    const int loading = in_pages<C>(params) ? 2 : 1;  // the thread that loads V, or the two warps that load K and V
+    storage.pipeline_q.init(C.warps + loading + (has_dropout ? kMaskWarps : 0) + 1);  // and the thread that stores O
     storage.pipeline_mask.init(C.warps, kMaskWarps);
     storage.pipeline_next.init(1);
     storage.keys_sent_for.init(1);
     for (auto& pipeline : storage.pipeline_out) pipeline.init(1, 4);  // one thread, the warps of a warpgroup
-    for (auto& barrier : storage.out_left) barrier.init(C.cluster + 1);  // who send O off, and who waits for it
+    for (auto& barrier : storage.out_left)
+      barrier.init(C.cluster + 1);  // the threads that store O, and the one that waits
     cutlass::arch::fence_barrier_init();
   }
-  // After this barrier the rings are ready, those of the whole cluster.
+  // After this barrier the pipelines of the whole cluster are initialised.
   if constexpr (C.cluster == 1) {
     __syncthreads();
   } else {
@@ -69,7 +69,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     consume<C>(params, storage);
   }
-  // After this barrier nobody of the cluster still sends anything here.
+  // After this barrier no CTA of the cluster still writes to this CTA's shared memory.
   if constexpr (C.cluster > 1) {
     __syncwarp();
     cluster_sync();
@@ -100,7 +100,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   int device_index = 0;
   if (cudaError_t e = cudaGetDevice(&device_index)) return e;
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
-  if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that take() may give
+  if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that fetch() may return
   if (cudaError_t e = zero_fill(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;

@@ -1,4 +1,4 @@
-// The warpgroups of Hopper's forward: products by wgmma, the softmax between them, and the way out of O.
+// The consumer warpgroups of Hopper's forward: two wgmma products per tile of keys, online softmax, and the epilogue.
 #pragma once
 
 #include "kernels/common/forward_rules.h"
@@ -25,7 +25,7 @@ struct PingPong {
   }
 };
 
-// Writes the outputs of a warpgroup (MMA,1,1) over a split of the keys.
+// Writes a warpgroup's output (MMA,1,1) of one split of the keys to the workspace.
 template <KernelConfig C, class Mma, class Output>
 CUTE_DEVICE void store_split(const ForwardParams& params, const WorkTile<ForwardTraits<C>::kGroups>& work,
                              const QueryTile& tile, const Mma& mma, const Output& tOrO, int thread) {
@@ -46,27 +46,27 @@ CUTE_DEVICE void store_split(const ForwardParams& params, const WorkTile<Forward
   }
 }
 
-// Waits until a warpgroup may leave its O in shared memory.
+// Waits until a warpgroup may write its O to shared memory.
 template <KernelConfig C>
 CUTE_DEVICE void wait_for_room(typename ForwardTraits<C>::Storage& storage, int group, const PipelineState<1>& at_out,
                                const PipelineState<C.stages>& at_v) {
   using T = ForwardTraits<C>;
   if constexpr (T::kOwnOutput) {
-    // After this wait the warpgroup's O of the tile before has left.
+    // After this wait the warpgroup's previous O has been stored.
     storage.pipeline_out[group].producer_acquire(at_out);
   } else if (group == 0) {
-    // After these waits both warpgroups' have, and nobody still reads V of the tile of keys before the last one.
+    // After these waits both warpgroups' previous O are stored, and no one reads V of the second to last tile.
     for (auto& pipeline : storage.pipeline_out) pipeline.producer_acquire(at_out);
     storage.pipeline_v.producer_acquire({at_v.count});
     cutlass::arch::NamedBarrier::arrive(256, T::kAllGroupsBarrier);
   } else {
-    // After this barrier the same is true, and nobody still reads V of the last one. This warpgroup cannot wait for the
-    // pipeline of the other's O, which may have gone on by two turns.
+    // After this barrier the same holds, and no one reads V of the last tile. This warpgroup cannot wait on the other's
+    // pipeline of O, which may be two phases ahead.
     cutlass::arch::NamedBarrier::sync(256, T::kAllGroupsBarrier);
   }
 }
 
-// Rounds the outputs of a warpgroup (MMA,1,1), for a thread that sends them off out of shared memory.
+// Rounds a warpgroup's output (MMA,1,1) into shared memory, for the thread that stores it by TMA.
 template <KernelConfig C, class Output>
 CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Output& tOrO, int thread) {
   using T = ForwardTraits<C>;
@@ -77,7 +77,7 @@ CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Outp
   tma_store_fence();
 }
 
-// A warpgroup that computes 64 rows of each tile of queries.
+// A consumer warpgroup: 64 rows of every work tile of the CTA.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
@@ -86,7 +86,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
 
   typename T::template MmaQK<C.block_n> mma_qk;
   typename T::MmaPV mma_pv;
-  auto group_qk = mma_qk.get_slice(group * 128);  // of the warpgroup, so that descriptors are the same in all threads
+  auto group_qk = mma_qk.get_slice(group * 128);  // one slice for all threads: descriptors are warpgroup-uniform
   auto group_pv = mma_pv.get_slice(group * 128);
   auto fragment_v = [&](int stage) {  // (MMA,1,MMA_K)
     return group_pv.partition_fragment_B(make_tensor(make_smem_ptr(storage.v[stage]), typename T::LayoutV{}));
@@ -114,18 +114,18 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
     const TileRange range = work.of_group[group];
     const ForwardRules<true> rules(p, tile.batch, tile.head);
-    const int stand = tile.row + work.seq.shift();  // the key at which the tile's first query stands
+    const int stand = tile.row + work.seq.shift();  // key position of the tile's first query
     typename T::Softmax softmax(rules.scale_log2());
 
     auto first_key = [&](int n) { return work.keys.first + n * C.block_n; };
 
-    // Of a tile's accumulators those of its first keys.
+    // The accumulators of a tile's first `keys` keys.
     auto scores_of = [&](auto keys) __attribute__((always_inline)) {
       typename T::template MmaQK<decltype(keys)::value> mma;
       return make_tensor(tSrS.data(), partition_fragment_C(mma, Shape<Int<C.block_m>, decltype(keys)>{}).layout());
     };
 
-    // Starts the products of scores of a tile's first keys, once they are there and it is the warpgroup's semaphore.
+    // Issues S = Q K^T of a tile's first `keys` keys, in ping-pong order.
     auto start_scores = [&](auto keys) __attribute__((always_inline)) {
       typename T::template MmaQK<decltype(keys)::value> mma;
       Tensor all_k = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
@@ -138,11 +138,11 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
     };
 
-    // Columns whose exponentials run before the wait for the product of outputs; more of them hold up what follows it.
+    // Columns whose exponentials run before the wait for P V; more would delay what follows the wait.
     constexpr int kEarly = 4;
 
-    // Scores of the first keys of tile n, which are still in products' units, become weights. The result: whether sums
-    // of before were rescaled, and outputs are to be multiplied by `factors`.
+    // Online-softmax step of tile n: raw scores become weights. Returns whether earlier sums were rescaled; then O is
+    // to be multiplied by `factors`.
     auto softmax_step = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
       Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
       const int key = first_key(n);
@@ -152,7 +152,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
           const bool suits = cap.suits(magnitudes);
           const bool fits = __all_sync(~0u, suits & softmax.fits_limit(magnitudes, cap.most_weight));
           if (fits || __all_sync(~0u, suits)) {
-            constexpr int kAll = decltype(size<1>(scores))::value;  // more to do hides the wait behind it
+            constexpr int kAll = decltype(size<1>(scores))::value;  // all exponentials before the wait hide its latency
             auto begin_exponentials = [&]() __attribute__((always_inline)) {
               softmax.begin_exponentials(scores, kAll, cap.weight);
             };
@@ -178,7 +178,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       return rescaled;
     };
 
-    // Rounds weights to the operand of the products of outputs, less those that dropout does not keep.
+    // Rounds P to the operand of P V, with dropped elements set to 0.
     auto round = [&]() __attribute__((always_inline)) {
       convert(tSrS, tSrP);
       if constexpr (C.has_mask_warpgroup()) {
@@ -190,7 +190,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       }
     };
 
-    // Key tiles down to `until` that other warpgroups see and this one does not.
+    // Skips key tiles down to `until`: other warpgroups see them, this one does not.
     int n = work.key_tiles - 1;
     auto skip = [&](int until) {
       CUTE_NO_UNROLL
@@ -213,7 +213,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       }
     };
 
-    // All there is to know of the rows but their outputs.
+    // Finalizes the row sums and writes LSE and row max; O follows.
     typename T::Softmax::Total totals[2];
     auto finalize = [&]() __attribute__((always_inline)) {
       cutlass::Array<float, 2> lse;
@@ -229,8 +229,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     if (!range.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
       skip(range.end);
-      // Where Q has one buffer, the next one is on its way from the last product of scores on. Elsewhere it has time: a
-      // branch in each step costs more.
+      // With one buffer of Q, the next Q is loaded from the last S product on. With more, a branch in each step would
+      // cost more than it gains.
       constexpr bool kReleasesEarly = T::kStagesQ == 1;
       auto release_queries = [&]() __attribute__((always_inline)) {
         if (kReleasesEarly && n == range.begin) storage.pipeline_q.consumer_release(at_q);
@@ -254,7 +254,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         begin(all_keys, true_type{});
       }
       round();
-      // While the products of the scores of tile n and of the outputs of tile n + 1 run, one turn's exponentials do.
+      // S of tile n and P V of tile n + 1 run while the other warpgroup computes exponentials.
       auto step = [&](auto masked) __attribute__((always_inline)) {
         start_scores(all_keys);
         storage.pipeline_v.consumer_wait(at_v);
@@ -298,7 +298,8 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) softmax.normalize(output, r, totals[r]);
     const PipelineState<1> at_out{at_q.count};
-    const int group = cutlass::canonical_warp_group_idx() - 1;  // again: through the loop it would take a register
+    const int group =
+        cutlass::canonical_warp_group_idx() - 1;  // recomputed: kept through the loop it would take a register
     wait_for_room<C>(storage, group, at_out, at_v);
     if (p.splits.count == 1) {
       store_output<C>(T::output(storage, group, at_v.count), tOrO, thread);

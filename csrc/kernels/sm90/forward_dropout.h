@@ -1,5 +1,5 @@
-// Dropout in Hopper's forward: a warpgroup draws what is kept, as bits in shared memory, while others compute. A thread
-// of wgmma has 2 of the 4 rows that share a call of Philox; here every call serves all of its 16 elements.
+// Dropout in Hopper's forward: an extra warpgroup generates the keep mask as bits in shared memory while the others
+// compute. A wgmma thread owns 2 of the 4 rows that share a Philox call; here each call serves all its 16 elements.
 #pragma once
 
 #include "kernels/common/score.h"
@@ -9,12 +9,12 @@ namespace flash_cute::sm90 {
 
 constexpr int kMaskWarps = 4;
 
-// Which elements dropout keeps, of two at a time: Hopper compares the halves of a word together.
+// Compares two 16-bit random numbers with the threshold at once.
 class KeepTest {
  public:
   CUTE_DEVICE explicit KeepTest(int drop_below /* not 0 */) : last_dropped_(drop_below - 1) {}
 
-  // Of a word of random bits those of key octets 1 and 3 in bits 0 and 16; turned left by a byte, of 0 and 2.
+  // Keep bits of key octets 1 and 3, in bits 0 and 16; for octets 0 and 2 rotate `word` left by a byte.
   CUTE_DEVICE uint32_t operator()(uint32_t word) const {
     const uint32_t both = last_dropped_ * 0x10001, minus_both = (-last_dropped_ & 0xffff) * 0x10001;
     uint32_t most;
@@ -23,14 +23,13 @@ class KeepTest {
   }
 
  private:
-  uint32_t last_dropped_;  // of 16-bit numbers
+  uint32_t last_dropped_;  // a 16-bit number up to this one drops
 };
 
-// Bits of a thread's columns, one row each, from the highest bits of bytes down, of which prmt makes masks: bytes 0 and
-// 1 have the even and odd columns of key octets 0 and 1, bytes 2 and 3 of 2 and 3; each 32 keys have two bits of a
-// byte, the first for octets 0 and 2.
+// Layout of a keep word (one row of one thread): bytes 0 and 1 hold even and odd columns of key octets 0 and 1, bytes 2
+// and 3 those of octets 2 and 3, two bits per 32 keys from the top bit down. prmt turns top bits into masks.
 
-// The warpgroup that draws, for each tile of keys, 32 queries a warp: those of two warps that compute.
+// The mask warpgroup: each warp generates the bits of 32 queries, those of two consumer warps.
 template <KernelConfig C>
 CUTE_DEVICE void generate_keep_mask(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
@@ -72,7 +71,7 @@ CUTE_DEVICE void generate_keep_mask(const ForwardParams& params, typename Forwar
   }
 }
 
-// Those of this thread's weights (MMA=(2,2,N/8),1,1), 16 bits each, that are not kept become 0.
+// Sets dropped elements of this thread's weights (MMA=(2,2,N/8),1,1), 16 bits each, to 0.
 template <class Weights>
 CUTE_DEVICE void apply_keep_mask(Weights& weights, const uint32_t (&keep_of_rows)[2][32], int lane) {
   Tensor pairs = recast<uint32_t>(weights);  // ((1,2,N/8),1,1): two neighbouring columns each

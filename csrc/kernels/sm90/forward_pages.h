@@ -1,5 +1,5 @@
-// Keys and values of Hopper's forward that lie in pages: one warp loads the keys of each tile, another one its values,
-// and each lane the rows that lie together in a page.
+// Paged keys and values in Hopper's forward: one warp loads K, one loads V; each lane loads the rows of one page that
+// are contiguous.
 #pragma once
 
 #include "kernels/common/cached_seq.h"
@@ -7,13 +7,13 @@
 
 namespace flash_cute::sm90 {
 
-// Whether keys lie in pages, which CTAs of a cluster cannot load for each other.
+// Whether K and V are paged. CTAs of a cluster cannot multicast pages.
 template <KernelConfig C>
 CUTE_DEVICE bool in_pages(const ForwardParams& params) {
   return C.cluster == 1 && params.p.pages.ids != nullptr;
 }
 
-// Brings tile n of the keys of `work`, or of their values. What lies in a page that does not exist is written as zeros.
+// Loads tile n of K, or of V. Rows of a page that does not exist become zeros.
 template <KernelConfig C, int kDims, class Buffers>
 CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>& pipeline, PipelineState<C.stages>& at,
                                  Buffers& buffers, const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
@@ -22,7 +22,7 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>
   auto* const to = buffers[at.stage()];
   const int lane = threadIdx.x % 32, rows = params.page_rows, row = lane * rows;
   const bool has_rows = row < C.block_n;
-  // Rows behind the last one do not count, but have to be numbers: they are those from the last one on.
+  // Rows past the last key are masked, but must be finite: they repeat the last key's row.
   const int key = min(work.keys.first + n * C.block_n + row, work.keys.last - 1);
   const int block = params.page_size.div(key), begin = block * pages.size;
   const int page = has_rows ? page_id(pages, work.tile.batch, block) : 0;
@@ -50,7 +50,7 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>
   at.advance();
 }
 
-// A warp that loads all keys, or all values.
+// The warp that loads all K, or all V.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;

@@ -1,11 +1,11 @@
-// The threads of Hopper's forward that load and store tiles by TMA; keys and values that lie in pages have their own.
+// The producer threads of Hopper's forward: one loads Q and K and schedules, one loads V, one stores O.
 #pragma once
 
 #include "kernels/sm90/forward_pages.h"
 
 namespace flash_cute::sm90 {
 
-// Brings tile n of the keys of `work`, or of their values, to all CTAs of the cluster.
+// Loads tile n of K, or of V, into all CTAs of the cluster.
 template <KernelConfig C, int kDims, class Buffers>
 CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineState<C.stages>& at, Buffers& buffers,
                            const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
@@ -17,7 +17,7 @@ CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineStat
   at.advance();
 }
 
-// One thread that takes tiles of queries, says what they have to do, and loads Q and K of each, if no warp loads K.
+// Fetches work tiles, describes them to the other roles, and loads Q and (unless paged) K.
 template <KernelConfig C>
 CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
@@ -29,11 +29,11 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   PipelineState<2> at_next;
 
   int index = blockIdx.x / C.cluster;
-  // As late as its latency allows: who comes first to the end of a tile should be the first to have another one.
+  // As late as its latency allows: the CTA that finishes first should get the next tile.
   auto take = [&] {
     if (rank == 0) index = params.tile_counter.fetch();
   };
-  // What the first CTA of the cluster has taken is for all of them.
+  // The first CTA of the cluster fetches for all of them.
   auto share = [&] {
     if constexpr (C.cluster > 1) {
       auto& [full, empty] = storage.pipeline_next;
@@ -59,7 +59,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
       take();
       continue;
     }
-    // The CTAs take turns at having later rows, which see more keys: none is ahead of the others for long.
+    // The CTAs of a cluster alternate in having the later rows, which see more keys: none stays ahead.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int split = params.scheduler.split(index);
     const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) WorkTile<T::kGroups>(
@@ -83,7 +83,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   storage.pipeline_q.producer_expect_tx(at_q, 0);
 }
 
-// Another thread, that loads V of each.
+// Loads V of every work tile.
 template <KernelConfig C>
 CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
@@ -96,8 +96,8 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
     int n = work.key_tiles - 1;
     auto load_v = [&] { load_keys<C, C.head_dim_v>(storage.pipeline_v, at_v, storage.v, params.v, work, n--); };
     if constexpr (!T::kOwnOutput) {
-      // After each of these waits the next buffer is free of O of the tile before. The barrier counts who has waited,
-      // too: where there are no keys, it would else be a turn ahead.
+      // After each of these waits the next buffer no longer holds the previous tile's O. The producer arrives, too, so
+      // that the phase advances once per tile even if the tile has no keys.
       for (auto& barrier : storage.out_left) {
         barrier.wait((at_q.count + 1) % 2);
         barrier.arrive();
@@ -108,7 +108,7 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
   }
 }
 
-// A third thread, that sends off O of each.
+// Stores O of every work tile.
 template <KernelConfig C>
 CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
@@ -129,7 +129,7 @@ CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTrait
         params.out.template store<64, C.head_dim_v>(T::output(storage, group, key_tiles), work.seq.q, row, of_head.head,
                                                     of_head.batch);
         tma_store_arrive();
-        // After this wait O has left shared memory.
+        // After this wait the TMA store has read O.
         tma_store_wait<0>();
       }
       pipeline.empty[0].arrive();

@@ -1,4 +1,4 @@
-// What the threads of Hopper's forward share: its parameters, a tile's work, types of products, and shared memory.
+// What the roles of Hopper's forward share: parameters, work tiles, MMA types and shared memory.
 #pragma once
 
 #include "core/problem.h"
@@ -17,27 +17,27 @@ struct ForwardParams {
   FwdProblem p;
   RaggedMap q, k, v, out;
   FastDivmod page_size;
-  int page_rows;  // of a tile of keys, so many lie together in a page
+  int page_rows;  // contiguous rows of a page in a tile of keys
   TileScheduler scheduler;
-  FastDivmod rows_of_head;  // of a tile of queries: all, or those of each of its heads
+  FastDivmod rows_of_head;  // rows of a tile of queries that each of its pack_gqa heads has
   TileCounter tile_counter;  // of tiles of queries
   SoftmaxCap cap;
 };
 
-// A tile of queries and what it has to do, from the producer to the consumers.
+// A work tile: a tile of queries and the key tiles it visits; written by the producer, read by all roles.
 template <int kGroups>
 struct WorkTile {
   QueryTile tile;
   int split;  // of its keys
   int head_k;  // of keys
   SeqInfo seq;
-  RowSpan keys;  // of the split that some of the rows see, those of the cluster's other CTAs included
-  int key_tiles;  // that hold these, counted from keys.first on
-  TileRange of_group[kGroups];  // of them, those that the rows of a warpgroup see
-  bool half[kGroups];  // the last of these: its first half at most
+  RowSpan keys;  // of the split, that some row of the cluster's tile sees
+  int key_tiles;  // of `keys`, counted from keys.first
+  TileRange of_group[kGroups];  // of these, those that a warpgroup's rows see
+  bool half[kGroups];  // whether they see only the first half of the last one
 
-  // `of_cluster` is the tile of `rows` queries in which the CTA's own, `rows_of_head` of each head, starts at
-  // `first_row`.
+  // `of_cluster`: the cluster's tile of `rows` queries; the CTA's own starts at `first_row`, with `rows_of_head` rows
+  // of each head.
   CUTE_DEVICE WorkTile(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
                        int split, const SeqInfo& seq, int block_n)
       : tile{first_row, of_cluster.head, of_cluster.batch},
@@ -60,13 +60,13 @@ struct WorkTile {
     }
   }
 
-  // The tile of a head among the results of splits, each of which has heads of its own.
+  // The tile's place in the workspace, where split s of head h is head s * heads + h.
   CUTE_DEVICE QueryTile of_results(const FwdProblem& p, const QueryTile& of_head) const {
     return {of_head.row, split * p.heads + of_head.head, of_head.batch};
   }
 };
 
-// The tile of the head that has row `first` of the CTA's tile: row i of the one is row i of the other.
+// With pack_gqa: the tile of the head that owns row `first` of the CTA's tile, numbered so that row i stays row i.
 template <KernelConfig C>
 CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const QueryTile& tile, int first) {
   if constexpr (C.max_pack_gqa() == 1) {
@@ -96,39 +96,37 @@ struct ForwardTraits {
   using MmaO = decltype(make_tiled_mma(  // a warpgroup's share of it
       GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<C.head_dim_v>, Int<C.block_n>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
-  using Softmax = OnlineSoftmax<2, kGroups == 2 && C.head_dim_v <= 192 ? 4 : 2>;  // chains: as many as registers hold
+  using Softmax = OnlineSoftmax<2, kGroups == 2 && C.head_dim_v <= 192 ? 4 : 2>;  // chains: as many as fit in registers
   static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
   static constexpr int kClusterRows = C.block_m * C.cluster;  // of queries
   static constexpr int kStagesQ = C.stages_q();
   static constexpr int kWorkTiles = kStagesQ + 2;
   static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
-  static constexpr bool kHalves = C.block_n % 32 == 0;  // whether half a tile of keys may be left out
-  // Of a thread, together as many as the CTA has at its start.
+  static constexpr bool kHalves = C.block_n % 32 == 0;  // whether the first product may cover half a tile
+  // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
   static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.has_mask_warpgroup() ? 216 : 232;
-  // Named barriers: one of each warpgroup's turn, and of all warpgroups.
+  // Named barriers: one per warpgroup for the ping-pong, and one of all.
   static constexpr int kPingPongBarrier = 1, kAllGroupsBarrier = kPingPongBarrier + kGroups;
 
   struct Storage {
     alignas(1024) Element q[kStagesQ][C.block_m * C.head_dim];
     alignas(1024) Element k[C.stages][C.block_n * C.head_dim];
-    alignas(1024) Element v[C.stages][C.block_n * C.head_dim_v];  // O on the way out, unless it has
+    alignas(1024) Element v[C.stages][C.block_n * C.head_dim_v];  // also O in the epilogue, unless kOwnOutput
     alignas(1024) Element out[kOwnOutput ? kGroups : 1][kOwnOutput ? 64 * C.head_dim_v : 1];
     Pipeline<C.stages, C.cluster> pipeline_k, pipeline_v;
     Pipeline<kStagesQ> pipeline_q;
-    // Of each thread's two rows, a bit a column: whether dropout keeps it.
+    // A bit per column of each thread's two rows: whether dropout keeps it.
     uint32_t keep_mask[C.has_mask_warpgroup() ? C.warps : 1][2][C.has_mask_warpgroup() ? 32 : 1];
     Pipeline<1> pipeline_mask;
     Pipeline<2, C.cluster> pipeline_next;  // of next[]
-    int next[2];  // tiles that the cluster is to do
-    cutlass::arch::ClusterBarrier keys_sent_for;  // all of a tile's, that lie in pages
+    int next[2];  // tile numbers that the cluster fetched
+    cutlass::arch::ClusterBarrier keys_sent_for;  // all paged keys of a tile are under way
     Pipeline<1> pipeline_out[kGroups];  // of each warpgroup's O
-    cutlass::arch::ClusterBarrier out_left[kGroups];  // the cluster's have left a buffer of V, as V's thread knows
-    WorkTile<kGroups>
-        work[kWorkTiles];  // one is read until its tile's end, as many wait as there are Q, one is written
+    cutlass::arch::ClusterBarrier out_left[kGroups];  // O has left the buffer of V, in all CTAs of the cluster
+    WorkTile<kGroups> work[kWorkTiles];  // one is in use, kStagesQ wait, one is being written
   };
-  // Where a warpgroup leaves O, after as many tiles of keys: where V of the tile before the last one was, or of the
-  // last.
+  // Where a warpgroup writes O after `key_tiles` tiles: its own buffer, or the V buffer of one of the last two tiles.
   CUTE_DEVICE static Element* output(Storage& storage, int group, uint32_t key_tiles) {
     return kOwnOutput ? storage.out[group] : storage.v[(key_tiles + group) % C.stages];
   }
@@ -136,7 +134,7 @@ struct ForwardTraits {
   static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
                 "registers and named barriers are for these");
   static_assert(!C.has_mask_warpgroup() || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128),
-                "kept[] and registers");
+                "keep_mask[] and registers");
   static_assert(kOwnOutput || (kGroups == 2 && C.stages == 2 && C.block_n >= 64), "each has a buffer of V for its O");
   static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };

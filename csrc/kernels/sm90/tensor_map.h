@@ -1,4 +1,4 @@
-// Tiles between global and shared memory by Hopper's tensor memory accelerator (TMA).
+// Tiles between global and shared memory by TMA.
 #pragma once
 
 #include <cuda.h>
@@ -19,19 +19,19 @@ namespace flash_cute::sm90 {
 
 using namespace cute;
 
-// Vectors of sequences as the TMA sees them: (dim, row, start, head, batch). `row` and `start` both step along rows,
-// from a base that lies `longest` rows early: row i of a sequence of `length` rows from `offset` on is
+// Rows of sequences as the TMA sees them: (dim, row, start, head, batch). `row` and `start` both step along rows, from
+// a base that lies `longest` rows early: row i of a sequence of `length` rows from `offset` on is
 //
 //     row = longest - length + i,   start = offset + length.
 //
-// So the bound of `row` is the sequence's own end: behind it a load reads zeros, and a store writes nothing.
+// So the bound of `row` is the sequence's own end: past it loads read zeros, and stores write nothing.
 struct RaggedMap {
   CUtensorMap map;
   int longest;
-  int batch_step;  // 0 where sequences lie end to end
+  int batch_step;  // 0 for packed sequences
 
-  // A tile of kRows x kCols whose first row is `row` of the sequence `span`, into memory at `to`; bytes are counted at
-  // `barrier`. In a cluster each CTA brings its share of the rows to all of them.
+  // Loads a tile of kRows x kCols from `row` of the sequence `span`; `barrier` counts the bytes. In a cluster each CTA
+  // loads a share of the rows and multicasts it to all.
   template <int kRows, int kCols, int kCluster = 1, class Element>
   CUTE_DEVICE void load(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row, int head,
                         int batch) const {
@@ -44,12 +44,11 @@ struct RaggedMap {
     }
   }
 
-  // Columns from `col` on that lie together, of as many rows as the map's box has; to all CTAs of a cluster.
+  // Loads one atom of columns from `col` on, as many rows as the map's box has; to all CTAs of a cluster.
   template <int kCluster = 1, class Element>
   CUTE_DEVICE void load_atom(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row,
                              int col, int head, int batch) const {
-    // A box that lies behind the sequence's end altogether may fault: it is moved to the last row, as its rows do not
-    // count.
+    // A box that lies wholly past the sequence's end may fault: it is moved to the last row, as its rows are masked.
     const int i = longest - span.length + min(row, span.length - 1), start = int(span.offset) + span.length;
     if constexpr (kCluster == 1) {
       SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), to, col, i, start, head, batch * batch_step);
@@ -59,8 +58,8 @@ struct RaggedMap {
     }
   }
 
-  // Rows from row `row` on, which exists, as many as the map's box has, of a shared tile of kRows x kCols that has them
-  // at `from`: columns from `first_col` on.
+  // Stores rows from `row` on, which exists, as many as the map's box has, of a shared tile of kRows x kCols: columns
+  // from `first_col` on.
   template <int kRows, int kCols, class Element>
   CUTE_DEVICE void store(const Element* from, const SeqSpan& span, int row, int head, int batch,
                          int first_col = 0) const {
@@ -75,7 +74,7 @@ struct RaggedMap {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, or null. Found at run time: the library does not link libcuda.
+// The driver's function, or null. Looked up at run time: the library does not link libcuda.
 inline EncodeTiled find_encode_tiled() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -85,9 +84,9 @@ inline EncodeTiled find_encode_tiled() {
                                                                       : nullptr;
 }
 
-// For tiles that are moved `box_rows` rows of atom_columns(tile_cols) columns at once, of `box_heads` heads: of each
-// head all rows, then those of the next one. Sequences have at most `longest` rows each, and `total` together where
-// they lie end to end: total is -1 for a dense tensor.
+// For boxes of `box_rows` rows of atom_columns(tile_cols) columns and `box_heads` heads: all rows of a head, then those
+// of the next. Sequences have at most `longest` rows each; packed ones have `total` together, and `total` is -1 for a
+// dense tensor.
 inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total,
                                    int heads, int batch, int box_rows, int tile_cols, int box_heads = 1) {
   static const EncodeTiled encode = find_encode_tiled();
@@ -97,7 +96,7 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int h
   if (!dense) longest = static_cast<int>(std::clamp<int64_t>(longest, 1, total));
   const cuuint64_t sizes[5] = {cuuint64_t(head_dim), cuuint64_t(longest), cuuint64_t((dense ? longest : total) + 1),
                                cuuint64_t(heads), cuuint64_t(dense ? batch : 1)};
-  // A dimension of one step needs a stride all the same.
+  // A dimension of size 1 needs a stride all the same.
   auto bytes = [&](int64_t stride) { return cuuint64_t(stride > 0 ? stride * kElement : 16); };
   const cuuint64_t strides[4] = {bytes(m.row), bytes(m.row), bytes(m.head), bytes(m.batch)};
   const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, cuuint32_t(box_heads), 1};
@@ -110,7 +109,7 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int h
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = encode_map();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not used CUDA yet: cudaFree() gives it one
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not used CUDA yet: cudaFree() creates its context
     if (cudaError_t e = cudaFree(nullptr)) return e;
     status = encode_map();
   }

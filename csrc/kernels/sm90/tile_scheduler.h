@@ -7,18 +7,17 @@
 
 namespace flash_cute::sm90 {
 
-// Numbers of tiles, of which each goes to one taker: a CTA, or a cluster. A taker's first number is its place in the
-// grid. But where tiles wait for those with lower numbers, it is taken too: then the lower ones are with takers that
-// run.
+// Hands out tile numbers to persistent CTAs (or clusters). The first tile of a CTA is its index in the grid. With
+// semaphores between tiles the first one comes from the counter, too: then every lower number is with a running CTA.
 struct TileCounter {
   unsigned* counter;  // 0 before and after the kernel
   int tiles;
-  int given;  // first numbers: one for each taker, or none
-  unsigned last;  // what the counter holds before its last increment, which makes it 0 again
+  int given;  // tiles that are taken by grid index: one per CTA, or none
+  unsigned last;  // the counter before its last increment, which wraps it to 0 for the next launch
 
   static TileCounter of(int64_t tiles, int64_t takers, bool in_order) {
     const int64_t given = in_order ? 0 : takers;
-    // Each taker also takes one number that has no tile.
+    // Each CTA fetches one number past the end.
     return {nullptr, static_cast<int>(tiles), static_cast<int>(given),
             static_cast<unsigned>(tiles - given + takers - 1)};
   }
@@ -26,12 +25,11 @@ struct TileCounter {
   CUTE_DEVICE int fetch() const { return given + static_cast<int>(atomicInc(counter, last)); }
 };
 
-// Heads are taken in sets whose keys and values the L2 cache holds together, and in each set late rows first: under a
-// causal mask they are the longest, and what comes last should be short. Where a tile has several heads, its head is
-// the first of them.
+// Heads run in sets whose K and V fit into L2 together. In a set late rows come first (longest processing time first):
+// under a causal mask they are the longest tiles. With pack_gqa a tile's head is the first of its heads.
 struct TileScheduler {
   int row_tiles, pack_gqa;
-  int heads, batch, heads_together, splits;  // heads: first ones of tiles
+  int heads, batch, heads_together, splits;  // heads / pack_gqa
 
   static TileScheduler of(const FwdProblem& p, int block_m, int pack_gqa) {
     constexpr int64_t kCacheBytes = 32 << 20;

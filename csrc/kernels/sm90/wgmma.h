@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup with wgmma, and views of its accumulators.
+// Products of a warpgroup by wgmma, and views of its accumulators.
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
@@ -12,20 +12,20 @@ namespace flash_cute::sm90 {
 
 using namespace cute;
 
-// Tiles in shared memory as RaggedMap brings them: columns of one atom, all rows of them, then the next atom.
+// The shared layout that RaggedMap loads: an atom of columns of all rows, then the next atom.
 template <class Element, int kRows, int kCols>
 using RowsLayout =
     decltype(tile_to_shape(std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_K_SW128_Atom<Element>,
                                               GMMA::Layout_K_SW64_Atom<Element>>{},
                            Shape<Int<kRows>, Int<kCols>>{}));  // (row,col)
 
-// Such tiles, of one buffer each: (row,col,buffer).
+// All buffers of a tile: (row,col,buffer).
 template <class Layout, class Element, size_t kBuffers, size_t kSize>
 CUTE_DEVICE auto shared_tiles(Element (&buffers)[kBuffers][kSize], const Layout& layout) {
   return make_tensor(make_smem_ptr(buffers[0]), append<3>(layout, make_layout(Int<kBuffers>{}, Int<kSize>{})));
 }
 
-// The same tile as the operand whose K runs along its rows.
+// The same tile as the operand whose K dimension runs along its rows.
 template <class Element, int kRows, int kCols>
 using ColumnsLayout =
     decltype(tile_to_shape(std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_MN_SW128_Atom<Element>,
@@ -47,26 +47,25 @@ CUTE_DEVICE auto as_register_operand(Accumulator&& acc) {
   return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(m), get<0, 1>(m), get<0>(l)), get<1>(m), get<1>(l)));
 }
 
-// A value of unknown origin: what follows from it is computed anew at every use, where otherwise the compiler would
-// hold it in registers through a loop.
+// Hides where a value comes from: what depends on it is recomputed at every use instead of living in registers through
+// a loop.
 CUTE_DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Descriptors of an operand in shared memory as numbers of which the compiler knows nothing. It moves on from one to
-// the next in one instruction then, of 64 bits; of CuTe's it knows the upper half, which it adds and brings along anew
-// for each product.
+// Smem descriptors whose value the compiler does not know. It then advances one with a single 64-bit add; CuTe's have a
+// known upper half, which the compiler materialises again for every product.
 struct Descriptors : GMMA::DescriptorIterator {
   template <class Offset>
   CUTE_DEVICE Descriptors operator+(const Offset& offset) const {
     Descriptors moved = *this;
-    moved.desc_.desc_ += static_cast<uint32_t>(offset);  // the lower half holds what comes out
+    moved.desc_.desc_ += static_cast<uint32_t>(offset);  // the lower half has the address
     return moved;
   }
 };
 
-// The same operand, by such descriptors: those that a warp's first lane has.
+// The same operand with such descriptors, taken from the warp's first lane.
 template <class Operand>
 CUTE_DEVICE auto with_unknown_descriptors(const Operand& operand) {
   Descriptors first{operand.data()};
@@ -75,7 +74,7 @@ CUTE_DEVICE auto with_unknown_descriptors(const Operand& operand) {
   return make_tensor(first, operand.layout());
 }
 
-// A product that joins a sum: acc = A B, or acc += A B, as mma says.
+// acc = A B or acc += A B, as mma.accumulate_ says.
 template <class Mma, class A, class B, class Accumulator>
 CUTE_DEVICE void add_product(Mma& mma, const A& a, const B& b, Accumulator& acc) {
   CUTE_UNROLL
@@ -85,8 +84,8 @@ CUTE_DEVICE void add_product(Mma& mma, const A& a, const B& b, Accumulator& acc)
   }
 }
 
-// Starts the products that add_products() adds, to zero or to what acc is, in the background. Until warpgroup_wait()
-// nobody may touch acc, nor what they take from registers.
+// Issues the products of add_products() asynchronously, onto zero or onto acc. Until warpgroup_wait() neither acc nor
+// their register operands may be touched.
 template <GMMA::ScaleOut kFirst, class Accumulator, class AddProducts>
 CUTE_DEVICE void start_sum(Accumulator& acc, const AddProducts& add_products) {
   if constexpr (kFirst == GMMA::ScaleOut::One) {
@@ -99,7 +98,7 @@ CUTE_DEVICE void start_sum(Accumulator& acc, const AddProducts& add_products) {
   warpgroup_commit_batch();
 }
 
-// Starts acc = A B, or acc += A B.
+// Issues acc = A B, or acc += A B.
 template <GMMA::ScaleOut kFirst, class Mma, class A, class B, class Accumulator>
 CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
   constexpr bool kShared = is_base_of<GMMA::DescriptorIterator, typename remove_cvref_t<A>::iterator>::value;
@@ -108,7 +107,7 @@ CUTE_DEVICE void start_product(Mma& mma, A&& a, const B& b, Accumulator& acc) {
   start_sum<kFirst>(acc, [&] { add_product(mma, a, b, acc); });
 }
 
-// Waits until at most kPending products are under way.
+// Waits until at most kPending products are in flight.
 template <int kPending, class Accumulator>
 CUTE_DEVICE void wait_products(Accumulator& acc) {
   warpgroup_wait<kPending>();

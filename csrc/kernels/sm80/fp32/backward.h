@@ -69,12 +69,12 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
   const ScoreRules& rules = p.fwd.rules;
   const float inverse_cap = rules.softcap > 0.f ? 1.f / rules.softcap : 0.f;
   scale_and_cap(s, p.fwd);
-  uint32_t kept = ~0u;
+  uint32_t keep_bits = ~0u;
   if (rules.rng != nullptr) {
-    kept = 0;
+    keep_bits = 0;
     each_kept<kKeys, 2, kColumns>(
         dropout, [&](int r) { return first.own + 8 * r; }, [&](int c) { return first.met + column_offset(c); },
-        [&](int r, int c, bool keep) { kept |= uint32_t(keep) << (2 * c + r); });
+        [&](int r, int c, bool keep) { keep_bits |= uint32_t(keep) << (2 * c + r); });
   }
   const int ahead = kKeys ? first.met + shift - first.own : first.own + shift - first.met;  // of the query's place
   CUTE_UNROLL
@@ -86,7 +86,7 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
       const float tanh = s(r, c) * inverse_cap;
       const float score = s(r, c) - slope * float(abs(kKeys ? ahead - step : ahead + step));
       const float weight = exp2_approx((score - row.lse) * kLog2e);
-      const bool keep = kept >> (2 * c + r) & 1;
+      const bool keep = keep_bits >> (2 * c + r) & 1;
       s(r, c) = keep ? weight : 0.f;
       dp(r, c) = weight * ((keep ? dp(r, c) * rules.keep_scale : 0.f) - row.dot) * (1.f - tanh * tanh);
     }
