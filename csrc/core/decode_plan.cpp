@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/common/decode_scheduler.h"
+#include "core/layout/decode_scheduler.h"
 
 namespace flash_cute {
 

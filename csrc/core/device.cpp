@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/passes/occupancy.h"
+#include "core/occupancy.h"
 
 namespace flash_cute {
 namespace {

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "core/decode_plan.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 
 namespace flash_cute {
 namespace {

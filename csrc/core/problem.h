@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "core/config.h"
-#include "core/fast_divmod.h"
+#include "core/layout/fast_divmod.h"
 
 namespace flash_cute {
 
@@ -176,7 +176,7 @@ struct DecodeProblem {
       l2_fraction;  // share of what is read of K and V that the L2 cache keeps like other data; the rest leaves it first
   UniformBatch uniform;
   TileClusters clusters;
-  // Workspace of splits, if any work tile may be split (kernels/common/decode_scheduler.h).
+  // Workspace of splits, if any work tile may be split (core/layout/decode_scheduler.h).
   int slots;
   float* split_out;  // [slots, block_m, head_dim_v of the tile]
   float* split_lse;  // [slots, block_m]

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "kernels/common/smem_atoms.h"
+#include "core/layout/smem_atoms.h"
 
 namespace flash_cute {
 

@@ -13,7 +13,7 @@
 
 namespace flash_cute {
 
-// Enqueues the kernel C and its passes on a stream. Defined beside the kernel, instantiated for the rows of
+// Enqueues the kernel C and its passes on a stream. Defined in kernels/dispatch.h, instantiated for the rows of
 // configs.def.
 template <KernelConfig C>
 cudaError_t launch(const Problem<C.op>& problem, cudaStream_t stream);

@@ -6,7 +6,7 @@
 #include "kernels/common/element.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/softmax.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 
 namespace flash_cute {
 

@@ -5,7 +5,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 
 namespace flash_cute {
 

@@ -1,7 +1,7 @@
 // The order of work in backward: tiles of keys, and the query steps of each.
 #pragma once
 
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 
 namespace flash_cute {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/common/fragment.h"
-#include "kernels/common/seq.h"
+#include "core/layout/seq.h"
 
 namespace flash_cute {
 

@@ -2,13 +2,13 @@
 #pragma once
 
 #include "core/problem.h"
-#include "kernels/sm80/mma.h"
+#include "kernels/ampere/mma.h"
 
 namespace flash_cute::lab {
 
 using namespace cute;
-using sm80::kVector;
-using sm80::Side;
+using ampere::kVector;
+using ampere::Side;
 
 // A block in shared memory: rows of kCols elements of 16 bits, one after the other.
 template <int kCols, bool kSwizzled>
@@ -33,7 +33,7 @@ class BlockCopy {
  public:
   CUTE_DEVICE BlockCopy(const TensorView& m, int batch, int head, int first_row, Element* shared)
       : stride_(m.row),
-        shared_(sm80::kept(cast_smem_ptr_to_uint(shared) + Shared::at(row(), col()))),
+        shared_(ampere::pin(cast_smem_ptr_to_uint(shared) + Shared::at(row(), col()))),
         global_(static_cast<const Element*>(m.ptr) + batch * m.batch + head * m.head + (first_row + row()) * m.row +
                 col()) {}
 
@@ -42,7 +42,7 @@ class BlockCopy {
     if constexpr (kAsync) {
       CUTE_UNROLL
       for (int i = 0; i < kRows / kDown; ++i) {
-        sm80::cp_async_16(shared_ + i * kDown * Shared::kRowBytes, global_, sizeof(uint128_t));
+        ampere::cp_async_16(shared_ + i * kDown * Shared::kRowBytes, global_, sizeof(uint128_t));
         global_ += kDown * stride_;
       }
     } else {
@@ -98,14 +98,14 @@ struct BlockOperand {
   uint32_t first;  // shared address of this lane's vector of the first piece
 
   CUTE_DEVICE BlockOperand(const Element* block, int first_row) {
-    const auto [row, col] = sm80::lane_place<kSide, kTransposed>();
-    first = sm80::kept(cast_smem_ptr_to_uint(block) + Shared::at(first_row + row, col));
+    const auto [row, col] = ampere::lane_place<kSide, kTransposed>();
+    first = ampere::pin(cast_smem_ptr_to_uint(block) + Shared::at(first_row + row, col));
   }
 
   // Piece i along the outer dimension at step k, 16 along K.
   CUTE_DEVICE void load(uint32_t* r, int k, int i) const {
     const int row = 16 * (kTransposed ? k : i), col = 16 * (kTransposed ? i : k);
-    sm80::ldmatrix<kTransposed>(r, (first ^ (col * 2)) + row * Shared::kRowBytes);
+    ampere::ldmatrix<kTransposed>(r, (first ^ (col * 2)) + row * Shared::kRowBytes);
   }
 };
 

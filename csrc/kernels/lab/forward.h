@@ -15,8 +15,8 @@ namespace flash_cute::lab {
 template <FlashForwardKernelConfig C>
 struct ForwardTraits {
   static_assert(check_config<C>());
-  using Atom = typename sm80::Mma16816<C.dtype>::Atom;
-  using Element = typename sm80::Mma16816<C.dtype>::Element;
+  using Atom = typename ampere::Mma16816<C.dtype>::Atom;
+  using Element = typename ampere::Mma16816<C.dtype>::Element;
   static constexpr int kRowsOfWarp = C.B_r / C.n_warps;
   template <int kRows>
   using Copy = BlockCopy<Element, C.threads(), kRows, C.d_head, C.swizzled, C.async_copy>;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas()) forward(const __grid_co
   typename T::FragmentsQ q{typename T::OperandQ(storage.q, warp_row)};
   typename T::FragmentsK k{typename T::OperandK(storage.k, 0)};
   typename T::FragmentsV v{typename T::OperandV(storage.v, 0)};
-  Tensor tOrO = sm80::make_accumulator<C.B_r, C.d_head, C.n_warps, 1>();  // (MMA,MMA_M,MMA_D)
+  Tensor tOrO = ampere::make_accumulator<C.B_r, C.d_head, C.n_warps, 1>();  // (MMA,MMA_M,MMA_D)
   clear(tOrO);
   Tensor output = rows_and_columns(tOrO);  // (rows,dims)
   using Softmax =
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas()) forward(const __grid_co
     if (!C.eager_load_blocks || n > 0) arrive<C.async_copy>();
     if constexpr (C.eager_load_blocks) copy_v.load();
 
-    Tensor tSrS = sm80::make_accumulator<C.B_r, C.B_c, C.n_warps, 1>();  // (MMA,MMA_M,MMA_N)
+    Tensor tSrS = ampere::make_accumulator<C.B_r, C.B_c, C.n_warps, 1>();  // (MMA,MMA_M,MMA_N)
     clear(tSrS);
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     product<typename T::Atom>(tSrS, q, k);

@@ -4,9 +4,9 @@
 
 #include <bit>
 
-#include "kernels/common/cached_seq.h"
+#include "core/layout/cached_seq.h"
 #include "kernels/common/pdl.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {

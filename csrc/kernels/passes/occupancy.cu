@@ -1,4 +1,4 @@
-#include "kernels/passes/occupancy.h"
+#include "core/occupancy.h"
 
 #include "kernels/launch.h"
 

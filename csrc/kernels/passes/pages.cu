@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/common/cached_seq.h"
+#include "core/layout/cached_seq.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {

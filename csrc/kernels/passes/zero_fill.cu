@@ -1,6 +1,6 @@
 #include "kernels/passes/zero_fill.h"
 
-#include "kernels/common/seq.h"
+#include "core/layout/seq.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {

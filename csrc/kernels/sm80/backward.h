@@ -10,24 +10,25 @@
 
 #include <cutlass/cutlass.h>
 
-#include "core/registry.h"
 #include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_scores.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/sink_grad.h"
 #include "kernels/sm80/backward_dq.h"
 #include "kernels/sm80/backward_products.h"
 #include "kernels/sm80/warp_coords.h"
-#include "kernels/sm80/mma.h"
-#include "kernels/sm80/tile_io.h"
+#include "kernels/ampere/mma.h"
+#include "kernels/ampere/tile_io.h"
 
 namespace flash_cute::sm80 {
+
+using namespace ampere;
 
 template <KernelConfig C>
 struct BackwardTraits {
@@ -330,24 +331,19 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       .store();
 }
 
-}  // namespace flash_cute::sm80
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
-  if (cudaError_t e = launch_kernel<sm80::backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (p.dsink != nullptr) {
     if (cudaError_t e = sink_gradient_pass(p, stream)) return e;
   }
-  return launch_kernel<sm80::backward_postprocess<C>>(query_tiles, C.threads(), sm80::DqTraits<C>::kSmemBytes, stream,
-                                                      p);
+  return launch_kernel<backward_postprocess<C>>(query_tiles, C.threads(), DqTraits<C>::kSmemBytes, stream, p);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80

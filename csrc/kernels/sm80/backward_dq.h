@@ -2,10 +2,12 @@
 #pragma once
 
 #include "kernels/common/backward_preprocess.h"
-#include "kernels/sm80/mma.h"
-#include "kernels/sm80/tile_io.h"
+#include "kernels/ampere/mma.h"
+#include "kernels/ampere/tile_io.h"
 
 namespace flash_cute::sm80 {
+
+using namespace ampere;
 
 // Warps along the rows of a result: those whose shares are the closest to squares, so that they read the least.
 constexpr int warps_down(int rows, int cols, int warps) {

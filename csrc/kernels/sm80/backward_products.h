@@ -4,9 +4,11 @@
 
 #include <algorithm>
 
-#include "kernels/sm80/mma.h"
+#include "kernels/ampere/mma.h"
 
 namespace flash_cute::sm80 {
+
+using namespace ampere;
 
 // A SharedOperand whose address is in two registers: the lane's offset, and the tile's address, which all lanes share and which moves with
 // the stage. Backward has ten operands and no register to spare; uniform registers are free.

@@ -4,16 +4,17 @@
 #pragma once
 
 #include "core/counter.h"
-#include "core/registry.h"
 #include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/passes/append.h"
 #include "kernels/passes/zero_fill.h"
-#include "kernels/sm80/decode_attend.h"
-#include "kernels/sm80/decode_load.h"
-#include "kernels/sm80/decode_merge.h"
+#include "kernels/decode/attend.h"
+#include "kernels/decode/load.h"
+#include "kernels/decode/combine.h"
 
 namespace flash_cute::sm80 {
+
+using namespace flash_cute::decode;
 
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeProblem p) {
@@ -93,12 +94,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   }
 }
 
-}  // namespace flash_cute::sm80
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
   DecodeProblem decode = p;
   if (p.arrived != nullptr) {
@@ -110,7 +107,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     if (cudaError_t e = append_keys(p, stream, true)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<sm80::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, decode);
+  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, decode);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80

@@ -2,19 +2,20 @@
 // 2307.08691).
 #pragma once
 
-#include "core/registry.h"
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
-#include "kernels/sm80/mma.h"
-#include "kernels/sm80/tile_io.h"
+#include "kernels/ampere/mma.h"
+#include "kernels/ampere/tile_io.h"
 
 namespace flash_cute::sm80 {
+
+using namespace ampere;
 
 template <KernelConfig C>
 struct ForwardTraits {
@@ -171,17 +172,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
       .store();
 }
 
-}  // namespace flash_cute::sm80
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream) {
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<sm80::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80

@@ -1,9 +1,11 @@
 // Where scores of backward lie in the registers of mma.sync: transposed, keys by queries.
 #pragma once
 
-#include "kernels/sm80/mma.h"
+#include "kernels/ampere/mma.h"
 
 namespace flash_cute::sm80 {
+
+using namespace ampere;
 
 // Where this thread's elements are in a tile of scores, kKeys x kQueries, which kDown x kAcross warps share.
 template <int kKeys, int kQueries, int kDown, int kAcross>

@@ -11,7 +11,6 @@
 #include "core/backward_order.h"
 #include "core/counter.h"
 #include "core/device.h"
-#include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/sink_grad.h"
@@ -72,12 +71,8 @@ constexpr auto main_kernel() {
   }
 }
 
-}  // namespace flash_cute::sm90
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
@@ -88,14 +83,14 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
-  sm90::BackwardParams params;
+  BackwardParams params;
   params.p = p;
   const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
-  auto map_queries = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
-    return sm90::make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
+  auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
+    return make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
   };
-  auto map_keys = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
-    return sm90::make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
+  auto map_keys = [&](RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
+    return make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
@@ -108,21 +103,20 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   params.order = KeyOrder::of(C, p);
   params.splits = FastDivmod(p.splits.count());
   params.throttled = needs_l2_throttle(C, p);
-  params.tile_counter = sm90::TileCounter::of(tiles, ctas / C.cluster, uses_semaphore(params.dq_accumulate));
+  params.tile_counter = TileCounter::of(tiles, ctas / C.cluster, uses_semaphore(params.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, 32 * C.warps, 0, stream, p,
                                                             !uses_semaphore(params.dq_accumulate)))
     return e;
-  if (cudaError_t e = launch_with_pdl<sm90::main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params))
-    return e;
+  if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params)) return e;
   if (cut_tiles > 0) {
-    const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (sm90::kAtomsOfDk<C> + sm90::kAtomsOfDv<C>);
-    if (cudaError_t e = launch_with_pdl<sm90::backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;
+    const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (kAtomsOfDk<C> + kAtomsOfDv<C>);
+    if (cudaError_t e = launch_with_pdl<backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;
   }
-  if (cudaError_t e = launch_with_pdl<sm90::backward_postprocess<C>>({query_tiles, sm90::kPostprocessThreads<C>, 0},
-                                                                     stream, params))
+  if (cudaError_t e =
+          launch_with_pdl<backward_postprocess<C>>({query_tiles, kPostprocessThreads<C>, 0}, stream, params))
     return e;
   return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm90

@@ -4,13 +4,12 @@
 // SMs, for longer caches.
 #pragma once
 
-#include "core/registry.h"
 #include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/passes/append.h"
 #include "kernels/passes/zero_fill.h"
-#include "kernels/sm80/decode_attend.h"
-#include "kernels/sm80/decode_load.h"
+#include "kernels/decode/attend.h"
+#include "kernels/decode/load.h"
 #include "kernels/sm90/pipeline.h"
 
 namespace flash_cute::sm90 {
@@ -18,8 +17,8 @@ namespace flash_cute::sm90 {
 using namespace cute;
 
 template <KernelConfig C>
-struct DecodeTraits : sm80::DecodeTraits<C> {
-  using Base = sm80::DecodeTraits<C>;
+struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {
+  using Base = flash_cute::decode::DecodeTraits<C>;
 
   struct Storage {
     alignas(128) typename Base::Element q[C.block_m * C.head_dim];
@@ -50,7 +49,7 @@ struct ClusterRank {
 
 // The CTA's split of the keys, in the form that sm80's functions take, and the keys that its queries see.
 template <KernelConfig C>
-CUTE_DEVICE sm80::VisibleSplit split_of_cta(const DecodeProblem& p, const ClusterRank& place) {
+CUTE_DEVICE decode::VisibleSplit split_of_cta(const DecodeProblem& p, const ClusterRank& place) {
   const int tile = p.heads_k.div(place.work_tile);  // over all sequences
   KvSplit split;
   split.head_k = place.work_tile - tile * p.fwd.heads_k;
@@ -58,7 +57,7 @@ CUTE_DEVICE sm80::VisibleSplit split_of_cta(const DecodeProblem& p, const Cluste
   split.row = (tile - split.b * p.clusters.tiles.value) * C.block_m;
   split.seq = cached_seq(p, split.b);
   split.quanta = split.all.count = 1;
-  const RowSpan queries = sm80::queries_of(p, split, C.block_m);
+  const RowSpan queries = decode::queries_of(p, split, C.block_m);
   const RowSpan keys = visible_keys(split.seq, p.fwd.band, queries.first, queries.last - queries.first);
   const int first = keys.first / C.block_n, blocks = max(0, ceil_div(keys.last, C.block_n) - first);
   const int chunk = p.clusters.ctas.div(blocks + place.ctas - 1);
@@ -73,7 +72,7 @@ class SplitLoader {
   using T = DecodeTraits<C>;
 
  public:
-  CUTE_DEVICE SplitLoader(const DecodeProblem& p, typename T::Storage& storage, const sm80::VisibleSplit& chunk,
+  CUTE_DEVICE SplitLoader(const DecodeProblem& p, typename T::Storage& storage, const decode::VisibleSplit& chunk,
                           int team, int thread)
       : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
         left_(chunk.split.last - chunk.split.first) {
@@ -131,7 +130,7 @@ CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int sta
     const int row = i / kAcross, column = i % kAcross * kTogether;
     const MergedRow<T::kTeams> merged(storage.sums[row]);
     const auto outputs = merged.template undivided<kTogether>([&](int team) {
-      return storage.kv[stage][team].results() + row * C.head_dim_v + sm80::result_column(row, column);
+      return storage.kv[stage][team].results() + row * C.head_dim_v + decode::result_column(row, column);
     });
     hand_over(column >> place.column_bits, &storage.outputs[row][place.rank * columns + (column & (columns - 1))],
               outputs[0], outputs[1], &storage.handed_over);
@@ -151,7 +150,7 @@ CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typena
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < rows * across; i += C.threads()) {
     const int row = i / across, column = i % across * kTogether;
-    const sm80::RowDestination<C> to(p, split, row, true);
+    const decode::RowDestination<C> to(p, split, row, true);
     // After this wait the results of all CTAs are here.
     storage.handed_over.wait(0);
     compiler_fence();
@@ -168,7 +167,7 @@ CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typena
     const auto all = merged.template outputs<kTogether>([&](int n) { return &outputs[n].x; });
     const int to_column = place.rank * columns + column;
     if (to_column == 0) *to.lse = merged.lse();
-    if (to_column < p.fwd.head_dim_v) to.visit([&](auto* out) { sm80::store(out + to_column, all); });
+    if (to_column < p.fwd.head_dim_v) to.visit([&](auto* out) { decode::store(out + to_column, all); });
   }
 }
 
@@ -185,22 +184,22 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     cutlass::arch::fence_barrier_init();
   }
   cute::cluster_arrive_relaxed();
-  sm80::VisibleSplit chunk = split_of_cta<C>(p, place);
+  decode::VisibleSplit chunk = split_of_cta<C>(p, place);
   // The append leaves lengths alone, and lets this kernel start once all before it has ended.
   if (!p.uniform.known && !p.appends()) {
     // Lengths in a tensor may still be written: their first values are good enough to prefetch by.
-    if (should_prefetch_kv(p, chunk.split)) sm80::prefetch_kv_l2<1, C>(p, chunk);
+    if (should_prefetch_kv(p, chunk.split)) decode::prefetch_kv_l2<1, C>(p, chunk);
     // After this wait the lengths are final.
     wait_on_dependent_grids();
     chunk = split_of_cta<C>(p, place);
   }
   const KvSplit& split = chunk.split;
-  const int rows = sm80::rows_of(p, split, C.block_m);
+  const int rows = decode::rows_of(p, split, C.block_m);
   if (threadIdx.x == 0) {
     constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
     storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
-  if (p.uniform.known && should_prefetch_kv(p, split)) sm80::prefetch_kv_l2<1, C>(p, chunk);
+  if (p.uniform.known && should_prefetch_kv(p, split)) decode::prefetch_kv_l2<1, C>(p, chunk);
   // After this wait the page table is final; the append leaves it alone, too.
   if (p.fwd.pages.ids != nullptr && !p.appends()) wait_on_dependent_grids();
   SplitLoader<C> loader(p, storage, chunk, team, thread);
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   loader.load(0);
   // After this wait new keys are in the cache, and queries are rotated.
   wait_on_dependent_grids();
-  sm80::load_queries<C>(p, split, storage.q);
+  decode::load_queries<C>(p, split, storage.q);
   cp_async_fence();
   CUTE_NO_UNROLL
   for (int i = 1; i < C.stages - 1; ++i) {
@@ -220,11 +219,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   // After this barrier Q is visible to all.
   __syncthreads();
   int stage = 0;
-  sm80::attend<C>(p, split, storage, loader, storage.q, team, thread, stage);
+  decode::attend<C>(p, split, storage, loader, storage.q, team, thread, stage);
   stage = stage == 0 ? C.stages - 1 : stage - 1;
   // After this barrier the results of all teams are in shared memory.
   __syncthreads();
-  if (place.ctas == 1) return sm80::TeamMerge<C>(p, split)(storage, stage);
+  if (place.ctas == 1) return decode::TeamMerge<C>(p, split)(storage, stage);
   // After this wait all CTAs of the cluster run, and their barriers are initialised.
   cute::cluster_wait();
   merge_teams<C>(storage, stage, rows, place);
@@ -232,18 +231,14 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   merge_ctas<C>(p, split, storage, rows, place);
 }
 
-}  // namespace flash_cute::sm90
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<sm90::decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, p);
+  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, p);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm90

@@ -8,7 +8,6 @@
 #include "core/counter.h"
 #include "core/device.h"
 #include "core/heuristics.h"
-#include "core/registry.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/combine_splits.h"
@@ -76,13 +75,9 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   }
 }
 
-}  // namespace flash_cute::sm90
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
-  sm90::ForwardParams params;
+cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream) {
+  ForwardParams params;
   params.p = p;
   const bool merges = p.splits.count > 1;
   if (merges) {
@@ -91,7 +86,7 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
     params.p.sink = {};
   }
   const int heads = pack_gqa(C, p), rows = C.block_m / heads;
-  params.scheduler = sm90::TileScheduler::of(p, C.block_m * C.cluster, heads);
+  params.scheduler = TileScheduler::of(p, C.block_m * C.cluster, heads);
   params.rows_of_head = FastDivmod(rows);
   const int64_t tiles = params.scheduler.tiles();
   params.page_size = FastDivmod(std::max(1, p.pages.size));
@@ -104,28 +99,27 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
-  auto map_queries = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int all_rows, int cols) {
+  auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int all_rows, int cols) {
     const int box_rows = std::min(rows, all_rows);
-    return sm90::make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols,
-                                 all_rows / box_rows);
+    return make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols, all_rows / box_rows);
   };
-  auto map_keys = [&](sm90::RaggedMap& map, const TensorView& m, int dim, int cols) {
+  auto map_keys = [&](RaggedMap& map, const TensorView& m, int dim, int cols) {
     if (p.pages.ids == nullptr) {
-      return sm90::make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
+      return make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
     }
-    return sm90::make_ragged_map(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count, params.page_rows, cols);
+    return make_ragged_map(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count, params.page_rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  params.tile_counter = sm90::TileCounter::of(tiles, ctas / C.cluster, false);
+  params.tile_counter = TileCounter::of(tiles, ctas / C.cluster, false);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_kernel<sm90::forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
+  if (cudaError_t e = launch_kernel<forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
   if (merges) {
     if (cudaError_t e = combine_splits(p, stream)) return e;
   }
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm90

@@ -2,7 +2,7 @@
 // are contiguous.
 #pragma once
 
-#include "kernels/common/cached_seq.h"
+#include "core/layout/cached_seq.h"
 #include "kernels/sm90/forward_traits.h"
 
 namespace flash_cute::sm90 {

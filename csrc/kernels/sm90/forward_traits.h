@@ -5,7 +5,7 @@
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/tiles.h"
 #include "kernels/sm90/pipeline.h"
 #include "kernels/sm90/tile_scheduler.h"
 #include "kernels/sm90/tensor_map.h"

@@ -12,8 +12,8 @@
 #include <cute/tensor.hpp>
 
 #include "core/problem.h"
-#include "kernels/common/smem_atoms.h"
-#include "kernels/common/seq.h"
+#include "core/layout/smem_atoms.h"
+#include "core/layout/seq.h"
 
 namespace flash_cute::sm90 {
 

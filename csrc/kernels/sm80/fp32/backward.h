@@ -4,7 +4,6 @@
 // anew. Every sum has one order, so that all gradients are deterministic.
 #pragma once
 
-#include "core/registry.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
@@ -233,13 +232,9 @@ __global__ void __launch_bounds__(C.threads()) row_dots(const __grid_constant__ 
   if (lane == 0) *at(p.softmax_d) = p.dlse.ptr == nullptr ? dot : dot - *at(p.dlse);
 }
 
-}  // namespace flash_cute::sm80::fp32
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
-  using sm80::fp32::Owner;
+cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
+  using Owner;
   const FwdProblem& f = p.fwd;
   auto tiles = [&](int rows, int block, int heads) { return int64_t(cute::ceil_div(rows, block)) * heads * f.batch; };
   const int64_t rows_together = tiles(f.seqlen_q, C.warps, f.heads);
@@ -247,11 +242,11 @@ cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
                 query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
   if (std::max(rows_together, std::max(key_tiles, query_tiles)) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<sm80::fp32::row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
-  constexpr auto keys = sm80::fp32::backward<C, Owner::Keys>, queries = sm80::fp32::backward<C, Owner::Queries>;
+  if (cudaError_t e = launch_kernel<row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
+  constexpr auto keys = backward<C, Owner::Keys>, queries = backward<C, Owner::Queries>;
   if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   if (cudaError_t e = launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80::fp32

@@ -2,7 +2,6 @@
 // does plain and rich problems.
 #pragma once
 
-#include "core/registry.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/score.h"
@@ -141,17 +140,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   store_values<16 * C.warps>(output, to, tile.row + get<0>(at(0, 0)), seq.q.length, get<1>(at(0, 0)), 1.f);
 }
 
-}  // namespace flash_cute::sm80::fp32
-
-namespace flash_cute {
-
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream) {
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<sm80::fp32::forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80::fp32

@@ -5,12 +5,12 @@
 
 #include "core/problem.h"
 #include "kernels/common/fragment.h"
-#include "kernels/common/tiles.h"
-#include "kernels/sm80/tile_io.h"
+#include "core/layout/tiles.h"
+#include "kernels/ampere/tile_io.h"
 
 namespace flash_cute::sm80::fp32 {
 
-using namespace cute;
+using namespace ampere;
 
 constexpr int kVector = 4;  // elements in 16 bytes
 constexpr int kAtom = 32;   // columns of a tile that lie together: 128 bytes

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 
-#include "kernels/sm80/decode_traits.h"
+#include "kernels/decode/traits.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::decode {
+
+using namespace ampere;
 
 // The splits of this CTA, worked out by one warp.
 template <KernelConfig C>
@@ -141,4 +143,4 @@ class KvLoader {
   int next_ = 0;
 };
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::decode

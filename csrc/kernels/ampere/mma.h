@@ -7,9 +7,9 @@
 
 #include "core/config.h"
 #include "kernels/common/fragment.h"
-#include "kernels/sm80/tile_io.h"
+#include "kernels/ampere/tile_io.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::ampere {
 
 using namespace cute;
 
@@ -213,4 +213,4 @@ class SharedResult {
   uint32_t tile_bytes_;  // shared address of the tile, the same in all lanes
 };
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::ampere

@@ -7,10 +7,10 @@
 #include <climits>
 
 #include "core/problem.h"
-#include "kernels/common/smem_atoms.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/smem_atoms.h"
+#include "core/layout/tiles.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::ampere {
 
 using namespace cute;
 
@@ -183,4 +183,4 @@ class TileCopy {
   int tile_row_;
 };
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::ampere

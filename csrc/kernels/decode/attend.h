@@ -2,9 +2,11 @@
 #pragma once
 
 #include "kernels/common/mask.h"
-#include "kernels/sm80/decode_merge.h"
+#include "kernels/decode/combine.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::decode {
+
+using namespace ampere;
 
 // Starts the copy of Q of a split's work tile.
 template <KernelConfig C>
@@ -122,4 +124,4 @@ CUTE_DEVICE void attend(const DecodeProblem& p, const KvSplit& split, Storage& s
   }
 }
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::decode

@@ -7,8 +7,8 @@
 // split_size; without these it is a block, and a CTA's quanta of one work tile make one split.
 #pragma once
 
-#include "kernels/common/cached_seq.h"
-#include "kernels/common/tiles.h"
+#include "core/layout/cached_seq.h"
+#include "core/layout/tiles.h"
 
 namespace flash_cute {
 

@@ -1,7 +1,7 @@
 // Which tiles of a band are visible, and which of them need a mask.
 #pragma once
 
-#include "kernels/common/seq.h"
+#include "core/layout/seq.h"
 
 namespace flash_cute {
 

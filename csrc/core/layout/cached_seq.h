@@ -1,7 +1,7 @@
 // Where a sequence lies in a key/value cache; index tensors may hold any values.
 #pragma once
 
-#include "kernels/common/seq.h"
+#include "core/layout/seq.h"
 
 namespace flash_cute {
 

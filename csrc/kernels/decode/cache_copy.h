@@ -1,10 +1,12 @@
 // Tiles of K and V of one head from paged or dense caches to shared memory.
 #pragma once
 
-#include "kernels/common/cached_seq.h"
-#include "kernels/sm80/tile_io.h"
+#include "core/layout/cached_seq.h"
+#include "kernels/ampere/tile_io.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::decode {
+
+using namespace ampere;
 
 // kThreads threads copy kKeys keys and values at a time. Rows that no query sees, and those of pages that do not exist,
 // become zeros.
@@ -170,4 +172,4 @@ class CacheCopy {
   int page_of_lane_;
 };
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::decode

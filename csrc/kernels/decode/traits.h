@@ -1,12 +1,14 @@
 // What the steps of decode share: MMA types and shared memory.
 #pragma once
 
-#include "kernels/common/decode_scheduler.h"
+#include "core/layout/decode_scheduler.h"
 #include "kernels/common/softmax.h"
-#include "kernels/sm80/cache_copy.h"
-#include "kernels/sm80/mma.h"
+#include "kernels/decode/cache_copy.h"
+#include "kernels/ampere/mma.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::decode {
+
+using namespace ampere;
 
 // A split without the blocks that no query sees, and the keys that its queries see.
 struct VisibleSplit {
@@ -72,4 +74,4 @@ CUTE_DEVICE int result_column(int row, int column) {
   return column ^ row % 4 * 8;
 }
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::decode

@@ -3,9 +3,11 @@
 
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/merge.h"
-#include "kernels/sm80/decode_traits.h"
+#include "kernels/decode/traits.h"
 
-namespace flash_cute::sm80 {
+namespace flash_cute::decode {
+
+using namespace ampere;
 
 // A row of a work tile: one query and one of its heads.
 struct Row {
@@ -200,4 +202,4 @@ CUTE_DEVICE void share_rows(Storage& storage, int stage, int team, int rows, con
   }
 }
 
-}  // namespace flash_cute::sm80
+}  // namespace flash_cute::decode

@@ -1,0 +1,42 @@
+"""Includes of csrc go down: docs/architecture.md, "Folders"."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+# What the files of a folder may include; the longest prefix of a file's path counts.
+MAY_INCLUDE = {
+    "core": ("core", "configs.def", "kernels_built.def"),
+    "kernels/common": ("core", "kernels/common"),
+    "kernels/ampere": ("core", "kernels/common", "kernels/ampere"),
+    "kernels/decode": ("core", "kernels/common", "kernels/ampere", "kernels/decode"),
+    "kernels/passes": ("core", "kernels/common", "kernels/passes", "kernels/launch.h"),
+    "kernels/sm80": ("core", "kernels/common", "kernels/ampere", "kernels/decode", "kernels/passes",
+                     "kernels/launch.h", "kernels/sm80"),
+    "kernels/sm90": ("core", "kernels/common", "kernels/decode", "kernels/passes",
+                     "kernels/launch.h", "kernels/sm90"),
+    "kernels/lab": ("core", "kernels/common", "kernels/ampere", "kernels/launch.h", "kernels/lab",
+                    "lab_built.def"),
+    "kernels/launch.h": (),
+    "kernels/dispatch.h": ("core",),
+    "api": ("core", "api", "kernels/passes", "kernels/lab/registry.h"),
+    "library.cpp": ("boundary.h", "core", "api/api.h", "kernels/lab/names.h"),
+    "boundary.h": (),
+}  # fmt: skip
+FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
+
+
+def is_under(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
+def test_includes_go_down(file):
+    name = file.relative_to(CSRC).as_posix()
+    allowed = MAY_INCLUDE[max((x for x in MAY_INCLUDE if is_under(name, x)), key=len)]
+    included = re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)
+    assert [x for x in included if not any(is_under(x, folder) for folder in allowed)] == []
