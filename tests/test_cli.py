@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from flash_cute import kernels
 from flash_cute.cli import info, profile, profiled
 from flash_cute.cli.app import app
+from flash_cute.lab import __main__ as laboratory
+from flash_cute.lab.kernel_configs import get_kernels_to_build
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = not torch.cuda.is_available()
@@ -33,9 +35,17 @@ def test_the_module_and_its_help():
     command = [sys.executable, "-m", "flash_cute", "--help"]
     helped = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert helped.returncode == 0, helped.stderr
-    for name in ("info", "list", "explain", "bench", "profile", "demo", "fuzz"):
+    for name in ("info", "list", "explain", "bench", "profile", "demo", "fuzz", "lab"):
         assert re.search(rf"\b{name}\b", helped.stdout)
         assert len(run(name, "--help") if name != "fuzz" else name) > 0
+
+
+def test_the_laboratory():
+    listed = run("lab", "list").splitlines()
+    assert listed == [str(config) for config in get_kernels_to_build()]
+    with pytest.raises(SystemExit):  # argparse's
+        laboratory.main(["--help"], "flash-cute lab")
+    assert "progression" in run("lab", "--help")
 
 
 WITHOUT_TYPER = """

@@ -26,6 +26,7 @@ from flash_cute.cli.options import (
     Seqlen,
     SeqlenK,
 )  # fmt: skip
+from flash_cute.lab import __main__ as laboratory
 from flash_cute.library import can_use_cuda
 from flash_cute.testing import fuzz as trials
 
@@ -241,3 +242,9 @@ def run_demo(
 def run_fuzz(context: typer.Context) -> None:
     """Random cases of all features against the fp64 reference; its options: fuzz --help."""
     raise typer.Exit(trials.main(context.args))
+
+
+@app.command("lab", context_settings=_PASSED_ON)
+def run_lab(context: typer.Context) -> None:
+    """The laboratory's kernels: list, check or progression; their options: lab --help."""
+    raise typer.Exit(laboratory.main(context.args, "flash-cute lab"))

@@ -1,4 +1,5 @@
-"""``python -m flash_cute.lab list | check | progression``: the laboratory's kernels on this GPU."""
+"""``flash-cute lab list | check | progression``: the laboratory's kernels on this GPU; without the
+command line ``python -m flash_cute.lab``."""
 
 from __future__ import annotations
 
@@ -58,11 +59,9 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m flash_cute.lab") -> int:
     """The command; 0 if all is well."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_cute.lab", description="The laboratory's kernels on this GPU."
-    )
+    parser = argparse.ArgumentParser(prog=prog, description="The laboratory's kernels on this GPU.")
     commands = parser.add_subparsers(required=True)
     listing = commands.add_parser("list", help="the configs of this build")
     listing.set_defaults(run=list_kernels)

@@ -103,7 +103,9 @@ class UltraPrecisionModule(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-        self.config = config if config is not None else PrecisionConfig()
+        if config is not None and not isinstance(config, PrecisionConfig):
+            raise TypeError(f"config must be a PrecisionConfig, not {type(config).__name__}")
+        self.config = config or PrecisionConfig()
         weights = packable(model)
         importance = error_weights(model, weights, self.config, calibration)
         plan = make_plan(model, weights, self.config, importance)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from flash_cute.precision.formats import FP8Config
 from flash_cute.precision.fp8_products import (
     Rounded,
+    has_autocast,
     multiply_rows,
     on_tensor_cores,
     round_to_fp8,
@@ -107,7 +108,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
         (..., n) in x's dtype, under autocast in autocast's.
     """
     device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    autocast = has_autocast(device) and torch.is_autocast_enabled(device)
+    autocast = autocast and x.dtype != torch.float64
     if not autocast and x.dtype != weight.dtype:
         raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: convert one or autocast")
     if x.shape[-1] != weight.shape[1]:

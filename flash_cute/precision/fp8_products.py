@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -101,9 +102,15 @@ def multiply_rows(
         return _in_dtype(result[:, : b.data.shape[0]], out_dtype)
     halves = a.data.is_cuda and out_dtype in (torch.float16, torch.bfloat16)
     exact = torch.bfloat16 if halves else torch.float32
-    with torch.autocast(a.data.device.type, enabled=False):
+    device = a.data.device.type
+    with torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext():
         product = a.data.to(exact) @ b.data.to(exact).t()
     return _in_dtype(product.float() * (a.inverse_scale * b.inverse_scale), out_dtype)
+
+
+def has_autocast(device: str) -> bool:
+    """Whether torch knows autocast there. (Its own question breaks graphs in torch 2.11.)"""
+    return device != "meta"
 
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,8 +26,14 @@ def default_loss(output: Tensor, targets: Tensor) -> Tensor:
         targets: classes (...) or (n, ...), of an integer dtype; or values of the output's shape.
 
     Raises:
+        TypeError: targets are bool.
         ValueError: the shapes fit neither.
     """
+    if targets.dtype == torch.bool:
+        raise TypeError(
+            "targets are bool: give .long() for cross entropy, .float() for mean squared "
+            "error, or a loss_fn"
+        )
     if targets.is_floating_point():
         if output.shape == targets.shape:
             return F.mse_loss(output.float(), targets.float())
@@ -138,8 +144,12 @@ class FP8TrainingEngine:
             state are as before, the overflow is counted and the loss scale halved.
 
         Raises:
+            TypeError: it is no optimizer.
             RuntimeError: no parameter has a gradient: `training_step` comes first.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {kind}")
         parameters: list[Any] = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             raise RuntimeError("the optimizer's parameters have no gradients: training_step first")

@@ -253,6 +253,15 @@ def test_refusals():
         layer(torch.ones(2, 7))
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
+def test_on_meta(scaling):
+    layer = FP8LinearLayer(8, 4, config=FP8Config(scaling=scaling), device="meta")
+    x = torch.randn(2, 8, device="meta", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (2, 4) and y.is_meta and x.grad.is_meta and layer.weight.grad.is_meta
+
+
 def test_initialisation_is_that_of_a_linear_layer():
     torch.manual_seed(0)
     linear = nn.Linear(8, 4)

@@ -275,3 +275,11 @@ def test_formats_in_the_documents_order():
         create_fp8_trainer(nn.Conv1d(1, 1, 1))
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         create_fp8_trainer(None)
+
+
+def test_arguments_that_could_mean_two_things_or_none():
+    trainer = create_fp8_trainer(mlp(4, 4))
+    with pytest.raises(TypeError, match=r"targets are bool: give \.long\(\)"):
+        trainer.training_step(torch.randn(3, 4), torch.ones(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, not NoneType"):
+        trainer.optimizer_step(None)

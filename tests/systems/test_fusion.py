@@ -29,6 +29,7 @@ from flash_cute.attention.fusion import (
     FusionStrategy,
     OptimizationLevel,
     UnifiedAttentionFusion,
+    benchmark_fusion_performance,
     create_unified_attention_fusion,
 )
 from flash_cute.attention.fusion import attention as attention_step
@@ -283,6 +284,10 @@ def test_bad_arguments():
         FusionConfig(target_sequence_length=0)
     with pytest.raises(TypeError, match="model is int"):
         UnifiedAttentionFusion(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config is dict"):
+        UnifiedAttentionFusion(encoder_layer(), {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="baseline_model is NoneType"):
+        benchmark_fusion_performance(None, fused, x)  # type: ignore[arg-type]
 
 
 def test_the_example_of_the_docs_runs(capsys):

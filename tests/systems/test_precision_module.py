@@ -351,6 +351,7 @@ def test_calibrated_strategies_know_which_layer_matters(strategy: AllocationStra
     [
         (lambda m: create_ultra_precision_module(m, config(0.97)), ValueError, "at most 0.8"),
         (lambda m: create_ultra_precision_module(m.weight), TypeError, "model must be"),
+        (lambda m: create_ultra_precision_module(m, {}), TypeError, "must be a PrecisionConfig"),
         (
             lambda m: create_ultra_precision_module(nn.LayerNorm(64), config()),
             ValueError,

@@ -104,6 +104,9 @@ def benchmark_fusion_performance(
     if not isinstance(num_runs, int) or num_runs < 1:
         raise ValueError(f"num_runs is {num_runs!r}; expected an int, 1 or more")
     models = (baseline_model, fused_model)
+    for name, model in zip(("baseline_model", "fused_model"), models, strict=True):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{name} is {type(model).__name__}; expected a torch.nn.Module")
     devices = [input_data.device.index] if input_data.is_cuda else []
     with torch.random.fork_rng(devices=devices):
         for model in models:

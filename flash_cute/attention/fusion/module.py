@@ -64,7 +64,9 @@ class UnifiedAttentionFusion(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
-        self.config = FusionConfig() if config is None else config
+        if config is not None and not isinstance(config, FusionConfig):
+            raise TypeError(f"config is {type(config).__name__}; expected a FusionConfig")
+        self.config = config or FusionConfig()
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
         self.model = self._fused(shared_copy(model), "")
