@@ -184,7 +184,9 @@ def order_of_dq(case: Case | VarlenCase, dims: tuple[int, int]) -> str | None:
 @pytest.mark.parametrize("dims", PARTED_DIMS, ids=str)
 def test_cases_have_both_orders_of_dq(dims):
     assert {order_of_dq(case, dims) for case in MANY_KEYS.values()} == {"atomic"}
-    opened = {name for name, case in MANY_TILES.items() if order_of_dq(case, dims) == "first_stores"}
+    opened = {
+        name for name, case in MANY_TILES.items() if order_of_dq(case, dims) == "first_stores"
+    }
     assert opened >= {"full", "causal", "unseen keys", "grouped", "grouped causal", "varlen"}
 
 

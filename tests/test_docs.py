@@ -78,7 +78,7 @@ def rates_in(results: Path) -> dict[tuple[str, str], set[str]]:
     return rates
 
 
-LEAST_FIGURES = {"README.md": 50, "docs/performance.md": 500}  # in tables that a JSON is behind
+LARGEST_RESULTS = 2 << 20  # bytes
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -88,7 +88,7 @@ def test_measured_tables_are_those_of_their_json(page):
     header: list[str] = []
     used, compared, wrong = False, 0, []
     for line in (ROOT / page).read_text().splitlines():
-        for link in re.findall(r"\(((?:\.\./)?benchmarks/results/\w+\.json)\)", line):
+        for link in re.findall(r"\(((?:\.\./)*benchmarks/results/\w+\.json)\)", line):
             if used:  # the links below a table are those of the next one
                 rates, used = {}, False
             for key, values in rates_in((ROOT / page).parent / link).items():
@@ -112,14 +112,14 @@ def test_measured_tables_are_those_of_their_json(page):
             if cell not in rates.get((case, candidate), {}):
                 wrong.append((case, column, cell, rates.get((case, candidate))))
     assert wrong == []
-    assert compared >= LEAST_FIGURES.get(page, 0)
+    assert compared or page != "docs/performance.md"
 
 
 def test_every_result_stands_behind_something():
     text = "".join((ROOT / page).read_text() for page in PAGES)
-    results = [path.name for path in (ROOT / "benchmarks" / "results").iterdir()]
-    assert len(results) > 100
-    assert [name for name in sorted(results) if f"benchmarks/results/{name})" not in text] == []
+    results = sorted((ROOT / "benchmarks" / "results").iterdir())
+    assert [p.name for p in results if f"benchmarks/results/{p.name})" not in text] == []
+    assert sum(path.stat().st_size for path in results) < LARGEST_RESULTS
 
 
 def test_paths_exist():
@@ -157,7 +157,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     pages = [page.removeprefix("docs/").removesuffix(".md") for page in DOCS]
-    built = [tmp_path / ("" if page == "index" else page) / "index.html" for page in pages]
+    built = [tmp_path / page.removesuffix("index") / "index.html" for page in pages]
     assert [page for page in built if not page.is_file()] == []
     assert "flash_attention_forward" in (tmp_path / "reference" / "index.html").read_text()
 

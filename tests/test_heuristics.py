@@ -342,4 +342,9 @@ def test_nobody_waits_for_two_reasons():
         options = {"right": right, "deterministic": deterministic}
         found = plan("bwd", *sizes, **options)
         seen.add((found.dq_accumulate, found.l2_throttle))
-    assert seen == {("atomic", False), ("atomic", True), ("first_stores", False), ("serialized", False)}
+    assert seen == {
+        ("atomic", False),
+        ("atomic", True),
+        ("first_stores", False),
+        ("serialized", False),
+    }
