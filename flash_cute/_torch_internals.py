@@ -205,6 +205,13 @@ def begins_by_sizes(x: Tensor) -> bool:
     return TensorProperty.STORAGE_OFFSET not in properties
 
 
+# --- attention on the CPU ------------------------------------------------------------------------
+
+# ATen's flash attention of (batch, heads, seqlen, dim): (output, logsumexp), and gradients of it.
+flash_forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
 # --- fp8 -----------------------------------------------------------------------------------------
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute.cpu import varlen
+from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def _softmax_d(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -69,13 +68,13 @@ def _differentiate_rows(
     return dq
 
 
-def _differentiate(
+def _differentiate_tiles(
     tiles: Tiles,
     v: Tensor,
     dout: Tensor,
     softmax_lse: Tensor,
     softmax_d: Tensor,
-    gradients: Gradients,
+    gradients: plain.Gradients,
 ) -> None:
     """Writes the gradients of q, k and v into ``gradients``, three tensors of their shapes."""
     dq, dk, dv = gradients
@@ -88,6 +87,32 @@ def _differentiate(
         unfold_into(dq[:, rows], dq_rows)
     unfold_into(dk, dk_sum)
     unfold_into(dv, dv_sum)
+
+
+def _differentiate(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    softmax_d: Tensor,
+    options: Options,
+    first: int = 0,
+) -> plain.Gradients:
+    """(dq, dk, dv) of dense tensors; ``first`` is the index of the first sequence in the whole
+    batch."""
+    causal = plain.causal_of(q, k, v, options) if dlse is None else None
+    odd = None
+    if causal is not None:
+        odd = plain.Odd.of(causal, (q, dout, out, softmax_lse.transpose(1, 2)[..., None]), k, v)
+        results = plain.backward(dout, q, k, v, out, softmax_lse, options.scale, causal, odd)
+        if odd is None:
+            return results
+    exact = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    _differentiate_tiles(Tiles(q, k, options, first), v, dout, softmax_lse, softmax_d, exact)
+    return exact if odd is None else odd.replaced(results, exact)
 
 
 @torch.no_grad()
@@ -119,8 +144,7 @@ def bwd(
     window = (window_size_left, 0 if is_causal else window_size_right)
     options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
     softmax_d = _softmax_d(dout, out, dlse)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    _differentiate(Tiles(q, k, options), v, dout, softmax_lse, softmax_d, (dq, dk, dv))
+    dq, dk, dv = _differentiate(dout, q, k, v, out, softmax_lse, dlse, softmax_d, options)
     return dq, dk, dv, _dsink(options, softmax_lse, softmax_d), softmax_d
 
 
@@ -167,10 +191,11 @@ def varlen_bwd(
         strict=False,
     )
     for index, (rows, keys) in enumerate(parts):
-        gradients = (dq[None, rows], dk[None, keys], dv[None, keys])
         lse, correction = softmax_lse[None, :, rows], softmax_d[None, :, rows]
         of_rows = None if dlse is None else dlse[None, :, rows]
         correction.copy_(_softmax_d(dout[None, rows], out[None, rows], of_rows))
-        tiles = Tiles(q[None, rows], k[None, keys], options, index)
-        _differentiate(tiles, v[None, keys], dout[None, rows], lse, correction, gradients)
+        dq[rows], dk[keys], dv[keys] = _differentiate(
+            dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse,
+            of_rows, correction, options, index,
+        )  # fmt: skip
     return dq, dk, dv, _dsink(options, softmax_lse[None], softmax_d[None]), softmax_d

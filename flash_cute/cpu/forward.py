@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute.cpu import varlen
+from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 
@@ -96,7 +96,7 @@ def _write_softmax(tiles: Tiles, rows: slice, lse: Tensor, softmax: Tensor) -> N
         target.copy_(p.view(target.shape))
 
 
-def attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
+def _attend_tiles(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
     """Attention of all rows over v (batch, seqlen_k, heads_k, dim_v), written into ``outputs``."""
     values = fold(v, tiles.heads_k).flatten(0, 1)
     for rows in tiles.query_blocks():
@@ -108,6 +108,36 @@ def attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
             outputs.row_max[:, :, rows] = row_max.view(target.shape)
         if outputs.softmax is not None:
             _write_softmax(tiles, rows, lse, outputs.softmax)
+
+
+def _attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor] | None:
+    """(out, softmax_lse) by ATen's kernel, or None if it does not compute this call."""
+    causal = plain.causal_of(q, k, v, options)
+    if causal is None:
+        return None
+    odd = plain.Odd.of(causal, (q,), k, v)
+    out, lse = plain.forward(q, k, v, options.scale, causal, odd)
+    if odd is None:
+        return out, lse
+    exact = Outputs.of_no_keys(q, v, lse.shape, (), False, False)
+    _attend_tiles(Tiles(q, k, options), v, exact)
+    out = torch.where(odd.of_rows[..., None], exact.out, out)
+    return out, torch.where(odd.of_rows.transpose(1, 2), exact.softmax_lse, lse)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, outputs: Outputs, first: int = 0
+) -> None:
+    """Attention of dense q, k and v, written into ``outputs``; ``first`` is the index of the first
+    sequence in the whole batch. What is asked for besides changes no bit of out and softmax_lse."""
+    results = _attend_plainly(q, k, v, options)
+    if results is None or outputs.row_max is not None or outputs.softmax is not None:
+        _attend_tiles(Tiles(q, k, options, first), v, outputs)
+    if results is not None:
+        outputs.out.copy_(results[0])
+        outputs.softmax_lse.copy_(results[1])
 
 
 @torch.no_grad()
@@ -137,11 +167,15 @@ def fwd(
     """
     window = (window_size_left, 0 if is_causal else window_size_right)
     options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    if not return_softmax and not return_row_max:
+        results = _attend_plainly(q, k, v, options)
+        if results is not None:
+            return *results, None, None
     batch, seqlen_q, heads, _ = q.shape
     statistic = (batch, heads, seqlen_q)
     shape = (*statistic, k.shape[1])
     outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
-    attend(Tiles(q, k, options), v, outputs)
+    attend(q, k, v, options, outputs)
     return outputs
 
 
@@ -190,6 +224,6 @@ def varlen_fwd(
         strict=False,
     )
     for index, (rows, keys, values) in enumerate(parts):
-        tiles = Tiles(q[None, rows], keys, options, index)
-        attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
+        part = outputs.of_sequence(index, rows, keys.shape[1])
+        attend(q[None, rows], keys, values, options, part, index)
     return outputs
