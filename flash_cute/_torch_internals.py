@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Contexts: a call of an op goes on below autograd's kernels, or below those that count versions.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 below_versions = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+def without_autograd(function: F) -> F:
+    """``function`` with its body below autograd's kernels: less dear than no_grad()."""
+
+    @wraps(function)
+    def below(*args: Any, **named: Any) -> Any:
+        with below_autograd():
+            return function(*args, **named)
+
+    return below  # type: ignore[return-value]
 
 
 def arguments(op: Any) -> list[Any]:
@@ -208,7 +219,7 @@ def begins_by_sizes(x: Tensor) -> bool:
 # --- attention on the CPU ------------------------------------------------------------------------
 
 # ATen's flash attention of (batch, heads, seqlen, dim): (output, logsumexp), and gradients of it.
-flash_forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_forward_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
 flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
@@ -115,7 +116,7 @@ def _differentiate(
     return exact if odd is None else odd.replaced(results, exact)
 
 
-@torch.no_grad()
+@internals.without_autograd
 def bwd(
     dout: Tensor,
     q: Tensor,
@@ -148,7 +149,7 @@ def bwd(
     return dq, dk, dv, _dsink(options, softmax_lse, softmax_d), softmax_d
 
 
-@torch.no_grad()
+@internals.without_autograd
 def varlen_bwd(
     dout: Tensor,
     q: Tensor,

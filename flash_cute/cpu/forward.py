@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
@@ -140,7 +141,7 @@ def attend(
         outputs.softmax_lse.copy_(results[1])
 
 
-@torch.no_grad()
+@internals.without_autograd
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -179,7 +180,7 @@ def fwd(
     return outputs
 
 
-@torch.no_grad()
+@internals.without_autograd
 def varlen_fwd(
     q: Tensor,
     k: Tensor,

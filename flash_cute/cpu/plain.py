@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.cpu.tiles import Options, compute_dtype
+from flash_cute.cpu.tiles import Options
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -23,6 +23,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 LARGEST = 2.0**50
 SCALES = (2.0**-40, 2.0**16)
 MAX_HEAD_DIM = 2**10
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Odd(NamedTuple):
@@ -92,17 +94,25 @@ def forward(
     """(out, softmax_lse), new and contiguous; nothing is promised where ``odd.of_rows`` is True."""
     if odd is not None:
         q, k, v = _cleared(q, odd.row), _cleared(k, odd.key), _cleared(v, odd.key)
-    dtype, group = compute_dtype(q), q.shape[2] // k.shape[2]
-    if q.shape[1] == 1:  # query heads of a group as queries of their kv head: no key is copied
-        queries, keys, values = q[:, 0].unflatten(1, (-1, group)), _by_head(k), _by_head(v)
+    dtype, shape, heads_k = q.dtype, q.shape, k.shape[2]
+    group = shape[2] // heads_k
+    if dtype in _HALVES:
+        q, k, v = q.float(), k.float(), v.float()
+    # ATen has (batch, heads, seqlen, dim).
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    one_query = shape[1] == 1
+    if one_query:  # query heads of a group as queries of their kv head: no key is copied
+        q = q[:, 0].unflatten(1, (heads_k, group))
     else:
-        queries, keys, values = _by_head(q), _expanded(k, group), _expanded(v, group)
-    out, lse = internals.flash_forward_on_cpu(
-        queries.to(dtype), keys.to(dtype), values.to(dtype), 0.0, causal, scale=scale
-    )
-    if q.shape[1] == 1:
-        return out.to(q.dtype).reshape(q.shape), lse.reshape(*q.shape[:3:2], 1)
-    return out.transpose(1, 2).to(q.dtype).contiguous(), lse.contiguous()
+        q = q.transpose(1, 2)
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    out, lse = internals.flash_forward_on_cpu(q, k, v, 0.0, causal, scale=scale)
+    if one_query:
+        out, lse = out.reshape(shape), lse.reshape(shape[0], shape[2], 1)
+    else:
+        out = out.transpose(1, 2)
+    return out.to(dtype) if dtype in _HALVES else out.contiguous(), lse.contiguous()
 
 
 def backward(
@@ -121,28 +131,20 @@ def backward(
         dout, q, out = (_cleared(x, odd.row) for x in (dout, q, out))
         k, v = _cleared(k, odd.key), _cleared(v, odd.key)
         softmax_lse = softmax_lse.masked_fill(odd.row.transpose(1, 2), 0)
-    dtype, group = compute_dtype(q), q.shape[2] // k.shape[2]
-    dq, dk, dv = internals.flash_backward_on_cpu(
-        *(x.to(dtype) for x in (_by_head(dout), _by_head(q), _expanded(k, group))),
-        _expanded(v, group).to(dtype), _by_head(out).to(dtype), softmax_lse, 0.0, causal,
-        scale=scale,
-    )  # fmt: skip
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
+    if dtype in _HALVES:
+        dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     if group > 1:
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    dq, dk, dv = (x.transpose(1, 2).to(q.dtype).contiguous() for x in (dq, dk, dv))
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    dq, dk, dv = internals.flash_backward_on_cpu(
+        dout, q, k, v, out, softmax_lse, 0.0, causal, scale=scale
+    )
+    if group > 1:
+        dk, dv = dk.unflatten(1, (-1, group)).sum(2), dv.unflatten(1, (-1, group)).sum(2)
+    dq, dk, dv = (x.transpose(1, 2).to(dtype).contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
 
 
 def _cleared(x: Tensor, where: Tensor) -> Tensor:
     return x.masked_fill(where[..., None], 0)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """(batch, heads, seqlen, dim), as ATen has it, of (batch, seqlen, heads, dim)."""
-    return x.transpose(1, 2)
-
-
-def _expanded(x: Tensor, group: int) -> Tensor:
-    """The same, each head ``group`` times."""
-    x = x.transpose(1, 2)
-    return x if group == 1 else x.repeat_interleave(group, 1)
