@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
+from flash_cute.cpu.odd import Odd, is_usual
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
@@ -70,15 +71,18 @@ def _differentiate_rows(
 
 
 def _differentiate_tiles(
-    tiles: Tiles,
-    v: Tensor,
     dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     softmax_lse: Tensor,
     softmax_d: Tensor,
-    gradients: plain.Gradients,
-) -> None:
-    """Writes the gradients of q, k and v into ``gradients``, three tensors of their shapes."""
-    dq, dk, dv = gradients
+    options: Options,
+    first: int,
+) -> plain.Gradients:
+    """(dq, dk, dv), by tiles of scores."""
+    tiles = Tiles(q, k, options, first)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     v, dout = fold(v, tiles.heads_k).flatten(0, 1), fold(dout, tiles.heads_k)
     lse, correction = tiles.statistic(softmax_lse), tiles.statistic(softmax_d)
     dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(v)
@@ -88,6 +92,7 @@ def _differentiate_tiles(
         unfold_into(dq[:, rows], dq_rows)
     unfold_into(dk, dk_sum)
     unfold_into(dv, dv_sum)
+    return dq, dk, dv
 
 
 def _differentiate(
@@ -105,15 +110,27 @@ def _differentiate(
     """(dq, dk, dv) of dense tensors; ``first`` is the index of the first sequence in the whole
     batch."""
     causal = plain.causal_of(q, k, v, options) if dlse is None else None
-    odd = None
-    if causal is not None:
-        odd = plain.Odd.of(causal, (q, dout, out, softmax_lse.transpose(1, 2)[..., None]), k, v)
-        results = plain.backward(dout, q, k, v, out, softmax_lse, options.scale, causal, odd)
-        if odd is None:
-            return results
-    exact = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _differentiate_tiles(Tiles(q, k, options, first), v, dout, softmax_lse, softmax_d, exact)
-    return exact if odd is None else odd.replaced(results, exact)
+    if causal is None:
+        return _differentiate_tiles(dout, q, k, v, softmax_lse, softmax_d, options, first)
+    results = plain.backward(dout, q, k, v, out, softmax_lse, options.scale, causal)
+    if is_usual(results[0]):  # what is not finite anywhere, dq is not either
+        return results
+    odd = Odd.of(causal, (q, dout, out, softmax_lse.transpose(1, 2)[..., None]), k, v)
+    if odd is None:
+        return results
+    results = plain.backward(
+        *(odd.without_rows(dout), odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)),
+        odd.without_rows(out), softmax_lse.masked_fill(odd.row.transpose(1, 2), 0),
+        options.scale, causal,
+    )  # fmt: skip
+    exact = _differentiate_tiles(dout, q, k, v, softmax_lse, softmax_d, options, first)
+    dq, dk, dv = (
+        torch.where(depends[..., None], right, x)
+        for depends, right, x in zip(
+            (odd.of_rows, odd.of_keys, odd.of_keys), exact, results, strict=True
+        )
+    )
+    return dq, dk, dv
 
 
 @internals.without_autograd

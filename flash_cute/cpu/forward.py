@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
+from flash_cute.cpu.odd import Odd
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 
@@ -118,10 +119,11 @@ def _attend_plainly(
     causal = plain.causal_of(q, k, v, options)
     if causal is None:
         return None
-    odd = plain.Odd.of(causal, (q,), k, v)
-    out, lse = plain.forward(q, k, v, options.scale, causal, odd)
+    odd = Odd.of(causal, (q,), k, v)
     if odd is None:
-        return out, lse
+        return plain.forward(q, k, v, options.scale, causal)
+    usual = odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)
+    out, lse = plain.forward(*usual, options.scale, causal)
     exact = Outputs.of_no_keys(q, v, lse.shape, (), False, False)
     _attend_tiles(Tiles(q, k, options), v, exact)
     out = torch.where(odd.of_rows[..., None], exact.out, out)
