@@ -53,7 +53,10 @@ class Place(NamedTuple):
         cache[ids[there], rows[there]] = new[: len(ids)][there]
 
     def read(self, cache: Tensor, last: int) -> Tensor:
-        """Rows [leftpad, last) as a batch of one; pages that do not exist are zeros."""
+        """Rows [leftpad, last) as a batch of one, a view if they are in one page; pages that do not
+        exist are zeros."""
+        if len(self.pages) == 1 and 0 <= (page := int(self.pages)) < len(cache):
+            return cache[page, None, self.leftpad : last]
         ids, rows, there = self.rows(cache, self.leftpad, last)
         gathered = cache.new_zeros((len(ids), *cache.shape[2:]))
         gathered[there] = cache[ids[there], rows[there]]
