@@ -223,6 +223,12 @@ flash_forward_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type
 flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
+@cache
+def has_bf16_products() -> bool:
+    """Whether the CPU multiplies bf16 faster than fp32: what ATen does elsewhere may be slow."""
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 # --- fp8 -----------------------------------------------------------------------------------------
 
 

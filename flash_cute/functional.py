@@ -135,6 +135,10 @@ def flash_attn_func(
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
             if options == _PLAIN:
+                if q.is_cpu and not return_lse:
+                    q, k, v = autocast.cast(q, k, v)
+                    if q.dtype == torch.bfloat16:
+                        return _out_alone(q, k, v, softmax_scale, causal)
                 with internals.below_autograd():
                     precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
                     result, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
@@ -262,6 +266,16 @@ def _without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and not ops.transformed()
         and not internals.in_context_parallel()
     )
+
+
+def _out_alone(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
+) -> Tensor:
+    """out of the op ``fwd``; on the CPU the LSE of bf16 takes longer, and is left out here."""
+    out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+    with internals.below_versions():
+        _OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
+    return out
 
 
 def _attend(

@@ -77,11 +77,14 @@ PLAIN = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_calls(calls, name, dtype):
-    """They reach ATen's kernels, in fp32 or fp64, and are right."""
+    """They reach ATen's kernels, and are right. But for out in bf16, products are fp32 or fp64."""
     shape, options = PLAIN[name]
     check(qkv(*shape, dtype=dtype), options)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
-    assert {(way, kind) for way, kind, _ in calls} == {
+    in_bf16 = set()
+    if dtype == torch.bfloat16 and internals.has_bf16_products():
+        in_bf16 = {("forward", torch.bfloat16)}
+    assert {(way, kind) for way, kind, _ in calls} == in_bf16 | {
         ("forward", computed), ("backward", computed),
     }  # fmt: skip
     is_causal = options.get("is_causal", False) and shape[1] > 1
@@ -176,6 +179,18 @@ def test_odd_gradients_and_statistics_stay_in_their_rows(causal):
         assert got[0, : 18 if causal else None, 1].isnan().all() and got[1].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_contiguous_whatever_the_layout(dtype):
+    """Of heads in front, which ATen's results copy, and of slices of one packed tensor."""
+    heads_first = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 9, 9, dtype=dtype)
+    )
+    packed = randn(2, 9, 3, 4, 8, dtype=dtype, seed=6).unbind(2)
+    for tensors in (tuple(heads_first), packed):
+        assert all(x.is_contiguous() for x in both_ways(tensors, {"is_causal": True}))
+        assert flash_attn_func(*tensors).is_contiguous()
+
+
 def test_a_batch_of_views_has_the_bits_of_its_parts():
     """Transposed, sliced and repeated views, without a copy of q, k and v by the caller."""
     q, k, v = qkv(3, 70, 70, heads=4, heads_k=2, dim=16, dim_v=16)
@@ -223,6 +238,33 @@ def test_decoding_over_a_cache_is_plain(calls):
         weighted = reference.attention(*part[:2], part[2].abs()).out
         assert_bounded(out[index, None], reference.attention(*part).out, weighted)
     assert calls == [("forward", torch.float32, False)] * 3
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_out_alone_has_the_bits_of_out_with_lse(monkeypatch, calls, fast):
+    """bf16, where the CPU has products of it or not; odd numbers and other rules included."""
+    monkeypatch.setattr(internals, "has_bf16_products", lambda: fast)
+    q, k, v = qkv(2, 70, 70, heads=4, heads_k=2, dtype=torch.bfloat16)
+    k[1, 30] = torch.nan
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    del calls[:]
+    alone = flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(alone.nan_to_num(), out.nan_to_num()) and alone[1, 30:].isnan().all()
+    assert calls == [("forward", torch.bfloat16 if fast else torch.float32, True)]
+    torch.testing.assert_close(
+        lse.double(), reference.attention(q, k, v, is_causal=True).softmax_lse,
+        rtol=2e-6, atol=1e-5, equal_nan=True,
+    )  # fmt: skip
+    grown = torch.ops.flash_cute.fwd(q, k, v, is_causal=True, return_row_max=True)
+    assert torch.equal(grown[0].nan_to_num(), out.nan_to_num())
+    given = torch.full_like(out, torch.nan)
+    torch.ops.flash_cute.fwd.out(q, k, v, is_causal=True, out=given)
+    assert torch.equal(given.nan_to_num(), out.nan_to_num())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = flash_attn_func(q.float(), k.float(), v.float(), causal=True)
+    assert cast.dtype == torch.bfloat16 and torch.equal(cast.nan_to_num(), out.nan_to_num())
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(flash_attn_func(leaf, k, v, causal=True).nan_to_num(), out.nan_to_num())
 
 
 def test_memory_of_results_is_not_of_inputs():

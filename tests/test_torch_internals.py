@@ -129,6 +129,15 @@ def test_flash_attention_on_the_cpu(dtype, causal):
         torch.testing.assert_close(x.double(), y.detach(), **close)
 
 
+def test_has_bf16_products():
+    """It is what the processor says, where there is a list of what it has."""
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists() or "avx512" not in flags.read_text():
+        assert not internals.has_bf16_products()
+    else:
+        assert internals.has_bf16_products() == ("avx512_bf16" in flags.read_text())
+
+
 def test_below_versions():
     x = torch.ones(2)
     with internals.below_versions():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,29 +113,37 @@ def _attend_tiles(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
 
 
 def _attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, options: Options
-) -> tuple[Tensor, Tensor] | None:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, in_bf16: bool, with_lse: bool = True
+) -> plain.Results | None:
     """(out, softmax_lse) by ATen's kernel, or None if it does not compute this call."""
     causal = plain.causal_of(q, k, v, options)
     if causal is None:
         return None
     odd = Odd.of(causal, (q,), k, v)
     if odd is None:
-        return plain.forward(q, k, v, options.scale, causal)
+        return plain.forward(q, k, v, options.scale, causal, in_bf16, with_lse)
     usual = odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)
-    out, lse = plain.forward(*usual, options.scale, causal)
-    exact = Outputs.of_no_keys(q, v, lse.shape, (), False, False)
+    out, lse = plain.forward(*usual, options.scale, causal, in_bf16, with_lse)
+    exact = Outputs.of_no_keys(q, v, (*q.shape[:3:2], q.shape[1]), (), False, False)
     _attend_tiles(Tiles(q, k, options), v, exact)
     out = torch.where(odd.of_rows[..., None], exact.out, out)
-    return out, torch.where(odd.of_rows.transpose(1, 2), exact.softmax_lse, lse)
+    if lse is not None:
+        lse = torch.where(odd.of_rows.transpose(1, 2), exact.softmax_lse, lse)
+    return out, lse
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, outputs: Outputs, first: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    outputs: Outputs,
+    first: int = 0,
+    in_bf16: bool = False,
 ) -> None:
     """Attention of dense q, k and v, written into ``outputs``; ``first`` is the index of the first
     sequence in the whole batch. What is asked for besides changes no bit of out and softmax_lse."""
-    results = _attend_plainly(q, k, v, options)
+    results = _attend_plainly(q, k, v, options, in_bf16)
     if results is None or outputs.row_max is not None or outputs.softmax is not None:
         _attend_tiles(Tiles(q, k, options, first), v, outputs)
     if results is not None:
@@ -170,16 +178,30 @@ def fwd(
     """
     window = (window_size_left, 0 if is_causal else window_size_right)
     options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    in_bf16 = plain.is_fast_in_bf16(q)
     if not return_softmax and not return_row_max:
-        results = _attend_plainly(q, k, v, options)
+        results = _attend_plainly(q, k, v, options, in_bf16)
         if results is not None:
             return *results, None, None
     batch, seqlen_q, heads, _ = q.shape
     statistic = (batch, heads, seqlen_q)
     shape = (*statistic, k.shape[1])
     outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
-    attend(q, k, v, options, outputs)
+    attend(q, k, v, options, outputs, in_bf16=in_bf16)
     return outputs
+
+
+@internals.without_autograd
+def fwd_without_lse(*args: Any) -> tuple[Tensor | None, ...]:
+    """The same where nobody asks for more than out: what takes time of its own is None."""
+    q, k, v, softmax_scale, is_causal, left, right, *rules = args[:12]
+    if plain.is_fast_in_bf16(q):
+        window = (left, 0 if is_causal else right)
+        options = Options.of(q, softmax_scale, window, *rules)
+        results = _attend_plainly(q, k, v, options, in_bf16=True, with_lse=False)
+        if results is not None:
+            return *results, None, None
+    return fwd(*args)
 
 
 @internals.without_autograd
