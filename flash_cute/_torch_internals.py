@@ -218,9 +218,12 @@ def begins_by_sizes(x: Tensor) -> bool:
 
 # --- attention on the CPU ------------------------------------------------------------------------
 
-# ATen's flash attention of (batch, heads, seqlen, dim): (output, logsumexp), and gradients of it.
-flash_forward_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
-flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# ATen's own flash attention of (batch, heads, seqlen, dim), whatever is activated in its place
+# later: (output, logsumexp), and gradients.
+flash_forward_on_cpu = kernel_of("aten::_scaled_dot_product_flash_attention_for_cpu", "CPU")
+flash_backward_on_cpu = kernel_of(
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward", "CPU"
+)
 
 
 @cache
