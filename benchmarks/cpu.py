@@ -130,10 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device("cpu")
-    try:
-        problems = cases(options.dtypes.split(","), options.longest)
-    except KeyError as error:
-        parser.error(str(error))
+    if unknown := set(options.dtypes.split(",")) - DTYPES.keys():
+        parser.error(f"--dtypes {options.dtypes}: {', '.join(unknown)} is none of {list(DTYPES)}")
+    problems = cases(options.dtypes.split(","), options.longest)
     rows = []
     for case in problems:
         for mode in options.modes.split(","):

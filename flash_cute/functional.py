@@ -137,7 +137,7 @@ def flash_attn_func(
             if options == _PLAIN:
                 if q.is_cpu and not return_lse:
                     q, k, v = autocast.cast(q, k, v)
-                    if q.dtype == torch.bfloat16:
+                    if q.dtype == torch.bfloat16 and internals.are_plain((q, k, v)):
                         return _out_alone(q, k, v, softmax_scale, causal)
                 with internals.below_autograd():
                     precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}

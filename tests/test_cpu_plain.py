@@ -15,6 +15,7 @@ from cpu_oracle import (
     randn,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_cute import _torch_internals as internals
 from flash_cute import cpu, flash_attn_func, flash_attn_with_kvcache, reference, validate
@@ -265,6 +266,21 @@ def test_out_alone_has_the_bits_of_out_with_lse(monkeypatch, calls, fast):
     assert cast.dtype == torch.bfloat16 and torch.equal(cast.nan_to_num(), out.nan_to_num())
     leaf = q.clone().requires_grad_()
     assert torch.equal(flash_attn_func(leaf, k, v, causal=True).nan_to_num(), out.nan_to_num())
+
+
+def test_modes_see_the_functional_op():
+    """In bf16 too, where else a buffer is filled."""
+    seen: list[str] = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = qkv(1, 16, 16, dtype=torch.bfloat16)
+    with Ops():
+        flash_attn_func(q, k, v)
+    assert seen == ["flash_cute.fwd.default"]
 
 
 def test_memory_of_results_is_not_of_inputs():
