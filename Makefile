@@ -20,7 +20,7 @@ CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
 NINJA = $$($(BIN)/python -I -c "import ninja; print(ninja.BIN_DIR)")/ninja
 
 export PYTHONPATH := $(CURDIR)
-# Threads that wait sleep: the small ops of the CPU path would otherwise slow each other down on a busy machine.
+# Threads that wait sleep: the small ops of the tests' oracle would otherwise slow each other down on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test test-integrations lint build clean

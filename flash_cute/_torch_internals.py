@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Contexts: a call of an op goes on below autograd's kernels, or below those that count versions.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 below_versions = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+def without_autograd(function: F) -> F:
+    """``function`` with its body below autograd's kernels: less dear than no_grad()."""
+
+    @wraps(function)
+    def below(*args: Any, **named: Any) -> Any:
+        with below_autograd():
+            return function(*args, **named)
+
+    return below  # type: ignore[return-value]
 
 
 def arguments(op: Any) -> list[Any]:
@@ -203,6 +214,22 @@ def begins_by_sizes(x: Tensor) -> bool:
         return not expression.is_number
     properties = [getattr(source, "prop", None) for source in sources.get(expression, ())]
     return TensorProperty.STORAGE_OFFSET not in properties
+
+
+# --- attention on the CPU ------------------------------------------------------------------------
+
+# ATen's own flash attention of (batch, heads, seqlen, dim), whatever is activated in its place
+# later: (output, logsumexp), and gradients.
+flash_forward_on_cpu = kernel_of("aten::_scaled_dot_product_flash_attention_for_cpu", "CPU")
+flash_backward_on_cpu = kernel_of(
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward", "CPU"
+)
+
+
+@cache
+def has_bf16_products() -> bool:
+    """Whether the CPU multiplies bf16 faster than fp32: what ATen does elsewhere may be slow."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 # --- fp8 -----------------------------------------------------------------------------------------

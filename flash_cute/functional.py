@@ -130,11 +130,15 @@ def flash_attn_func(
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
     usual = usual and not (others or return_max_logits or check.is_on() or plan_log.is_on())
-    if usual and sink is None and generator is None and _on_cuda_without_grad(q, k, v):
+    if usual and sink is None and generator is None and _without_grad(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
             if options == _PLAIN:
+                if q.is_cpu and not return_lse:
+                    q, k, v = autocast.cast(q, k, v)
+                    if q.dtype == torch.bfloat16 and internals.are_plain((q, k, v)):
+                        return _out_alone(q, k, v, softmax_scale, causal)
                 with internals.below_autograd():
                     precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
                     result, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
@@ -251,17 +255,27 @@ def flash_attn_varlen_func(
     return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 
 
-def _on_cuda_without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
         return False
     grad = q.requires_grad or k.requires_grad or v.requires_grad
     return (
-        (q.is_cuda and k.is_cuda and v.is_cuda)
+        ((q.is_cuda and k.is_cuda and v.is_cuda) or (q.is_cpu and k.is_cpu and v.is_cpu))
         and not (grad and torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
         and not ops.transformed()
         and not internals.in_context_parallel()
     )
+
+
+def _out_alone(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool
+) -> Tensor:
+    """out of the op ``fwd``; on the CPU the LSE of bf16 takes longer, and is left out here."""
+    out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+    with internals.below_versions():
+        _OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
+    return out
 
 
 def _attend(

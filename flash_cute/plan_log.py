@@ -95,7 +95,8 @@ def say(
     if not q.is_cuda:
         sizes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in zip("qkv", qkv, strict=True))
         dtype = str(q.dtype).removeprefix("torch.")
-        _write(f"{op} {dtype} {sizes}: ATen, {QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile")
+        tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile"
+        _write(f"{op} {dtype} {sizes}: ATen, its flash kernel if the call is plain, else {tile}")
         return
     what = problem(op)
     try:

@@ -96,6 +96,48 @@ def test_below_autograd():
     assert (x * x).requires_grad
 
 
+def test_without_autograd():
+    @internals.without_autograd
+    def double(x, *, times=2):
+        return x * times
+
+    x = torch.ones(2, requires_grad=True)
+    assert not double(x, times=3).requires_grad and double.__name__ == "double"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_flash_attention_on_the_cpu(dtype, causal):
+    """Log-sum-exps are natural and not rounded, results are laid out as (batch, seqlen, heads, dim)
+    and a causal mask begins at the first key."""
+    q, k, v, dout = torch.randn(4, 2, 600, 3, 20, dtype=dtype).transpose(2, 3).unbind()
+    with torch.no_grad():
+        out, lse = internals.flash_forward_on_cpu(q, k, v, 0.0, causal, scale=0.3)
+        args = (dout, q, k, v, out, lse.contiguous(), 0.0, causal)
+        gradients = internals.flash_backward_on_cpu(*args, scale=0.3)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * 0.3
+    if causal:
+        scores = scores.masked_fill(torch.ones(600, 600).triu(1).bool(), -torch.inf)
+    exact = scores.softmax(-1) @ leaves[2]
+    expected = torch.autograd.grad(exact, leaves, dout.double())
+    close = {"rtol": 1e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0, "atol": 1e-12}
+    assert lse.dtype == dtype
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    for x, y in zip((out, *gradients), (exact, *expected), strict=True):
+        assert x.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(x.double(), y.detach(), **close)
+
+
+def test_has_bf16_products():
+    """It is what the processor says, where there is a list of what it has."""
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists() or "avx512" not in flags.read_text():
+        assert not internals.has_bf16_products()
+    else:
+        assert internals.has_bf16_products() == ("avx512_bf16" in flags.read_text())
+
+
 def test_below_versions():
     x = torch.ones(2)
     with internals.below_versions():

@@ -48,6 +48,7 @@ TESTS = [
     "tests/test_flops.py",
     "tests/test_determinism.py",
     "tests/test_torch_internals.py",
+    "tests/test_cpu_plain.py",
     "tests/test_import.py",
     "tests/integrations/test_dtensor.py",
     "tests/integrations/test_sdpa.py",

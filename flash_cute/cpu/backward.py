@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute.cpu import varlen
+from flash_cute import _torch_internals as internals
+from flash_cute.cpu import plain, varlen
+from flash_cute.cpu.odd import Odd, is_usual
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def _softmax_d(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -69,16 +70,19 @@ def _differentiate_rows(
     return dq
 
 
-def _differentiate(
-    tiles: Tiles,
-    v: Tensor,
+def _differentiate_tiles(
     dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     softmax_lse: Tensor,
     softmax_d: Tensor,
-    gradients: Gradients,
-) -> None:
-    """Writes the gradients of q, k and v into ``gradients``, three tensors of their shapes."""
-    dq, dk, dv = gradients
+    options: Options,
+    first: int,
+) -> plain.Gradients:
+    """(dq, dk, dv), by tiles of scores."""
+    tiles = Tiles(q, k, options, first)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     v, dout = fold(v, tiles.heads_k).flatten(0, 1), fold(dout, tiles.heads_k)
     lse, correction = tiles.statistic(softmax_lse), tiles.statistic(softmax_d)
     dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(v)
@@ -88,9 +92,48 @@ def _differentiate(
         unfold_into(dq[:, rows], dq_rows)
     unfold_into(dk, dk_sum)
     unfold_into(dv, dv_sum)
+    return dq, dk, dv
 
 
-@torch.no_grad()
+def _differentiate(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    softmax_d: Tensor,
+    options: Options,
+    first: int = 0,
+) -> plain.Gradients:
+    """(dq, dk, dv) of dense tensors; ``first`` is the index of the first sequence in the whole
+    batch."""
+    causal = plain.causal_of(q, k, v, options) if dlse is None else None
+    if causal is None:
+        return _differentiate_tiles(dout, q, k, v, softmax_lse, softmax_d, options, first)
+    results = plain.backward(dout, q, k, v, out, softmax_lse, options.scale, causal)
+    if is_usual(results[0]):  # what is not finite anywhere, dq is not either
+        return results
+    odd = Odd.of(causal, (q, dout, out, softmax_lse.transpose(1, 2)[..., None]), k, v)
+    if odd is None:
+        return results
+    results = plain.backward(
+        *(odd.without_rows(dout), odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)),
+        odd.without_rows(out), softmax_lse.masked_fill(odd.row.transpose(1, 2), 0),
+        options.scale, causal,
+    )  # fmt: skip
+    exact = _differentiate_tiles(dout, q, k, v, softmax_lse, softmax_d, options, first)
+    dq, dk, dv = (
+        torch.where(depends[..., None], right, x)
+        for depends, right, x in zip(
+            (odd.of_rows, odd.of_keys, odd.of_keys), exact, results, strict=True
+        )
+    )
+    return dq, dk, dv
+
+
+@internals.without_autograd
 def bwd(
     dout: Tensor,
     q: Tensor,
@@ -119,12 +162,11 @@ def bwd(
     window = (window_size_left, 0 if is_causal else window_size_right)
     options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
     softmax_d = _softmax_d(dout, out, dlse)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    _differentiate(Tiles(q, k, options), v, dout, softmax_lse, softmax_d, (dq, dk, dv))
+    dq, dk, dv = _differentiate(dout, q, k, v, out, softmax_lse, dlse, softmax_d, options)
     return dq, dk, dv, _dsink(options, softmax_lse, softmax_d), softmax_d
 
 
-@torch.no_grad()
+@internals.without_autograd
 def varlen_bwd(
     dout: Tensor,
     q: Tensor,
@@ -167,10 +209,11 @@ def varlen_bwd(
         strict=False,
     )
     for index, (rows, keys) in enumerate(parts):
-        gradients = (dq[None, rows], dk[None, keys], dv[None, keys])
         lse, correction = softmax_lse[None, :, rows], softmax_d[None, :, rows]
         of_rows = None if dlse is None else dlse[None, :, rows]
         correction.copy_(_softmax_d(dout[None, rows], out[None, rows], of_rows))
-        tiles = Tiles(q[None, rows], k[None, keys], options, index)
-        _differentiate(tiles, v[None, keys], dout[None, rows], lse, correction, gradients)
+        dq[rows], dk[keys], dv[keys] = _differentiate(
+            dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse,
+            of_rows, correction, options, index,
+        )  # fmt: skip
     return dq, dk, dv, _dsink(options, softmax_lse[None], softmax_d[None]), softmax_d

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_cute.cpu import varlen
+from flash_cute import _torch_internals as internals
+from flash_cute.cpu import plain, varlen
+from flash_cute.cpu.odd import Odd
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 
@@ -96,7 +98,7 @@ def _write_softmax(tiles: Tiles, rows: slice, lse: Tensor, softmax: Tensor) -> N
         target.copy_(p.view(target.shape))
 
 
-def attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
+def _attend_tiles(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
     """Attention of all rows over v (batch, seqlen_k, heads_k, dim_v), written into ``outputs``."""
     values = fold(v, tiles.heads_k).flatten(0, 1)
     for rows in tiles.query_blocks():
@@ -110,7 +112,46 @@ def attend(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
             _write_softmax(tiles, rows, lse, outputs.softmax)
 
 
-@torch.no_grad()
+def _attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, in_bf16: bool, with_lse: bool = True
+) -> plain.Results | None:
+    """(out, softmax_lse) by ATen's kernel, or None if it does not compute this call."""
+    causal = plain.causal_of(q, k, v, options)
+    if causal is None:
+        return None
+    odd = Odd.of(causal, (q,), k, v)
+    if odd is None:
+        return plain.forward(q, k, v, options.scale, causal, in_bf16, with_lse)
+    usual = odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)
+    out, lse = plain.forward(*usual, options.scale, causal, in_bf16, with_lse)
+    exact = Outputs.of_no_keys(q, v, (*q.shape[:3:2], q.shape[1]), (), False, False)
+    _attend_tiles(Tiles(q, k, options), v, exact)
+    out = torch.where(odd.of_rows[..., None], exact.out, out)
+    if lse is not None:
+        lse = torch.where(odd.of_rows.transpose(1, 2), exact.softmax_lse, lse)
+    return out, lse
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    outputs: Outputs,
+    first: int = 0,
+    in_bf16: bool = False,
+) -> None:
+    """Attention of dense q, k and v, written into ``outputs``; ``first`` is the index of the first
+    sequence in the whole batch. What is asked for besides changes no bit of out and softmax_lse."""
+    results = _attend_plainly(q, k, v, options, in_bf16)
+    if results is None or outputs.row_max is not None or outputs.softmax is not None:
+        _attend_tiles(Tiles(q, k, options, first), v, outputs)
+    if results is not None:
+        outputs.out.copy_(results[0])
+        outputs.softmax_lse.copy_(results[1])
+
+
+@internals.without_autograd
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -137,15 +178,33 @@ def fwd(
     """
     window = (window_size_left, 0 if is_causal else window_size_right)
     options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    in_bf16 = plain.is_fast_in_bf16(q)
+    if not return_softmax and not return_row_max:
+        results = _attend_plainly(q, k, v, options, in_bf16)
+        if results is not None:
+            return *results, None, None
     batch, seqlen_q, heads, _ = q.shape
     statistic = (batch, heads, seqlen_q)
     shape = (*statistic, k.shape[1])
     outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
-    attend(Tiles(q, k, options), v, outputs)
+    attend(q, k, v, options, outputs, in_bf16=in_bf16)
     return outputs
 
 
-@torch.no_grad()
+@internals.without_autograd
+def fwd_without_lse(*args: Any) -> tuple[Tensor | None, ...]:
+    """The same where nobody asks for more than out: what takes time of its own is None."""
+    q, k, v, softmax_scale, is_causal, left, right, *rules = args[:12]
+    if plain.is_fast_in_bf16(q):
+        window = (left, 0 if is_causal else right)
+        options = Options.of(q, softmax_scale, window, *rules)
+        results = _attend_plainly(q, k, v, options, in_bf16=True, with_lse=False)
+        if results is not None:
+            return *results, None, None
+    return fwd(*args)
+
+
+@internals.without_autograd
 def varlen_fwd(
     q: Tensor,
     k: Tensor,
@@ -190,6 +249,6 @@ def varlen_fwd(
         strict=False,
     )
     for index, (rows, keys, values) in enumerate(parts):
-        tiles = Tiles(q[None, rows], keys, options, index)
-        attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
+        part = outputs.of_sequence(index, rows, keys.shape[1])
+        attend(q[None, rows], keys, values, options, part, index)
     return outputs

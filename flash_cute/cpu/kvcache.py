@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_cute.cpu import varlen
 from flash_cute.cpu.forward import Outputs, attend
-from flash_cute.cpu.tiles import Options, Tiles, compute_dtype
+from flash_cute.cpu.tiles import Options, compute_dtype
 
 
 class Rotary(NamedTuple):
@@ -53,7 +53,10 @@ class Place(NamedTuple):
         cache[ids[there], rows[there]] = new[: len(ids)][there]
 
     def read(self, cache: Tensor, last: int) -> Tensor:
-        """Rows [leftpad, last) as a batch of one; pages that do not exist are zeros."""
+        """Rows [leftpad, last) as a batch of one, a view if they are in one page; pages that do not
+        exist are zeros."""
+        if len(self.pages) == 1 and 0 <= (page := int(self.pages)) < len(cache):
+            return cache[page, None, self.leftpad : last]
         ids, rows, there = self.rows(cache, self.leftpad, last)
         gathered = cache.new_zeros((len(ids), *cache.shape[2:]))
         gathered[there] = cache[ids[there], rows[there]]
@@ -152,8 +155,8 @@ def fwd_kvcache(
             place.write(k_cache, new_k, last)
             place.write(v_cache, new_v, last)
         keys, values = place.read(k_cache, last), place.read(v_cache, last)
-        tiles = Tiles(queries[None], keys, options, index)
-        attend(tiles, values, outputs.of_sequence(index, rows, tiles.seqlen_k))
+        part = outputs.of_sequence(index, rows, keys.shape[1])
+        attend(queries[None], keys, values, options, part, index)
     out, lse = outputs.out, outputs.softmax_lse
     if cu_seqlens_q is None:
         out = out.view(*q.shape[:-1], out.shape[-1])

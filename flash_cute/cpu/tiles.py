@@ -101,6 +101,16 @@ class Options:
         )
 
     @property
+    def has_rules(self) -> bool:
+        """Whether weights are more than a softmax of scaled scores."""
+        return (
+            self.softcap > 0
+            or self.dropout_p > 0
+            or self.slopes is not None
+            or self.sink is not None
+        )
+
+    @property
     def keep_scale(self) -> float:
         """Factor of the probabilities that dropout keeps; 0 if it keeps none."""
         return dropout_rate(self.dropout_p)[1]

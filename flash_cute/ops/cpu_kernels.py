@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import cpu, validate_kvcache, validate_ops
+from flash_cute.cpu.forward import fwd_without_lse
 from flash_cute.ops.schema import DEFAULTS, OPS, Results, attend_kvcache, bind, fwd_kvcache
 
 
@@ -25,7 +26,8 @@ def register(library: torch.library.Library) -> None:
         op = getattr(OPS, name).default
         kernel = _checked(op, function)
         library.impl(name, kernel, "CPU")
-        library.impl(f"{name}.out", _into(op, kernel), "CPU")
+        out_alone = _checked(op, fwd_without_lse) if name == "fwd" else kernel
+        library.impl(f"{name}.out", _into(op, kernel, out_alone), "CPU")
     library.impl("fwd_kvcache", partial(_kvcache, fwd_kvcache), "CPU")
     library.impl("attend_kvcache", partial(_kvcache, attend_kvcache), "CPU")
     library.impl("combine", _combine, "CPU")
@@ -36,14 +38,19 @@ def _checked(op: Any, function: Callable[..., Results]) -> Callable[..., Results
 
     def kernel(*args: Any) -> Results:
         validate_ops.arguments(bind(op, args))
+        if not torch.is_autocast_enabled("cpu"):  # the usual case, and a context takes 10 us
+            return function(*args)
         with torch.autocast("cpu", enabled=False):
             return function(*args)
 
     return kernel
 
 
-def _into(op: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
-    """The kernel of an out overload: computes, then copies into the tensors given."""
+def _into(
+    op: Any, kernel: Callable[..., Results], out_alone: Callable[..., Results]
+) -> Callable[..., None]:
+    """The kernel of an out overload: computes, by ``out_alone`` if no more than that is asked for,
+    then copies into the tensors given."""
     names = internals.results(op)
 
     def out_kernel(*args: Any, **given: Tensor | None) -> None:
@@ -53,7 +60,8 @@ def _into(op: Any, kernel: Callable[..., Results]) -> Callable[..., None]:
             if bound.get(f"return_{name}") and name not in outputs:
                 raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
         asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in outputs}
-        results = dict(zip(names, kernel(*(bound | asked).values()), strict=True))
+        compute = out_alone if outputs.keys() == {"out"} else kernel
+        results = dict(zip(names, compute(*(bound | asked).values()), strict=True))
         for name in outputs.keys() | {"dsink"} & results.keys():  # dsink goes with sink
             validate_ops.output(name, outputs.get(name), results[name])
         validate_ops.apart(outputs, bound)
