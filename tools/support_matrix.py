@@ -47,12 +47,13 @@ def merged(rows: Iterable[KernelConfig]) -> list[KernelConfig]:
     The values are joined by ", "; a row stands where the first one stood.
     """
     rows = [replace(row, id="", built=True) for row in rows]
-    for field in ("dtype", "tier"):
-        values: dict[KernelConfig, list[str]] = {}
-        for row in rows:
-            values.setdefault(replace(row, **{field: ""}), []).append(getattr(row, field))
-        rows = [replace(row, **{field: ", ".join(found)}) for row, found in values.items()]
-    return rows
+    dtypes: dict[KernelConfig, list[str]] = {}
+    for row in rows:
+        dtypes.setdefault(replace(row, dtype=""), []).append(row.dtype)
+    tiers: dict[KernelConfig, list[str]] = {}
+    for row, found in dtypes.items():
+        tiers.setdefault(replace(row, dtype=", ".join(found), tier=""), []).append(row.tier)
+    return [replace(row, tier=", ".join(found)) for row, found in tiers.items()]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
