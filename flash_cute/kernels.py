@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.library import can_use_cuda, has_cuda_kernels
+
+if TYPE_CHECKING:
+    from flash_cute.tuning.calibration import Loaded
 
 OPS = ("fwd", "bwd", "decode")
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -307,12 +311,28 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:
-    """Every kernel of the problem's op, in order of preference: chosen, or why not.
+    """Every kernel of the problem's op, in order of preference: chosen, or why not. A calibration in
+    use counts.
 
     Arguments and ValueError are :func:`plan`'s; that no kernel is chosen is no error.
     """
     rows = json.loads(torch.ops.flash_cute.explain(_request(problem, gpu)))
     return tuple(Verdict(**row) for row in rows)
+
+
+def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
+    """The line under which a calibration (:mod:`flash_cute.tuning`) names a kernel for such calls.
+
+    What follows " | " may be left out there: the line then holds for more calls.
+    """
+    return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
+
+
+def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+    """:func:`flash_cute.tuning.use_calibration`: calls prefer the kernels that a file names."""
+    from flash_cute.tuning.calibration import use_calibration
+
+    return use_calibration(path, gpu)
 
 
 def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:

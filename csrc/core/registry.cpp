@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "core/heuristics.h"
+#include "core/calibration.h"
 #include "core/limit.h"
 #include "core/refusal.h"
 
@@ -78,7 +78,7 @@ const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>
   auto fits = [&](const Kernel<op>& kernel) {
     return kernel.in_use && !refusal<op>(kernel.config, problem, device).any() && within_limit(kernel.config);
   };
-  return preferred(kernels, fits, weighed(problem), device);
+  return best<op>(kernels, fits, problem, device);
 }
 
 template <Op op>
