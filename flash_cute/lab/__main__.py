@@ -58,11 +58,9 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m flash_cute.lab") -> int:
     """The command; 0 if all is well."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_cute.lab", description="The laboratory's kernels on this GPU."
-    )
+    parser = argparse.ArgumentParser(prog=prog, description="The laboratory's kernels on this GPU.")
     commands = parser.add_subparsers(required=True)
     listing = commands.add_parser("list", help="the configs of this build")
     listing.set_defaults(run=list_kernels)

@@ -94,9 +94,7 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> 
     return Loaded(found, tuple(misses))
 
 
-def use_calibration(
-    path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None
-) -> Loaded:
+def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
     """From now on calls and plans of this process prefer the kernels that a file names.
 
     It takes the place of what was in use before; a file of which nothing can be used leaves
@@ -174,7 +172,10 @@ def _replace(path: Path, text: str) -> None:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sections; ValueError says why it is no calibration file."""
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
         raise ValueError(f"no calibration file of version {VERSION}: its version is {version!r}")

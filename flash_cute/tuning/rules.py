@@ -53,12 +53,12 @@ def derive(fitted: Sequence[Measured], validation: Sequence[Measured]) -> dict[s
 
 
 def _best(fitted: Sequence[Measured], checks: Sequence[Measured]) -> str | None:
-    ids = {i for x in fitted for i in x.times_ms if i.startswith(x.problem.op)}
-    if not ids:
+    ids = sorted({i for x in fitted for i in x.times_ms if i.startswith(x.problem.op)})
+    safe = [i for i in ids if min(x.speedup(i) for x in fitted) >= WORST]
+    if not safe:
         return None
-    kernel = max(sorted(ids), key=lambda i: geomean(x.speedup(i) for x in fitted))
-    safe = min(x.speedup(kernel) for x in fitted) >= WORST
-    return kernel if safe and pays([x.speedup(kernel) for x in checks]) else None
+    kernel = max(safe, key=lambda i: geomean(x.speedup(i) for x in fitted))
+    return kernel if pays([x.speedup(kernel) for x in checks]) else None
 
 
 def apply(rules: dict[str, str], measured: Measured) -> Gain:
