@@ -311,8 +311,8 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:
-    """Every kernel of the problem's op, in order of preference: chosen, or why not. A calibration in
-    use counts.
+    """Every kernel of the problem's op, in order of preference: chosen, or why not. A calibration
+    in use counts.
 
     Arguments and ValueError are :func:`plan`'s; that no kernel is chosen is no error.
     """

@@ -296,14 +296,10 @@ def test_a_call_runs_the_calibrated_kernel(cuda):
     for kernel in [x.id for x in rows if x.verdict == "fits"]:
         torch.ops.flash_cute.set_calibration(f"{kernels.bucket(problem, gpu)} = {kernel}")
         out = flash_cute.flash_attn_func(q, q, q)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            flash_cute.flash_attn_func(q, q, q)
-            torch.cuda.synchronize()
         torch.ops.flash_cute.set_calibration("")
         with kernels.only(kernel):
             alone = flash_cute.flash_attn_func(q, q, q)
         assert torch.equal(out, alone), kernel
-        assert profile.key_averages(), kernel
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,17 @@ def test_explain_says_that_others_were_slower():
     fits = [row for row in kernels.explain(PROBLEM, "h100") if row.verdict == "fits"]
     assert fits
     assert {row.reason for row in fits} == {f"slower than {kernel} by the calibration in use"}
+
+
+def test_threads_plan_while_it_changes():
+    planned, kernel = kernels.plan(PROBLEM, "h100").kernel.id, others(PROBLEM)[0]
+    rule = (kernels.bucket(PROBLEM, "h100"), kernel)
+    with ThreadPoolExecutor(4) as pool:
+        plans = [pool.submit(lambda: kernels.plan(PROBLEM, "h100").kernel.id) for _ in range(200)]
+        for _ in range(200):
+            use(rule)
+            use()
+    assert {plan.result() for plan in plans} <= {planned, kernel}
 
 
 def test_parted_keys_do_not_depend_on_it():

@@ -72,8 +72,8 @@ class Report:
         before = geomean(gain.before_ms for gain in self.gains)
         after = geomean(gain.after_ms for gain in self.gains)
         lines.append(
-            f"geomean {before:.4f} -> {after:.4f} ms, {self.geomean:.3f}x; worst {self.worst:.3f}x; "
-            f"{self.measured} problems measured in {self.seconds:.1f} s"
+            f"geomean {before:.4f} -> {after:.4f} ms, {self.geomean:.3f}x; "
+            f"worst {self.worst:.3f}x; {self.measured} problems measured in {self.seconds:.1f} s"
         )
         lines.append(
             f"written to {self.path}" if self.path else
