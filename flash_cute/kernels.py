@@ -7,7 +7,7 @@ Example::
 
     from flash_cute import kernels
 
-    problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, head_dim=128, causal=True)
+    problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, causal=True)
     print(kernels.plan(problem, gpu="h100").kernel.id)
     for row in kernels.explain(problem, gpu="a100"):
         print(row.verdict, row.id, row.reason)
@@ -311,8 +311,7 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:
-    """Every kernel of the problem's op, in order of preference: chosen, or why not. A calibration
-    in use counts.
+    """Every kernel of the problem's op, in order of preference: chosen, or why not.
 
     Arguments and ValueError are :func:`plan`'s; that no kernel is chosen is no error.
     """
@@ -321,18 +320,15 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
 
 
 def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
-    """The line under which a calibration (:mod:`flash_cute.tuning`) names a kernel for such calls.
-
-    What follows " | " may be left out there: the line then holds for more calls.
-    """
+    """The line under which a calibration names a kernel for such calls: docs/tuning.md."""
     return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
 
 
 def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
     """:func:`flash_cute.tuning.use_calibration`: calls prefer the kernels that a file names."""
-    from flash_cute.tuning.calibration import use_calibration
+    from flash_cute.tuning import calibration
 
-    return use_calibration(path, gpu)
+    return calibration.use_calibration(path, gpu)
 
 
 def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
