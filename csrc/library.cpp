@@ -6,6 +6,7 @@
 
 #include "boundary.h"
 #include "core/built.h"
+#include "core/calibration.h"
 #include "core/decode_plan.h"
 #include "core/introspect.h"
 #include "core/limit.h"
@@ -80,6 +81,8 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("kernels() -> str");
   m.def("limit_kernels(str ids) -> str");
+  m.def("set_calibration(str lines) -> str");
+  m.def("calibration_bucket(str problem) -> str");
   m.def("describe_kernels() -> str");
   m.def("describe_gpu(int index) -> str");
   m.def("plan(str problem) -> str");
@@ -96,6 +99,8 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
 STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("kernels", &guarded<TORCH_BOX(&kernels)>);
   m.impl("limit_kernels", &guarded<TORCH_BOX(&limit_kernels)>);
+  m.impl("set_calibration", &guarded<TORCH_BOX(&set_calibration)>);
+  m.impl("calibration_bucket", &guarded<TORCH_BOX(&calibration_bucket)>);
   m.impl("describe_kernels", &guarded<TORCH_BOX(&describe_kernels)>);
   m.impl("describe_gpu", &guarded<TORCH_BOX(&describe_gpu)>);
   m.impl("plan", &guarded<TORCH_BOX(&plan)>);

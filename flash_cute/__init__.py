@@ -1,5 +1,8 @@
 """flash_cute: exact attention from CuTe kernels, as PyTorch ops."""
 
+import os
+from typing import Any
+
 from flash_cute import check, mha
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.functional_packed import (
@@ -17,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FlashAttention",
+    "autotune",
     "check",
     "estimate_memory_usage",
     "flash_attention_backward",
@@ -34,3 +38,16 @@ __all__ = [
     "mha",
     "rng_state",
 ]
+
+if os.environ.get("FLASH_CUTE_CALIBRATION"):
+    from flash_cute.kernels import use_calibration
+
+    use_calibration()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "autotune":  # loaded when it is asked for
+        from flash_cute.tuning import autotune
+
+        return autotune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ Example::
 
     from flash_cute import kernels
 
-    problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, head_dim=128, causal=True)
+    problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, causal=True)
     print(kernels.plan(problem, gpu="h100").kernel.id)
     for row in kernels.explain(problem, gpu="a100"):
         print(row.verdict, row.id, row.reason)
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute import limits
 from flash_cute.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.library import can_use_cuda, has_cuda_kernels
+
+if TYPE_CHECKING:
+    from flash_cute.tuning.calibration import Loaded
 
 OPS = ("fwd", "bwd", "decode")
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -329,6 +333,18 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
     """
     rows = json.loads(torch.ops.flash_cute.explain(_request(problem, gpu)))
     return tuple(Verdict(**row) for row in rows)
+
+
+def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
+    """The line under which a calibration names a kernel for such calls: docs/tuning.md."""
+    return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
+
+
+def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+    """:func:`flash_cute.tuning.use_calibration`: calls prefer the kernels that a file names."""
+    from flash_cute.tuning import calibration
+
+    return calibration.use_calibration(path, gpu)
 
 
 def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:

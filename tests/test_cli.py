@@ -35,7 +35,7 @@ def test_the_module_and_its_help():
     command = [sys.executable, "-m", "flash_cute", "--help"]
     helped = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert helped.returncode == 0, helped.stderr
-    for name in ("info", "list", "explain", "bench", "profile", "demo", "fuzz", "lab"):
+    for name in ("info", "list", "explain", "bench", "profile", "demo", "fuzz", "lab", "tune"):
         assert re.search(rf"\b{name}\b", helped.stdout)
         assert len(run(name, "--help") if name != "fuzz" else name) > 0
 

@@ -11,6 +11,7 @@
 #include "api/tensors.h"
 #include "core/decode_plan.h"
 #include "core/heuristics.h"
+#include "core/calibration.h"
 #include "core/registry.h"
 #include "kernels/passes/append.h"
 #include "kernels/passes/pages.h"
@@ -35,6 +36,8 @@ Tensor allocate_decode_splits(DecodeProblem& p, const KernelConfig& config, cons
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
   if (p.cache.leftpad != nullptr || !p.even_splits()) return nullptr;
   const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
+  const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
+  if (measured != nullptr && same_kernel(*measured, decode)) return nullptr;
   const bool cheaper =
       kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu);
   return cheaper ? kernel : nullptr;

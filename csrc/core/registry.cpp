@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "core/heuristics.h"
+#include "core/calibration.h"
 #include "core/limit.h"
 #include "core/refusal.h"
 
@@ -65,7 +65,7 @@ const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>
   auto fits = [&](const Kernel<op>& kernel) {
     return !refusal<op>(kernel.config, problem, device).any() && within_limit(kernel.config);
   };
-  return preferred(kernels, fits, weighed(problem), device);
+  return best<op>(kernels, fits, problem, device);
 }
 
 template <Op op>

@@ -29,7 +29,8 @@ const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 const std::vector<Kernel<Op::Decode>>& decode_kernels();
 
-// The kernel that heuristics.h prefers of those that can do the problem; null if none can.
+// Of the kernels that can do the problem the calibrated one (calibration.h), else the one that heuristics.h prefers;
+// null if none can.
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
 

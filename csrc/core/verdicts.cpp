@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "core/built.h"
+#include "core/calibration.h"
 #include "core/heuristics.h"
 #include "core/limit.h"
 #include "core/refusal.h"
@@ -49,18 +50,26 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
                        [&](const Verdict& v) { return v.row == &row && v.refused.empty(); });
   };
   const auto& weighed_problem = weighed(problem);
-  choice.chosen = preferred(rows_of_configs(), fits, weighed_problem, asked.gpu);
+  choice.chosen = best<op>(rows_of_configs(), fits, problem, asked.gpu);
+  const KernelConfig* const measured = calibrated<op>(problem, asked.gpu);
   for (Verdict& v : choice.verdicts) {
+    if (measured != nullptr && same_kernel(v.row->config, *measured) && !v.refused.empty()) {
+      add_reason(v.refused, "the calibration names it in vain");
+    }
     if (v.row == choice.chosen || !v.refused.empty()) continue;
-    const KernelConfig &best = choice.chosen->config, &other = v.row->config;
-    if (!alternatives(best, other)) {
-      v.passed_over = "comes after " + best.id() + " in order of preference";
+    const KernelConfig &taken = choice.chosen->config, &other = v.row->config;
+    if (measured != nullptr && same_kernel(taken, *measured)) {
+      v.passed_over = "slower than " + taken.id() + " by the calibration in use";
       continue;
     }
-    const double least = cost(best, weighed_problem, asked.gpu), more = cost(other, weighed_problem, asked.gpu);
+    if (!alternatives(taken, other)) {
+      v.passed_over = "comes after " + taken.id() + " in order of preference";
+      continue;
+    }
+    const double least = cost(taken, weighed_problem, asked.gpu), more = cost(other, weighed_problem, asked.gpu);
     v.passed_over = std::isfinite(more) && least > 0
-                        ? "estimated to take " + three_digits(more / least) + " times as long as " + best.id()
-                        : "not for such sizes, by the estimate that prefers " + best.id();
+                        ? "estimated to take " + three_digits(more / least) + " times as long as " + taken.id()
+                        : "not for such sizes, by the estimate that prefers " + taken.id();
   }
   return choice;
 }
@@ -77,7 +86,9 @@ CacheChoice choose_for_cache(const Asked& asked) {
   Choice& forward = choice.forward;
   if (forward.chosen == nullptr) return choice;
   const KernelConfig &of_forward = forward.chosen->config, &of_decode = choice.decode.chosen->config;
-  if (of_forward.arch == Arch::Sm90 && forward_is_cheaper(of_forward, of_decode, p, asked.gpu)) {
+  const KernelConfig* const measured = calibrated<Op::Decode>(p, asked.gpu);
+  const bool decode_measured = measured != nullptr && same_kernel(*measured, of_decode);
+  if (!decode_measured && of_forward.arch == Arch::Sm90 && forward_is_cheaper(of_forward, of_decode, p, asked.gpu)) {
     choice.decode.pass_over("estimated to take longer than " + of_forward.id());
   } else {
     forward.pass_over("over a cache " + of_decode.id() + " is preferred");

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from flash_cute import kernels
-from flash_cute.cli import beside, info, options, profile, tables
+from flash_cute.cli import beside, info, options, profile, tables, tune
 from flash_cute.cli.options import (
     Batch,
     Causal,
@@ -248,3 +248,28 @@ def run_fuzz(context: typer.Context) -> None:
 def run_lab(context: typer.Context) -> None:
     """The laboratory's kernels: list, check or progression; their options: lab --help."""
     raise typer.Exit(laboratory.main(context.args, "flash-cute lab"))
+
+
+@app.command("tune")
+def run_tune(
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="'fwd bf16 b4 h32/8 q4096 k4096 d128 causal' ...")
+    ] = None,
+    path: Annotated[Path | None, typer.Option(help="the calibration file")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="of each kernel")] = 9,
+    show: Annotated[bool, typer.Option("--show", help="what the file holds; measures nothing")] = (
+        False
+    ),
+) -> None:
+    """Measures the kernels that can do these shapes, reports the gain on other shapes, and writes a
+    file for kernels.use_calibration() if it pays."""
+    if show == bool(shapes):
+        raise typer.BadParameter("give shapes to measure, or --show alone")
+    if show:
+        typer.echo(json.dumps(tune.show(path), indent=1))
+        return
+    try:
+        typer.echo(str(tune.run(shapes or [], path, rounds)))
+    except (RuntimeError, NotImplementedError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(1) from None

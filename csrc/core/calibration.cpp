@@ -1,0 +1,147 @@
+#include "core/calibration.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
+
+#include "core/asked.h"
+#include "core/rows.h"
+
+namespace flash_cute {
+namespace {
+
+struct Table {
+  std::string lines;
+  std::map<std::string, const KernelConfig*> kernels;  // by bucket
+};
+
+struct Current {
+  std::atomic<bool> is_set = false;  // calls without a table read this alone
+  std::mutex mutex;
+  std::shared_ptr<const Table> table = std::make_shared<Table>();
+};
+
+Current& current() {
+  static Current the_one;
+  return the_one;
+}
+
+constexpr const char* kSeparator = " = ";
+constexpr const char* kRest = " | ";
+
+const KernelConfig* kernel_named(const std::string& id) {
+  for (const Row& row : rows_of_configs()) {
+    if (row.config.id() == id) return &row.config;
+  }
+  throw std::invalid_argument("flash_cute: the calibration names " + id + ", which is no kernel's id");
+}
+
+// The power of two that is not above it, as text: "2^12"; "0" for 0.
+std::string power(int64_t size) {
+  int exponent = -1;
+  for (; size > 0; size /= 2) ++exponent;
+  return exponent < 0 ? "0" : std::string("2^").append(std::to_string(exponent));
+}
+
+template <Op op>
+bool is_deterministic(const Problem<op>& problem) {
+  if constexpr (op == Op::Bwd) return problem.deterministic;
+  return false;
+}
+
+template <Op op>
+std::string bucket(const Problem<op>& problem, const Device& gpu) {
+  const FwdProblem& p = forward_of(problem);
+  auto mean = [&](bool packed, int longest, int64_t total) {
+    return packed && p.batch > 0 ? std::min<int64_t>(longest, total / p.batch) : longest;
+  };
+  const bool all_before = p.band.left == Band::kUnbounded, all_behind = p.band.right == Band::kUnbounded;
+  std::string line = "sm";
+  auto add = [&](const char* before, const std::string& value) { line.append(before).append(value); };
+  add("", std::to_string(gpu.capability));
+  add(" SMs", std::to_string(gpu.sms));
+  add(" GB/s", std::to_string(gpu.memory_gb_s));
+  add(" ", name(op));
+  add(" ", name(p.dtype));
+  add(" d", std::to_string(p.head_dim));
+  add("/", std::to_string(p.head_dim_v));
+  line += all_before && all_behind ? " full" : all_before && p.band.right == 0 ? " causal" : " window";
+  line += p.pages.ids != nullptr ? " pages" : p.dense() ? " dense" : " packed";
+  if (p.tier() == Tier::Rich) line += " rich";
+  if (p.rules.rng != nullptr) line += " dropout";
+  if (is_deterministic<op>(problem)) line += " deterministic";
+  add(" q", power(mean(!p.dense(), p.seqlen_q, p.total_q)));
+  add(kRest, "");
+  add("k", power(mean(!p.dense_keys(), p.seqlen_k, p.total_k)));
+  add(" heads", power(int64_t(p.batch) * p.heads));
+  add(" group", power(p.heads_k > 0 ? p.heads / p.heads_k : 0));
+  return line;
+}
+
+template <Op op>
+bool splits_are_given(const Problem<op>& problem) {
+  if constexpr (op == Op::Decode) return !problem.even_splits();
+  return false;
+}
+
+}  // namespace
+
+std::string set_calibration(std::string lines) {
+  auto table = std::make_shared<Table>();
+  std::stringstream in(lines);
+  for (std::string line; std::getline(in, line);) {
+    if (line.empty()) continue;
+    const size_t at = line.find(kSeparator);
+    if (at == std::string::npos) {
+      throw std::invalid_argument("flash_cute: expected a bucket, \" = \" and a kernel's id, got " + line);
+    }
+    table->kernels[line.substr(0, at)] = kernel_named(line.substr(at + std::strlen(kSeparator)));
+  }
+  table->lines = std::move(lines);
+  const bool any = !table->kernels.empty();
+  Current& now = current();
+  const std::lock_guard lock(now.mutex);
+  const std::shared_ptr<const Table> before = std::exchange(now.table, std::move(table));
+  now.is_set.store(any, std::memory_order_relaxed);
+  return before->lines;
+}
+
+std::string calibration_bucket(std::string problem) {
+  const Asked asked = read(problem);
+  if (asked.op == "fwd") return bucket<Op::Fwd>(asked.bwd.fwd, asked.gpu);
+  if (asked.op == "bwd") return bucket<Op::Bwd>(asked.bwd, asked.gpu);
+  return bucket<Op::Decode>(asked.decode, asked.gpu);
+}
+
+template <Op op>
+const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu) {
+  Current& now = current();
+  if (!now.is_set.load(std::memory_order_relaxed) || splits_are_given<op>(problem)) return nullptr;
+  std::shared_ptr<const Table> table;
+  {
+    const std::lock_guard lock(now.mutex);
+    table = now.table;
+  }
+  const std::string all = bucket<op>(problem, gpu);
+  auto found = table->kernels.find(all);
+  if (found == table->kernels.end()) found = table->kernels.find(all.substr(0, all.find(kRest)));
+  return found == table->kernels.end() ? nullptr : found->second;
+}
+
+template const KernelConfig* calibrated<Op::Fwd>(const FwdProblem&, const Device&);
+template const KernelConfig* calibrated<Op::Bwd>(const BwdProblem&, const Device&);
+template const KernelConfig* calibrated<Op::Decode>(const DecodeProblem&, const Device&);
+
+bool same_kernel(const KernelConfig& a, const KernelConfig& b) {
+  static_assert(std::has_unique_object_representations_v<KernelConfig>);
+  return std::memcmp(&a, &b, sizeof a) == 0;
+}
+
+}  // namespace flash_cute

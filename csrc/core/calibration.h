@@ -1,0 +1,40 @@
+// Kernels that were measured to be the fastest for calls of some sizes (flash_cute/tuning/): preferred to what
+// heuristics.h estimates, where they can do the call. There are none until set_calibration() names some.
+#pragma once
+
+#include <string>
+
+#include "core/heuristics.h"
+#include "core/refusal.h"
+
+namespace flash_cute {
+
+// From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id.
+// An empty string ends that. Returns the lines that held until now. Throws std::invalid_argument for a line without
+// " = " or an id that is not in configs.def; then the lines of before still hold.
+std::string set_calibration(std::string lines);
+
+// The bucket of a problem, given as introspect.h takes it. A bucket is a line of text: GPU, op, dtype, head dims, mask,
+// layout and rules, then lengths and heads as powers of two. A table may leave out what follows " | ".
+std::string calibration_bucket(std::string problem);
+
+// The kernel that was measured for such a call on such a GPU; null if none was, or if the call gives num_splits or
+// split_size: its results must not depend on the batch.
+template <Op op>
+const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu);
+
+bool same_kernel(const KernelConfig& a, const KernelConfig& b);
+
+// Of the kernels that `fits` accepts the calibrated one, else the one that heuristics.h prefers; null if it accepts
+// none.
+template <Op op, class Kernels, class Fits>
+auto best(const Kernels& kernels, const Fits& fits, const Problem<op>& problem, const Device& gpu) {
+  if (const KernelConfig* const measured = calibrated<op>(problem, gpu)) {
+    for (const auto& kernel : kernels) {
+      if (same_kernel(kernel.config, *measured) && fits(kernel)) return &kernel;
+    }
+  }
+  return preferred(kernels, fits, weighed(problem), gpu);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,21 @@
+"""Measuring which kernel is the fastest for calls of some sizes, and using what was measured.
+
+docs/tuning.md tells how. Nothing here runs unless it is called.
+"""
+
+from flash_cute.tuning.autotune import autotune
+from flash_cute.tuning.calibration import Loaded, Miss, load, use_calibration
+from flash_cute.tuning.clock import Clock, CudaClock
+from flash_cute.tuning.report import Gain, Report
+
+__all__ = [
+    "Clock",
+    "CudaClock",
+    "Gain",
+    "Loaded",
+    "Miss",
+    "Report",
+    "autotune",
+    "load",
+    "use_calibration",
+]

@@ -1,0 +1,134 @@
+"""Measure, derive rules, judge them on other shapes, and write what pays."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from flash_cute import kernels
+from flash_cute.kernels import GPUS, Gpu, Problem
+from flash_cute.tuning import calibration, rules
+from flash_cute.tuning.clock import Clock, CudaClock, check_plain
+from flash_cute.tuning.report import Report
+
+_VALIDATION, _UNSEEN = 5 / 4, 23 / 16  # times the lengths of what is fitted
+_SHORT = 64  # lengths below stay as they are
+
+
+def autotune(
+    problems: Sequence[Problem],
+    validation: Sequence[Problem] | None = None,
+    unseen: Sequence[Problem] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    rounds: int = 9,
+    clock: Clock | None = None,
+    gpu: Gpu | str | None = None,
+    progress: Callable[[int, int, Problem], None] | None = None,
+) -> Report:
+    """Measures every kernel that can do the problems, and writes a calibration file if it pays.
+
+    Calls use the file after :func:`flash_cute.kernels.use_calibration`, never by themselves. While
+    this runs, no call of this process uses a calibration.
+
+    Args:
+        problems: dense calls, full or causal, to which rules are fitted.
+        validation: shapes that decide which rules are kept. By default the same with lengths times
+            5/4, or divided by that where times leads to another bucket.
+        unseen: shapes that the report is about, and that decide whether the file is written. By
+            default lengths times 23/16. Shapes that stand in ``problems`` or ``validation`` are
+            left out.
+        path: the file; by default ``$FLASH_CUTE_CALIBRATION``, or
+            ``~/.cache/flash_cute/calibration.json``. What it holds of other buckets stays.
+        rounds: turns of each kernel, interleaved; the median counts.
+        clock: where times come from; by default CUDA events on the current GPU.
+        gpu: what the times of another clock are of: a :class:`flash_cute.kernels.Gpu`, or a name in
+            ``flash_cute.kernels.GPUS``.
+        progress: called with problems done, their number, and the problem that is next.
+
+    Returns:
+        A :class:`flash_cute.tuning.Report`; ``print`` shows it.
+
+    Raises:
+        RuntimeError: there is no GPU, and no clock is given; or no kernel can do a problem.
+        NotImplementedError: a problem has options that the tuner does not measure.
+        ValueError: there is no problem, rounds is below 1, or ``gpu`` does not go with ``clock``.
+
+    Example::
+
+        from flash_cute import autotune, kernels
+
+        shapes = [kernels.Problem(batch=4, heads=16, seqlen_q=n) for n in (1024, 4096)]
+        print(autotune(shapes, path="calibration.json"))
+        kernels.use_calibration("calibration.json")
+    """
+    if not problems:
+        raise ValueError("problems is empty; expected at least one Problem")
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; expected at least 1")
+    if (clock is None) != (gpu is None):
+        raise ValueError("gpu goes with clock: give both, or neither for the current GPU")
+    began = time.perf_counter()
+    clock = CudaClock() if clock is None else clock
+    facts = kernels.gpu() if gpu is None else GPUS[gpu] if isinstance(gpu, str) else gpu
+    fitted = list(dict.fromkeys(problems))
+    checks = _others(validation, fitted, _VALIDATION, gpu, ())
+    judged = _others(unseen, fitted, _UNSEEN, gpu, checks)
+    everything = [*fitted, *checks, *judged]
+    for problem in everything:
+        check_plain(problem)
+    measured = []
+    with calibration.set_aside():
+        for done, problem in enumerate(everything):
+            if progress:
+                progress(done, len(everything), problem)
+            measured.append(_measure(problem, clock, gpu, rounds))
+    if progress:
+        progress(len(everything), len(everything), everything[-1])
+    end = len(fitted) + len(checks)
+    found = rules.derive(measured[: len(fitted)], measured[len(fitted) : end])
+    report = Report(
+        found, tuple(rules.apply(found, x) for x in measured[end:]), len(everything),
+        time.perf_counter() - began, None,
+    )  # fmt: skip
+    if not report.pays:
+        return report
+    buckets = {bucket: {"kernel": kernel} for bucket, kernel in found.items()}
+    return replace(report, path=calibration.store(facts, buckets, path))
+
+
+def _measure(problem: Problem, clock: Clock, gpu: Gpu | str | None, rounds: int) -> rules.Measured:
+    default = kernels.plan(problem, gpu).kernel.id
+    fitting = [row.id for row in kernels.explain(problem, gpu) if row.verdict != "refused"]
+    # Over a cache a kernel of forward is a candidate where it is the default alone.
+    ids = [i for i in fitting if i == default or i.startswith(problem.op)]
+    times = clock.measure(problem, ids, rounds)
+    return rules.Measured(
+        problem, kernels.bucket(problem, gpu), default, {i: median(times[i]) for i in ids}
+    )
+
+
+def _others(
+    given: Sequence[Problem] | None, fitted: Sequence[Problem], factor: float,
+    gpu: Gpu | str | None, besides: Iterable[Problem],
+) -> list[Problem]:  # fmt: skip
+    shapes = [_near(x, factor, gpu) for x in fitted] if given is None else given
+    known = {*fitted, *besides}
+    return [x for x in dict.fromkeys(shapes) if x not in known]
+
+
+def _near(problem: Problem, factor: float, gpu: Gpu | str | None) -> Problem:
+    def scaled(by: float) -> Problem:
+        sizes = {
+            name: round(size * by)
+            for name in ("seqlen_q", "seqlen_k")
+            if (size := getattr(problem, name)) is not None and size >= _SHORT
+        }
+        return replace(problem, **sizes)
+
+    longer, shorter = scaled(factor), scaled(1 / factor)
+    here = kernels.bucket(problem, gpu)
+    stays = kernels.bucket(longer, gpu) == here or kernels.bucket(shorter, gpu) != here
+    return longer if stays else shorter

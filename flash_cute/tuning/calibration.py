@@ -1,0 +1,194 @@
+"""The calibration file: which kernel was the fastest, per GPU, library and bucket of sizes.
+
+The file is JSON. Its sections are those of one GPU (name and SM count) and one build of the library
+(SHA-256 of the file); what was measured with another build says nothing about this one. Buckets
+are those of ``csrc/core/calibration.cpp``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flash_cute import library
+from flash_cute.kernels import Gpu, kernels
+
+VERSION = 1
+_log = logging.getLogger("flash_cute")
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A file, or a section or an entry of it, that is not used."""
+
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What of a file is for this library: kernels' ids by bucket; and what is not, and why."""
+
+    kernels: dict[str, str]
+    misses: tuple[Miss, ...] = ()
+
+
+def default_path() -> Path:
+    """``$FLASH_CUTE_CALIBRATION``, or ``~/.cache/flash_cute/calibration.json``."""
+    named = os.environ.get("FLASH_CUTE_CALIBRATION")
+    return Path(named or "~/.cache/flash_cute/calibration.json").expanduser()
+
+
+@cache
+def library_hash() -> str:
+    """SHA-256 of the library that is loaded."""
+    return hashlib.sha256(library.find().read_bytes()).hexdigest()
+
+
+def section_name(gpu: Gpu) -> str:
+    """Of a GPU and the library that is loaded."""
+    return f"{gpu.name}, {gpu.sms} SMs, library {library_hash()[:16]}"
+
+
+def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+    """Reads a file; what cannot be used is a miss, never an error.
+
+    Args:
+        path: the file; by default :func:`default_path`.
+        gpu: sections of other GPUs are misses; by default those of all GPUs count, and each holds
+            for calls on its GPU alone.
+    """
+    path = default_path() if path is None else Path(path)
+    try:
+        sections = _read(path)
+    except (OSError, ValueError) as error:
+        return Loaded({}, (Miss(str(path), str(error)),))
+    found, misses = {}, []
+    known = {kernel.id for kernel in kernels()}
+    for name, section in sections.items():
+        if section["library"] != library_hash():
+            misses.append(Miss(name, "measured with another build of the library: tune again"))
+        elif gpu is not None and (section["gpu"], section["sms"]) != (gpu.name, gpu.sms):
+            misses.append(Miss(name, f"measured on another GPU than {gpu.name}, {gpu.sms} SMs"))
+        else:
+            for bucket, entry in section["buckets"].items():
+                if entry["kernel"] in known:
+                    found[bucket] = entry["kernel"]
+                else:
+                    misses.append(Miss(bucket, f"{entry['kernel']} is no kernel's id"))
+    return Loaded(found, tuple(misses))
+
+
+def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+    """From now on calls and plans of this process prefer the kernels that a file names.
+
+    It takes the place of what was in use before; a file of which nothing can be used leaves
+    nothing in use. Results stay within their bounds, but their last bits may change with the
+    kernel. Misses go to the logger ``flash_cute`` as warnings. Arguments are :func:`load`'s.
+
+    Example::
+
+        from flash_cute import kernels
+
+        print(len(kernels.use_calibration("calibration.json").kernels), "buckets in use")
+    """
+    loaded = load(path, gpu)
+    for miss in loaded.misses:
+        _log.warning("calibration not used: %s", miss)
+    lines = "\n".join(f"{bucket} = {kernel}" for bucket, kernel in loaded.kernels.items())
+    torch.ops.flash_cute.set_calibration(lines)
+    return loaded
+
+
+def stop_using() -> None:
+    """From now on kernels are chosen by the library's own estimates."""
+    torch.ops.flash_cute.set_calibration("")
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, no thread of this process uses a calibration."""
+    before = torch.ops.flash_cute.set_calibration("")
+    try:
+        yield
+    finally:
+        torch.ops.flash_cute.set_calibration(before)
+
+
+def store(
+    gpu: Gpu, buckets: dict[str, dict[str, Any]], path: str | os.PathLike[str] | None = None
+) -> Path:
+    """Adds buckets to the section of a GPU and this library. Others stay as they are.
+
+    Writers wait for each other at a lock beside the file, and readers see the old file or the new
+    one. A file that cannot be read is kept as ``NAME.unreadable``, and a new one begun.
+    """
+    path = default_path() if path is None else Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            sections = _read(path) if path.exists() else {}
+        except ValueError as error:
+            _log.warning("calibration begun anew: %s", Miss(str(path), str(error)))
+            os.replace(path, f"{path}.unreadable")
+            sections = {}
+        section = sections.setdefault(
+            section_name(gpu),
+            {"gpu": gpu.name, "sms": gpu.sms, "library": library_hash(), "buckets": {}},
+        )
+        section["buckets"].update(buckets)
+        _replace(path, json.dumps({"version": VERSION, "sections": sections}, indent=1) + "\n")
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The sections; ValueError says why it is no calibration file."""
+    try:
+        content = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
+        raise ValueError(f"no calibration file of version {VERSION}: its version is {version!r}")
+    sections = content.get("sections")
+    if not isinstance(sections, dict) or not all(map(_is_section, sections.values())):
+        raise ValueError("a section has no gpu, sms, library and buckets with a kernel each")
+    return sections
+
+
+def _is_section(section: Any) -> bool:
+    if not isinstance(section, dict) or not isinstance(section.get("buckets"), dict):
+        return False
+    texts = all(isinstance(section.get(name), str) for name in ("gpu", "library"))
+    entries = section["buckets"].values()
+    kernels_named = all(isinstance(e, dict) and isinstance(e.get("kernel"), str) for e in entries)
+    return texts and type(section.get("sms")) is int and kernels_named

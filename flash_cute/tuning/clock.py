@@ -1,0 +1,71 @@
+"""Where the tuner's times come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from flash_cute import kernels
+from flash_cute.cli.profiled import call_of
+from flash_cute.kernels import Problem
+from flash_cute.utils.timing import time_calls
+
+
+class Clock(Protocol):
+    """Times kernels; :class:`CudaClock`, or a made-up one in tests."""
+
+    def measure(self, problem: Problem, ids: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of each kernel, ``rounds`` of each, in the order of the rounds."""
+        ...
+
+
+class CudaClock:
+    """CUDA events on the current GPU. In each round every kernel has its turn, in an order that
+    moves on by one, so that clocks and temperature are the same for all.
+
+    Raises:
+        RuntimeError: there is no GPU, or the library has no kernels for it.
+    """
+
+    def __init__(self, calls: int = 5) -> None:
+        if not kernels.can_use_cuda():
+            raise RuntimeError(
+                "tuning measures kernels on a GPU, and there is none here, or this build of "
+                "flash_cute has no CUDA: run it where the kernels will run"
+            )
+        self.calls = calls  # of a turn: its time is their median
+
+    def measure(self, problem: Problem, ids: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        check_plain(problem)
+        device = torch.device("cuda", torch.cuda.current_device())
+        call = call_of(
+            problem.op, str(problem.dtype).removeprefix("torch."), problem.batch, problem.heads,
+            problem.heads_k or problem.heads, problem.seqlen_q,
+            problem.seqlen_q if problem.seqlen_k is None else problem.seqlen_k, problem.head_dim,
+            problem.head_dim_v or problem.head_dim, problem.causal,
+        )  # fmt: skip
+        # A kernel of forward over a cache is taken in place of one of decoding: those stay allowed.
+        rest = [kernel.id for kernel in kernels.kernels() if kernel.op == problem.op == "decode"]
+        times: dict[str, list[float]] = {i: [] for i in ids}
+        for turn in range(rounds):
+            start = turn % len(ids)
+            for i in [*ids[start:], *ids[:start]]:
+                allowed = [i] if i.startswith(problem.op) else [i, *rest]
+                with kernels.only(*allowed):
+                    warmup = 3 if turn == 0 else 1
+                    times[i].append(time_calls(call, self.calls, device, warmup).median)
+        return times
+
+
+def check_plain(problem: Problem) -> None:
+    """Raises NotImplementedError unless the problem is one that the tuner can make inputs for."""
+    sizes = ("op", "dtype", "batch", "heads", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
+             "head_dim_v", "causal")  # fmt: skip
+    plain = Problem(**{name: getattr(problem, name) for name in sizes})
+    if problem != plain or problem.is_widened:
+        raise NotImplementedError(
+            f"{problem}: the tuner measures dense calls in fp16, bf16 or fp32, full or causal, "
+            "without further options; leave those out"
+        )

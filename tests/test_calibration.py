@@ -1,0 +1,280 @@
+"""A calibration in use: plans and explanations follow it where the kernel fits, and files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flash_cute import kernels
+from flash_cute.kernels import GPUS, Problem
+from flash_cute.tuning import calibration
+
+PROBLEM = Problem(batch=4, heads=32, heads_k=8, seqlen_q=4096, causal=True)
+H100 = GPUS["h100"]
+
+
+@pytest.fixture(autouse=True)
+def without_calibration():
+    with calibration.set_aside():
+        yield
+
+
+def fitting(problem, gpu="h100"):
+    return [row.id for row in kernels.explain(problem, gpu) if row.verdict != "refused"]
+
+
+def others(problem, gpu="h100"):
+    """Those that could do it, and are not planned."""
+    planned = kernels.plan(problem, gpu).kernel.id
+    return [i for i in fitting(problem, gpu) if i != planned and i.startswith(problem.op)]
+
+
+def use(*rules):
+    torch.ops.flash_cute.set_calibration("\n".join(f"{b} = {k}" for b, k in rules))
+
+
+PROBLEMS = {
+    "causal": PROBLEM,
+    "packed": replace(PROBLEM, varlen=True),
+    "window": replace(PROBLEM, causal=False, window_size=(256, 0)),
+    "rules": replace(PROBLEM, softcap=True, dropout=True),
+    "fp32": replace(PROBLEM, dtype=torch.float32),
+    "backward": replace(PROBLEM, op="bwd", head_dim=64),
+    "deterministic": replace(PROBLEM, op="bwd", head_dim=64, deterministic=True),
+    "decode": replace(PROBLEM, op="decode", seqlen_q=1, seqlen_k=8192),
+    "pages": replace(PROBLEM, op="decode", seqlen_q=1, seqlen_k=8192, page_size=64, lengths=True),
+}
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_plan_takes_the_calibrated_kernel(name, coarse):
+    problem = PROBLEMS[name]
+    bucket = kernels.bucket(problem, "h100")
+    for kernel in others(problem):
+        use((bucket.partition(" | ")[0] if coarse else bucket, kernel))
+        assert kernels.plan(problem, "h100").kernel.id == kernel
+        verdicts = {row.id: row for row in kernels.explain(problem, "h100")}
+        assert verdicts[kernel].verdict == "chosen"
+        use()
+        assert kernels.plan(problem, "h100").kernel.id != kernel
+
+
+def test_the_finer_bucket_comes_first():
+    bucket, (first, second, *_) = kernels.bucket(PROBLEM, "h100"), others(PROBLEM)
+    use((bucket.partition(" | ")[0], first), (bucket, second))
+    assert kernels.plan(PROBLEM, "h100").kernel.id == second
+    assert kernels.plan(replace(PROBLEM, batch=64), "h100").kernel.id == first
+
+
+DIFFERENT = {
+    "op": {"op": "bwd"},
+    "dtype": {"dtype": torch.float16},
+    "head_dim": {"head_dim": 64},
+    "head_dim_v": {"head_dim": 192, "head_dim_v": 128},
+    "mask": {"causal": False},
+    "window": {"window_size": (100, -1)},
+    "rules": {"softcap": True},
+    "packed": {"varlen": True},
+    "longer": {"seqlen_q": 8192},
+    "more keys": {"seqlen_k": 8192},
+    "more work": {"batch": 8},
+    "group": {"heads_k": 32},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_other_calls_are_in_other_buckets(name):
+    other = replace(PROBLEM, **DIFFERENT[name])
+    assert kernels.bucket(other, "h100") != kernels.bucket(PROBLEM, "h100")
+    planned = kernels.plan(other, "h100")
+    use((kernels.bucket(PROBLEM, "h100"), others(PROBLEM)[0]))
+    assert kernels.plan(other, "h100") == planned
+
+
+def test_other_gpus_are_in_other_buckets():
+    buckets = {kernels.bucket(PROBLEM, name) for name in GPUS}
+    assert len(buckets) == len(GPUS)
+
+
+def test_lengths_within_a_power_of_two_share_a_bucket():
+    at = {n: kernels.bucket(replace(PROBLEM, seqlen_q=n), "h100") for n in (4095, 4096, 8191, 8192)}
+    assert at[4096] == at[8191] and at[4095] != at[4096] and at[8191] != at[8192]
+
+
+def test_a_kernel_that_cannot_is_passed_over():
+    planned, narrow = kernels.plan(PROBLEM, "h100"), replace(PROBLEM, head_dim=64)
+    too_narrow = kernels.plan(narrow, "h100").kernel.id
+    use((kernels.bucket(PROBLEM, "h100"), too_narrow))
+    assert kernels.plan(PROBLEM, "h100") == planned
+    reasons = {row.id: row.reason for row in kernels.explain(PROBLEM, "h100")}
+    assert reasons[too_narrow].endswith("the calibration names it in vain")
+    assert reasons[too_narrow].startswith("head dim up to 64, the call has 128")
+
+
+def test_a_limit_comes_before_the_calibration():
+    first, second, *_ = others(PROBLEM)
+    use((kernels.bucket(PROBLEM, "h100"), first))
+    with kernels.only(second):
+        assert kernels.plan(PROBLEM, "h100").kernel.id == second
+
+
+def test_explain_says_that_others_were_slower():
+    kernel = others(PROBLEM)[0]
+    use((kernels.bucket(PROBLEM, "h100"), kernel))
+    fits = [row for row in kernels.explain(PROBLEM, "h100") if row.verdict == "fits"]
+    assert fits
+    assert {row.reason for row in fits} == {f"slower than {kernel} by the calibration in use"}
+
+
+def test_threads_plan_while_it_changes():
+    planned, kernel = kernels.plan(PROBLEM, "h100").kernel.id, others(PROBLEM)[0]
+    rule = (kernels.bucket(PROBLEM, "h100"), kernel)
+    with ThreadPoolExecutor(4) as pool:
+        plans = [pool.submit(lambda: kernels.plan(PROBLEM, "h100").kernel.id) for _ in range(200)]
+        for _ in range(200):
+            use(rule)
+            use()
+    assert {plan.result() for plan in plans} <= {planned, kernel}
+
+
+def test_parted_keys_do_not_depend_on_it():
+    problem = replace(PROBLEMS["decode"], num_splits=4)
+    planned = kernels.plan(problem, "h100")
+    use((kernels.bucket(problem, "h100"), others(problem)[0]))
+    assert kernels.plan(problem, "h100") == planned
+
+
+def test_decoding_that_was_measured_is_preferred_to_forward():
+    problem = replace(PROBLEM, op="decode", seqlen_q=1024, seqlen_k=8192)
+    assert kernels.plan(problem, "h100").kernel.op == "fwd"
+    kernel = next(i for i in fitting(problem) if i.startswith("decode"))
+    use((kernels.bucket(problem, "h100"), kernel))
+    assert kernels.plan(problem, "h100").kernel.id == kernel
+
+
+@pytest.mark.parametrize("lines", ["a bucket", "a bucket = no_kernel"])
+def test_a_bad_line_changes_nothing(lines):
+    kernel = others(PROBLEM)[0]
+    use((kernels.bucket(PROBLEM, "h100"), kernel))
+    with pytest.raises((RuntimeError, ValueError), match=r"a bucket|no_kernel"):
+        torch.ops.flash_cute.set_calibration(lines)
+    assert kernels.plan(PROBLEM, "h100").kernel.id == kernel
+
+
+def stored(path, gpu=H100):
+    rules = {kernels.bucket(PROBLEM, gpu): {"kernel": others(PROBLEM)[0]}}
+    calibration.store(gpu, rules, path)
+    return {bucket: entry["kernel"] for bucket, entry in rules.items()}
+
+
+def test_a_file_is_used_from_then_on(tmp_path):
+    path = tmp_path / "deep" / "calibration.json"
+    rules = stored(path)
+    planned = kernels.plan(PROBLEM, "h100").kernel.id
+    assert calibration.load(path) == calibration.Loaded(rules)
+    assert kernels.plan(PROBLEM, "h100").kernel.id == planned
+    assert kernels.use_calibration(path) == calibration.Loaded(rules)
+    assert [kernels.plan(PROBLEM, "h100").kernel.id] == list(rules.values())
+    calibration.stop_using()
+    assert kernels.plan(PROBLEM, "h100").kernel.id == planned
+
+
+BAD = {
+    "corrupt": ('{"version": 1, "sec', "Unterminated string"),
+    "no object": ("[]", "no calibration file of version 1"),
+    "another version": ('{"version": 7, "sections": {}}', "its version is 7"),
+    "no text": (b"\xff\xfe\x00", "codec can't decode"),
+    "foreign": ('{"version": 1, "sections": {"x": {"gpu": 3}}}', "a section has no gpu"),
+    "nested": ("[" * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_a_miss_and_is_kept_aside(name, tmp_path, caplog):
+    content, reason = BAD[name]
+    path = tmp_path / "calibration.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with caplog.at_level(logging.WARNING, "flash_cute"):
+        loaded = kernels.use_calibration(path)
+    assert loaded.kernels == {} and reason in loaded.misses[0].reason
+    assert reason in caplog.text
+    before = path.read_bytes()
+    rules = stored(path)
+    assert calibration.load(path).kernels == rules
+    assert (tmp_path / "calibration.json.unreadable").read_bytes() == before
+
+
+def test_no_file_is_a_miss(tmp_path):
+    (miss,) = calibration.load(tmp_path / "nothing.json").misses
+    assert "No such file" in miss.reason
+
+
+def test_a_foreign_section_is_a_miss(tmp_path):
+    path = tmp_path / "calibration.json"
+    stored(path)
+    (miss,) = calibration.load(path, GPUS["h200"]).misses
+    assert "another GPU than h200, 132 SMs" in miss.reason
+    content = json.loads(path.read_text())
+    (section,) = content["sections"].values()
+    section["library"] = "0" * 64
+    path.write_text(json.dumps(content))
+    loaded = calibration.load(path)
+    assert loaded.kernels == {} and "another build of the library" in loaded.misses[0].reason
+
+
+def test_an_unknown_kernel_is_a_miss(tmp_path):
+    path = tmp_path / "calibration.json"
+    calibration.store(H100, {"a": {"kernel": "no_kernel"}}, path)
+    rules = stored(path)
+    loaded = calibration.load(path)
+    assert loaded.kernels == rules
+    assert loaded.misses == (calibration.Miss("a", "no_kernel is no kernel's id"),)
+
+
+def write(path, writer):
+    for i in range(5):
+        calibration.store(H100, {f"{writer} {i}": {"kernel": fitting(PROBLEM)[0]}}, path)
+
+
+def test_sixteen_writers_lose_nothing(tmp_path):
+    path = tmp_path / "calibration.json"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write, args=(path, writer)) for writer in range(16)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):  # a reader never sees half a file
+        assert not path.exists() or calibration.load(path).misses == ()
+    assert [writer.exitcode for writer in writers] == [0] * 16
+    expected = {f"{writer} {i}" for writer in range(16) for i in range(5)}
+    assert set(calibration.load(path).kernels) == expected
+    assert sorted(x.name for x in tmp_path.iterdir()) == [path.name, f"{path.name}.lock"]
+
+
+IN_USE = """
+from flash_cute import kernels
+problem = kernels.Problem(batch=4, heads=32, heads_k=8, seqlen_q=4096, causal=True)
+print(kernels.plan(problem, "h100").kernel.id)
+"""
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_variable_is_read_at_import(named, tmp_path):
+    path = tmp_path / "calibration.json"
+    (kernel,) = stored(path).values()
+    environment = {x: y for x, y in os.environ.items() if x != "FLASH_CUTE_CALIBRATION"}
+    environment |= {"FLASH_CUTE_CALIBRATION": str(path)} if named else {"HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_USE], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (ended.stdout.strip() == kernel) == named
