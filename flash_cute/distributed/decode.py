@@ -13,6 +13,7 @@ from flash_cute import ops, validate, validate_kvcache
 from flash_cute.distributed import comm
 from flash_cute.distributed.context import ContextParallel
 from flash_cute.distributed.merge import merge_, merge_sink, rows
+from flash_cute.distributed.trace import named
 from flash_cute.kvcache import flash_attn_with_kvcache
 from flash_cute.ops import autocast
 
@@ -86,19 +87,16 @@ def cp_decode(
         "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes,
         "sink": sink, "block": block,
     }  # fmt: skip
-    caches = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    caches: dict[str, Any] = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
     problem = None
     try:
         q, k, v = autocast.cast_as(k_cache, q, k, v)
-        _check(q, k, v, cp, caches, cache_batch_idx, num_splits, options)
+        lengths = _check(q, k, v, cp, caches, cache_batch_idx, num_splits, options)
     except (TypeError, ValueError, NotImplementedError) as error:
         problem = error
     cp.agree(_description(q, k, v, caches, options), problem)
 
     batch, seqlen_q = q.shape[:2]
-    lengths = cache_seqlens
-    if not isinstance(lengths, Tensor):
-        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     capacity = _capacity(k_cache, block_table)
     tokens = _Tokens(cp.rank, cp.size, capacity if block is None else block)
     total = lengths if k is None else lengths + k.shape[1]
@@ -107,14 +105,14 @@ def cp_decode(
     is_each_alone = seqlen_q > 1 and (left >= 0 or right >= 0)
     steps: int | Tensor = seqlen_q - 1  # the last query sees what all see
     if is_each_alone:
-        if new:
-            flash_attn_with_kvcache(q[:, :0], **caches, **new, cache_batch_idx=cache_batch_idx)
+        if new:  # for the append alone
+            flash_attn_with_kvcache(q[:, :1], **caches, **new, cache_batch_idx=cache_batch_idx)
             new = {}
         steps = torch.arange(seqlen_q, dtype=torch.int32, device=q.device).repeat(batch)
-        total, caches["block_table"] = (
-            None if x is None else x.repeat_interleave(seqlen_q, 0) for x in (total, block_table)
-        )
-        if block_table is None:
+        total = total.repeat_interleave(seqlen_q)
+        if block_table is not None:
+            caches["block_table"] = block_table.repeat_interleave(seqlen_q, 0)
+        else:
             if cache_batch_idx is None:
                 cache_batch_idx = torch.arange(batch, dtype=torch.int32, device=q.device)
             cache_batch_idx = cache_batch_idx.repeat_interleave(seqlen_q)
@@ -162,7 +160,7 @@ class _Tokens:
         return position // self.block % self.ranks == self.rank
 
 
-def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -> dict[str, Tensor]:
+def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -> dict[str, Any]:
     """The arguments that append this rank's of k and v: packed to the front, the rest behind."""
     if k is None or v is None or k.shape[1] == 0:
         return {}
@@ -177,6 +175,7 @@ def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -
     }  # fmt: skip
 
 
+@named("merge")
 def _merged(out: Tensor, lse: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
     """Over the tokens of all ranks, in fp32, of one message."""
     mine = torch.cat((out.to(lse.dtype), rows(lse)), -1)
@@ -203,13 +202,19 @@ def _check(
     q: Tensor, k: Tensor | None, v: Tensor | None, cp: ContextParallel,
     caches: dict[str, Any], cache_batch_idx: Tensor | None, num_splits: int,
     options: dict[str, Any],
-) -> None:  # fmt: skip
-    """What this rank can tell by itself, before anything is written."""
+) -> Tensor:  # fmt: skip
+    """What this rank can tell by itself, before anything is written; returns the lengths."""
     k_cache, v_cache, block_table = caches.values()
     used, block, slopes = options["cache_seqlens"], options["block"], options["alibi_slopes"]
+    if used is None:
+        raise ValueError("cache_seqlens is None; expected the tokens on all ranks before k joins")
+    lengths = used
+    if not isinstance(used, Tensor):
+        validate.length("cache_seqlens", used)
+        lengths = torch.full((len(q),), used, dtype=torch.int32, device=q.device)
     batch = validate_kvcache.call(
-        q, k_cache, v_cache, k, v, None, None, used, cache_batch_idx, None, block_table, None, 0,
-        None, None, num_splits, 0,
+        q, k_cache, v_cache, k, v, None, None, lengths, cache_batch_idx, None, block_table, None,
+        0, None, None, num_splits, 0,
     )  # fmt: skip
     causal, window_size = options["causal"], options["window_size"]
     validate.options(
@@ -218,12 +223,10 @@ def _check(
     )  # fmt: skip
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, options["sink"])
-    if used is None:
-        raise ValueError("cache_seqlens is None; expected the tokens on all ranks before k joins")
     if block is not None and (not isinstance(block, int) or block < 1):
         raise ValueError(f"block is {block}; expected at least 1 token, or None")
     capacity, seqlen_new = _capacity(k_cache, block_table), 0 if k is None else k.shape[1]
-    if isinstance(used, int) and used + seqlen_new > cp.size * capacity:
+    if not isinstance(used, Tensor) and used + seqlen_new > cp.size * capacity:
         raise ValueError(
             f"cache_seqlens is {used} and k has {seqlen_new} tokens; {cp.size} ranks have room for "
             f"{capacity} each"
@@ -239,6 +242,7 @@ def _check(
             f"alibi_slopes are given for {q.shape[1]} queries that see tokens behind them; give "
             "causal=True"
         )
+    return lengths
 
 
 def _description(

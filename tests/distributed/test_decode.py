@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from flash_cute import reference
+from flash_cute import flash_attn_with_kvcache, reference
 from flash_cute.distributed import ContextParallel, cp_decode
 
 BATCH, DIM, DIM_V, CAPACITY = 3, 8, 6, 12
@@ -86,7 +87,7 @@ def worst_error(seed: int) -> tuple[float, int]:
                 q[b : b + 1, :1], k_cache, v_cache, cp, k[b : b + 1, :n], v[b : b + 1, :n],
                 cache_seqlens=prompt[b : b + 1], **alone, block=block,
             )  # fmt: skip
-        for step in range(2):
+        for step in range(1 + (count % 8 == 0)):
             lengths = torch.tensor(done, dtype=torch.int32) + step
             new = [torch.stack([x[b, n : n + 1] for b, n in enumerate(lengths.tolist())])
                    for x in (k, v)]  # fmt: skip
@@ -114,3 +115,61 @@ def test_one_process():
 def test_ranks_equal_one_process(ranks):
     for error, count in ranks.run(worst_error, torch.randint(2**30, ()).item()):
         assert error < 1e-10 and count == 40
+
+
+def refused(change: str) -> str:
+    """What a rank raises where the last one's call is changed, and whether caches are as before."""
+    cp = ContextParallel()
+    q, k = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    k_cache, v_cache = torch.zeros(2, 2, 6, 2, 8).unbind()
+    given: dict[str, Any] = {"cache_seqlens": torch.tensor([3, 7], dtype=torch.int32)}
+    if cp.rank == cp.size - 1:
+        if change == "heads":
+            q = torch.randn(2, 1, 3, 8)
+        elif change == "dtype":
+            k_cache, v_cache = k_cache.half(), v_cache.half()
+        elif change == "capacity":
+            k_cache, v_cache = (x[:, :5] for x in (k_cache, v_cache))
+        else:
+            given |= eval(change)
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        cp_decode(q, k_cache, v_cache, cp, k, k, **given)
+    assert not k_cache.any() and not v_cache.any()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("heads", "heads"),
+        ("dtype", "dtype"),
+        ("capacity", "ranks differ"),
+        ("{'block': 0}", "block is 0"),
+        ("{'block': 2}", "ranks differ"),
+        ("{'cache_seqlens': 12}", "have room for 6 each"),
+        ("{'cache_seqlens': None}", "cache_seqlens is None"),
+        ("{'softcap': -1.0}", "softcap"),
+        ("{'block': 2, 'alibi_slopes': torch.rand(4)}", "alibi_slopes"),
+    ],
+)
+def test_all_ranks_raise_the_same_and_write_nothing(two, change, words):
+    first, second = two.run(refused, change)
+    assert first == second and words in first
+
+
+def low_precision() -> tuple[float, float]:
+    """Errors of ranks and of one process in bf16, beside fp64."""
+    torch.manual_seed(0)
+    cp = ContextParallel()
+    q, k, v = (torch.randn(2, n, h, 64).bfloat16() for n, h in ((1, 8), (200, 2), (200, 2)))
+    k_cache, v_cache = torch.zeros(2, 2, 64, 2, 64, dtype=torch.bfloat16).unbind()
+    out = cp_decode(q, k_cache, v_cache, cp, k, v, block=16)
+    true = reference.attention(q, k, v).out
+    one = flash_attn_with_kvcache(q, k, v)
+    return tuple(((x - true).norm() / true.norm()).item() for x in (out, one))  # type: ignore
+
+
+def test_bf16_is_merged_in_fp32(four):
+    """Each rank's part is rounded once, and the sum: at most 1.41 times one rounding."""
+    for ours, one in four.run(low_precision):
+        assert ours <= 1.45 * one
