@@ -56,7 +56,8 @@ def cp_decode(
         k: (batch, seqlen_new, heads_k, dim), after rotary embedding, on every rank: each token
             joins the cache of the rank that it belongs to. More of them than queries are a prompt.
         v: as k.
-        cache_seqlens: int, or int32 (batch,): tokens on all ranks before k joins.
+        cache_seqlens: int, or int32 (batch,): tokens on all ranks before k joins. Tokens of a
+            tensor's lengths that no rank has room for are neither written nor read.
         cache_batch_idx, block_table: as there, of this rank's cache.
         softmax_scale, causal, window_size, softcap, alibi_slopes, num_splits, return_softmax_lse,
             sink: as there; masks and ALiBi go by positions in the whole sequence.
@@ -88,8 +89,12 @@ def cp_decode(
         "sink": sink, "block": block,
     }  # fmt: skip
     caches: dict[str, Any] = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    if not isinstance(cp, ContextParallel):
+        raise TypeError(f"cp is {type(cp).__name__}; expected a ContextParallel")
     problem = None
     try:
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            validate.tensor(name, x)
         q, k, v = autocast.cast_as(k_cache, q, k, v)
         lengths = _check(q, k, v, cp, caches, cache_batch_idx, num_splits, options)
     except (TypeError, ValueError, NotImplementedError) as error:

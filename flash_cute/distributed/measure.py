@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from flash_cute.distributed import comm
+from flash_cute.distributed.agreement import agree
 from flash_cute.distributed.choose import Links
-from flash_cute.distributed.groups import device_of
+from flash_cute.distributed.groups import device_of, group_of_hosts
 from flash_cute.functional import flash_attn_func
 
 
@@ -33,7 +34,8 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
         ``memory_gb_s`` of a copy. Each is the slowest rank's.
 
     Raises:
-        ValueError: megabytes or rounds are not positive.
+        TypeError: group is no torch.distributed group.
+        ValueError: megabytes or rounds are not positive, or ranks give different ones.
 
     Example::
 
@@ -45,6 +47,10 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
         )
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
+    if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is {type(group).__name__}; expected a ProcessGroup, or None")
+        agree(group_of_hosts(group, None), f"measure_links of {megabytes} MB, {rounds} rounds")
     ranks = 1 if group is None else dist.get_world_size(group)
     device = device_of(group)
     if group is None and torch.cuda.is_available():

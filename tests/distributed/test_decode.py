@@ -128,6 +128,8 @@ def refused(change: str) -> str:
             q = torch.randn(2, 1, 3, 8)
         elif change == "dtype":
             k_cache, v_cache = k_cache.half(), v_cache.half()
+        elif change == "q":
+            q = None
         elif change == "capacity":
             k_cache, v_cache = (x[:, :5] for x in (k_cache, v_cache))
         else:
@@ -142,6 +144,7 @@ def refused(change: str) -> str:
     "change, words",
     [
         ("heads", "heads"),
+        ("q", "rank 1: q is NoneType"),
         ("dtype", "dtype"),
         ("capacity", "ranks differ"),
         ("{'block': 0}", "block is 0"),
@@ -173,3 +176,28 @@ def test_bf16_is_merged_in_fp32(four):
     """Each rank's part is rounded once, and the sum: at most 1.41 times one rounding."""
     for ours, one in four.run(low_precision):
         assert ours <= 1.45 * one
+
+
+def test_wants_a_context():
+    with pytest.raises(TypeError, match="cp is NoneType"):
+        cp_decode(torch.zeros(1, 1, 4, 8), *torch.zeros(2, 1, 5, 2, 8).unbind(), None)
+
+
+@pytest.mark.parametrize("seqlen", [1, 3])
+def test_one_gpu(cuda, seqlen):
+    """A rank alone is flash_attn_with_kvcache, appends and windows included."""
+    kind = {"device": cuda, "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(2, n, h, 64, **kind) for n, h in ((seqlen, 8), (3, 2), (3, 2)))
+    lengths = torch.tensor([70, 5], dtype=torch.int32, device=cuda)
+    caches = torch.randn(2, 2, 96, 2, 64, **kind)
+    same = caches.clone()
+    options = {"causal": True, "window_size": (20, -1), "softcap": 5.0}
+    out, lse = cp_decode(
+        q, *caches, ContextParallel(), k, v, lengths, **options, return_softmax_lse=True, block=16
+    )
+    expected, true_lse = flash_attn_with_kvcache(
+        q, *same, k, v, cache_seqlens=lengths, **options, return_softmax_lse=True
+    )
+    assert torch.equal(caches, same)
+    torch.testing.assert_close(lse, true_lse, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)

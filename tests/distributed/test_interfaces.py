@@ -233,10 +233,21 @@ def test_measured_links_are_the_same_on_all_ranks(two):
     assert 1e-3 < first.gb_s < 1e3 and 1e-5 < first.tflops < 10 and 1e-2 < first.memory_gb_s < 1e4
 
 
+def measured_differently() -> None:
+    measure_links(megabytes=1, rounds=1 + dist.get_rank())
+
+
 def test_measured_links_of_one_process():
     with pytest.raises(ValueError, match="rounds 0"):
         measure_links(rounds=0)
+    with pytest.raises(TypeError, match="group is str"):
+        measure_links("all")
     assert measure_links(megabytes=1, rounds=1).gb_s == Links().gb_s
+
+
+def test_all_ranks_measure_alike(two):
+    for outcome in two.outcomes(measured_differently):
+        assert outcome.kind == "ValueError" and "ranks differ" in outcome.message
 
 
 def ranges(strategy_name: str) -> set[str]:
