@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import VOCABULARY, flash_cute_attention
+from gpt import VOCABULARY, Rotary, flash_cute_attention
 from matplotlib.figure import Figure
 from torch import Tensor
 from train_gpt import (
@@ -67,6 +67,7 @@ class Training:
         torch.manual_seed(settings.seed)
         self.model = settings.model(partial(cp_attention, plan=self.plan)).to(device)
         rotary, positions = self.model.blocks[0].rotary, cp.position_ids(self.plan, device)
+        assert isinstance(rotary, Rotary)
         rotary.cos, rotary.sin = rotary.cos[positions], rotary.sin[positions]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1,
