@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --seqlens 1048576 --rounds 2
 
 Milliseconds of forward and backward, causal, batch 1: the median of rounds, the slowest rank's.
-``share`` is the time of one GPU over ranks times this. Each call is an NVTX range.
+``share`` is the time of one GPU over ranks times this. Each call is an NVTX range. Four
+ranks and more have a row of two_dimensional, too.
 """
 
 # ruff: noqa: B023, E731  calls are made before the next turn of the loop
@@ -86,6 +87,9 @@ def main() -> None:
     ranks, rows = dist.get_world_size(), []
     mesh = init_device_mesh(given.device, (ranks,))
     contexts = {name: ContextParallel(mesh, strategy=name) for name in STRATEGIES}
+    if ranks >= 4 and ranks % 2 == 0:  # pairs that share heads
+        of_pairs = init_device_mesh(given.device, (ranks // 2, 2))
+        contexts["two_dimensional"] = ContextParallel(of_pairs, strategy="two_dimensional")
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     for seqlen in given.seqlens:
         torch.manual_seed(0)

@@ -109,9 +109,11 @@ class Run:
     peak_memory: int | None  # None on the CPU, whose allocator keeps no count
 
 
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
+def parse(
+    argv: list[str] | None, parser: argparse.ArgumentParser | None = None
+) -> tuple[argparse.Namespace, Settings]:
     """The general options, and the device's settings with those given in their place."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser or argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path, help="train on this file")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where usable")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")

@@ -8,6 +8,8 @@ from flash_cute.distributed import flops as flops
 from flash_cute.distributed.attention import cp_attention
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.context import ContextParallel
+from flash_cute.distributed.decode import cp_decode
+from flash_cute.distributed.measure import measure_links
 from flash_cute.distributed.plan import Plan
 
-__all__ = ["ContextParallel", "Links", "Plan", "cp_attention"]
+__all__ = ["ContextParallel", "Links", "Plan", "cp_attention", "cp_decode", "measure_links"]

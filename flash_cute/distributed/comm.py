@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_cute.distributed.trace import named
+
 
 class Work(Protocol):
     """Of a collective: after wait() kernels of this stream may read its result."""
@@ -29,6 +31,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@named("all_gather")
 def all_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """x of every rank, one after the other: (ranks * rows, ..)."""
     if group is None:
@@ -37,6 +40,7 @@ def all_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     return out, _all_gather(out, x, group=group, async_op=True)
 
 
+@named("reduce_scatter")
 def reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """This rank's part of the sum of x (ranks * rows, ..) over ranks: (rows, ..)."""
     if group is None:
@@ -45,6 +49,7 @@ def reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     return out, _reduce_scatter(out, x, group=group, async_op=True)
 
 
+@named("all_to_all")
 def all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Part i of x (ranks * rows, ..) goes to rank i; the result has one part of each rank."""
     if group is None:
@@ -53,6 +58,7 @@ def all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     return out, dist.all_to_all_single(out, x, group=group, async_op=True)
 
 
+@named("rotate")
 def rotate(x: Tensor, steps: int, group: Group) -> tuple[Tensor, Work]:
     """x of the rank ``steps`` before this one; each sends to one rank and hears from one."""
     ranks = 1 if group is None else dist.get_world_size(group)

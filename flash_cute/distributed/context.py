@@ -36,7 +36,8 @@ class ContextParallel:
             on all of them if not: one message of 16 bytes between hosts. Without it they may hang
             until the groups' timeout, or compute nonsense.
         timeout: of groups that are made here; None is torch's default.
-        links: speeds that "auto" reckons with; None is those of GPUs on NVLink.
+        links: speeds that "auto" reckons with, as :func:`measure_links` finds them; None is those
+            of Hopper GPUs on NVLink.
 
     Raises:
         ValueError: the mesh has more than two dimensions, or one for two_dimensional.

@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_cute import ops
 from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch
+from flash_cute.distributed.trace import named
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Call:
             "allow_tf32": ops.allow_tf32(q),
         }
 
+    @named("forward")
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse of the rows; those of no tile have out 0 and lse -inf."""
         q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
@@ -172,6 +174,7 @@ class Call:
         out, lse, _, _ = ops.varlen_fwd(q[0], k[0], v[0], *self.sequences, **self.options)
         return out[None], lse[None]
 
+    @named("backward")
     def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """dq, dk and dv of the rows; those of no tile are 0."""
         q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]

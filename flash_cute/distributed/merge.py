@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_cute.distributed.trace import named
 
+
+@named("merge")
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds the result over more keys to ``out`` and ``lse``, in place.
 

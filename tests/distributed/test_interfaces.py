@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import flash_cute
-from flash_cute.distributed import ContextParallel, Links, cp_attention
+from flash_cute.distributed import ContextParallel, Links, comm, cp_attention, measure_links
 from flash_cute.distributed.choose import Sizes, expected_times, strategy
 from flash_cute.distributed.layouts import LAYOUTS
 from flash_cute.distributed.plan import plan_of
@@ -218,3 +218,66 @@ def test_flops_are_this_rank_s_share(four):
     """Full attention: forward 2, backward 5 products of 64 x 64 x 8 a head; a quarter each."""
     for flops in four.run(counted):
         assert flops == [7 * 2 * 4 * 64 * 64 * 8 // 4] * 4
+
+
+def measured() -> tuple[Links, Links, str]:
+    links = measure_links(megabytes=1, rounds=2)
+    cp = ContextParallel(links=links)
+    plan = cp.plan(64, causal=True, heads=4, heads_k=4, head_dim=8)  # plans are compared
+    return links, cp.links, plan.strategy
+
+
+def test_measured_links_are_the_same_on_all_ranks(two):
+    (first, used, _), (second, _, _) = two.run(measured)
+    assert first == second == used != Links()
+    assert 1e-3 < first.gb_s < 1e3 and 1e-5 < first.tflops < 10 and 1e-2 < first.memory_gb_s < 1e4
+
+
+def measured_differently() -> None:
+    measure_links(megabytes=1, rounds=1 + dist.get_rank())
+
+
+def test_measured_links_of_one_process():
+    with pytest.raises(ValueError, match="rounds 0"):
+        measure_links(rounds=0)
+    with pytest.raises(TypeError, match="group is str"):
+        measure_links("all")
+    assert measure_links(megabytes=1, rounds=1).gb_s == Links().gb_s
+
+
+def test_all_ranks_measure_alike(two):
+    for outcome in two.outcomes(measured_differently):
+        assert outcome.kind == "ValueError" and "ranks differ" in outcome.message
+
+
+def ranges(strategy_name: str) -> set[str]:
+    """The steps that a profiler shows of forward and backward."""
+    cp = cases.context(strategy_name, "zigzag", 1, "cpu")
+    plan = cp.plan(24, causal=True)
+    q = torch.randn(1, plan.rows(cp.rank), 4, 8, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        cp_attention(q, q, q, plan).sum().backward()
+    return {event.key for event in profile.key_averages() if event.key.startswith("cp: ")}
+
+
+@pytest.mark.parametrize(
+    "strategy_name, steps",
+    [
+        ("all_gather", {"all_gather", "reduce_scatter"}),
+        ("ring", {"rotate", "merge"}),
+        ("ulysses", {"all_to_all"}),
+    ],
+)
+def test_steps_have_names(two, strategy_name, steps):
+    computing = {"forward", "backward"} if strategy_name != "ulysses" else set()
+    for names in two.run(ranges, strategy_name):
+        assert {f"cp: {step}" for step in steps | computing} <= names
+
+
+def test_steps_are_nvtx_ranges_on_gpus(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: told.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
+    comm.all_gather(torch.ones(1), None)
+    assert told == ["cp: all_gather", "end"]
