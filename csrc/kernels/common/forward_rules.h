@@ -1,6 +1,7 @@
 // What the Rich tier does to the scores and weights of a tile in forward.
 #pragma once
 
+#include "core/problem.h"
 #include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 

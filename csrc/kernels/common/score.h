@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/problem.h"
 #include "kernels/common/fragment.h"
 #include "kernels/common/softmax.h"
 
