@@ -19,9 +19,9 @@ struct PlainSoftmax {
     }
   }
 
-  // Makes a new block of scores (rows,columns) weights. Sums and outputs (rows,dims) become relative to the new maxima.
+  // Turns a new block of scores (rows,columns) into weights. Sums and outputs (rows,dims) become relative to the new maxima.
   template <class Scores, class Output>
-  CUTE_DEVICE void weigh(Scores&& scores, Output&& output) {
+  CUTE_DEVICE void exponentiate(Scores&& scores, Output&& output) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float top = -INFINITY;

@@ -97,17 +97,17 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
 template <KernelConfig C>
 cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
-  DecodeProblem decode = p;
+  DecodeProblem counted = p;  // with the counters of this launch
   if (p.arrived != nullptr) {
     if (cudaError_t e = cudaMemsetAsync(p.arrived, 0, p.slots * sizeof(*p.arrived), stream)) return e;
   } else if (p.slots > 0) {
-    if (cudaError_t e = zeroed_counters(decode.arrived, p.ctas(), stream)) return e;
+    if (cudaError_t e = zeroed_counters(counted.arrived, p.ctas(), stream)) return e;
   }
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream, true)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, decode);
+  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, counted);
 }
 
 }  // namespace flash_cute::sm80

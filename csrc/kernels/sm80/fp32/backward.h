@@ -234,7 +234,6 @@ __global__ void __launch_bounds__(C.threads()) row_dots(const __grid_constant__ 
 
 template <KernelConfig C>
 cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
-  using Owner;
   const FwdProblem& f = p.fwd;
   auto tiles = [&](int rows, int block, int heads) { return int64_t(cute::ceil_div(rows, block)) * heads * f.batch; };
   const int64_t rows_together = tiles(f.seqlen_q, C.warps, f.heads);
