@@ -13,19 +13,13 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, fp8, ops, plan_log, validate, validate_ops
+from flash_cute import accept, check, fp8, ops, plan_log, validate
+from flash_cute.attend import OUT_OF, Dropout, Result, Score, Varlen, Wanted, attend
 from flash_cute.ops import autocast
-from flash_cute.packed import PackedAttention
-from flash_cute.rng import rng_of_call
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
 _PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
-_OUT_OF = {
-    ops.fwd: torch.ops.flash_cute.fwd.out,
-    ops.varlen_fwd: torch.ops.flash_cute.varlen_fwd.out,
-}
-Result = Any  # out, or the tuple that return_lse or return_attn_probs asks for
 
 
 def flash_attn_func(
@@ -155,12 +149,15 @@ def flash_attn_func(
     check.dense(q, k)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[2], softmax_scale)
-    result = _attend(
-        ops.fwd, (q, k, v), (), q.shape[0],
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, out=out,
-    )  # fmt: skip
+    result = attend(
+        (q, k, v),
+        None,
+        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
+        Dropout(dropout_p, generator, rng),
+        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
+        deterministic,
+        out=out,
+    )
     return result if narrow is None else narrow.finish(result)
 
 
@@ -245,13 +242,15 @@ def flash_attn_varlen_func(
     check.varlen(q, k, *sequences, block_table, zero_tensors)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
-    result = _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table),
-        cu_seqlens_q.shape[0] - 1,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, out=out,
-    )  # fmt: skip
+    result = attend(
+        (q, k, v),
+        Varlen(*sequences, zero_tensors, block_table),
+        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
+        Dropout(dropout_p, generator, rng),
+        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
+        deterministic,
+        out=out,
+    )
     return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 
 
@@ -274,110 +273,5 @@ def _out_alone(
     """out of the op ``fwd``; on the CPU the LSE of bf16 takes longer, and is left out here."""
     out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
     with internals.below_versions():
-        _OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
+        OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
     return out
-
-
-def _attend(
-    op: Any,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sequences: tuple,
-    batch: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    sink: Tensor | None,
-    randomness: tuple[torch.Generator | None, Tensor | None],
-    return_lse: bool,
-    return_rng: bool,
-    return_max_logits: bool,
-    packed: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Result:
-    """The one way from every public function to its op.
-
-    ``sequences`` is what varlen ops take after q, k and v; ``packed`` the tensor they are views of.
-    """
-    q, k, v = qkv
-    validate.whole_sequences()
-    validate.flag("return_attn_probs", return_attn_probs)
-    validate.flag("return_lse", return_lse)
-    validate.flag("return_rng", return_rng)
-    validate.flag("return_max_logits", return_max_logits)
-    window_size = accept.window(window_size)
-    if sequences:
-        validate.flag("zero_tensors", sequences[-2])
-    validate.options(
-        q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, sink,
-    )  # fmt: skip
-    grad = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-    )
-    if q.is_cuda:
-        validate.cuda(q, v, sink)
-    if plan_log.is_on():
-        plan_log.attention(
-            q, k, v, sequences, grad, causal=causal, window_size=tuple(window_size),
-            softmax_scale=softmax_scale or 1.0, softcap=softcap > 0, alibi=alibi_slopes is not None,
-            dropout=dropout_p > 0, deterministic=deterministic,
-        )  # fmt: skip
-    rng = rng_of_call(q, dropout_p, *randomness)
-    args = (
-        *sequences, softmax_scale, causal, *window_size, softcap, alibi_slopes, sink, dropout_p,
-        rng, deterministic, return_attn_probs, bool(return_max_logits), ops.allow_tf32(q),
-    )  # fmt: skip
-    is_eager = not torch.compiler.is_compiling() and not ops.transformed()
-    row_max = probs = None
-    if out is not None:
-        if grad or return_attn_probs:
-            raise ValueError(
-                "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
-                "without return_attn_probs"
-            )
-        softmax_lse, row_max = _into(out, op, (q, k, v), args, (return_lse, return_max_logits))
-    elif not grad and is_eager:
-        # Straight to the kernel: without gradients the Python autograd formula is only a detour.
-        with internals.below_autograd():
-            out, softmax_lse, row_max, probs = op(q, k, v, *args)
-    elif packed is not None and packed.requires_grad and is_eager and not return_max_logits:
-        separate_q = q if packed.shape[-3] == 2 else None
-        out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, sink, op, args)
-    else:
-        out, softmax_lse, row_max, probs = op(q, k, v, *args)
-    results = [out]
-    if return_lse or return_attn_probs:
-        results.append(softmax_lse)
-    if return_attn_probs:
-        results.append(probs)
-    if return_rng:
-        results.append(rng)
-    if row_max is not None:
-        results.append(row_max.detach().amax(1 if sequences else (0, 2)))
-    return tuple(results) if len(results) > 1 else out
-
-
-def _into(
-    out: Tensor, op: Any, qkv: tuple[Tensor, Tensor, Tensor], args: tuple, wanted: tuple
-) -> tuple[Tensor | None, Tensor | None]:
-    """Attention into ``out``, by the op's out overload; (softmax_lse, row_max) as ``wanted``."""
-    q, k, v = qkv
-    validate_ops.buffer("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
-    validate._contiguous_last("out", out)
-    if not torch.compiler.is_compiling():
-        validate_ops.apart({"out": out}, {"q": q, "k": k, "v": v})
-    *lead, rows, heads, _ = q.shape
-    softmax_lse, row_max = (
-        q.new_empty((*lead, heads, rows), dtype=validate_ops.statistic_dtype(q)) if x else None
-        for x in wanted
-    )
-    _OUT_OF[op](q, k, v, *args, out=out, softmax_lse=softmax_lse, row_max=row_max)
-    return softmax_lse, row_max

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import accept, check, fp8, ops, validate
-from flash_cute.functional import Result, _attend, flash_attn_func, flash_attn_varlen_func
+from flash_cute import accept, check, fp8, validate
+from flash_cute.attend import Dropout, Result, Score, Varlen, Wanted, attend
+from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
 
 
@@ -61,12 +62,15 @@ def flash_attn_kvpacked_func(
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
     check.dense(q, k)
-    return _attend(
-        ops.fwd, (q, k, v), (), q.shape[0],
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, kv,
-    )  # fmt: skip
+    return attend(
+        (q, k, v),
+        None,
+        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
+        Dropout(dropout_p, generator, rng),
+        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
+        deterministic,
+        packed=kv,
+    )
 
 
 def flash_attn_qkvpacked_func(
@@ -114,12 +118,15 @@ def flash_attn_qkvpacked_func(
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
     check.dense(q, k)
-    return _attend(
-        ops.fwd, (q, k, v), (), q.shape[0],
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, qkv,
-    )  # fmt: skip
+    return attend(
+        (q, k, v),
+        None,
+        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
+        Dropout(dropout_p, generator, rng),
+        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
+        deterministic,
+        packed=qkv,
+    )
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -175,12 +182,15 @@ def flash_attn_varlen_kvpacked_func(
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences)
     check.varlen(q, k, *sequences, None, zero_tensors)
-    return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens_q.shape[0] - 1,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, kv,
-    )  # fmt: skip
+    return attend(
+        (q, k, v),
+        Varlen(*sequences, zero_tensors),
+        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
+        Dropout(dropout_p, generator, rng),
+        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
+        deterministic,
+        packed=kv,
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -232,9 +242,12 @@ def flash_attn_varlen_qkvpacked_func(
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
     check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
-    return _attend(
-        ops.varlen_fwd, (q, k, v), (*sequences, zero_tensors, None), cu_seqlens.shape[0] - 1,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sink, (generator, rng), return_lse, return_rng,
-        return_max_logits, qkv,
-    )  # fmt: skip
+    return attend(
+        (q, k, v),
+        Varlen(*sequences, zero_tensors),
+        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
+        Dropout(dropout_p, generator, rng),
+        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
+        deterministic,
+        packed=qkv,
+    )
