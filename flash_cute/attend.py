@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, ops, plan_log, validate, validate_ops
+from flash_cute import accept, check, ops, plan_log, validate, validate_ops
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
 
@@ -61,6 +61,26 @@ class Varlen(NamedTuple):
     block_table: Tensor | None = None
 
 
+def is_inference(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+    """Whether such a call may go straight to its op: plain tensors of one device, no gradient, and
+    nothing around the call that has to see it."""
+    if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
+        return False
+    grad = q.requires_grad or k.requires_grad or v.requires_grad
+    device = q.device
+    for x in (k, v, *others):  # one on meta would have the op's fake run
+        if x is not None and (type(x) is not Tensor or x.device != device):
+            return False
+    return (
+        (q.is_cuda or q.is_cpu)
+        and not (grad and torch.is_grad_enabled())
+        and not (check.is_on() or plan_log.is_on())
+        and not torch.compiler.is_compiling()
+        and not ops.transformed()
+        and not internals.in_context_parallel()
+    )
+
+
 def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     varlen: Varlen | None,
@@ -78,8 +98,12 @@ def attend(
     q, k, v = qkv
     score = score._replace(window_size=accept.window(score.window_size))
     _validate(q, v, varlen, score, dropout, wanted, deterministic)
-    needs = [q, k, v] if score.sink is None else [q, k, v, score.sink]
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in needs)
+    grad = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (score.sink is not None and score.sink.requires_grad)
+    )
     if plan_log.is_on():
         plan_log.attention(
             q, k, v, varlen or (), grad, causal=score.causal, window_size=score.window_size,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, fp8, ops, plan_log, validate
-from flash_cute.attend import OUT_OF, Dropout, Result, Score, Varlen, Wanted, attend
+from flash_cute import accept, check, fp8, ops, validate
+from flash_cute.attend import OUT_OF, Dropout, Result, Score, Varlen, Wanted, attend, is_inference
 from flash_cute.ops import autocast
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
@@ -123,8 +123,8 @@ def flash_attn_func(
     usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
-    usual = usual and not (others or return_max_logits or check.is_on() or plan_log.is_on())
-    if usual and sink is None and generator is None and _without_grad(q, k, v):
+    usual = usual and sink is generator is None and not (others or return_max_logits)
+    if usual and is_inference(q, k, v):
         # Inference at its shortest: the op's own checks come first, and only a call that they
         # refuse goes on to the validation below, which says what is wrong with it.
         try:
@@ -133,10 +133,7 @@ def flash_attn_func(
                     q, k, v = autocast.cast(q, k, v)
                     if q.dtype == torch.bfloat16 and internals.are_plain((q, k, v)):
                         return _out_alone(q, k, v, softmax_scale, causal)
-                with internals.below_autograd():
-                    precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
-                    result, softmax_lse, _, _ = ops.fwd(q, k, v, softmax_scale, causal, **precision)
-                return (result, softmax_lse) if return_lse else result
+                return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
         except (RuntimeError, TypeError, ValueError):
             pass
     return_lse = accept.others(flash_attn_func, others) or return_lse
@@ -227,7 +224,23 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
+    options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     sink = accept.sink(sink, s_aux, learnable_sink)
+    usual = type(causal) is type(return_lse) is type(zero_tensors) is bool and return_rng is False
+    usual = usual and type(max_seqlen_q) is type(max_seqlen_k) is int and sink is rng is None
+    usual = usual and (softmax_scale is None or type(softmax_scale) is float) and generator is None
+    usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
+    indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
+    if usual and not (others or return_max_logits) and is_inference(q, k, v, *indices):
+        try:  # as in flash_attn_func
+            if options == _PLAIN:
+                return _straight(
+                    ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse,
+                    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+                    zero_tensors, block_table,
+                )  # fmt: skip
+        except (RuntimeError, TypeError, ValueError):
+            pass
     return_lse = accept.others(flash_attn_varlen_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):
@@ -254,17 +267,21 @@ def flash_attn_varlen_func(
     return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 
 
-def _without_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
-        return False
-    grad = q.requires_grad or k.requires_grad or v.requires_grad
-    return (
-        ((q.is_cuda and k.is_cuda and v.is_cuda) or (q.is_cpu and k.is_cpu and v.is_cpu))
-        and not (grad and torch.is_grad_enabled())
-        and not torch.compiler.is_compiling()
-        and not ops.transformed()
-        and not internals.in_context_parallel()
-    )
+def _straight(
+    op: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    return_lse: bool,
+    *sequences: Any,
+) -> Result:
+    """The op without anything around it."""
+    precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
+    with internals.below_autograd():
+        out, softmax_lse, _, _ = op(q, k, v, *sequences, softmax_scale, causal, **precision)
+    return (out, softmax_lse) if return_lse else out
 
 
 def _out_alone(

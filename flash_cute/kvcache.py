@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, ops, plan_log, validate, validate_kvcache, validate_ops
+from flash_cute.attend import is_inference
 from flash_cute.ops import autocast
 
 
@@ -114,6 +116,26 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate_kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
+    usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is alibi_slopes is None
+    usual = usual and sink is s_aux is learnable_sink is None and not others
+    usual = usual and type(causal) is type(return_softmax_lse) is type(rotary_interleaved) is bool
+    usual = usual and type(num_splits) is type(split_size) is int and check_indices is False
+    usual = usual and (softmax_scale is None or type(softmax_scale) is float)
+    places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
+    if usual and is_inference(q, k_cache, v_cache, *places, *joining):
+        # As in flash_attn_func: a call that the op refuses goes on to the validation below.
+        try:
+            is_plain = (window_size, softcap) == ((-1, -1), 0)
+            if is_plain and not torch.is_autocast_enabled(q.device.type):
+                caches, splits = (q, k_cache, v_cache), (num_splits, split_size)
+                results = _straight(
+                    caches, joining, places, softmax_scale, causal, rotary_interleaved, splits
+                )
+                if results is not None:
+                    return results if return_softmax_lse else results[0]
+        except (RuntimeError, TypeError, ValueError):
+            pass
     accept.others(flash_attn_with_kvcache, others)
     sink = accept.sink(sink, s_aux, learnable_sink)
     window_size, max_seqlen_q = accept.window(window_size), accept.integer(max_seqlen_q)
@@ -148,7 +170,7 @@ def flash_attn_with_kvcache(
     used = cache_seqlens
     if isinstance(used, (int, torch.SymInt)):
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
-    places = (used, cache_batch_idx, cache_leftpad, block_table)
+    cached = (used, cache_batch_idx, cache_leftpad, block_table)
     validate.options(
         q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink
     )
@@ -167,7 +189,7 @@ def flash_attn_with_kvcache(
     if check_indices or check.wanted(q):
         queries = _lengths("cu_seqlens_q", q, cu_seqlens_q, batch, max_seqlen_q)
         new = [0] * batch if k is None else _lengths("cu_seqlens_k_new", k, cu_seqlens_k_new, batch)
-        check.cache(k_cache, new, *places)
+        check.cache(k_cache, new, *cached)
         if rotary_cos is not None:
             steps = causal or tuple(window_size) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
@@ -188,11 +210,11 @@ def flash_attn_with_kvcache(
     try:
         if k is None:
             out, softmax_lse = ops.attend_kvcache(
-                q, k_cache, v_cache, *places, cu_seqlens_q, longest_q, *score, *splits
+                q, k_cache, v_cache, *cached, cu_seqlens_q, longest_q, *score, *splits
             )
         else:
             out, softmax_lse = ops.fwd_kvcache(
-                *caches, *places, *sequences, *score, rotary_interleaved, *splits
+                *caches, *cached, *sequences, *score, rotary_interleaved, *splits
             )
     except NotImplementedError:
         raise
@@ -201,6 +223,30 @@ def flash_attn_with_kvcache(
             validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)
         raise
     return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _straight(
+    caches: tuple[Tensor, Tensor, Tensor],
+    joining: tuple[Any, ...],
+    places: tuple[Any, ...],
+    softmax_scale: float | None,
+    causal: bool,
+    rotary_interleaved: bool,
+    splits: tuple[int, int],
+) -> tuple[Tensor, Tensor] | None:
+    """The op without anything around it; None where rows join caches whose memory validation has
+    to look at."""
+    score = (softmax_scale, causal, -1, -1, 0.0, None, None)
+    if all(x is None for x in joining):
+        with internals.below_autograd():
+            return ops.attend_kvcache(*caches, *places, None, 0, *score, *splits)
+    _, k_cache, v_cache = caches
+    whole = k_cache.is_contiguous() and v_cache.is_contiguous()
+    if not whole or k_cache.data_ptr() == v_cache.data_ptr():
+        return None
+    *rows, rotary_seqlens = joining
+    sequences = (None, 0, None, rotary_seqlens)
+    return ops.fwd_kvcache(*caches, *rows, *places, *sequences, *score, rotary_interleaved, *splits)
 
 
 def flash_attn_combine(

@@ -1,0 +1,124 @@
+"""The shortest way of inference: the same bits as the validated one, the same errors, and no
+validation on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_cute import (
+    attend,
+    check,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    functional,
+    kvcache,
+    ops,
+    plan_log,
+    validate_kvcache,
+)
+
+MODULES = (functional, kvcache)
+
+
+def dense(device, dtype):
+    q, k, v = (torch.randn(2, 33, h, 64, device=device, dtype=dtype) for h in (4, 2, 2))
+    return flash_attn_func, {"q": q, "k": k, "v": v, "causal": True}
+
+
+def varlen(device, dtype):
+    cu = torch.tensor([0, 5, 5, 40], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(40, h, 64, device=device, dtype=dtype) for h in (4, 2, 2))
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 35, "max_seqlen_k": 35}
+    used = torch.tensor([3, 0, 30], dtype=torch.int32, device=device)
+    return flash_attn_varlen_func, {"q": q, "k": k, "v": v, **lengths, "seqused_k": used}
+
+
+def cache(device, dtype):
+    k_cache, v_cache = torch.randn(2, 3, 50, 2, 64, device=device, dtype=dtype).unbind()
+    lengths = torch.tensor([40, 0, 7], dtype=torch.int32, device=device)
+    q = torch.randn(3, 2, 4, 64, device=device, dtype=dtype)
+    caches = {"k_cache": k_cache.clone(), "v_cache": v_cache.clone(), "cache_seqlens": lengths}
+    return flash_attn_with_kvcache, {"q": q, **caches, "causal": True}
+
+
+def append(device, dtype):
+    function, arguments = cache(device, dtype)
+    k, v = torch.randn(2, 3, 2, 2, 64, device=device, dtype=dtype).unbind()
+    cos, sin = torch.randn(2, 60, 32, device=device, dtype=dtype).unbind()
+    return function, arguments | {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin}
+
+
+CALLS = [dense, varlen, cache, append]
+
+
+def copied(arguments):
+    return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_bits_are_those_of_the_validated_way(device, dtype, call, monkeypatch):
+    if device == "cuda" and dtype == torch.float32 and call in (cache, append):
+        pytest.skip("caches have 16 bits on CUDA")
+    function, arguments = call(device, dtype)
+    long, short = copied(arguments), copied(arguments)
+    lse = {"return_softmax_lse": True}
+    with monkeypatch.context() as patch:
+        for module in MODULES:
+            patch.setattr(module, "is_inference", lambda *_: False)
+        expected = function(**long, **lse)
+    if function is not flash_attn_with_kvcache:  # whose own name it is
+        lse = {"return_lse": True}
+    out, softmax_lse = function(**short, **lse)
+    assert torch.equal(out, expected[0]) and torch.equal(softmax_lse, expected[1])
+    if call is append:
+        assert torch.equal(short["k_cache"], long["k_cache"])
+        assert torch.equal(short["v_cache"], long["v_cache"])
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_the_op_is_called_once_and_directly(call, monkeypatch):
+    function, arguments = call("cpu", torch.float32)
+    name = {"dense": "fwd", "varlen": "varlen_fwd", "cache": "attend_kvcache"}.get(call.__name__)
+    name = name or "fwd_kvcache"
+    calls, op = [], getattr(ops, name)
+    monkeypatch.setattr(ops, name, lambda *args, **named: calls.append(args) or op(*args, **named))
+    monkeypatch.setattr(functional, "attend", None)
+    monkeypatch.setattr(validate_kvcache, "cuda", None)
+    function(**arguments)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("switched", [check.switched, plan_log.switched], ids=["check", "plan_log"])
+def test_calls_that_are_looked_at_go_the_long_way(switched):
+    q = torch.randn(1, 3, 2, 8)
+    assert attend.is_inference(q, q, q)
+    with switched():
+        assert not attend.is_inference(q, q, q)
+
+
+def test_gradients_meta_and_other_kinds_go_the_long_way():
+    q = torch.randn(1, 3, 2, 8)
+    assert not attend.is_inference(q, q, q.clone().requires_grad_())
+    with torch.no_grad():
+        assert attend.is_inference(q, q, q.clone().requires_grad_())
+    assert not attend.is_inference(q, q, q.to("meta"))
+    assert not attend.is_inference(q, q, q, torch.zeros(2, device="meta"))
+    assert not attend.is_inference(q, q, q, [0, 3])
+    assert not attend.is_inference(q, q, torch.nn.Parameter(q, requires_grad=False))
+
+
+def test_new_keys_that_require_grad_are_refused():
+    function, arguments = append("cpu", torch.float32)
+    arguments["k"].requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        function(**arguments)
+
+
+def test_caches_are_seen_to_change():
+    function, arguments = append("cpu", torch.float32)
+    before = arguments["k_cache"]._version
+    function(**arguments)
+    assert arguments["k_cache"]._version > before
