@@ -128,9 +128,9 @@ def flash_attn_with_kvcache(
         try:
             is_plain = (window_size, softcap) == ((-1, -1), 0)
             if is_plain and not torch.is_autocast_enabled(q.device.type):
-                caches, splits = (q, k_cache, v_cache), (num_splits, split_size)
+                qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)
                 results = _straight(
-                    caches, joining, places, softmax_scale, causal, rotary_interleaved, splits
+                    qkv, joining, places, softmax_scale, causal, rotary_interleaved, splits
                 )
                 if results is not None:
                     return results if return_softmax_lse else results[0]
