@@ -61,19 +61,23 @@ class Varlen(NamedTuple):
     block_table: Tensor | None = None
 
 
-def is_inference(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
-    """Whether such a call may go straight to its op: plain tensors of one device, no gradient, and
-    nothing around the call that has to see it."""
+def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call of these has a gradient."""
+    return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+
+
+def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+    """Whether such a call may go straight to its op: plain tensors of one device, and nothing
+    around the call that has to see it."""
     if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
         return False
-    grad = q.requires_grad or k.requires_grad or v.requires_grad
     device = q.device
     for x in (k, v, *others):  # one on meta would have the op's fake run
         if x is not None and (type(x) is not Tensor or x.device != device):
             return False
     return (
         (q.is_cuda or q.is_cpu)
-        and not (grad and torch.is_grad_enabled())
+        and not torch.is_autocast_enabled(device.type)
         and not (check.is_on() or plan_log.is_on())
         and not torch.compiler.is_compiling()
         and not ops.transformed()
@@ -98,12 +102,9 @@ def attend(
     q, k, v = qkv
     score = score._replace(window_size=accept.window(score.window_size))
     _validate(q, v, varlen, score, dropout, wanted, deterministic)
-    grad = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (score.sink is not None and score.sink.requires_grad)
-    )
+    grad = needs_grad(q, k, v)
+    if score.sink is not None and score.sink.requires_grad:
+        grad = torch.is_grad_enabled()
     if plan_log.is_on():
         plan_log.attention(
             q, k, v, varlen or (), grad, causal=score.causal, window_size=score.window_size,

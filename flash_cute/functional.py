@@ -14,7 +14,17 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, fp8, ops, validate
-from flash_cute.attend import OUT_OF, Dropout, Result, Score, Varlen, Wanted, attend, is_inference
+from flash_cute.attend import (
+    OUT_OF,
+    Dropout,
+    Result,
+    Score,
+    Varlen,
+    Wanted,
+    attend,
+    is_direct,
+    needs_grad,
+)
 from flash_cute.ops import autocast
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
@@ -124,15 +134,14 @@ def flash_attn_func(
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
     usual = usual and sink is generator is None and not (others or return_max_logits)
-    if usual and is_inference(q, k, v):
-        # Inference at its shortest: the op's own checks come first, and only a call that they
-        # refuse goes on to the validation below, which says what is wrong with it.
+    if usual and is_direct(q, k, v):
+        # A call at its shortest: the op's own checks come first, and only a call that they refuse
+        # goes on to the validation below, which says what is wrong with it.
         try:
             if options == _PLAIN:
-                if q.is_cpu and not return_lse:
-                    q, k, v = autocast.cast(q, k, v)
-                    if q.dtype == torch.bfloat16 and internals.are_plain((q, k, v)):
-                        return _out_alone(q, k, v, softmax_scale, causal)
+                out_alone = q.is_cpu and q.dtype == torch.bfloat16 and not return_lse
+                if out_alone and not needs_grad(q, k, v) and internals.are_plain((q, k, v)):
+                    return _out_alone(q, k, v, softmax_scale, causal)
                 return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
         except (RuntimeError, TypeError, ValueError):
             pass
@@ -231,7 +240,7 @@ def flash_attn_varlen_func(
     usual = usual and (softmax_scale is None or type(softmax_scale) is float) and generator is None
     usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-    if usual and not (others or return_max_logits) and is_inference(q, k, v, *indices):
+    if usual and not (others or return_max_logits) and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func
             if options == _PLAIN:
                 return _straight(
@@ -278,9 +287,14 @@ def _straight(
     *sequences: Any,
 ) -> Result:
     """The op without anything around it."""
-    precision = {"allow_tf32": True} if ops.allow_tf32(q) else {}
-    with internals.below_autograd():
-        out, softmax_lse, _, _ = op(q, k, v, *sequences, softmax_scale, causal, **precision)
+    args = (q, k, v, *sequences, softmax_scale, causal)
+    allow_tf32 = ops.allow_tf32(q)
+    if needs_grad(q, k, v):
+        out, softmax_lse, _, _ = ops.differentiable(op, args, allow_tf32)
+    else:
+        precision = {"allow_tf32": True} if allow_tf32 else {}
+        with internals.below_autograd():
+            out, softmax_lse, _, _ = op(*args, **precision)
     return (out, softmax_lse) if return_lse else out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, ops, plan_log, validate, validate_kvcache, validate_ops
-from flash_cute.attend import is_inference
+from flash_cute.attend import is_direct, needs_grad
 from flash_cute.ops import autocast
 
 
@@ -123,11 +123,11 @@ def flash_attn_with_kvcache(
     usual = usual and (softmax_scale is None or type(softmax_scale) is float)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    if usual and is_inference(q, k_cache, v_cache, *places, *joining):
+    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining)
+    if direct and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
-            is_plain = (window_size, softcap) == ((-1, -1), 0)
-            if is_plain and not torch.is_autocast_enabled(q.device.type):
+            if (window_size, softcap) == ((-1, -1), 0):
                 qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)
                 results = _straight(
                     qkv, joining, places, softmax_scale, causal, rotary_interleaved, splits

@@ -46,9 +46,9 @@ class PackedAttention(torch.autograd.Function):
         gradients = _filled if is_plain else _stacked
         with torch.no_grad():
             *unpacked_q, k, v = packed.unbind(-3)
-            bound = ops.bind(ctx.op, (*(unpacked_q or (q,)), k, v, *args))
             bwd = _BACKWARD_OF[ctx.op]
-            given = ops.backward_arguments(bwd.default, bound, out, softmax_lse, dout, dlse)
+            every = (*(unpacked_q or (q,)), k, v, *args)
+            given = ops.backward_arguments(ctx.op, every, out, softmax_lse, dout, dlse)
             with limits.again(ctx.limit):
                 grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():

@@ -67,7 +67,7 @@ def test_bits_are_those_of_the_validated_way(device, dtype, call, monkeypatch):
     lse = {"return_softmax_lse": True}
     with monkeypatch.context() as patch:
         for module in MODULES:
-            patch.setattr(module, "is_inference", lambda *_: False)
+            patch.setattr(module, "is_direct", lambda *_: False)
         expected = function(**long, **lse)
     if function is not flash_attn_with_kvcache:  # whose own name it is
         lse = {"return_lse": True}
@@ -94,20 +94,19 @@ def test_the_op_is_called_once_and_directly(call, monkeypatch):
 @pytest.mark.parametrize("switched", [check.switched, plan_log.switched], ids=["check", "plan_log"])
 def test_calls_that_are_looked_at_go_the_long_way(switched):
     q = torch.randn(1, 3, 2, 8)
-    assert attend.is_inference(q, q, q)
+    assert attend.is_direct(q, q, q)
     with switched():
-        assert not attend.is_inference(q, q, q)
+        assert not attend.is_direct(q, q, q)
 
 
-def test_gradients_meta_and_other_kinds_go_the_long_way():
+def test_autocast_meta_and_other_kinds_go_the_long_way():
     q = torch.randn(1, 3, 2, 8)
-    assert not attend.is_inference(q, q, q.clone().requires_grad_())
-    with torch.no_grad():
-        assert attend.is_inference(q, q, q.clone().requires_grad_())
-    assert not attend.is_inference(q, q, q.to("meta"))
-    assert not attend.is_inference(q, q, q, torch.zeros(2, device="meta"))
-    assert not attend.is_inference(q, q, q, [0, 3])
-    assert not attend.is_inference(q, q, torch.nn.Parameter(q, requires_grad=False))
+    with torch.autocast("cpu"):
+        assert not attend.is_direct(q, q, q)
+    assert not attend.is_direct(q, q, q.to("meta"))
+    assert not attend.is_direct(q, q, q, torch.zeros(2, device="meta"))
+    assert not attend.is_direct(q, q, q, [0, 3])
+    assert not attend.is_direct(q, q, torch.nn.Parameter(q, requires_grad=False))
 
 
 def test_new_keys_that_require_grad_are_refused():
@@ -122,3 +121,32 @@ def test_caches_are_seen_to_change():
     before = arguments["k_cache"]._version
     function(**arguments)
     assert arguments["k_cache"]._version > before
+
+
+@pytest.mark.parametrize("call", [dense, varlen], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_are_those_of_the_validated_way(device, call, with_lse, monkeypatch):
+    function, arguments = call(device, torch.float32)
+    gradients = []
+    for is_direct in (lambda *_: False, attend.is_direct):
+        monkeypatch.setattr(functional, "is_direct", is_direct)
+        qkv = [arguments[n].clone().requires_grad_(n != "k") for n in "qkv"]
+        results = function(**arguments | dict(zip("qkv", qkv, strict=True)), return_lse=with_lse)
+        out, *lse = results if with_lse else (results,)
+        loss = out.square().sum() + sum(torch.where(x.isinf(), 0, x).sum() for x in lse)
+        gradients.append(torch.autograd.grad(loss, (qkv[0], qkv[2])))
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_gradient_takes_no_detour(monkeypatch):
+    function, arguments = dense("cpu", torch.float32)
+    monkeypatch.setattr(functional, "attend", None)
+    q = arguments["q"].requires_grad_()
+    out = function(**arguments)
+    assert out.grad_fn.name() == "AttentionBackward"
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+    with pytest.raises(NotImplementedError, match="not differentiable again"):
+        (again,) = torch.autograd.grad(function(**arguments).sum(), q, create_graph=True)
+        again.sum().backward()

@@ -18,6 +18,7 @@ from flash_cute.ops import autocast, autograd, cpu_kernels, fakes, flops, shardi
 from flash_cute.ops.autograd import (
     backward_arguments,
     call,
+    differentiable,
     no_double_backward,
     save_for_backward,
     saved,
@@ -43,6 +44,7 @@ __all__ = [
     "call",
     "combine",
     "deterministic",
+    "differentiable",
     "fwd",
     "fwd_kvcache",
     "has_cuda_kernels",

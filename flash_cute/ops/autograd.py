@@ -21,14 +21,28 @@ _OUT_OVERLOAD = (
     "out overloads are not differentiable; use the functional op or call it under torch.no_grad()"
 )
 _INFERENCE = "this op is for inference; call it under torch.no_grad()"
+_BACKWARD_OF = {schema.fwd: schema.bwd, schema.varlen_fwd: schema.varlen_bwd}
+_OF_BACKWARD = ("dout", "out", "softmax_lse", "dlse", "deterministic")  # what its forward has not
+
+
+def _sources(op: Any) -> tuple[int, ...]:
+    """For each argument of a backward op its place among the forward op's, or ``~place`` among
+    ``_OF_BACKWARD``."""
+    names = list(DEFAULTS[op])
+    return tuple(
+        ~_OF_BACKWARD.index(name) if name in _OF_BACKWARD else names.index(name)
+        for name in DEFAULTS[_BACKWARD_OF[op]]
+    )
+
+
+_SOURCES = {op: _sources(op) for op in _BACKWARD_OF}
+_DETERMINISTIC = {op: list(DEFAULTS[op]).index("deterministic") for op in _BACKWARD_OF}
+_SINK = {op: list(DEFAULTS[op]).index("sink") for op in _BACKWARD_OF}
 
 
 def register(library: torch.library.Library) -> None:
-    for name, op, bwd in (
-        ("fwd", schema.fwd, schema.bwd),
-        ("varlen_fwd", schema.varlen_fwd, schema.varlen_bwd),
-    ):
-        library.impl(name, _differentiable(op, _formula(op, bwd)), "Autograd")
+    for name, op in (("fwd", schema.fwd), ("varlen_fwd", schema.varlen_fwd)):
+        library.impl(name, _differentiable(op, FORMULAS[op]), "Autograd")
     for name, op in (("bwd", schema.bwd), ("varlen_bwd", schema.varlen_bwd)):
         library.impl(name, _differentiable(op, _no_formula(op)), "Autograd")
     for op in schema.OUT_OVERLOADS:
@@ -76,10 +90,11 @@ def _forward(op: Any, args: Sequence[Any]) -> Results:
         return _below_autograd(op, args)
 
 
-def _formula(op: Any, bwd_op: Any) -> type[torch.autograd.Function]:
+def _formula(op: Any) -> type[torch.autograd.Function]:
     """Of a forward op, whose gradient is one call of its backward op."""
-    names = tuple(DEFAULTS[op])
+    names, sink = list(DEFAULTS[op]), _SINK[op]
     table = names.index("block_table") if "block_table" in names else None
+    of_q_k_v = (None,) * (len(names) - 3)
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -96,16 +111,19 @@ def _formula(op: Any, bwd_op: Any) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
             (out, softmax_lse), args = saved(ctx)
-            bound = dict(zip(names, args, strict=True))
-            given = backward_arguments(bwd_op, bound, out, softmax_lse, dout, dlse)
+            given = backward_arguments(op, args, out, softmax_lse, dout, dlse)
             with limits.again(ctx.limit):
-                dq, dk, dv, dsink, _ = call(bwd_op, given)
-            gradients = {"q": dq, "k": dk, "v": dv}
-            if bound["sink"] is not None:
-                gradients["sink"] = dsink.to(bound["sink"].dtype)
-            return tuple([gradients.get(name) for name in names])
+                dq, dk, dv, dsink, _ = call(_BACKWARD_OF[op], given)
+            if args[sink] is None:
+                return (dq, dk, dv, *of_q_k_v)
+            gradients = [dq, dk, dv, *of_q_k_v]
+            gradients[sink] = dsink.to(args[sink].dtype)
+            return tuple(gradients)
 
     return Attention
+
+
+FORMULAS = {op: _formula(op) for op in _BACKWARD_OF}
 
 
 def _no_formula(op: Any) -> type[torch.autograd.Function]:
@@ -121,6 +139,13 @@ def _no_formula(op: Any) -> type[torch.autograd.Function]:
             no_double_backward()
 
     return Gradients
+
+
+def differentiable(op: Any, args: Sequence[Any], allow_tf32: bool) -> Results:
+    """A forward op with its gradient, without the dispatcher's way to it: for plain tensors, with
+    nothing around the call. Arguments between ``args`` and ``allow_tf32`` are defaults."""
+    defaults = tuple(DEFAULTS[op].values())
+    return FORMULAS[op].apply(*args, *defaults[len(args) : -1], allow_tf32)
 
 
 def save_for_backward(ctx: Any, first: Sequence[Tensor | None], args: Sequence[Any]) -> None:
@@ -162,22 +187,22 @@ def _refuse_tangents(args: Sequence[Any]) -> None:
 
 
 def backward_arguments(
-    bwd_op: Any,
-    forward_arguments: dict[str, Any],
+    op: Any,
+    args: Sequence[Any],
     out: Tensor,
     softmax_lse: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Any]:
-    """What a backward op takes before its keyword-only outputs, in order."""
-    bound = forward_arguments | {
-        "dout": torch.zeros_like(out) if dout is None else _contiguous_rows(dout),
-        "out": out,
-        "softmax_lse": softmax_lse,
-        "dlse": None if dlse is None else dlse.contiguous(),
-        "deterministic": switches.deterministic(forward_arguments["deterministic"]),
-    }
-    return [bound[name] for name in DEFAULTS[bwd_op] if name in bound]
+    """What the backward op of ``op`` takes, in order; ``args`` are all of the forward's."""
+    of_backward = (
+        torch.zeros_like(out) if dout is None else _contiguous_rows(dout),
+        out,
+        softmax_lse,
+        None if dlse is None else dlse.contiguous(),
+        switches.deterministic(args[_DETERMINISTIC[op]]),
+    )
+    return [args[i] if i >= 0 else of_backward[~i] for i in _SOURCES[op]]
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
