@@ -18,6 +18,7 @@ OUT_OF = {
     ops.varlen_fwd: torch.ops.flash_cute.varlen_fwd.out,
 }
 Result = Any  # out, or the tuple that a call asks for
+_NUMBERS = (int, float)
 
 
 class Score(NamedTuple):
@@ -64,6 +65,30 @@ class Varlen(NamedTuple):
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call of these has a gradient."""
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+
+
+def is_plain(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    *switches: bool,
+) -> bool:
+    """Whether scores are scaled, and masked by ``causal`` at most, and every switch is off. False,
+    too, where an argument is of a kind that validation has to look at."""
+    return (
+        (softmax_scale is None or type(softmax_scale) is float)
+        and type(causal) is bool
+        and type(window_size) is tuple
+        and type(softcap) in _NUMBERS
+        and type(dropout_p) in _NUMBERS
+        and softcap == dropout_p == 0
+        and alibi_slopes is None
+        and window_size == (-1, -1)
+        and all(switch is False for switch in switches)
+    )
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:

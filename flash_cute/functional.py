@@ -23,13 +23,13 @@ from flash_cute.attend import (
     Wanted,
     attend,
     is_direct,
+    is_plain,
     needs_grad,
 )
 from flash_cute.ops import autocast
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
-_PLAIN = (0.0, (-1, -1), 0.0, None, False, False)  # defaults of the options that change the result
 
 
 def flash_attn_func(
@@ -127,22 +127,21 @@ def flash_attn_func(
         out, rng = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
-    options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if s_aux is not None or learnable_sink is not None:
-        sink = accept.sink(sink, s_aux, learnable_sink)
-    usual = type(causal) is type(return_lse) is bool and rng is None and return_rng is False
-    usual = usual and (softmax_scale is None or type(softmax_scale) is float)
-    usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
-    usual = usual and sink is generator is None and not (others or return_max_logits)
+    sink = accept.sink(sink, s_aux, learnable_sink)
+    usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
+    usual = usual and sink is None and type(return_lse) is bool and not others
+    usual = usual and is_plain(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
+        return_attn_probs, return_rng, return_max_logits,
+    )  # fmt: skip
     if usual and is_direct(q, k, v):
         # A call at its shortest: the op's own checks come first, and only a call that they refuse
         # goes on to the validation below, which says what is wrong with it.
         try:
-            if options == _PLAIN:
-                out_alone = q.is_cpu and q.dtype == torch.bfloat16 and not return_lse
-                if out_alone and not needs_grad(q, k, v) and internals.are_plain((q, k, v)):
-                    return _out_alone(q, k, v, softmax_scale, causal)
-                return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
+            out_alone = q.is_cpu and q.dtype == torch.bfloat16 and not return_lse
+            if out_alone and not needs_grad(q, k, v) and internals.are_plain((q, k, v)):
+                return _out_alone(q, k, v, softmax_scale, causal)
+            return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
         except (RuntimeError, TypeError, ValueError):
             pass
     return_lse = accept.others(flash_attn_func, others) or return_lse
@@ -233,21 +232,22 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
-    options = (dropout_p, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     sink = accept.sink(sink, s_aux, learnable_sink)
-    usual = type(causal) is type(return_lse) is type(zero_tensors) is bool and return_rng is False
-    usual = usual and type(max_seqlen_q) is type(max_seqlen_k) is int and sink is rng is None
-    usual = usual and (softmax_scale is None or type(softmax_scale) is float) and generator is None
-    usual = usual and out is out_dtype is q_descale is k_descale is v_descale is None
+    usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
+    usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
+    usual = usual and type(max_seqlen_q) is type(max_seqlen_k) is int
+    usual = usual and is_plain(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
+        return_attn_probs, return_rng, return_max_logits,
+    )  # fmt: skip
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-    if usual and not (others or return_max_logits) and is_direct(q, k, v, *indices):
+    if usual and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func
-            if options == _PLAIN:
-                return _straight(
-                    ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse,
-                    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-                    zero_tensors, block_table,
-                )  # fmt: skip
+            return _straight(
+                ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse,
+                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+                zero_tensors, block_table,
+            )  # fmt: skip
         except (RuntimeError, TypeError, ValueError):
             pass
     return_lse = accept.others(flash_attn_varlen_func, others) or return_lse

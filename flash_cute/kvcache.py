@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, ops, plan_log, validate, validate_kvcache, validate_ops
-from flash_cute.attend import is_direct, needs_grad
+from flash_cute.attend import is_direct, is_plain, needs_grad
 from flash_cute.ops import autocast
 
 
@@ -116,24 +116,25 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate_kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
-    usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is alibi_slopes is None
+    usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
     usual = usual and sink is s_aux is learnable_sink is None and not others
-    usual = usual and type(causal) is type(return_softmax_lse) is type(rotary_interleaved) is bool
-    usual = usual and type(num_splits) is type(split_size) is int and check_indices is False
-    usual = usual and (softmax_scale is None or type(softmax_scale) is float)
+    usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
+    usual = usual and type(num_splits) is type(split_size) is int
+    usual = usual and is_plain(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, 0, check_indices
+    )
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
     direct = usual and is_direct(q, k_cache, v_cache, *places, *joining)
     if direct and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
-            if (window_size, softcap) == ((-1, -1), 0):
-                qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)
-                results = _straight(
-                    qkv, joining, places, softmax_scale, causal, rotary_interleaved, splits
-                )
-                if results is not None:
-                    return results if return_softmax_lse else results[0]
+            qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)
+            results = _straight(
+                qkv, joining, places, softmax_scale, causal, rotary_interleaved, splits
+            )
+            if results is not None:
+                return results if return_softmax_lse else results[0]
         except (RuntimeError, TypeError, ValueError):
             pass
     accept.others(flash_attn_with_kvcache, others)
