@@ -2,15 +2,19 @@
 # flags and demand that a CUDA torch be built against the CUDA of this machine.
 
 find_package(Python REQUIRED COMPONENTS Interpreter)
-execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c "import torch
+# First the torch of the environment, which -I shows in pip's isolated builds too; then what PYTHONPATH adds.
+foreach(flags "-I" "-s")
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" ${flags} -c "import torch
 assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10), f'torch is {torch.__version__}'
 print(torch.__path__[0])"
-  OUTPUT_VARIABLE FLASH_CUTE_TORCH OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+    OUTPUT_VARIABLE FLASH_CUTE_TORCH ERROR_VARIABLE why OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+  if(NOT failed)
+    break()
+  endif()
+endforeach()
 if(failed)
-  message(FATAL_ERROR
-    "${Python_EXECUTABLE} cannot import torch >= 2.10, whose headers are needed. Install it first, and build with "
-    "`pip install --no-build-isolation .`")
+  message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch >= 2.10, whose headers are needed: ${why}")
 endif()
 
 add_library(torch_stable INTERFACE)

@@ -5,10 +5,15 @@ if(NOT FLASH_CUTE_CUTLASS_DIR)
   set(FLASH_CUTE_CUTLASS_DIR "$ENV{FLASH_CUTE_CUTLASS_DIR}")
 endif()
 if(NOT FLASH_CUTE_CUTLASS_DIR)
-  execute_process(
-    COMMAND "${Python_EXECUTABLE}" -c
-      "import importlib.util as u; print(u.find_spec('cutlass_library').submodule_search_locations[0])"
-    OUTPUT_VARIABLE wheel OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed ERROR_QUIET)
+  foreach(flags "-I" "-s")  # as torch.cmake
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" ${flags} -c
+        "import importlib.util as u; print(u.find_spec('cutlass_library').submodule_search_locations[0])"
+      OUTPUT_VARIABLE wheel OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed ERROR_QUIET)
+    if(NOT failed)
+      break()
+    endif()
+  endforeach()
   if(failed)
     message(FATAL_ERROR
       "CUTLASS was not found: `pip install --no-deps nvidia-cutlass==4.2.0.0`, or set FLASH_CUTE_CUTLASS_DIR")
