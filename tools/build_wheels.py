@@ -60,9 +60,11 @@ def toolkit(cuda: str) -> Path:
         run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-t", folder, *pinned)
     (nvcc,) = folder.glob("nvidia/*/bin/nvcc")
     home = nvcc.parents[1]
-    libraries = home / "lib64"
-    if not libraries.exists():  # where nvcc looks
-        libraries.symlink_to("lib")
+    if not (home / "lib64").exists():  # where nvcc looks
+        (home / "lib64").symlink_to("lib")
+    if not (home / "lib" / "libcudart.so").exists():  # what CMake looks for; the static one is used
+        (shared,) = (home / "lib").glob("libcudart.so.*")
+        (home / "lib" / "libcudart.so").symlink_to(shared.name)
     return home
 
 
