@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, fp8, ops, plan_log, validate, validate_ops
+from flash_cute import accept, check, fp8, ops, plan_log, validate, validate_ops, validate_options
 from flash_cute.ops import autocast
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
@@ -312,7 +312,7 @@ def _attend(
     window_size = accept.window(window_size)
     if sequences:
         validate.flag("zero_tensors", sequences[-2])
-    validate.options(
+    validate_options.check(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, sink,
     )  # fmt: skip

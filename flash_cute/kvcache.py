@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import accept, check, ops, plan_log, validate, validate_kvcache, validate_ops
+from flash_cute import (
+    accept,
+    check,
+    ops,
+    plan_log,
+    validate,
+    validate_kvcache,
+    validate_ops,
+    validate_options,
+)
 from flash_cute.ops import autocast
 
 
@@ -149,7 +158,7 @@ def flash_attn_with_kvcache(
     if isinstance(used, (int, torch.SymInt)):
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     places = (used, cache_batch_idx, cache_leftpad, block_table)
-    validate.options(
+    validate_options.check(
         q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink
     )
     if q.is_cuda:
