@@ -190,6 +190,26 @@ def assume(right: bool | torch.SymBool) -> bool:
     return bool(right)
 
 
+def is_decided(right: bool | torch.SymBool) -> bool:
+    """Whether ``right`` is known without data: that of a graph, too, by its guards."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return guard_or_true(right) == guard_or_false(right)
+
+
+def is_symbolic(x: float | torch.SymInt | torch.SymFloat) -> bool:
+    """Whether ``x`` is a number of a graph that is being made: other calls of it have others."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(x)
+
+
+def example(x: Any) -> Any:
+    """The number that a graph is being made with where ``x`` is one of its own, without a guard;
+    None where only data will tell. Other values are themselves."""
+    return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else x
+
+
 def in_graph() -> bool:
     """Whether a graph is being made, whose ops see fakes: before torch 2.13 ``is_compiling`` does
     not say so there."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, ops, plan_log, validate, validate_ops
+from flash_cute import accept, check, ops, plan_log, validate, validate_ops, validate_options
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
 
@@ -192,7 +192,7 @@ def _validate(
         validate.flag("zero_tensors", varlen.zero_tensors)
     batch = q.shape[0] if varlen is None else varlen.cu_seqlens_q.shape[0] - 1
     softmax_scale, causal, window_size, softcap, alibi_slopes, sink = score
-    validate.options(
+    validate_options.check(
         q, batch, dropout.p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, sink,
     )  # fmt: skip

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, ops, plan_log, validate, validate_kvcache, validate_ops
+from flash_cute import (
+    accept,
+    check,
+    ops,
+    plan_log,
+    validate,
+    validate_kvcache,
+    validate_ops,
+    validate_options,
+)
 from flash_cute.attend import is_direct, is_plain, needs_grad
 from flash_cute.ops import autocast
 
@@ -172,7 +181,7 @@ def flash_attn_with_kvcache(
     if isinstance(used, (int, torch.SymInt)):
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     cached = (used, cache_batch_idx, cache_leftpad, block_table)
-    validate.options(
+    validate_options.check(
         q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink
     )
     if q.is_cuda:
@@ -242,8 +251,9 @@ def _straight(
         with internals.below_autograd():
             return ops.attend_kvcache(*caches, *places, None, 0, *score, *splits)
     _, k_cache, v_cache = caches
-    whole = k_cache.is_contiguous() and v_cache.is_contiguous()
-    if not whole or k_cache.data_ptr() == v_cache.data_ptr():
+    k_begins, v_begins = k_cache.data_ptr(), v_cache.data_ptr()
+    apart = k_begins + k_cache.nbytes <= v_begins or v_begins + v_cache.nbytes <= k_begins
+    if not (apart and k_cache.is_contiguous() and v_cache.is_contiguous()):
         return None
     *rows, rotary_seqlens = joining
     sequences = (None, 0, None, rotary_seqlens)

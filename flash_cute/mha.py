@@ -140,7 +140,7 @@ def mha_varlen_fwd(
         )
     """
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, seqused_k)
-    validate.varlen(q, k, v, *sequences, block_table_)
+    validate.varlen(q, k, v, *sequences, block_table_, "block_table_")
     validate.flag("zero_tensors", zero_tensors)
     check.varlen(q, k, *sequences, block_table_, zero_tensors)
     score = Score(

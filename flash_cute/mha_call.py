@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_ops
-from flash_cute.rng import rng_of_call
+from flash_cute import ops, validate, validate_ops, validate_options
+from flash_cute.rng import check_generator, rng_of_call
+
+_NAMES = validate_options.OF_OPS._replace(dropout_p="p_dropout", alibi_slopes="alibi_slopes_")
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Backward = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -30,9 +32,9 @@ class Score(NamedTuple):
         return left, right
 
     def check(self, q: Tensor, v: Tensor, batch: int, deterministic: bool = False) -> None:
-        validate.options(
+        validate_options.check(
             q, batch, self.dropout_p, self.softmax_scale, self.is_causal, self.window(),
-            self.softcap, self.alibi_slopes, deterministic, None,
+            self.softcap, self.alibi_slopes, deterministic, None, _NAMES,
         )  # fmt: skip
         if q.is_cuda:
             validate.cuda(q, v)
@@ -62,6 +64,8 @@ def forward(
     validate.flag("return_softmax", return_softmax)
     if out_ is not None:
         _buffers({"out_": (out_, (*q.shape[:-1], v.shape[-1]))}, {"q": q, "k": k, "v": v})
+    if gen_ is not None:
+        _generator(gen_, q, score.dropout_p)
     rng = rng_of_call(q, score.dropout_p, gen_, None)
     args = (
         *qkv, *sequences, *score.arguments(rng), False, return_softmax, False, ops.allow_tf32(q),
@@ -120,6 +124,15 @@ def _buffers(given: dict[str, tuple[Tensor, tuple[int, ...]]], read: dict[str, T
         validate._contiguous_last(name, x)
     if not torch.compiler.is_compiling():  # torch 2.10 cannot trace it, and the op asks as it runs
         validate_ops.apart({name: x for name, (x, _) in given.items()}, read)
+
+
+def _generator(gen_: torch.Generator, q: Tensor, dropout_p: float) -> None:
+    check_generator("gen_", gen_, q.device)
+    if dropout_p != 0 and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "gen_ is given, which cannot be traced; leave it None, or call outside of the "
+            "compiled function"
+        )
 
 
 def _state_of(q: Tensor, philox_seed: Tensor | None, philox_offset: Tensor | None) -> Tensor:

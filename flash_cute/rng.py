@@ -40,7 +40,7 @@ def rng_state(
             "generator goes by its name: generator="
         )
     if generator is not None:
-        _check_generator(generator, device)
+        check_generator("generator", generator, device)
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 "generator is given, which cannot be traced; draw a state outside of the compiled "
@@ -55,7 +55,7 @@ def rng_of_call(
 ) -> Tensor | None:
     """The state that a call uses: the one it is given, or a new one; None without dropout."""
     if generator is not None:
-        _check_generator(generator, q.device)
+        check_generator("generator", generator, q.device)
     if rng is not None:
         check_rng(rng, q)
         if generator is not None:
@@ -81,10 +81,11 @@ def check_rng(rng: Any, q: Tensor) -> None:
         )
 
 
-def _check_generator(generator: Any, device: torch.device | str | int | None) -> None:
+def check_generator(name: str, generator: Any, device: torch.device | str | int | None) -> None:
+    """A torch.Generator that draws for ``device``."""
     if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator is {validate._kind(generator)}; expected a torch.Generator")
+        raise TypeError(f"{name} is {validate._kind(generator)}; expected a torch.Generator")
     if device is not None and torch.device(device).type != generator.device.type:
         raise ValueError(
-            f"generator is on {generator.device}, and draws for {device}; they must agree"
+            f"{name} is on {generator.device}, and draws for {device}; they must agree"
         )

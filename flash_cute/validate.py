@@ -22,7 +22,6 @@ CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_MAX_HEAD_DIM = 256
 
-_FP32_LEAST, _FP32_END = 2.0**-126, 2.0**128  # of positive normal numbers
 _INT64_MAX = 2**63 - 1
 
 
@@ -33,7 +32,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
         name, x = next((n, x) for n, x in _named(q, k, v) if x.dim() != 4)
         raise ValueError(
             f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; "
-            "expected (batch, seqlen, heads, dim); packed sequences go to flash_attn_varlen_func"
+            "expected (batch, seqlen, heads, dim); packed sequences go to a varlen function"
         )
     batch, _, heads, dim = q.shape
     batch_k, seqlen_k, heads_k, dim_k = k.shape
@@ -56,6 +55,7 @@ def varlen(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    name_of_table: str = "block_table",
 ) -> None:
     """q (total_q, heads, dim), k (total_k, heads_k, dim), v as k with dim_v.
 
@@ -81,7 +81,7 @@ def varlen(
             f"cu_seqlens_k has {len(cu_seqlens_k)} entries; cu_seqlens_q asks for {batch + 1}"
         )
     if block_table is not None:
-        _block_table(block_table, q, batch)
+        _block_table(block_table, q, batch, name_of_table)
 
 
 def varlen_packed(
@@ -98,7 +98,7 @@ def length(name: str, x: int) -> None:
     if type(x) is not int and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt))):
         raise TypeError(f"{name} is {_kind(x)}; expected an int (use .item() once)")
     if not (allowed(x >= 0) and allowed(x <= _INT64_MAX)):
-        raise ValueError(f"{name} is {x}; expected the longest sequence's length")
+        raise ValueError(f"{name} is {shown(x)}; expected the longest sequence's length")
 
 
 def allowed(right: bool | torch.SymBool) -> bool:
@@ -106,52 +106,9 @@ def allowed(right: bool | torch.SymBool) -> bool:
     return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
-def options(
-    q: Tensor,
-    batch: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    sink: Tensor | None,
-) -> None:
-    """What dense and varlen calls share: dropout, scale, band, softcap, ALiBi slopes, sinks."""
-    flag("causal", causal)
-    flag("deterministic", deterministic)
-    if softmax_scale is not None:
-        _number("softmax_scale", softmax_scale)
-        if not (allowed(softmax_scale > -_FP32_END) and allowed(softmax_scale < _FP32_END)):
-            raise ValueError(
-                f"softmax_scale is {softmax_scale}; expected None or a number that fp32 holds"
-            )
-    if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"window_size is {_kind(window_size)}; expected (left, right)")
-    if len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size}; expected (left, right)")
-    left, right = window_size
-    if type(left) is not int or type(right) is not int:
-        _window_types(left, right)
-    if left < -1 or right < -1 or left > _INT64_MAX or right > _INT64_MAX:
-        raise ValueError(
-            f"window_size is {window_size}; -1 means unbounded, others are counts >= 0 that fit "
-            "int64"
-        )
-    _number("softcap", softcap)
-    if softcap != 0.0 and not _FP32_LEAST <= softcap < _FP32_END:
-        raise ValueError(
-            f"softcap is {softcap}; expected 0, which switches it off, or a number that fp32 holds"
-        )
-    _number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p is {dropout_p}; expected a probability in [0, 1]")
-    heads = q.shape[-2]
-    if alibi_slopes is not None:
-        _alibi_slopes(alibi_slopes, q, heads, batch)
-    if sink is not None:
-        _sink(sink, q, heads)
+def shown(x: float) -> str:
+    """``x`` in a message. A graph has numbers that no message can print."""
+    return "a number of the graph" if internals.is_symbolic(x) else f"{x}"
 
 
 def whole_sequences() -> None:
@@ -344,59 +301,16 @@ def _sequences(
     return batch
 
 
-def _block_table(x: Tensor, q: Tensor, batch: int) -> None:
+def _block_table(x: Tensor, q: Tensor, batch: int, name: str = "block_table") -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        raise TypeError(f"block_table is {_dtype_or_kind(x)}; expected int32")
-    strided("block_table", x)
+        raise TypeError(f"{name} is {_dtype_or_kind(x)}; expected int32")
+    strided(name, x)
     if x.device != q.device:
-        raise ValueError(f"block_table is on {x.device}, q on {q.device}; they must agree")
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
     if x.dim() != 2 or x.shape[0] != batch or not has_rows(x):
         raise ValueError(
-            f"block_table has shape {tuple(x.shape)}; expected ({batch}, max_blocks), "
-            "rows contiguous"
+            f"{name} has shape {tuple(x.shape)}; expected ({batch}, max_blocks), rows contiguous"
         )
-
-
-def _number(name: str, x: Any) -> None:
-    if not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} is {_kind(x)}; expected a number")
-
-
-def _window_types(left: Any, right: Any) -> None:
-    for name, x in (("left", left), ("right", right)):
-        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-            raise TypeError(f"window_size's {name} is {_kind(x)}; expected an int")
-
-
-def _alibi_slopes(x: Tensor, q: Tensor, heads: int, batch: int) -> None:
-    if not isinstance(x, Tensor) or x.dtype != torch.float32:
-        raise TypeError(f"alibi_slopes is {_dtype_or_kind(x)}; expected float32")
-    strided("alibi_slopes", x)
-    if x.device != q.device:
-        raise ValueError(f"alibi_slopes is on {x.device}, q on {q.device}; they must agree")
-    if tuple(x.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
-        )
-    _contiguous_last("alibi_slopes", x)
-    no_gradient_of_slopes(x)
-
-
-def no_gradient_of_slopes(x: Tensor) -> None:
-    """Refuses slopes that want a gradient."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("alibi_slopes requires grad, and has no gradient; detach() it")
-
-
-def _sink(x: Tensor, q: Tensor, heads: int) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"sink is {_dtype_or_kind(x)}; expected floating point")
-    strided("sink", x)
-    if x.device != q.device:
-        raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
-    if tuple(x.shape) != (heads,):
-        raise ValueError(f"sink has shape {tuple(x.shape)}; expected one logit a head, ({heads},)")
-    _contiguous_last("sink", x)
 
 
 def has_rows(x: Tensor) -> bool:

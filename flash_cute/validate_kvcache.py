@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import validate, validate_ops
+from flash_cute import _torch_internals as internals
+from flash_cute import validate, validate_ops, validate_options
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -87,10 +88,10 @@ def op_arguments(bound: dict[str, Any]) -> None:
         "cu_seqlens_k_new", "rotary_seqlens", "num_splits", "split_size",
     )  # fmt: skip
     batch = call(*(bound[name] for name in names))
-    validate.options(
+    validate_options.check(
         bound["q"], batch, 0.0, bound["softmax_scale"], bound["is_causal"],
         (bound["window_size_left"], bound["window_size_right"]), bound["softcap"],
-        bound["alibi_slopes"], False, bound["sink"],
+        bound["alibi_slopes"], False, bound["sink"], validate_options.OF_OPS,
     )  # fmt: skip
 
 
@@ -153,11 +154,18 @@ def _length_of_all(cache_seqlens: int) -> None:
     if isinstance(cache_seqlens, bool):
         raise TypeError("cache_seqlens is bool; expected an int, or an int32 torch.Tensor")
     if not (validate.allowed(cache_seqlens >= 0) and validate.allowed(cache_seqlens < 2**31)):
-        raise ValueError(f"cache_seqlens is {cache_seqlens}; expected a length that fits int32")
+        raise ValueError(
+            f"cache_seqlens is {validate.shown(cache_seqlens)}; expected a length that fits int32"
+        )
 
 
 def _fits(cache_seqlens: Any, new: int, capacity: int) -> None:
     if not validate.allowed(cache_seqlens + new <= capacity):
+        if any(map(internals.is_symbolic, (cache_seqlens, new, capacity))):
+            raise ValueError(
+                "cache_seqlens is too large: with the rows of k it exceeds the rows that the cache "
+                "has for a sequence"
+            )
         raise ValueError(
             f"cache_seqlens is {cache_seqlens}; with {new} new rows a cache of {capacity} rows a "
             "sequence is too small"
@@ -207,11 +215,12 @@ def _new_keys(
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
     validate._same_kind(q, k, v)
-    place = None if torch.compiler.is_compiling() else validate_ops.address(k_cache)
-    if k_cache is v_cache or (place is not None and place == validate_ops.address(v_cache)):
-        raise ValueError("k_cache and v_cache are one tensor; k and v join caches of their own")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         validate_ops.own_memory(name, cache)
+    if k_cache is v_cache or (
+        not torch.compiler.is_compiling() and validate_ops.overlap(k_cache, v_cache)
+    ):
+        raise ValueError("k_cache and v_cache share memory; k and v join caches of their own")
     if cu_seqlens_k_new is not None:
         entries = validate._indices("cu_seqlens_k_new", cu_seqlens_k_new, q)
         if entries != batch + 1:

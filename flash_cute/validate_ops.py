@@ -4,13 +4,13 @@ that are to hold results. Errors as in :mod:`flash_cute.validate`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute import validate, validate_options
 from flash_cute.rng import check_rng
 
 
@@ -27,9 +27,10 @@ def arguments(bound: dict[str, Any]) -> None:
         validate.dense(q, k, v)
         batch = q.shape[0]
     window = (bound["window_size_left"], bound["window_size_right"])
-    validate.options(
+    validate_options.check(
         q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
         bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"],
+        validate_options.OF_OPS,
     )  # fmt: skip
     if bound["rng"] is not None:
         check_rng(bound["rng"], q)
@@ -58,6 +59,26 @@ def of_forward(bound: dict[str, Any]) -> None:
 def statistic_dtype(q: Tensor) -> torch.dtype:
     """Of softmax_lse, and of what else there is one of a row: fp32, fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def outputs(
+    bound: dict[str, Any],
+    given: Mapping[str, Tensor | None],
+    names: Sequence[str],
+    compute: Callable[[dict[str, bool]], Sequence[Tensor | None]],
+) -> dict[str, Tensor | None]:
+    """The results by ``names`` of a call of an out overload, which fit the tensors ``given``;
+    ``compute`` takes the flags of results that are optional."""
+    there = {name: x for name, x in given.items() if x is not None}
+    for name in ("row_max", "softmax"):
+        if bound.get(f"return_{name}") and name not in there:
+            raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
+    asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
+    results = dict(zip(names, compute(asked), strict=True))
+    for name in there.keys() | {"dsink"} & results.keys():  # dsink goes with sink
+        output(name, there.get(name), results[name])
+    apart(there, bound)
+    return results
 
 
 def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
@@ -113,6 +134,46 @@ def address(x: Tensor | None) -> int | None:
         return x.data_ptr() or None
     except RuntimeError:
         return None
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one dtype have memory in common, as far as either says where it is.
+
+    Exact where strides agree; tensors that lie between each other by other strides count as well.
+    """
+    first, second, size = address(x), address(y), x.element_size()
+    if first is None or second is None:
+        return False
+    distance = second - first
+    ends = (
+        sum((n - 1) * step for n, step in zip(z.shape, z.stride(), strict=True)) for z in (x, y)
+    )
+    last_x, last_y = (end * size for end in ends)
+    if distance > last_x or -distance > last_y:
+        return False
+    steps = []  # stride, and the least and most that an index of x may be ahead of y's
+    for n, m, of_x, of_y in zip(x.shape, y.shape, x.stride(), y.stride(), strict=True):
+        if n > 1 and m > 1 and of_x != of_y:
+            return True
+        if n > 1 or m > 1:
+            steps.append((of_x if n > 1 else of_y, 1 - m, n - 1))
+    return distance % size != 0 or _is_reached(distance // size, sorted(steps, reverse=True))
+
+
+def _last_element(x: Tensor) -> int:
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def _is_reached(distance: int, steps: list[tuple[int, int, int]]) -> bool:
+    """Whether ``distance`` is a sum of strides, each so many times as it may be taken."""
+    if not steps:
+        return distance == 0
+    (stride, least, most), *others = steps
+    below = sum(step * low for step, low, _ in others)
+    above = sum(step * high for step, _, high in others)
+    first = max(least, -((above - distance) // stride))
+    last = min(most, (distance - below) // stride)
+    return any(_is_reached(distance - i * stride, others) for i in range(first, last + 1))
 
 
 def no_gradient_of_pages(bound: dict[str, Any]) -> None:

@@ -99,3 +99,83 @@ def test_compiled_autograd_of_calls_in_eager(device, name):
     for x, grad in zip(leaves, expected, strict=True):
         torch.testing.assert_close(x.grad, grad)
     assert counter.frame_count == 1
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("option", ["dropout_p", "softcap"])
+@pytest.mark.parametrize("number", [0.0, 0.5, 7.5])
+def test_options_that_data_tells_are_refused(option, number):
+    """What is computed depends on them, so the graph cannot be made."""
+
+    def call(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return flash_cute.flash_attn_func(q, q, q, **{option: x.item()})
+
+    torch._dynamo.reset()
+    (q,) = randoms((1, 8, 2, 16), device="cpu")
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=f"{option} is a number that the compiled graph computes"):
+        compiled(q, torch.tensor(number))
+
+
+@pytest.mark.parametrize("option", ["dropout_p", "softcap"])
+def test_options_of_data_work_beside_graphs(option):
+    """Without a full graph the number is read, and the call made for it."""
+
+    def call(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rng = torch.tensor([3, 4])
+        options = {option: x.item(), "rng": rng}
+        return flash_cute.flash_attn_func(q * 2, q, q, **options) + 1
+
+    torch._dynamo.reset()
+    (q,) = randoms((1, 8, 2, 16), device="cpu")
+    compiled = torch.compile(call, backend="eager")
+    for number in (0.0, 0.5, 0.25):
+        expected = call(q, torch.tensor(number))
+        torch.testing.assert_close(compiled(q, torch.tensor(number)), expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=f"{option} is -1"):
+        compiled(q, torch.tensor(-1.0))
+
+
+BAD_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout_p": ({"dropout_p": 1.5}, "dropout_p is a number of the graph; expected a probability"),
+    "softcap": ({"softcap": -1.5}, "softcap is a number of the graph; expected 0"),
+    "softmax_scale": ({"softmax_scale": 1e39}, "softmax_scale is a number of the graph; expected"),
+    "window_size": ({"window_size": (-3, 4)}, "window_size is .a number of the graph, a number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_messages_name_no_symbol(name):
+    options, message = BAD_NUMBERS[name]
+
+    def call(q: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        return flash_cute.flash_attn_func(q, q, q, **options)
+
+    torch._dynamo.reset()
+    (q,) = randoms((1, 8, 2, 16), device="cpu")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    with pytest.raises(Exception, match=message):
+        compiled(q, options)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("of_data", [False, True])
+def test_a_cache_that_is_too_small_under_dynamic_shapes(of_data):
+    def call(q: torch.Tensor, cache: torch.Tensor, new: torch.Tensor, n: Any) -> torch.Tensor:
+        used = n.item() if of_data else n
+        caches = cache, cache.clone()
+        return flash_cute.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=used)
+
+    torch._dynamo.reset()
+    q, cache, new = randoms((3, 1, 4, 16), (3, 40, 2, 16), (3, 1, 2, 16), device="cpu")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for used, message in ((39, ""), (40, "cache_seqlens is too large: with the rows of k it")):
+        n = torch.tensor(used) if of_data else used
+        if not message:
+            assert torch.equal(compiled(q, cache, new, n), call(q, cache, new, n))
+        elif not of_data:
+            with pytest.raises(Exception, match=message):
+                compiled(q, cache, new, n)
+        else:  # the graph is there, and asks when it runs
+            with pytest.raises(RuntimeError):
+                compiled(q, cache, new, n)

@@ -7,7 +7,7 @@ import torch
 from bad_arguments import BF16, INT32, Arguments, Change, on, to
 
 import flash_cute
-from flash_cute import validate_kvcache
+from flash_cute import validate_kvcache, validate_ops
 
 
 def good(device: str) -> Arguments:
@@ -150,7 +150,7 @@ def test_rows_join_no_memory_of_others(device, name):
 def test_keys_and_values_join_two_tensors(device):
     arguments = good(device)
     arguments["v_cache"] = arguments["k_cache"]
-    with pytest.raises(ValueError, match="are one tensor"):
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
         flash_cute.flash_attn_with_kvcache(**arguments)
 
 
@@ -200,9 +200,52 @@ def test_caches_in_one_place_are_refused(device, view):
     arguments = good(device)
     arguments["v_cache"] = view(arguments["k_cache"])
     before = arguments["k_cache"].clone()
-    with pytest.raises(ValueError, match="k_cache and v_cache are one tensor"):
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
         flash_cute.flash_attn_with_kvcache(**arguments)
     assert torch.equal(arguments["k_cache"], before)
+
+
+def append(cache: torch.Tensor, first: int, by_the_op: bool) -> None:
+    """One token joins each of two sequences of a cache whose k and v are views of ``cache``."""
+    k_cache, v_cache = cache[:3], cache[first : first + 3]
+    q, new = torch.ones(2, 1, 4, 16), torch.ones(2, 1, 2, 16)
+    call = flash_cute.flash_attn_with_kvcache
+    if by_the_op:
+        call = torch.ops.flash_cute.fwd_kvcache
+    call(q, k_cache, v_cache, new, new, cache_seqlens=torch.tensor([3, 4], dtype=INT32))
+
+
+@pytest.mark.parametrize("by_the_op", [False, True], ids=["function", "op"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_caches_that_share_rows_are_refused(first, by_the_op):
+    cache = torch.zeros(6, 8, 2, 16)
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory"):
+        append(cache, first, by_the_op)
+    assert not cache.any()
+    append(cache, 3, by_the_op)
+    assert cache.any()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_overlap_is_exact_where_strides_agree(seed):
+    """Beside the elements that two views have, whatever lies between them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [int(n) for n in torch.randint(1, 5, (3,), generator=generator)]
+    memory = torch.arange(256, dtype=torch.float64).view(4, 4, 4, 4)
+
+    def view() -> torch.Tensor:
+        first = [int(torch.randint(0, 5 - n, (), generator=generator)) for n in sizes]
+        parts = memory
+        for dim, (start, n) in enumerate(zip(first, sizes, strict=True)):
+            parts = parts.narrow(dim, start, n)
+        width = int(torch.randint(1, 5, (), generator=generator))
+        return parts[..., 4 - width :] if seed % 2 else parts[..., :width]
+
+    for _ in range(25):
+        x, y = view(), view()
+        shared = bool(set(x.flatten().tolist()) & set(y.flatten().tolist()))
+        assert validate_ops.overlap(x, y) is shared, (x.shape, y.shape, x.stride())
+        assert validate_ops.overlap(y, x) is shared
 
 
 def test_a_cache_with_the_negative_bit_is_refused(device):

@@ -281,16 +281,27 @@ def test_compiled(device):
 BAD_FORWARD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q": ({"q": None}, TypeError, "q is NoneType"),
     "k": ({"k": torch.ones(2, 3, 2, 64)}, TypeError, "dtypes differ"),
-    "p": ({"p_dropout": 1.5}, ValueError, "dropout_p is 1.5"),
-    "p_of_str": ({"p_dropout": "x"}, TypeError, "dropout_p is str"),
+    "p": ({"p_dropout": 1.5}, ValueError, "^p_dropout is 1.5"),
+    "p_of_str": ({"p_dropout": "x"}, TypeError, "^p_dropout is str"),
     "scale": ({"softmax_scale": float("nan")}, ValueError, "softmax_scale"),
-    "causal": ({"is_causal": "no"}, TypeError, "causal"),
-    "left": ({"window_size_left": 1.5}, TypeError, "window_size's left"),
-    "right": ({"window_size_right": None}, TypeError, "window_size's right"),
+    "causal": ({"is_causal": "no"}, TypeError, "^is_causal is str"),
+    "left": ({"window_size_left": 1.5}, TypeError, "^window_size_left is float"),
+    "right": ({"window_size_right": None}, TypeError, "^window_size_right is None"),
+    "left_too_large": (
+        {"window_size_left": 2**63, "window_size_right": 3}, ValueError, "^window_size_left is 922"
+    ),
+    "right_too_large": ({"window_size_right": 2**63}, ValueError, "^window_size_right is 922"),
+    "slopes_of_half": ({"alibi_slopes_": torch.ones(2).half()}, TypeError, "^alibi_slopes_ is tor"),
+    "slopes_strided": (
+        {"alibi_slopes_": torch.ones(2, 2)[:, 0]}, ValueError, "^alibi_slopes_'s last"
+    ),
+    "slopes_with_gradient": (
+        {"alibi_slopes_": torch.ones(2, requires_grad=True)}, NotImplementedError, "^alibi_slopes_"
+    ),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap"),
     "softmax": ({"return_softmax": None}, TypeError, "return_softmax is NoneType"),
-    "slopes": ({"alibi_slopes_": torch.ones(3)}, ValueError, "alibi_slopes"),
-    "gen": ({"gen_": 7, "p_dropout": 0.1}, TypeError, "generator is int"),
+    "slopes": ({"alibi_slopes_": torch.ones(3)}, ValueError, "^alibi_slopes_ has shape"),
+    "gen": ({"gen_": 7, "p_dropout": 0.1}, TypeError, "^gen_ is int"),
     "out": ({"out_": [1]}, TypeError, "out_ is list"),
     "out_shape": ({"out_": torch.ones(2, 64, 2, 8, dtype=BF16)}, ValueError, "out_ has shape"),
     "out_dtype": ({"out_": torch.ones(2, 64, 2, 64)}, TypeError, "out_ has dtype torch.float32"),
@@ -316,6 +327,24 @@ def test_bad_forward(device, name):
     with pytest.raises(error, match=said) as raised:
         forward(inputs, **({"out_": out} | on(device, changes)))
     assert type(raised.value) is error and out.isnan().all()
+
+
+def test_tables_and_generators_go_by_their_names(device):
+    inputs = make_inputs(VarlenCase(**LENGTHS, dtype=BF16), device)
+    with pytest.raises(TypeError, match=r"^block_table_ is torch.int64"):
+        pages = torch.zeros(1, 8, 2, 64, dtype=BF16, device=device)
+        table = torch.zeros(4, 1, dtype=torch.int64, device=device)
+        forward(inputs, k=pages, v=pages, block_table_=table)
+
+    q = torch.ones(1, 8, 2, 64, dtype=BF16, device=device)
+    gen_ = torch.Generator(device)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(q: torch.Tensor) -> torch.Tensor:
+        return mha.mha_fwd(q, q, q, p_dropout=0.1, gen_=gen_)[0]
+
+    with pytest.raises(Exception, match="gen_ is given, which cannot be traced"):
+        compiled(q)
 
 
 def test_out_lies_in_rows_and_apart(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -192,3 +193,13 @@ def test_more_tiles_than_a_grid_holds(cuda):
                 q, q, q, crowd, crowd, 2**28, 2**28, out=out, softmax_lse=lse
             )
         assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("op", ["fwd", "fwd_kvcache", "attend_kvcache"])
+def test_ops_name_their_own_arguments(op):
+    q = torch.ones(1, 8, 2, 16)
+    call = partial(getattr(torch.ops.flash_cute, op), q, q, q)
+    with pytest.raises(ValueError, match=r"^window_size_right is -7"):
+        call(window_size_right=-7)
+    with pytest.raises(ValueError, match=r"^window_size_left is -2"):
+        call(window_size_left=-2, window_size_right=-7)

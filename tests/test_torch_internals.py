@@ -1,4 +1,7 @@
-"""What must hold of torch's symbols that are not public: they live in one file of flash_cute."""
+"""What must hold of torch's symbols that are not public: they live in one file of flash_cute.
+
+Those that graphs need are in tests/test_torch_internals_graphs.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
@@ -76,17 +78,6 @@ def test_kernel_of():
     assert torch.ops.aten.trunc(x).item() == 8.5 and kernel(x).item() == 1
     del library
     assert torch.ops.aten.trunc(x).item() == 1
-
-
-def test_assert_in_graph():
-    def f(x):
-        internals.assert_in_graph(x.sum() > 0, "not positive")
-        return x + 1
-
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    assert compiled(torch.ones(2)).tolist() == [2, 2]
-    with pytest.raises(RuntimeError, match="not positive"):
-        compiled(-torch.ones(2))
 
 
 def test_below_autograd():
@@ -314,85 +305,6 @@ def test_plain_tensors_are_told_from_others():
         lambda x: x + 1 if internals.are_plain([x]) else x, backend="eager", fullgraph=True
     )
     assert torch.equal(traced(x), x)
-
-
-def test_constants_in_graphs():
-    """torch's switch of TF32, which cannot be traced, is one; graphs are guarded by it."""
-
-    def read() -> bool:
-        return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-    x, switch = torch.zeros(1), torch.backends.cuda.matmul
-    with pytest.raises(Unsupported):
-        torch.compile(lambda: x + read(), backend="eager", fullgraph=True)()
-    read = internals.constant_in_graphs(read)
-    compiled = torch.compile(lambda: x + read(), backend="eager", fullgraph=True)
-    before = switch.fp32_precision
-    try:
-        for precision, expected in (("ieee", 0), ("tf32", 1), ("ieee", 0)):
-            switch.fp32_precision = precision
-            assert compiled() == expected
-    finally:
-        switch.fp32_precision = before
-
-
-@torch._dynamo.config.patch(capture_scalar_outputs=True)
-def test_assume():
-    """Numbers that only data will tell are right in the graph, which asks when it runs."""
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def compiled(x, n):
-        longest = n.item()
-        assert internals.assume(longest >= 0) and not internals.assume(x.shape[0] > 8)
-        return x + longest
-
-    assert compiled(torch.zeros(2), torch.tensor(3)).tolist() == [3, 3]
-    with pytest.raises(RuntimeError):
-        compiled(torch.zeros(2), torch.tensor(-3))
-
-
-def test_graphs_are_seen_by_fakes():
-    library = torch.library.Library("flash_cute_test", "DEF")
-    library.define("look(Tensor x) -> Tensor")
-    library.impl("look", lambda x: x.clone(), "CPU")
-    seen = []
-
-    def fake(x):
-        seen.append(internals.in_graph())
-        return torch.empty_like(x)
-
-    torch.library.register_fake("flash_cute_test::look", fake, lib=library)
-    look = torch.ops.flash_cute_test.look.default
-    try:
-        with FakeTensorMode():
-            look(torch.ones(2))
-        assert seen == [False]
-        torch.compile(look, backend="aot_eager", fullgraph=True)(torch.ones(2))
-        assert len(seen) > 1 and all(seen[1:])
-    finally:
-        library._destroy()
-
-
-def test_begins_by_sizes():
-    """Numbers, and offsets of inputs, are told from those of views that a graph makes."""
-    seen = {}
-
-    def backend(graph, _):
-        for node in graph.graph.nodes:
-            x = node.meta.get("example_value")
-            if isinstance(x, torch.Tensor):
-                seen[node.name] = internals.begins_by_sizes(x)
-        return graph
-
-    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
-    def views(x, y):
-        first, second, of_input, start = x[0], x[1], y[1], y[0]
-        return first, second, of_input, start
-
-    views(torch.ones(4, 5, 6), torch.ones(2, 3, 5, 7)[1])
-    inputs = {name: by_sizes for name, by_sizes in seen.items() if name.startswith("l_")}
-    assert len(inputs) == 2 and not any(inputs.values())
-    assert [seen[x] for x in ("first", "second", "of_input", "start")] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])

@@ -29,6 +29,7 @@ CACHE = Path(os.environ.get("FLASH_CUTE_TORCH_CACHE") or "~/.cache/flash_cute").
 TESTS = [
     "tests/test_ops.py",
     "tests/test_op_errors.py",
+    "tests/test_meta.py",
     "tests/test_autograd.py",
     "tests/test_packed.py",
     "tests/test_functional.py",
@@ -48,6 +49,7 @@ TESTS = [
     "tests/test_flops.py",
     "tests/test_determinism.py",
     "tests/test_torch_internals.py",
+    "tests/test_torch_internals_graphs.py",
     "tests/test_cpu_plain.py",
     "tests/test_import.py",
     "tests/integrations/test_dtensor.py",

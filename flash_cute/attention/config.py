@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import validate
+from flash_cute import validate, validate_options
 from flash_cute.core.multihead import check_heads
 
 
@@ -96,7 +96,7 @@ class AttentionConfig:
             if x < 1:
                 raise ValueError(f"{name} is {x}; expected at least 1")
         q = torch.empty(1, 1, self.num_heads, self.head_dim, device="meta")
-        validate.options(
+        validate_options.check(
             q, 1, self.dropout, self.softmax_scale, False, self.window_size, self.softcap, None,
             self.deterministic, None,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute import validate, validate_options
 from flash_cute.distributed import cp_ops, layouts
 from flash_cute.distributed.context import ContextParallel, context_of
 from flash_cute.distributed.dtensor import from_local, to_local
@@ -234,7 +234,7 @@ def _check(
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     validate.dense(*rows_first)
     batch = len(plan.lengths) if plan.packed else len(q)
-    validate.options(
+    validate_options.check(
         q, batch, options["dropout_p"], options["softmax_scale"], options["causal"],
         options["window_size"], options["softcap"], options["alibi_slopes"],
         options["deterministic"], options["sink"],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_cute import validate
+from flash_cute import validate, validate_options
 from flash_cute.distributed import agreement, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.choose import Links
@@ -302,4 +302,4 @@ def _lengths(seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None) -> t
 
 def _check_window(window_size: Any) -> None:
     q = torch.empty(1, 1, 1, 1, device="meta")
-    validate.options(q, 1, 0, None, False, window_size, 0, None, False, None)
+    validate_options.check(q, 1, 0, None, False, window_size, 0, None, False, None)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_kvcache
+from flash_cute import ops, validate, validate_kvcache, validate_options
 from flash_cute.distributed import comm
 from flash_cute.distributed.context import ContextParallel
 from flash_cute.distributed.merge import merge_, merge_sink, rows
@@ -222,7 +222,7 @@ def _check(
         0, None, None, num_splits, 0,
     )  # fmt: skip
     causal, window_size = options["causal"], options["window_size"]
-    validate.options(
+    validate_options.check(
         q, batch, 0.0, options["softmax_scale"], causal, window_size, options["softcap"], slopes,
         False, options["sink"],
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import limits, validate, validate_ops
+from flash_cute import limits, validate, validate_ops, validate_options
 from flash_cute.ops import schema, switches
 from flash_cute.ops.schema import DEFAULTS, Results
 
@@ -70,7 +70,7 @@ def _differentiable(op: Any, formula: type[torch.autograd.Function]) -> Callable
             _refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             if len(args) > slopes and args[slopes] is not None:
-                validate.no_gradient_of_slopes(args[slopes])
+                validate_options.no_gradient_of_slopes(args[slopes])
             return internals.apply_formula(formula, (*args, *defaults[len(args) :]))
         return _below_autograd(op, args)
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import cpu, validate_kvcache, validate_ops
@@ -53,20 +52,16 @@ def _into(
     then copies into the tensors given."""
     names = internals.results(op)
 
-    def out_kernel(*args: Any, **given: Tensor | None) -> None:
+    def out_kernel(*args: Any, **given: Any) -> None:
         bound = bind(op, args)
-        outputs: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-        for name in ("row_max", "softmax"):
-            if bound.get(f"return_{name}") and name not in outputs:
-                raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
-        asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in outputs}
-        compute = out_alone if outputs.keys() == {"out"} else kernel
-        results = dict(zip(names, compute(*(bound | asked).values()), strict=True))
-        for name in outputs.keys() | {"dsink"} & results.keys():  # dsink goes with sink
-            validate_ops.output(name, outputs.get(name), results[name])
-        validate_ops.apart(outputs, bound)
-        for name, x in outputs.items():
-            x.copy_(results[name])
+        is_out_alone = all(x is None for name, x in given.items() if name != "out")
+        compute = out_alone if is_out_alone and "out" in given else kernel
+        results = validate_ops.outputs(
+            bound, given, names, lambda asked: compute(*(bound | asked).values())
+        )
+        for name, result in results.items():
+            if result is not None and given.get(name) is not None:
+                given[name].copy_(result)
 
     return out_kernel
 

@@ -10,25 +10,59 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate_ops
-from flash_cute.ops.schema import OUT_OVERLOADS, Results, bind, bwd, fwd, varlen_bwd, varlen_fwd
+from flash_cute import validate_kvcache, validate_ops
+from flash_cute.ops import schema
+from flash_cute.ops.schema import (
+    DEFAULTS,
+    OUT_OVERLOADS,
+    Results,
+    attend_kvcache,
+    bind,
+    bwd,
+    fwd,
+    fwd_kvcache,
+    varlen_bwd,
+    varlen_fwd,
+)
 
 
 def register(library: torch.library.Library) -> None:
     fakes: dict[str, Callable[..., Results | None]] = {
-        "fwd": _fwd,
-        "varlen_fwd": _varlen_fwd,
+        "fwd": partial(_fwd, fwd),
+        "varlen_fwd": partial(_fwd, varlen_fwd),
         "bwd": partial(_bwd, bwd),
         "varlen_bwd": partial(_bwd, varlen_bwd),
         "fwd_kvcache": _fwd_kvcache,
-        "attend_kvcache": _kvcache,
+        "attend_kvcache": partial(_kvcache, attend_kvcache),
         "combine": _combine,
-        "lab_forward": _out,
+        "lab_forward": _refuse_lost_views_of_out,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"flash_cute::{name}", fake, lib=library)
-    for op in OUT_OVERLOADS:
-        torch.library.register_fake(op, _out, lib=library)
+    for op, functional in zip(OUT_OVERLOADS, (fwd, bwd, varlen_fwd, varlen_bwd), strict=True):
+        torch.library.register_fake(op, partial(_out, op, functional), lib=library)
+
+
+def _check(check: Callable[[dict[str, Any]], None], bound: dict[str, Any]) -> None:
+    """Refuses what the op refuses, by the numbers that a graph is made with, and makes no guard.
+    Where data is to tell some of them, the op asks when it runs."""
+    examples: dict[int, Tensor] = {}
+    given = {}
+    for name, x in bound.items():
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+            given[name] = internals.example(x)
+            if given[name] is None and x is not None:
+                return
+            continue
+        numbers = [internals.example(n) for n in (*x.shape, *x.stride())]
+        if None in numbers:
+            return
+        if id(x) not in examples:
+            examples[id(x)] = x
+            if any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride())):
+                examples[id(x)] = x.new_empty_strided(numbers[: x.dim()], numbers[x.dim() :])
+        given[name] = examples[id(x)]
+    check(given)
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -53,36 +87,26 @@ def _fwd_results(
     )
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Results:
-    bound = bind(fwd, (q, k, v, *options), named)
-    batch, seqlen_q, heads, _ = q.shape
-    return _fwd_results(
-        q,
-        v,
-        (batch, heads, seqlen_q),
-        (batch, heads, seqlen_q, k.shape[1]),
-        bound["return_softmax"],
-        bound["return_row_max"],
-    )
-
-
-def _varlen_fwd(q: Tensor, *options: Any, **named: Any) -> Results:
-    bound = bind(varlen_fwd, (q, *options), named)
-    total_q, heads, _ = q.shape
-    batch = bound["cu_seqlens_q"].shape[0] - 1
-    return _fwd_results(
-        q,
-        bound["v"],
-        (heads, total_q),
-        (batch, heads, bound["max_seqlen_q"], bound["max_seqlen_k"]),
-        bound["return_softmax"],
-        bound["return_row_max"],
-    )
+def _fwd(op: Any, *args: Any, **named: Any) -> Results:
+    bound = bind(op, args, named)
+    _check(validate_ops.arguments, bound)
+    q, k = bound["q"], bound["k"]
+    if op is varlen_fwd:
+        total_q, heads, _ = q.shape
+        lse_shape: Sequence[int] = (heads, total_q)
+        batch = bound["cu_seqlens_q"].shape[0] - 1
+        softmax_shape = (batch, heads, bound["max_seqlen_q"], bound["max_seqlen_k"])
+    else:
+        batch, seqlen_q, heads, _ = q.shape
+        lse_shape = (batch, heads, seqlen_q)
+        softmax_shape = (*lse_shape, k.shape[1])
+    returns = bound["return_softmax"], bound["return_row_max"]
+    return _fwd_results(q, bound["v"], lse_shape, softmax_shape, *returns)
 
 
 def _bwd(op: Any, *args: Any, **named: Any) -> Results:
     bound = bind(op, args, named)
-    validate_ops.of_forward(bound)
+    _check(validate_ops.arguments, bound)
     q, sink, lse = bound["q"], bound["sink"], bound["softmax_lse"]
     return (
         *(x.new_empty(x.shape) for x in (q, bound["k"], bound["v"])),
@@ -91,7 +115,10 @@ def _bwd(op: Any, *args: Any, **named: Any) -> Results:
     )
 
 
-def _kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Results:
+def _kvcache(op: Any, *args: Any, **named: Any) -> Results:
+    bound = DEFAULTS[fwd_kvcache] | bind(op, args, named)
+    _check(validate_kvcache.op_arguments, bound)
+    q, v_cache = bound["q"], bound["v_cache"]
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (
         q.new_empty((*q.shape[:-1], v_cache.shape[-1])),
@@ -99,17 +126,30 @@ def _kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) ->
     )
 
 
-def _fwd_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, *_: Any, **__: Any
-) -> Results:
-    if k is not None:
-        _refuse_lost_views(k_cache=k_cache, v_cache=v_cache)
-        _refuse_lost_rows(k_cache, k)
-    return _kvcache(q, k_cache, v_cache)
+def _fwd_kvcache(*args: Any, **named: Any) -> Results:
+    bound = bind(fwd_kvcache, args, named)
+    if bound["k"] is not None:
+        _refuse_lost_views(k_cache=bound["k_cache"], v_cache=bound["v_cache"])
+        _refuse_lost_rows(bound["k_cache"], bound["k"])
+    return _kvcache(fwd_kvcache, *args, **named)
 
 
-def _out(*_: Any, **outputs: Tensor | None) -> None:
-    _refuse_lost_views(**outputs)
+def _out(op: Any, functional: Any, *args: Any, **named: Any) -> None:
+    bound = bind(op, args, named)
+    written = schema.written(op)
+    _refuse_lost_views(**{name: bound[name] for name in written})
+
+    def check(given: dict[str, Any]) -> None:
+        outputs = {name: given.pop(name) for name in written}
+        names = internals.results(functional)
+        fake = _fwd if functional in (fwd, varlen_fwd) else _bwd
+        validate_ops.outputs(given, outputs, names, lambda x: fake(functional, **(given | x)))
+
+    _check(check, bound)
+
+
+def _refuse_lost_views_of_out(*_: Any, out: Tensor) -> None:
+    _refuse_lost_views(out=out)
 
 
 _WAYS_OUT = (
@@ -139,6 +179,8 @@ def _refuse_lost_rows(k_cache: Tensor, k: Tensor) -> None:
 
 
 def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None) -> Results:
+    bound = {"out_partial": out_partial, "lse_partial": lse_partial, "dtype": dtype}
+    _check(lambda given: validate_kvcache.partials(**given), bound)
     return (
         out_partial.new_empty(out_partial.shape[1:], dtype=dtype or out_partial.dtype),
         lse_partial.new_empty(lse_partial.shape[1:]),

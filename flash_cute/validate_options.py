@@ -1,0 +1,146 @@
+"""What turns scores into weights, as every call of attention takes it: scale, causal mask, window,
+softcap, dropout, ALiBi slopes, sinks. Errors as in :mod:`flash_cute.validate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_cute import _torch_internals as internals
+from flash_cute import validate
+
+_FP32_LEAST, _FP32_END = 2.0**-126, 2.0**128  # of positive normal numbers
+
+
+class Names(NamedTuple):
+    """What messages call the arguments whose names differ from function to function."""
+
+    causal: str = "causal"
+    dropout_p: str = "dropout_p"
+    alibi_slopes: str = "alibi_slopes"
+    window_size: tuple[str, str] | None = None  # left and right, if they are arguments of their own
+
+
+OF_FUNCTIONS = Names()
+OF_OPS = Names(causal="is_causal", window_size=("window_size_left", "window_size_right"))
+
+
+def check(
+    q: Tensor,
+    batch: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    sink: Tensor | None,
+    names: Names = OF_FUNCTIONS,
+) -> None:
+    """All of them, of one call with ``batch`` sequences."""
+    validate.flag(names.causal, causal)
+    validate.flag("deterministic", deterministic)
+    if softmax_scale is not None:
+        _number("softmax_scale", softmax_scale)
+        if not (
+            validate.allowed(softmax_scale > -_FP32_END)
+            and validate.allowed(softmax_scale < _FP32_END)
+        ):
+            raise ValueError(
+                f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number that "
+                "fp32 holds"
+            )
+    _window(window_size, names.window_size)
+    _number("softcap", softcap)
+    _known("softcap", softcap)
+    if softcap != 0.0 and not _FP32_LEAST <= softcap < _FP32_END:
+        raise ValueError(
+            f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a number "
+            "that fp32 holds"
+        )
+    _number(names.dropout_p, dropout_p)
+    _known(names.dropout_p, dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(
+            f"{names.dropout_p} is {validate.shown(dropout_p)}; expected a probability in [0, 1]"
+        )
+    heads = q.shape[-2]
+    if alibi_slopes is not None:
+        _alibi_slopes(names.alibi_slopes, alibi_slopes, q, heads, batch)
+    if sink is not None:
+        _sink(sink, q, heads)
+
+
+def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
+    """Refuses slopes that want a gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{name} requires grad, and has no gradient; detach() it")
+
+
+def _number(name: str, x: Any) -> None:
+    if not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} is {validate._kind(x)}; expected a number")
+
+
+def _known(name: str, x: float) -> None:
+    """Refuses a number that only data will tell: which graph is made depends on it."""
+    is_symbolic = torch.compiler.is_compiling() or isinstance(x, (torch.SymFloat, torch.SymInt))
+    if is_symbolic and not (internals.is_decided(x >= 0.0) and internals.is_decided(x == 0.0)):
+        raise NotImplementedError(
+            f"{name} is a number that the compiled graph computes, and the graph depends on it; "
+            "call item() outside of the compiled function, and give it the number"
+        )
+
+
+def _window(window_size: Any, names: tuple[str, str] | None) -> None:
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size is {validate._kind(window_size)}; expected (left, right)")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size}; expected (left, right)")
+    left, right = window_size
+    if type(left) is not int or type(right) is not int:
+        _window_types(left, right, names or ("window_size's left", "window_size's right"))
+    most = validate._INT64_MAX
+    if left < -1 or right < -1 or left > most or right > most:
+        name, x = "window_size", f"({validate.shown(left)}, {validate.shown(right)})"
+        if names is not None:
+            is_left = left < -1 or left > most
+            name, x = names[not is_left], validate.shown(left if is_left else right)
+        raise ValueError(
+            f"{name} is {x}; -1 means unbounded, others are counts >= 0 that fit int64"
+        )
+
+
+def _window_types(left: Any, right: Any, names: tuple[str, str]) -> None:
+    for name, x in zip(names, (left, right), strict=True):
+        if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {validate._kind(x)}; expected an int")
+
+
+def _alibi_slopes(name: str, x: Tensor, q: Tensor, heads: int, batch: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; expected float32")
+    validate.strided(name, x)
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+    if tuple(x.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
+        )
+    validate._contiguous_last(name, x)
+    no_gradient_of_slopes(x, name)
+
+
+def _sink(x: Tensor, q: Tensor, heads: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"sink is {validate._dtype_or_kind(x)}; expected floating point")
+    validate.strided("sink", x)
+    if x.device != q.device:
+        raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
+    if tuple(x.shape) != (heads,):
+        raise ValueError(f"sink has shape {tuple(x.shape)}; expected one logit a head, ({heads},)")
+    validate._contiguous_last("sink", x)
