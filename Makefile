@@ -20,6 +20,10 @@ CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
 NINJA = $$($(BIN)/python -I -c "import ninja; print(ninja.BIN_DIR)")/ninja
 
 export PYTHONPATH := $(CURDIR)
+ifndef FLASH_CUTE_LIBRARY
+# The one that is built here, also where another is installed.
+demo test test-integrations: export FLASH_CUTE_LIBRARY = $(CURDIR)/$(BUILD)/libflash_cute.so
+endif
 # Threads that wait sleep: the small ops of the tests' oracle would otherwise slow each other down on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 

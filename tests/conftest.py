@@ -60,7 +60,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     count = config.stash.get(_LEFT_OUT, 0)
     if count:
-        terminalreporter.write_line(f"{count} tests that need CUDA were left out: {NO_CUDA}")
+        terminalreporter.write_line(f"Tests that need CUDA, left out: {count} ({NO_CUDA})")
 
 
 @pytest.fixture(params=["cpu", "cuda"] if HAS_CUDA else ["cpu"])

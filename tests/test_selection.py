@@ -25,7 +25,7 @@ def test_cuda(cuda, n): assert cuda == "cuda"
 
 def test_derived(derived): assert derived == "cuda"
 """
-LEFT_OUT = "3 tests that need CUDA were left out: no CUDA device, or a library without CUDA kernels"
+LEFT_OUT = "Tests that need CUDA, left out: 3 (no CUDA device, or a library without CUDA kernels)"
 
 
 @pytest.fixture

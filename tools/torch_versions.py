@@ -7,7 +7,7 @@ follows ``--tests`` goes to pytest, in place of TESTS.
 Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder that
 ``FLASH_CUTE_TORCH_CACHE`` names, else in ``~/.cache/flash_cute``. It is made if it is not there;
 one with a torch for CUDA takes 4 to 6 GB. All of them load one library: the one that
-``FLASH_CUTE_LIBRARY`` names, else the newest under ``build/``.
+``FLASH_CUTE_LIBRARY`` names, else the one that the package finds.
 """
 
 from __future__ import annotations
