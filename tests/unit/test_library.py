@@ -19,7 +19,7 @@ import flash_cute
 from flash_cute import library
 from flash_cute.kernels import KernelConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PTXAS = """
 ptxas info    : Compiling entry function '_ZN10flash_cute4sm807forwardIXtl12KernelConfigLNS_2OpE0\
 ELNS_4ArchE80ELNS_5DTypeE1ELNS_4TierE0ELi64ELi64ELi128ELi64ELi2ELi4ELi2EEEEEvNS_10FwdProblemE' \

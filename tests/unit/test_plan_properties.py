@@ -36,7 +36,7 @@ def problems(draw: st.DrawFn) -> k.Problem:
     )  # fmt: skip
 
 
-@settings(max_examples=800, deadline=None, database=None)
+@settings(max_examples=500, deadline=None, database=None)
 @given(problems(), st.sampled_from(["h100", "h100", *k.GPUS]))
 def test_a_problem_is_planned_or_refused_with_a_reason(problem, gpu):
     verdicts = k.explain(problem, gpu)

@@ -10,6 +10,7 @@ from flash_cute import library
 
 pytest_plugins = ["pytester"]
 
+FOLDER = Path(__file__).resolve().parents[1]
 TESTS = """
 import pytest
 
@@ -30,10 +31,10 @@ LEFT_OUT = "Tests that need CUDA, left out: 3 (no CUDA device, or a library with
 
 @pytest.fixture
 def made_up(pytester, monkeypatch):
-    """TESTS beside this folder's `conftest.py`, whose modules are found here."""
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    """TESTS beside `conftest.py`, whose modules are found here."""
+    pytester.makeconftest((FOLDER / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(FOLDER)
     return pytester
 
 
@@ -86,7 +87,7 @@ def test_other_processes_tell_what_they_left_out(made_up, monkeypatch):
     pytest.importorskip("xdist")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    path = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+    path = f"{FOLDER}:{FOLDER.parent}"
     monkeypatch.setenv("PYTHONPATH", path, prepend=":")
     result = made_up.runpytest_subprocess("-n", "1")
     result.assert_outcomes(passed=2)

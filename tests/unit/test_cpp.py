@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().with_name("cpp")
+TESTS = Path(__file__).resolve().parents[1] / "cpp"
 
 
 def cmake() -> str | None:
