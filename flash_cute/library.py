@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,11 @@ import torch
 from flash_cute import limits
 
 _NAME = "libflash_cute.so"
-_PACKAGE = Path(__file__).resolve().parent
 
 
 def find() -> Path:
-    """Path of the library: ``$FLASH_CUTE_LIBRARY``, the installed one, or the newest under
-    ``build/``.
+    """Path of the library: ``$FLASH_CUTE_LIBRARY``, else the one that was installed with the
+    package, else what ``make build`` made in the checkout that the package lies in.
 
     Raises:
         ImportError: no library is there; the message names every place that was searched.
@@ -27,17 +27,21 @@ def find() -> Path:
         if not Path(named).is_file():
             raise ImportError(f"FLASH_CUTE_LIBRARY names {named}, which is not a file")
         return Path(named)
-    installed = _PACKAGE / _NAME
-    if installed.is_file():
-        return installed
-    build = _PACKAGE.parent / "build"
-    built = sorted(build.glob(f"**/{_NAME}"), key=lambda path: path.stat().st_mtime)
-    if built:
-        return built[-1]
+    places = _places()
+    for path in places:
+        if path.is_file():
+            return path
     raise ImportError(
-        f"flash_cute's compiled library {_NAME} was not found in {_PACKAGE} or under {build}: "
-        "run `make build` in the source tree, or set FLASH_CUTE_LIBRARY to its path"
+        f"flash_cute's compiled library is none of {', '.join(map(str, places))}: run `make build` "
+        "in the source tree, or set FLASH_CUTE_LIBRARY to the path of one that was built elsewhere"
     )
+
+
+def _places() -> list[Path]:
+    """An editable installation has two folders: the sources', and one for what is compiled."""
+    checkout = Path(__file__).resolve().parent.parent
+    folders = [*map(Path, sys.modules["flash_cute"].__path__), checkout / "build" / "make"]
+    return [folder / _NAME for folder in folders]
 
 
 torch.ops.load_library(str(find()))

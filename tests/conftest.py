@@ -1,8 +1,13 @@
-"""Fixtures: every test that takes `device` runs on the CPU, and on CUDA where kernels are built."""
+"""Which tests there are, and their fixtures.
+
+Every test that takes `device` runs on the CPU, and on CUDA where there is a GPU and kernels for it.
+Those that take `cuda` exist there alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import kvcache_calls
 import pytest
@@ -13,30 +18,60 @@ from flash_cute import library
 from flash_cute.testing import cases, kernels, kvcache
 
 MakeInputs = Callable[..., cases.Inputs]
+HAS_CUDA = library.can_use_cuda()
+NO_CUDA = "no CUDA device, or a library without CUDA kernels"
+_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--only-cuda", action="store_true", help="leave out what needs no GPU")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--only-cuda") and not HAS_CUDA:
+        raise pytest.UsageError(f"--only-cuda: {NO_CUDA}")
+
+
+@pytest.hookimpl(tryfirst=True)  # what -k and -m leave out besides is not counted twice
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--only-cuda"):
-        others = [item for item in items if not runs_on_cuda(item)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if runs_on_cuda(item)]
+    if HAS_CUDA and not config.getoption("--only-cuda"):
+        return
+    kept = [item for item in items if runs_on_cuda(item) == HAS_CUDA]
+    others = [item for item in items if runs_on_cuda(item) != HAS_CUDA]
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+    config.stash[_LEFT_OUT] = 0 if HAS_CUDA else len(others)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist tells the one that reports what it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All processes of pytest-xdist collect the same tests; one that crashed says nothing."""
+    stash, output = node.config.stash, getattr(node, "workeroutput", {})
+    stash[_LEFT_OUT] = max(stash.get(_LEFT_OUT, 0), output.get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    count = config.stash.get(_LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"Tests that need CUDA, left out: {count} ({NO_CUDA})")
+
+
+@pytest.fixture(params=["cpu", "cuda"] if HAS_CUDA else ["cpu"])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where to run; CUDA is skipped without a GPU or without kernels for it."""
+    """Where to run."""
     return request.getfixturevalue("cuda") if request.param == "cuda" else request.param
 
 
 @pytest.fixture
 def cuda() -> Iterator[str]:
     """For tests that make sense on CUDA only. Much memory is given back, for tests beside them."""
-    if not library.can_use_cuda():
-        pytest.skip("no CUDA device, or a library without CUDA kernels")
     yield "cuda"
     if torch.cuda.memory_reserved() > 2**32:
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ follows ``--tests`` goes to pytest, in place of TESTS.
 Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder that
 ``FLASH_CUTE_TORCH_CACHE`` names, else in ``~/.cache/flash_cute``. It is made if it is not there;
 one with a torch for CUDA takes 4 to 6 GB. All of them load one library: the one that
-``FLASH_CUTE_LIBRARY`` names, else the newest under ``build/``.
+``FLASH_CUTE_LIBRARY`` names, else the one that the package finds.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("FLASH_CUTE_TORCH_CACHE") or "~/.cache/flash_cute").expanduser()
 TESTS = [
-    "tests/test_ops.py",
-    "tests/test_op_errors.py",
-    "tests/test_meta.py",
-    "tests/test_autograd.py",
-    "tests/test_packed.py",
-    "tests/test_functional.py",
-    "tests/test_accept.py",
-    "tests/test_rng.py",
-    "tests/test_check.py",
-    "tests/test_mha.py",
-    "tests/test_kvcache_errors.py",
-    "tests/test_kvcache_functions.py",
-    "tests/test_compile.py",
-    "tests/test_compile_views.py",
-    "tests/test_package.py",
-    "tests/test_vmap.py",
-    "tests/test_vmap_gradients.py",
-    "tests/test_autocast.py",
-    "tests/test_fake_cuda.py",
-    "tests/test_flops.py",
-    "tests/test_determinism.py",
-    "tests/test_torch_internals.py",
-    "tests/test_torch_internals_graphs.py",
-    "tests/test_cpu_plain.py",
-    "tests/test_import.py",
+    "tests/ops/test_ops.py",
+    "tests/ops/test_op_errors.py",
+    "tests/ops/test_meta.py",
+    "tests/ops/test_autograd.py",
+    "tests/ops/test_packed.py",
+    "tests/ops/test_functional.py",
+    "tests/ops/test_accept.py",
+    "tests/ops/test_rng.py",
+    "tests/ops/test_check.py",
+    "tests/ops/test_mha.py",
+    "tests/ops/test_kvcache_errors.py",
+    "tests/ops/test_kvcache_functions.py",
+    "tests/ops/test_compile.py",
+    "tests/ops/test_compile_views.py",
+    "tests/ops/test_package.py",
+    "tests/ops/test_vmap.py",
+    "tests/ops/test_vmap_gradients.py",
+    "tests/ops/test_autocast.py",
+    "tests/ops/test_fake_cuda.py",
+    "tests/ops/test_flops.py",
+    "tests/kernels/test_determinism.py",
+    "tests/unit/test_torch_internals.py",
+    "tests/unit/test_torch_internals_graphs.py",
+    "tests/kernels/test_cpu_plain.py",
+    "tests/unit/test_import.py",
     "tests/integrations/test_dtensor.py",
     "tests/integrations/test_sdpa.py",
     "tests/integrations/test_torch_tools.py",
-    "tests/test_tiled.py",
-    "tests/test_tiled_sizes.py",
-    "tests/test_fp8_inputs.py",
-    "tests/test_lab.py",
+    "tests/kernels/test_tiled.py",
+    "tests/unit/test_tiled_sizes.py",
+    "tests/kernels/test_fp8_inputs.py",
+    "tests/kernels/test_lab.py",
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",
     "tests/distributed/test_interfaces.py",
     "tests/distributed/test_disagreement.py",
 ]
-NEEDED = ["hypothesis", "numpy", "pytest", "pytest-xdist"]
+NEEDED = ["numpy", "pytest", "pytest-xdist"]
 # PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch
 # loads all of them as it is imported.
 NOT_NEEDED = ["triton"]
-CHECK = "import hypothesis, numpy, pytest, torch, xdist; print(torch.__version__)"
+CHECK = "import numpy, pytest, torch, xdist; print(torch.__version__)"
 
 
 def release(version: str) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ import pytest
 
 from flash_cute import validate
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 GUIDES = ["README.md", "CONTRIBUTING.md", *DOCS]
 PAGES = [*GUIDES, "CHANGELOG.md", "benchmarks/README.md", "third_party/README.md"]

@@ -1,6 +1,6 @@
 """What must hold of torch's symbols that are not public: they live in one file of flash_cute.
 
-Those that graphs need are in tests/test_torch_internals_graphs.py.
+Those that graphs need are in tests/unit/test_torch_internals_graphs.py.
 """
 
 from __future__ import annotations

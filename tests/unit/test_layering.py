@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 # What the files of a folder may include; the longest prefix of a file's path counts.
 MAY_INCLUDE = {
     "core": ("core", "configs.def", "kernels_built.def"),

@@ -11,7 +11,7 @@ import torch
 from benchmarks import cpu
 from benchmarks.rivals import OURS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_short_run(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -14,10 +15,11 @@ from types import ModuleType
 import pytest
 import torch
 
+import flash_cute
 from flash_cute import library
 from flash_cute.kernels import KernelConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PTXAS = """
 ptxas info    : Compiling entry function '_ZN10flash_cute4sm807forwardIXtl12KernelConfigLNS_2OpE0\
 ELNS_4ArchE80ELNS_5DTypeE1ELNS_4TierE0ELi64ELi64ELi128ELi64ELi2ELi4ELi2EEEEEvNS_10FwdProblemE' \
@@ -221,6 +223,41 @@ def test_a_missing_library_says_what_to_do(tmp_path):
     )
     assert result.returncode != 0
     assert "FLASH_CUTE_LIBRARY names" in result.stderr
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Where a library may lie, first choice first, for an editable installation of a checkout."""
+    monkeypatch.delenv("FLASH_CUTE_LIBRARY", raising=False)
+    checkout = tmp_path / "checkout"
+    folders = [tmp_path / "site-packages" / "flash_cute", checkout / "flash_cute"]
+    monkeypatch.setattr(flash_cute, "__path__", [str(folder) for folder in folders])
+    monkeypatch.setattr(library, "__file__", str(checkout / "flash_cute" / "library.py"))
+    folders += [checkout / "build" / "make", checkout / "build" / "dev"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return [folder / "libflash_cute.so" for folder in folders]
+
+
+def test_the_library_is_that_of_the_package(places, monkeypatch):
+    *searched, other = places
+    for age, path in enumerate(reversed(places)):  # the last choice is the newest
+        path.touch()
+        os.utime(path, times=(10**9 - age, 10**9 - age))
+    for path in searched:
+        assert library.find() == path
+        path.unlink()
+    monkeypatch.setenv("FLASH_CUTE_LIBRARY", str(other))
+    assert library.find() == other
+
+
+def test_other_builds_are_not_picked(places):
+    *searched, other = places
+    other.touch()
+    with pytest.raises(ImportError, match="make build") as caught:
+        library.find()
+    assert all(str(path) in str(caught.value) for path in searched)
+    assert str(other) not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["cmake", "ninja"])

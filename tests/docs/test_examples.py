@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "notebook_benchmark": (["--batch", "1", "--seqlen", "64"], r"fwd +full +[\d.]+ ms"),
     "choose_tiles": (["--seqlen", "70"], r"Bc=100 +Br=7 +differs by"),

@@ -95,12 +95,9 @@ def test_backward(name):
     check_fakes(bwd, arguments | saved)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="torch's autograd needs a GPU for fake CUDA tensors, or ends the process",
-)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_backward_of_autograd(name):
+def test_backward_of_autograd(cuda, name):
+    """Without a GPU torch's autograd ends the process."""
     with FakeTensorMode():
         arguments = fakes(good_arguments(name, "cpu"))
         leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor)]

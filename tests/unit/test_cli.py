@@ -21,7 +21,7 @@ from flash_cute.cli.app import app
 from flash_cute.lab import __main__ as laboratory
 from flash_cute.lab.kernel_configs import get_kernels_to_build
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = not torch.cuda.is_available()
 
 

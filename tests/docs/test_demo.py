@@ -22,7 +22,7 @@ TINY = f"--device cpu --steps {STEPS} --layers 2 --width 64 --heads 2 --context 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Runs the demo on a tiny model, writes to tmp_path, and returns the exit status."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     main = importlib.import_module("train_gpt").main
     return lambda *options: main([*TINY.split(), "--out", str(tmp_path), *options])
 

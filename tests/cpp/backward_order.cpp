@@ -1,0 +1,146 @@
+// Backward's order of key tiles and query steps. KeyTile and QueryStep are device code without CuTe, but for its
+// macros and three functions, which stand here for the host.
+#include "core/backward_order.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/heuristics.h"
+#include "core/rows.h"
+#include "draw.h"
+
+#define CUTE_DEVICE inline
+#define CUTE_HOST_DEVICE inline
+namespace cute {
+using std::max;
+using std::min;
+constexpr int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
+}  // namespace cute
+constexpr struct {
+  int x = 0;
+} blockIdx;
+#include "kernels/common/backward_tiles.h"
+
+using namespace flash_cute;
+
+namespace {
+
+KernelConfig draw_config(Draw& draw) {
+  std::vector<KernelConfig> found;
+  for (const Row& row : rows_of_configs()) {
+    if (row.config.op == Op::Bwd && row.config.arch == Arch::Sm90) found.push_back(row.config);
+  }
+  return found[draw.from(0, static_cast<int>(found.size()) - 1)];
+}
+
+BwdProblem draw_problem(Draw& draw, const KernelConfig& config) {
+  BwdProblem p{};
+  FwdProblem& f = p.fwd;
+  f.dtype = config.dtype;
+  f.head_dim = config.head_dim;
+  f.head_dim_v = config.head_dim_v;
+  f.batch = draw.from(1, 3);
+  f.heads_k = draw.from(1, 3);
+  f.heads = f.heads_k * draw.of({1, 2, 5});
+  f.seqlen_q = draw.from(1, draw.of({100, 1500, 40000}));
+  f.seqlen_k = draw.from(1, draw.of({100, 1500, 6000}));
+  f.band = draw.band(2000);
+  p.deterministic = draw.flag();
+  p.splits = plan_query_splits(config, f, 132);
+  return p;
+}
+
+}  // namespace
+
+TEST_CASE("numbers of key tiles name each tile once, and one that others wait for first") {
+  Draw draw;
+  int late_first = 0;
+  for (int n = 0; n < 1000; ++n) {
+    const KernelConfig config = draw_config(draw);
+    const BwdProblem p = draw_problem(draw, config);
+    const KeyOrder order = KeyOrder::of(config, p);
+    const int keys = config.block_n * config.cluster, tiles = cute::ceil_div(p.fwd.seqlen_k, keys);
+    CAPTURE(config.id());
+    CAPTURE(p);
+    CHECK(order.tiles_of_set >= 1);
+    CHECK(order.heads_together >= 1);
+    std::map<std::pair<int, int>, std::vector<int>> of_head;  // indices in the order of their numbers
+    std::map<std::pair<int, int>, bool> late;
+    bool valid = true;
+    for (int number = 0; number < tiles * p.fwd.heads_k * p.fwd.batch; ++number) {
+      const KeyTile tile(p.fwd, keys, order.heads_together, order.late_first, number);
+      valid &= 0 <= tile.head && tile.head < p.fwd.heads_k && 0 <= tile.batch && tile.batch < p.fwd.batch;
+      valid &= tile.row == tile.index * keys;
+      of_head[{tile.batch, tile.head}].push_back(tile.index);
+      const auto [known, is_new] = late.emplace(std::pair{tile.batch, tile.head}, tile.late_first);
+      valid &= known->second == tile.late_first;
+      late_first += is_new && tile.late_first;
+    }
+    CHECK(valid);
+    CHECK(of_head.size() == size_t(p.fwd.heads_k) * p.fwd.batch);
+    for (auto& [head, indices] : of_head) {
+      if (late.at(head)) std::reverse(indices.begin(), indices.end());
+      bool ascending = static_cast<int>(indices.size()) == tiles;
+      for (int i = 0; ascending && i < tiles; ++i) ascending = indices[i] == i;
+      CHECK(ascending);
+    }
+  }
+  CHECK(late_first > 10);
+}
+
+// A semaphore of dQ counts the key tiles that have added to a query tile: a tile that is counted must come.
+TEST_CASE("the key tiles of a query tile are those whose walks visit it, once in each head") {
+  Draw draw;
+  for (int n = 0; n < 300; ++n) {
+    const KernelConfig config = draw_config(draw);
+    const FwdProblem f = draw_problem(draw, config).fwd;
+    const SeqInfo seq({0, std::min(f.seqlen_q, 3000)}, {0, f.seqlen_k});
+    const int keys = config.block_n * config.cluster, heads = f.heads / f.heads_k;
+    std::map<std::pair<int, int>, std::set<int>> visits;  // by head and query tile: key tiles
+    bool once = true;
+    for (int tile = 0; tile * keys < f.seqlen_k; ++tile) {
+      const TileRange range = query_tiles(seq, f.band, tile * keys, keys, config.block_m);
+      if (range.empty()) continue;
+      for (QueryStep step{0, range.end - 1}; step.head < heads; step = step.next(range))
+        once &= visits[{step.head, step.m}].insert(tile).second;
+    }
+    CAPTURE(config.id());
+    CAPTURE(seq.q.length);
+    CAPTURE(seq.k.length);
+    CAPTURE(f.band);
+    CHECK(once);
+    for (int head = 0; head < heads; ++head) {
+      for (int m = 0; m * config.block_m < seq.q.length; ++m) {
+        const TileRange range = key_tiles(seq, f.band, m * config.block_m, config.block_m, keys);
+        std::set<int> expected;
+        for (int tile = range.begin; tile < range.end; ++tile) expected.insert(tile);
+        if (visits[{head, m}] != expected) FAIL_CHECK("query tile " << m << " of head " << head);
+      }
+    }
+  }
+}
+
+TEST_CASE("sums are serialized if they must be deterministic, and only then") {
+  Draw draw;
+  std::set<DqAccumulate> seen;
+  for (int n = 0; n < 2000; ++n) {
+    const KernelConfig config = draw_config(draw);
+    const BwdProblem p = draw_problem(draw, config);
+    const DqAccumulate order = dq_accumulate(config, p);
+    CAPTURE(config.id());
+    CAPTURE(p);
+    CHECK((order == DqAccumulate::Serialized) == p.deterministic);
+    CHECK(!(needs_l2_throttle(config, p) && uses_semaphore(order)));  // they share their memory
+    CHECK((!KeyOrder::of(config, p).late_first || uses_semaphore(order)));
+    seen.insert(order);
+  }
+  CHECK(seen.size() == 3);
+}
