@@ -77,9 +77,10 @@ def is_plain(
     *switches: bool,
 ) -> bool:
     """Whether scores are scaled, and masked by ``causal`` at most, and every switch is off. False,
-    too, where an argument is of a kind that validation has to look at."""
+    too, where an argument is of a kind that validation has to look at, and in graphs."""
     return (
-        (softmax_scale is None or type(softmax_scale) is float)
+        not torch.compiler.is_compiling()  # numbers may be known to data alone
+        and (softmax_scale is None or type(softmax_scale) is float)
         and type(causal) is bool
         and type(window_size) is tuple
         and type(softcap) in _NUMBERS
@@ -104,7 +105,6 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
         (q.is_cuda or q.is_cpu)
         and not torch.is_autocast_enabled(device.type)
         and not (check.is_on() or plan_log.is_on())
-        and not torch.compiler.is_compiling()
         and not ops.transformed()
         and not internals.in_context_parallel()
     )

@@ -1,4 +1,4 @@
-"""Builds the package: scikit-build-core, and what a build needs on this machine beyond pyproject.toml.
+"""Builds the package: scikit-build-core, and what a build on this machine needs besides.
 
 pip builds in an environment of its own, without what is installed. The library needs torch's
 headers alone, of any torch >= 2.10. They come from the torch of the environment that pip installs

@@ -45,8 +45,9 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | Non
 
 def sources(folder: Path, local: str) -> int:
     """The committed files in ``folder``, with the local version; returns the commit's time."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+    with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+        run("git", "archive", "-o", archive.name, "HEAD", cwd=ROOT)
+        run("tar", "-x", "-C", folder, "-f", archive.name)
     package = folder / "flash_cute" / "__init__.py"
     package.write_text(VERSION.sub(rf'__version__ = "\1+{local}"', package.read_text()))
     return int(run("git", "log", "-1", "--format=%ct", cwd=ROOT))
@@ -99,8 +100,8 @@ def add_bill(wheel: Path, cuda: str | None, env: dict[str, str]) -> None:
         run(sys.executable, "-m", "wheel", "pack", "-d", wheel.parent, content, env=env)
 
 
-def build(cuda: str | None, archs: str, rows: str, out: Path) -> Path:
-    """One wheel, for ``cuda`` ("13.0") or for the CPU (None)."""
+def build(cuda: str | None, archs: str, rows: str, out: Path, given: Path | None) -> Path:
+    """One wheel, for ``cuda`` ("13.0") or for the CPU (None); ``given`` is a toolkit."""
     local = "cpu" if cuda is None else "cu" + cuda.replace(".", "")
     # Paths are part of what compilers see: the same one for every build.
     folder = Path(tempfile.gettempdir()) / f"flash_cute-{local}"
@@ -110,7 +111,7 @@ def build(cuda: str | None, archs: str, rows: str, out: Path) -> Path:
     env["SOURCE_DATE_EPOCH"] = str(sources(folder, local))
     settings = [f"-Ccmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
     if cuda is not None:
-        home = toolkit(cuda)
+        home = given or toolkit(cuda)
         env |= {"FLASH_CUTE_CUDA_ARCHS": archs, "CUDACXX": str(home / "bin" / "nvcc")}
         env["CUDAToolkit_ROOT"] = str(home)
         settings += ["-Ccmake.define.FLASH_CUTE_LAB=none"] if rows else []
@@ -131,7 +132,7 @@ def build(cuda: str | None, archs: str, rows: str, out: Path) -> Path:
     (wheel,) = repaired.glob("*.whl")
     size = wheel.stat().st_size
     if size > LARGEST:
-        raise RuntimeError(f"{wheel.name} has {size >> 20} MiB; at most {LARGEST >> 20} are allowed")
+        raise RuntimeError(f"{wheel.name} has {size >> 20} MiB; the most is {LARGEST >> 20}")
     out.mkdir(parents=True, exist_ok=True)
     done = Path(shutil.copy(wheel, out))
     shutil.rmtree(folder)
@@ -143,10 +144,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("targets", nargs="+", help="cpu, or versions of CUDA such as 13.0")
     parser.add_argument("--archs", default="80;90a", help="GPUs to build for")
     parser.add_argument("--rows", default="", help="a regex: only such rows of csrc/configs.def")
+    parser.add_argument("--toolkit", type=Path, help="a CUDA toolkit, in place of PyPI's compiler")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     options = parser.parse_args(argv)
     for target in options.targets:
-        wheel = build(None if target == "cpu" else target, options.archs, options.rows, options.out)
+        cuda = None if target == "cpu" else target
+        wheel = build(cuda, options.archs, options.rows, options.out, options.toolkit)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         print(f"{wheel.name}  {wheel.stat().st_size / 1e6:.1f} MB  sha256 {digest}")
     return 0

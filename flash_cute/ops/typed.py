@@ -1,0 +1,313 @@
+"""``torch.ops.flash_cute`` with types, made of the ops' schemas by tools/op_stubs.py.
+
+Example::
+
+    from flash_cute.ops.typed import OPS
+
+    out, softmax_lse, _, _ = OPS.fwd(q, k, v, is_causal=True)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class Fwd(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        return_softmax: bool = False,
+        return_row_max: bool = False,
+        allow_tf32: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+    def out(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        return_softmax: bool = False,
+        return_row_max: bool = False,
+        allow_tf32: bool = False,
+        *,
+        out: Tensor,
+        softmax_lse: Tensor | None = None,
+        row_max: Tensor | None = None,
+        softmax: Tensor | None = None,
+    ) -> None: ...
+
+
+class Bwd(Protocol):
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dlse: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        allow_tf32: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...
+    def out(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dlse: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        allow_tf32: bool = False,
+        *,
+        dq: Tensor | None = None,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+        dsink: Tensor | None = None,
+        softmax_d: Tensor | None = None,
+    ) -> None: ...
+
+
+class VarlenFwd(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        zero_tensors: bool = False,
+        block_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        return_softmax: bool = False,
+        return_row_max: bool = False,
+        allow_tf32: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+    def out(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        zero_tensors: bool = False,
+        block_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        return_softmax: bool = False,
+        return_row_max: bool = False,
+        allow_tf32: bool = False,
+        *,
+        out: Tensor,
+        softmax_lse: Tensor | None = None,
+        row_max: Tensor | None = None,
+        softmax: Tensor | None = None,
+    ) -> None: ...
+
+
+class VarlenBwd(Protocol):
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        zero_tensors: bool = False,
+        dlse: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        allow_tf32: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...
+    def out(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        zero_tensors: bool = False,
+        dlse: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng: Tensor | None = None,
+        deterministic: bool = False,
+        allow_tf32: bool = False,
+        *,
+        dq: Tensor | None = None,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+        dsink: Tensor | None = None,
+        softmax_d: Tensor | None = None,
+    ) -> None: ...
+
+
+class FwdKvcache(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        block_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int = 0,
+        cu_seqlens_k_new: Tensor | None = None,
+        rotary_seqlens: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        rotary_interleaved: bool = True,
+        num_splits: int = 0,
+        split_size: int = 0,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AttendKvcache(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cache_seqlens: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        block_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int = 0,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        num_splits: int = 0,
+        split_size: int = 0,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Combine(Protocol):
+    def __call__(
+        self, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Ops(Protocol):
+    fwd: Fwd
+    bwd: Bwd
+    varlen_fwd: VarlenFwd
+    varlen_bwd: VarlenBwd
+    fwd_kvcache: FwdKvcache
+    attend_kvcache: AttendKvcache
+    combine: Combine
+
+
+OPS = cast(Ops, cast(Any, torch.ops.flash_cute))

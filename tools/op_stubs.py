@@ -1,0 +1,126 @@
+"""Types of ``torch.ops.flash_cute``, from the ops' schemas: ``flash_cute/ops/typed.py``.
+
+``python tools/op_stubs.py --write`` writes it, ``--check`` exits with 1 if it holds anything else.
+``--freeze`` writes the schemas themselves to ``flash_cute/ops/schemas.txt``: what a release
+promises, which later schemas have to take (docs/install.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import flash_cute  # noqa: E402, F401  loads the ops
+
+TYPED = ROOT / "flash_cute" / "ops" / "typed.py"
+FROZEN = ROOT / "flash_cute" / "ops" / "schemas.txt"
+PUBLIC = ("fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache", "attend_kvcache", "combine")
+HEAD = '''"""``torch.ops.flash_cute`` with types, made of the ops' schemas by tools/op_stubs.py.
+
+Example::
+
+    from flash_cute.ops.typed import OPS
+
+    out, softmax_lse, _, _ = OPS.fwd(q, k, v, is_causal=True)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+'''
+
+
+def schemas() -> list[Any]:
+    """Of every overload of the public ops."""
+    packets = [getattr(torch.ops.flash_cute, name) for name in PUBLIC]
+    return [getattr(p, overload)._schema for p in packets for overload in p.overloads()]
+
+
+def python_type(kind: Any) -> str:
+    """A schema's type in Python's words."""
+    name = str(kind)
+    if name.startswith("Optional["):
+        return f"{python_type(kind.getElementType())} | None"
+    return {"SymInt": "int", "ScalarType": "torch.dtype", "number": "float"}.get(name, name)
+
+
+def method(schema: Any, name: str) -> str:
+    """One overload as a method."""
+    words = ["self"]
+    for argument in schema.arguments:
+        if argument.kwarg_only and "*" not in words:
+            words.append("*")
+        kind = "torch.dtype" if argument.name == "out_dtype" else python_type(argument.real_type)
+        if argument.name == "out_dtype" and argument.has_default_value():
+            kind += " | None"
+        default = f" = {argument.default_value!r}" if argument.has_default_value() else ""
+        words.append(f"{argument.name}: {kind}{default}")
+    results = [python_type(result.real_type) for result in schema.returns]
+    returned = "None" if not results else f"tuple[{', '.join(results)}]"
+    return f"    def {name}({', '.join(words)}) -> {returned}: ...\n"
+
+
+def text() -> str:
+    """The whole module, before it is formatted."""
+    classes, fields = [], []
+    for name in PUBLIC:
+        own = [schema for schema in schemas() if schema.name == f"flash_cute::{name}"]
+        title = name.title().replace("_", "")
+        body = "".join(method(schema, schema.overload_name or "__call__") for schema in own)
+        classes.append(f"class {title}(Protocol):\n{body}\n")
+        fields.append(f"    {name}: {title}\n")
+    ops = f"class Ops(Protocol):\n{''.join(fields)}\n"
+    return (
+        HEAD + "\n".join([*classes, ops]) + "\nOPS = cast(Ops, cast(Any, torch.ops.flash_cute))\n"
+    )
+
+
+def formatted() -> str:
+    """The module as ruff leaves it."""
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TYPED), "-"]
+    return subprocess.run(command, input=text(), capture_output=True, text=True, check=True).stdout
+
+
+def is_current() -> bool:
+    """Whether typed.py is of these schemas, whatever its format."""
+    return ast.dump(ast.parse(TYPED.read_text())) == ast.dump(ast.parse(text()))
+
+
+def frozen() -> str:
+    """The schemas, a line each."""
+    return "".join(f"{schema}\n" for schema in schemas())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true")
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--freeze", action="store_true")
+    options = parser.parse_args(argv)
+    if options.freeze:
+        FROZEN.write_text(frozen())
+        return 0
+    if options.write:
+        TYPED.write_text(formatted())
+        return 0
+    if not is_current():
+        print(f"{TYPED.name} is out of date: python tools/op_stubs.py --write")
+    return 0 if is_current() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
