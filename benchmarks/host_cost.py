@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flash_cute import flash_attn_varlen_func
 from flash_cute.integrations import sdpa
 
 from . import report, timing
@@ -28,19 +30,56 @@ from .rivals import OURS, Candidate, FlashCute, Work, describe, load
 from .suites import Case, Inputs, make_inputs
 
 CASE = Case.parse("bf16 b1 h16/16 q128 k128 d128/128 full")
+TOKEN = Case.parse("bf16 b1 h16/16 q1 k128 d128/128 full")  # decoding
+_CACHED = ("", "lengths", "pages16", "append")
 _LEAST_BATCHES = 20
 
 
 def ways(candidates: Mapping[str, Candidate], x: Inputs) -> dict[str, Work]:
-    """What is called: each candidate's forward; of ours also with grad, the bare op, and SDPA."""
+    """What is called: each candidate's forward, and what else is asked of ours and of FA3's op."""
     works = {name: candidate.forward(CASE, x) for name, candidate in candidates.items()}
+    token = make_inputs(TOKEN, x.q.device, seed=0)
+    if "fa3" in candidates:
+        lengths = replace(TOKEN, feature="lengths")
+        works["fa3 lengths"] = candidates["fa3"].forward(lengths, token)
+        works["fa3 backward"] = candidates["fa3"].backward(CASE, x)
     ours = candidates.get(OURS)
     if isinstance(ours, FlashCute):
         leaves = {name: getattr(x, name).detach().requires_grad_() for name in "qkv"}
-        works[f"{OURS} with grad"] = ours.forward(CASE, replace(x, **leaves))
+        with_grad = ours.forward(CASE, replace(x, **leaves))
+        works[f"{OURS} with grad"] = with_grad
+        works[f"{OURS} backward"] = through_autograd(with_grad, [*leaves.values()], x.dout)
+        works[f"{OURS} varlen"] = varlen(x)
+        for feature in _CACHED:
+            name = f"{OURS} kvcache {feature}".rstrip()
+            works[name] = ours.forward(replace(TOKEN, feature=feature), token)
         works[f"{OURS} op"] = ours.op(CASE, x)
         works[f"{OURS} through SDPA"] = through_sdpa(x)
     return works
+
+
+def beside(name: str) -> str:
+    """The way that the cost of a way of ours is compared with: a raw op of FlashAttention-3, for
+    SDPA our own function."""
+    if name.endswith("backward"):
+        return "fa3 backward"
+    if name.endswith("SDPA"):
+        return OURS
+    return "fa3 lengths" if "varlen" in name or "kvcache" in name else "fa3"
+
+
+def through_autograd(forward: Work, leaves: list[torch.Tensor], dout: torch.Tensor) -> Work:
+    """The backward of a forward alone, over a kept graph."""
+    (out,) = forward.results(forward.run())
+    return Work(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), tuple)
+
+
+def varlen(x: Inputs) -> Work:
+    """One packed sequence."""
+    q, k, v = (y.flatten(0, 1) for y in (x.q, x.k, x.v))
+    ends = torch.tensor([0, len(q)], device=q.device, dtype=torch.int32)
+    run = partial(flash_attn_varlen_func, q, k, v, ends, ends, len(q), len(q))
+    return Work(run, lambda out: (out[None],))
 
 
 def through_sdpa(x: Inputs) -> Work:
@@ -88,9 +127,25 @@ def measure(
     return {
         name: {"status": "failed", "message": failures[name]}
         if name in failures
-        else {"status": "ok", "median_us": median(times), "batches_us": times}
+        else {
+            "status": "ok",
+            "least_us": round(min(times), 2),
+            "median_us": round(median(times), 2),
+            "batches_us": [round(us, 2) for us in times],
+        }
         for name, times in batch_times.items()
     }
+
+
+def line(name: str, costs: Mapping[str, dict[str, Any]]) -> str:
+    """What is printed of one way to call."""
+    cost, other = costs[name], costs.get(beside(name), {})
+    if "least_us" not in cost:
+        return f"{name}: {cost['message']}"
+    text = f"{name}: least {cost['least_us']:.1f} us, median {cost['median_us']:.1f}"
+    if not name.startswith(OURS) or "least_us" not in other or beside(name) == name:
+        return text
+    return f"{text}, {cost['least_us'] / other['least_us']:.2f} of {beside(name)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,17 +166,15 @@ def main(argv: list[str] | None = None) -> int:
     candidates, missing = load([OURS, *options.rivals.split(",")], device)
     works = ways(candidates, make_inputs(CASE, device, seed=0))
     costs = measure(works, options.batches, options.calls, device)
-    for name, cost in costs.items():
-        print(
-            f"{name}: "
-            + (f"{cost['median_us']:.1f} us" if "median_us" in cost else cost["message"])
-        )
+    for name in costs:
+        print(line(name, costs))
     for name, reason in missing.items():
         print(f"{name} is missing: {reason}")
     if options.json:
         result = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "case": str(CASE),
+            "token": str(TOKEN),
             "machine": report.machine(device, timing.Monitor(device)),
             "versions": report.versions({n: c.version for n, c in candidates.items()}),
             "calls_per_batch": options.calls,

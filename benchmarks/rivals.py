@@ -281,13 +281,14 @@ class FlashAttention3:
         self.version = f"fa3.so, sha256 {hashlib.sha256(library.read_bytes()).hexdigest()[:12]}"
 
     def forward(self, case: Case, x: Inputs) -> Work:
-        _need_plain(case, "chunk", "pages16")
-        k, v, pages = x.k, x.v, {}
-        if case.feature == "pages16":
+        _need_plain(case, "chunk", "pages16", "lengths")
+        k, v, cached = x.k, x.v, {}
+        if case.feature in ("pages16", "lengths"):
             cache = _cache(case, x)
             k, v = cache["k_cache"], cache["v_cache"]
-            pages = {"page_table": cache["block_table"]}
-        options = {"softmax_scale": case.dim**-0.5, "is_causal": case.causal, **pages}
+            names = {"page_table": "block_table", "seqused_k": "cache_seqlens"}
+            cached = {name: cache[ours] for name, ours in names.items() if ours in cache}
+        options = {"softmax_scale": case.dim**-0.5, "is_causal": case.causal, **cached}
         return Work(partial(self._ops.fwd, x.q, k, v, **options), _first)
 
     def backward(self, case: Case, x: Inputs) -> Work:

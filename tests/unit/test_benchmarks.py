@@ -185,11 +185,29 @@ def test_host_cost_of_each_way_to_call(tmp_path):
     assert host_cost.main([*arguments, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["missing"].keys() == {"fa3"}
-    ways = ("", " with grad", " op", " through SDPA")
-    names = {"math", *(f"flash_cute{way}" for way in ways)}
+    ways = ("", " with grad", " backward", " varlen", " op", " through SDPA", " kvcache")
+    cached = (" kvcache lengths", " kvcache pages16", " kvcache append")
+    names = {"math", *(f"flash_cute{way}" for way in (*ways, *cached))}
     assert result["candidates"].keys() == names
     for cost in result["candidates"].values():
-        assert cost["status"] == "ok" and len(cost["batches_us"]) == 20 and cost["median_us"] > 0
+        assert cost["status"] == "ok" and len(cost["batches_us"]) == 20
+        assert 0 < cost["least_us"] <= cost["median_us"]
+
+
+def test_host_costs_are_compared_with_the_op_that_does_the_same():
+    costs = {
+        "fa3": {"least_us": 20.0, "median_us": 21.0},
+        "fa3 lengths": {"least_us": 25.0, "median_us": 26.0},
+        "flash_cute": {"least_us": 24.0, "median_us": 25.0},
+        "flash_cute kvcache": {"least_us": 30.0, "median_us": 31.0},
+        "flash_cute backward": {"least_us": 90.0, "median_us": 91.0},
+        "flash_cute through SDPA": {"least_us": 30.0, "median_us": 31.0},
+    }
+    assert host_cost.line("flash_cute", costs).endswith(", 1.20 of fa3")
+    assert host_cost.line("flash_cute kvcache", costs).endswith(", 1.20 of fa3 lengths")
+    assert host_cost.line("flash_cute through SDPA", costs).endswith(", 1.25 of flash_cute")
+    assert host_cost.line("flash_cute backward", costs).endswith("median 91.0")
+    assert host_cost.line("fa3", costs) == "fa3: least 20.0 us, median 21.0"
 
 
 def test_host_cost_wants_enough_batches(capsys):
