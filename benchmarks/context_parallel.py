@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --json cp.json
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --seqlens 1048576 --rounds 2
+    torchrun --nproc-per-node 2 -m benchmarks.context_parallel --trace ring.json --strategies ring
 
 Milliseconds of forward and backward, causal, batch 1: the median of rounds, the slowest rank's.
 ``share`` is the time of one GPU over ranks times this. Each call is an NVTX range. Four
-ranks and more have a row of two_dimensional, too.
+ranks and more have a row of two_dimensional, too. ``--trace`` writes what ran on the first rank's
+GPU in one more step of each strategy: stream, begin and duration in us of each kernel and copy.
 """
 
 # ruff: noqa: B023, E731  calls are made before the next turn of the loop
@@ -58,6 +60,28 @@ def step(attend: Callable[..., Tensor], qkv: tuple[Tensor, ...], dout: Tensor) -
     attend(*leaves).backward(dout)
 
 
+def traced(call: Callable[[], None], device: torch.device) -> list[dict[str, object]]:
+    """What runs on the GPU in one call, in the order of its begins."""
+    activity = torch.profiler.ProfilerActivity
+    kind = activity.CUDA if device.type == "cuda" else activity.CPU
+    dist.barrier()
+    with torch.profiler.profile(activities=[kind]) as profile:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    events = [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    first = min((e.time_range.start for e in events), default=0)
+    return [
+        {
+            "name": e.name[:80],
+            "stream": e.device_resource_id,
+            "begin_us": round(e.time_range.start - first, 1),
+            "us": round(e.time_range.elapsed_us(), 1),
+        }
+        for e in sorted(events, key=lambda e: e.time_range.start)
+    ]
+
+
 def torch_s_own(mesh: DeviceMesh, qkv: list[Tensor], rounds: int, device: torch.device) -> list:
     """SDPA inside of context_parallel, of (batch, heads, seqlen, dim)."""
     from torch.distributed.tensor.experimental import context_parallel
@@ -78,6 +102,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-single", action="store_true", help="without the time of one GPU")
+    parser.add_argument("--strategies", nargs="+", help="some of them, without torch's own")
+    parser.add_argument("--trace", type=Path, help="timelines of one more step of each strategy")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device, int(os.environ["LOCAL_RANK"]) * (given.device == "cuda"))
@@ -90,6 +116,9 @@ def main() -> None:
     if ranks >= 4 and ranks % 2 == 0:  # pairs that share heads
         of_pairs = init_device_mesh(given.device, (ranks // 2, 2))
         contexts["two_dimensional"] = ContextParallel(of_pairs, strategy="two_dimensional")
+    if given.strategies:
+        contexts = {name: contexts[name] for name in given.strategies}
+    traces: list[dict[str, object]] = []
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     for seqlen in given.seqlens:
         torch.manual_seed(0)
@@ -108,11 +137,15 @@ def main() -> None:
             mine = tuple(cp.shard(x, plan) for x in (q, k, v))
 
             def shared(name=name, plan=plan, mine=mine) -> list[float]:
-                attend = partial(cp_attention, plan=plan)
-                return measure(lambda: step(attend, mine, mine[0]), name, given.rounds, device)
+                call = partial(step, partial(cp_attention, plan=plan), mine, mine[0])
+                times = measure(call, name, given.rounds, device)
+                if given.trace:
+                    events = traced(call, device)
+                    traces.append({"seqlen": plan.total, "strategy": name, "events": events})
+                return times
 
             calls[name] = shared
-        if given.device == "cuda":
+        if given.device == "cuda" and not given.strategies:
             copies = given.heads // given.heads_k  # torch's ring takes no grouped heads
             same = [q, *(x.repeat_interleave(copies, 2) for x in (k, v))]
             calls["torch"] = lambda: torch_s_own(mesh, same, given.rounds, device)
@@ -136,6 +169,8 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
     if given.json and dist.get_rank() == 0:
         given.json.write_text(json.dumps({"torch": torch.__version__, "results": rows}))
+    if given.trace and dist.get_rank() == 0:
+        given.trace.write_text(json.dumps(traces))
     dist.destroy_process_group()
 
 
