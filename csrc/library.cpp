@@ -7,7 +7,6 @@
 #include "boundary.h"
 #include "core/built.h"
 #include "core/calibration.h"
-#include "core/decode_plan.h"
 #include "core/introspect.h"
 #include "core/limit.h"
 #include "kernels/lab/names.h"
@@ -87,9 +86,6 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def("describe_gpu(int index) -> str");
   m.def("plan(str problem) -> str");
   m.def("explain(str problem) -> str");
-  m.def(
-      "decode_parts(str lengths, int seqlen_q, int heads, int heads_k, int num_splits, int split_size, int capacity, "
-      "int sms=132, int ctas=1) -> str");
   m.def(("lab_forward" + kLabForward + "()").c_str());
   m.def(("lab_forward_timed" + kLabForward + "float").c_str());
   m.def("lab_kernels() -> str");
@@ -105,7 +101,6 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("describe_gpu", &guarded<TORCH_BOX(&describe_gpu)>);
   m.impl("plan", &guarded<TORCH_BOX(&plan)>);
   m.impl("explain", &guarded<TORCH_BOX(static_cast<std::string (*)(std::string)>(&explain))>);
-  m.impl("decode_parts", &guarded<TORCH_BOX(&decode_parts)>);
   m.impl("lab_kernels", &guarded<TORCH_BOX(&lab::names)>);
 #ifdef FLASH_CUTE_CUDA
   m.impl("lab_usage", &guarded<&lab_usage>);

@@ -5,8 +5,8 @@
 
 #include "api/api.h"
 #include "api/describe.h"
+#include "api/run.h"
 #include "api/tensors.h"
-#include "core/heuristics.h"
 #include "core/registry.h"
 
 namespace flash_cute {
@@ -48,47 +48,14 @@ float* sink_gradient(const View& t, const View& q, int heads) {
   return static_cast<float*>(t.ptr);
 }
 
-// What the 16-bit kernels keep between their passes.
-Tensor allocate_workspace(BwdProblem& p, const KernelConfig& config, const View& q) {
-  const bool dense = p.fwd.dense();
-  auto padded_rows = [&](int block, int seqlen, int64_t total) {  // of a head
-    const PaddedRows padded{block};
-    return dense ? padded.dense(seqlen) : padded.packed(total, p.fwd.batch);
-  };
-  const int64_t rows = padded_rows(config.block_m, p.fwd.seqlen_q, p.fwd.total_q);
-  const int64_t all_rows = rows * p.fwd.heads * (dense ? p.fwd.batch : 1);
-  const int64_t semaphores = all_rows / config.block_m * config.warps;
-  const int rows_of_tile = config.block_n * config.cluster;
-  const int64_t tiles_k = int64_t((p.fwd.seqlen_k + rows_of_tile - 1) / rows_of_tile) * p.fwd.heads_k * p.fwd.batch;
-  p.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, p.fwd.seqlen_k, p.fwd.total_k) / kSlabRows;
-  const int64_t rows_k =
-      dense ? (tiles_k - p.splits.whole_tiles) * rows_of_tile : p.slabs_of_head * kSlabRows * p.fwd.heads_k;
-  const int64_t split_sums =
-      p.splits.count() > 1 ? rows_k * p.splits.count() * (config.head_dim + config.head_dim_v) : 0;
-  const Tensor workspace =
-      allocate(q, {all_rows * (config.dq_columns() + 2) + split_sums + semaphores}, ScalarType::Float);
-  float* base = static_cast<float*>(workspace.data_ptr());
-  const int64_t batch_stride = dense ? rows * p.fwd.heads : 0;
-  p.lse_log2 = {base, batch_stride, rows};
-  p.row_dot = {base + all_rows, batch_stride, rows};
-  p.dq_accum = base + 2 * all_rows;
-  p.split_sums = p.dq_accum + all_rows * config.dq_columns();
-  p.dq_semaphores = reinterpret_cast<int*>(p.split_sums + split_sums);
-  return workspace;
-}
-
-void run(BwdProblem& p, const FwdArguments& a, const View& dq, const View& dk, const View& dv, const View& softmax_d) {
+// With its results the problem is whole.
+void differentiate(BwdProblem p, const FwdArguments& a, const View& dq, const View& dk, const View& dv,
+                   const View& softmax_d) {
   p.dq = gradient(dq, a.q, "dq");
   p.dk = gradient(dk, a.k, "dk");
   p.dv = gradient(dv, a.v, "dv");
   p.softmax_d = row_stats(softmax_d, "softmax_d", a.q);
-  const auto& kernel = select(bwd_kernels(), p, device(a.q.device));
-  p.splits = plan_query_splits(kernel.config, p.fwd, device(a.q.device).sms);
-
-  Tensor workspace;
-  if (!kernel.config.fp32()) workspace = allocate_workspace(p, kernel.config, a.q);
-  const cudaError_t error = kernel.launch(p, current_stream(a.q));
-  FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
+  run(select(bwd_kernels(), p, device(a.q.device)), p, a.q);
 }
 
 void functional(StableIValue* stack, bool varlen) {
@@ -103,7 +70,7 @@ void functional(StableIValue* stack, bool varlen) {
     dsink = allocate(a.fwd.q, {p.fwd.heads}, ScalarType::Float);
     p.dsink = static_cast<float*>(dsink->data_ptr());
   }
-  run(p, a.fwd, View(dq), View(dk), View(dv), View(softmax_d));
+  differentiate(p, a.fwd, View(dq), View(dk), View(dv), View(softmax_d));
   in.put(dq, dk, dv, dsink, softmax_d);
 }
 
@@ -123,7 +90,7 @@ void into(StableIValue* stack, bool varlen) {
   auto or_scratch = [](const std::optional<View>& given, const View& like) {
     return given ? *given : View(allocate_like(like));
   };
-  run(p, a.fwd, or_scratch(dq, a.fwd.q), or_scratch(dk, a.fwd.k), or_scratch(dv, a.fwd.v),
+  differentiate(p, a.fwd, or_scratch(dq, a.fwd.q), or_scratch(dk, a.fwd.k), or_scratch(dv, a.fwd.v),
       softmax_d ? *softmax_d : View(allocate_row_stats(a.fwd.q)));
 }
 

@@ -161,18 +161,6 @@ Tensor allocate_out(const View& q, const View& v) {
                      : allocate(q, {q.size(0), q.size(1), head_dim_v}, q.dtype);
 }
 
-Tensor allocate_splits(FwdProblem& p, const KernelConfig& config, const View& q, int sms) {
-  p.splits.count = plan_forward(config, p, sms).num_splits;
-  if (p.splits.count == 1) return Tensor();
-  const int64_t rows = p.all_rows(), results = int64_t(p.splits.count) * p.heads * rows;
-  const int row_stats = p.row_max.ptr == nullptr ? 1 : 2;
-  const Tensor workspace = allocate(q, {results * (config.head_dim_v + row_stats)}, ScalarType::Float);
-  p.splits.columns = config.head_dim_v;
-  p.splits.out = static_cast<float*>(workspace.data_ptr());
-  p.splits.lse = {p.splits.out + results * config.head_dim_v, p.dense() ? p.seqlen_q : 0, rows};
-  return workspace;
-}
-
 Tensor allocate_row_stats(const View& q) {
   return q.dims == 4 ? allocate(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float)
                      : allocate(q, {q.size(1), q.size(0)}, ScalarType::Float);

@@ -18,9 +18,6 @@ void describe_scores(FwdProblem& p, const Score& score, const View& q);
 // The shape of q with the head dim of v, uninitialised.
 Tensor allocate_out(const View& q, const View& v);
 
-// Plans the splits of the keys and allocates their results; undefined if there is one.
-Tensor allocate_splits(FwdProblem& p, const KernelConfig& config, const View& q, int sms);
-
 // RowStats of each row, [b, h, s] or [h, rows], uninitialised.
 Tensor allocate_row_stats(const View& q);
 

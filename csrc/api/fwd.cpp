@@ -4,6 +4,7 @@
 #include "api/api.h"
 #include "api/fwd.h"
 #include "api/describe.h"
+#include "api/run.h"
 #include "api/tensors.h"
 #include "core/registry.h"
 
@@ -16,25 +17,22 @@ struct FwdResults {
   std::optional<View> row_max, softmax;
 };
 
-void launch(FwdProblem& p, const View& q) {
-  const Device& gpu = device(q.device);
-  const auto& kernel = select(fwd_kernels(), p, gpu);
-  const Tensor splits = allocate_splits(p, kernel.config, q, gpu.sms);
-  const cudaError_t error = kernel.launch(p, current_stream(q));
-  FC_CHECK(error == cudaSuccess, kernel.config.id(), ": ", cudaGetErrorString(error));
+void select_and_run(const FwdProblem& p, const View& q) {
+  run(select(fwd_kernels(), p, device(q.device)), p, q);
 }
 
 // Row maxima under a softcap cost a launch of their own: a kernel that has to know them rounds differently, and out and
 // lse must not depend on what else is returned.
-void launch_for_row_max(FwdProblem p, const View& q, const View& v) {
+void run_for_row_max(FwdProblem p, const View& q, const View& v) {
   const Tensor out = allocate_out(q, v), softmax_lse = allocate_row_stats(q);
   p.out = tensor_view(View(out), "out");
   p.lse = row_stats(View(softmax_lse), "softmax_lse", q);
   p.softmax = nullptr;
-  launch(p, q);
+  select_and_run(p, q);
 }
 
-void run(FwdProblem& p, const FwdArguments& a, const FwdResults& results) {
+// With its results the problem is whole.
+void attend(FwdProblem p, const FwdArguments& a, const FwdResults& results) {
   check_like_out(results.out, a.q, a.v, "out");
   p.out = tensor_view(results.out, "out");
   p.lse = row_stats(results.softmax_lse, "softmax_lse", a.q);
@@ -56,13 +54,13 @@ void run(FwdProblem& p, const FwdArguments& a, const FwdResults& results) {
 void functional(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const FwdArguments a = take_fwd(in, varlen);
-  FwdProblem p = make_problem(a);
+  const FwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
   const Tensor out = allocate_out(a.q, a.v), softmax_lse = allocate_row_stats(a.q);
   std::optional<Tensor> row_max, softmax;
   if (a.return_row_max) row_max = allocate_row_stats(a.q);
   if (a.return_softmax) softmax = allocate(a.q, {p.batch, p.heads, p.seqlen_q, p.seqlen_k}, a.q.dtype);
-  run(p, a, {View(out), View(softmax_lse), view_of(row_max), view_of(softmax)});
+  attend(p, a, {View(out), View(softmax_lse), view_of(row_max), view_of(softmax)});
   in.put(out, softmax_lse, row_max, softmax);
 }
 
@@ -77,19 +75,19 @@ void into(StableIValue* stack, bool varlen) {
       {named(a.q, "q"), named(a.k, "k"), named(a.v, "v")});
   FC_CHECK(!a.return_row_max || row_max, "return_row_max: the out overload needs row_max, a buffer for it");
   FC_CHECK(!a.return_softmax || softmax, "return_softmax: the out overload needs softmax, a buffer for it");
-  FwdProblem p = make_problem(a);
+  const FwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
-  run(p, a, {out, softmax_lse ? *softmax_lse : View(allocate_row_stats(a.q)), row_max, softmax});
+  attend(p, a, {out, softmax_lse ? *softmax_lse : View(allocate_row_stats(a.q)), row_max, softmax});
 }
 
 }  // namespace
 
-void run_forward(FwdProblem& p, const View& q, const View& v) {
+void run_forward(FwdProblem p, const View& q, const View& v) {
   if (p.row_max.ptr != nullptr && p.rules.softcap > 0) {
-    launch_for_row_max(p, q, v);
+    run_for_row_max(p, q, v);
     p.row_max = {};
   }
-  launch(p, q);
+  select_and_run(p, q);
 }
 
 void fwd(StableIValue* stack, uint64_t, uint64_t) {

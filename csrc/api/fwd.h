@@ -7,7 +7,7 @@
 namespace flash_cute {
 
 // Of q and v the shapes count: keys may have been laid out anew.
-void run_forward(FwdProblem& p, const View& q, const View& v);
+void run_forward(FwdProblem p, const View& q, const View& v);
 
 // The same where keys and values of packed sequences lie in pages.
 void attend_pages(const FwdProblem& p, const View& q, const View& k, const View& v);

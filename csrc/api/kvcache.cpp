@@ -8,8 +8,8 @@
 #include "api/fwd.h"
 #include "api/describe_kvcache.h"
 #include "api/describe.h"
+#include "api/run.h"
 #include "api/tensors.h"
-#include "core/decode_plan.h"
 #include "core/heuristics.h"
 #include "core/calibration.h"
 #include "core/registry.h"
@@ -18,18 +18,6 @@
 
 namespace flash_cute {
 namespace {
-
-// Workspace of splits, if any work tile may be split.
-Tensor allocate_decode_splits(DecodeProblem& p, const KernelConfig& config, const View& q) {
-  if (p.slots == 0) return Tensor();
-  const bool even = p.even_splits();
-  const int64_t rows = int64_t(p.slots) * config.block_m, out = rows * config.head_dim_v;
-  const Tensor workspace = allocate(q, {out + rows + (even ? 0 : p.slots)}, ScalarType::Float);
-  p.split_out = static_cast<float*>(workspace.data_ptr());
-  p.split_lse = p.split_out + out;
-  if (!even) p.arrived = reinterpret_cast<unsigned*>(p.split_lse + rows);
-  return workspace;
-}
 
 // A kernel of forward for prompts in chunks; null if none can, or decoding takes no longer. Where the caller says how
 // keys are parted, it is always decoding: results must not depend on the batch.
@@ -41,10 +29,6 @@ const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfi
   const bool cheaper =
       kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu);
   return cheaper ? kernel : nullptr;
-}
-
-void check_launch(const KernelConfig& config, cudaError_t error) {
-  FC_CHECK(error == cudaSuccess, config.id(), ": ", cudaGetErrorString(error));
 }
 
 // Whether the kernels over a cache can read it: they move vectors of 16 bytes.
@@ -62,8 +46,7 @@ void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k
   const Tensor lengths = allocate(q, {f.batch}, ScalarType::Int);
   const GatheredKeys to{tensor_view(View(gathered_k), "k"), tensor_view(View(gathered_v), "v"), rows,
                         static_cast<int*>(lengths.data_ptr())};
-  const cudaError_t error = gather_pages(p, to, current_stream(q));
-  FC_CHECK(error == cudaSuccess, "gather_pages: ", cudaGetErrorString(error));
+  check_launch("gather_pages", gather_pages(p, to, current_stream(q)));
   f.k = to.k;
   f.v = to.v;
   f.pages = {};
@@ -73,33 +56,30 @@ void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k
   run_forward(f, q, v);
 }
 
-void run_in_pages(DecodeProblem& p, const Kernel<Op::Fwd>& kernel, const View& q, int sms) {
-  const cudaStream_t stream = current_stream(q);
-  const Tensor splits = allocate_splits(p.fwd, kernel.config, q, sms);
+// Runs a kernel of forward on a cache.
+void run_in_pages(DecodeProblem p, const Kernel<Op::Fwd>& kernel, const View& q) {
   p.fwd.varlen.used_k = p.cache.lengths;
   Tensor lengths;
   if (p.added.total > 0) {
     lengths = allocate(q, {p.fwd.batch}, ScalarType::Int);
     p.fwd.varlen.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
   }
-  if (p.appends()) check_launch(kernel.config, append_keys(p, stream));
-  check_launch(kernel.config, kernel.launch(p.fwd, stream));
+  if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(q)));
+  run(kernel, p.fwd, q);
 }
 
 // Runs the kernel over a cache that takes least time.
-void run_cached(DecodeProblem& p, const View& q) {
+void run_cached(const DecodeProblem& p, const View& q) {
   const Device& gpu = device(q.device);
   const auto& kernel = select(decode_kernels(), p, gpu);
   if (const auto* forward = cheaper_forward(p, kernel.config, gpu)) {
-    run_in_pages(p, *forward, q, gpu.sms);
+    run_in_pages(p, *forward, q);
   } else {
-    plan_decode(p, kernel.config, gpu);
-    const Tensor workspace = allocate_decode_splits(p, kernel.config, q);
-    check_launch(kernel.config, kernel.launch(p, current_stream(q)));
+    run(kernel, p, q);
   }
 }
 
-void run(StableIValue* stack, bool joins) {
+void attend_cache(StableIValue* stack, bool joins) {
   Stack in(stack);
   const KvcacheArguments a = take_kvcache(in, joins);
   DecodeProblem p = make_problem(a);
@@ -113,10 +93,7 @@ void run(StableIValue* stack, bool joins) {
     p.fwd.q = tensor_view(View(rotated), "q");
   }
   if (p.fwd.head_dim % 8 != 0 || p.fwd.head_dim_v % 8 != 0) {
-    if (p.appends()) {
-      const cudaError_t error = append_keys(p, current_stream(a.q));
-      FC_CHECK(error == cudaSuccess, "append_keys: ", cudaGetErrorString(error));
-    }
+    if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(a.q)));
     run_gathered(p, p.fwd.seqlen_k, a.q, a.k_cache, a.v_cache);
   } else {
     FC_CHECK(has_vectors(p), "q and the caches must have vectors on 16-byte boundaries");
@@ -131,9 +108,8 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
   check_cached_queries(a);
   const Tensor lengths = allocate(q, {a.batch}, ScalarType::Int);
   int* const counts = static_cast<int*>(lengths.data_ptr());
-  const cudaError_t error =
-      count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts, current_stream(q));
-  FC_CHECK(error == cudaSuccess, "count_paged_keys: ", cudaGetErrorString(error));
+  check_launch("count_paged_keys", count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts,
+                                                    current_stream(q)));
   DecodeProblem p{};
   p.fwd = a;
   p.fwd.varlen.cu_k = p.fwd.varlen.used_k = nullptr;
@@ -161,10 +137,10 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
 }
 
 void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
-  run(stack, true);
+  attend_cache(stack, true);
 }
 void attend_kvcache(StableIValue* stack, uint64_t, uint64_t) {
-  run(stack, false);
+  attend_cache(stack, false);
 }
 
 }  // namespace flash_cute

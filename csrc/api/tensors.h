@@ -82,4 +82,7 @@ int checked_int(int64_t value, const char* name);
 
 cudaStream_t current_stream(const View& t);
 
+// Throws an error that names what was launched.
+void check_launch(const char* what, cudaError_t error);
+
 }  // namespace flash_cute

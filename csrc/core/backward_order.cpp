@@ -25,7 +25,7 @@ int64_t bytes_of_query(const FwdProblem& f) {
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p) {
   constexpr int64_t kBytes = 64 << 20;
   const FwdProblem& f = p.fwd;
-  if (config.two_cta() || p.deterministic || !f.dense()) return false;
+  if (config.arch != Arch::Sm90 || config.two_cta() || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
   return bytes_of_query(f) * f.seqlen_q > kBytes;
 }
@@ -33,6 +33,7 @@ bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p) {
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
+  if (config.arch != Arch::Sm90) return DqAccumulate::Atomic;
   if (needs_l2_throttle(config, p)) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
@@ -45,15 +46,25 @@ DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p) {
   return seen <= most ? DqAccumulate::FirstStores : DqAccumulate::Atomic;
 }
 
-KeyOrder KeyOrder::of(const KernelConfig& config, const BwdProblem& p) {
+// One set of all tiles: those of so many heads alternate as have kTiles together, by measurement.
+static KeyOrder order_of_sm80(const KernelConfig& config, const BwdProblem& p) {
+  constexpr int kTiles = 256;
+  const int tiles = (p.fwd.seqlen_k + config.block_n - 1) / config.block_n;
+  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
+  const int heads = p.deterministic ? config.block_n / 2 : std::max(1, kTiles / std::max(1, tiles));
+  return {.heads_together = heads};
+}
+
+KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan) {
   constexpr int kTilesTogether = 128;
   constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
   constexpr int64_t kCached = 32 << 20;  // of L2 that stay while other data pass through
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
+  if (config.arch != Arch::Sm90) return order_of_sm80(config, p);
   const DqAccumulate order = dq_accumulate(config, p);
   const bool in_turns = order == DqAccumulate::Serialized;
-  const QuerySplits splits = p.splits.whole_tiles == 0 ? p.splits : QuerySplits{};  // of most tiles
+  const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
   const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
   const int together = kTilesTogether / config.cluster;

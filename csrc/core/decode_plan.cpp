@@ -1,16 +1,15 @@
 #include "core/decode_plan.h"
 
 #include <algorithm>
-#include <sstream>
 #include <stdexcept>
-#include <vector>
 
 #include "core/layout/decode_scheduler.h"
+#include "core/workspace.h"
 
 namespace flash_cute {
 
 // Takes 1/16 off large chunks for tail CTAs with small chunks: SMs that finish early take these.
-static void add_tail_ctas(DecodeProblem& p, int per_head) {
+static void add_tail_ctas(DecodeParams& p, int per_head) {
   constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // quanta; fractions of a chunk
   const int chunk = detail::ceil_div(per_head, p.ctas_per_head);
   if (chunk < kLarge) return;
@@ -22,7 +21,7 @@ static void add_tail_ctas(DecodeProblem& p, int per_head) {
 }
 
 // Gives each work tile a CTA, and those of the last wave two each, so that SMs finish at about the same time.
-static void one_cta_per_tile(DecodeProblem& p, int work_tiles, int per_tile) {
+static void one_cta_per_tile(DecodeParams& p, int work_tiles, int per_tile) {
   constexpr int kSplits = 2;
   const int last = per_tile % kSplits == 0 ? detail::ceil_div(p.resident_ctas, p.fwd.heads_k) : 0;
   p.uniform.chunk = FastDivmod(per_tile);
@@ -33,7 +32,7 @@ static void one_cta_per_tile(DecodeProblem& p, int work_tiles, int per_tile) {
 }
 
 // Plans the chunks of a uniform batch.
-static void plan_uniform(DecodeProblem& p, const KernelConfig& config) {
+static void plan_uniform(DecodeParams& p, const KernelConfig& config) {
   constexpr int kLong = 8, kWaves = 8;  // quanta of a work tile; work tiles per resident CTA
   const Quanta quanta(p, cached_seq(p, 0), config.block_m, config.block_n);
   const int per_head = p.fwd.batch * quanta.per_head, work_tiles = p.fwd.batch * quanta.tiles;
@@ -63,7 +62,7 @@ int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Devic
 }
 
 // Gives each work tile a cluster.
-static void one_cluster_per_tile(DecodeProblem& p, const KernelConfig& config, int64_t tiles, const Device& gpu) {
+static void one_cluster_per_tile(DecodeParams& p, const KernelConfig& config, int64_t tiles, const Device& gpu) {
   const int ctas = ctas_of_tile(p, config, gpu);
   p.uniform.known = p.is_uniform();
   p.cluster_ctas = ctas;
@@ -83,14 +82,15 @@ static bool fits_l2(const DecodeProblem& p) {
 
 // Fraction of K/V loads with evict_normal; the rest use evict_first. A cache that fits into L2 may be hit by the next
 // call, so 3/4 stay. All of it would thrash when it is slightly too large.
-static float l2_fraction_of(const DecodeProblem& p, const KernelConfig& config) {
+static float l2_fraction_of(const DecodeParams& p, const KernelConfig& config) {
   constexpr float kShare = 0.75f;
   if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several query tiles read it
   return fits_l2(p) ? kShare : 0.f;
 }
 
-void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
+DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) {
   constexpr int64_t kMost = int64_t{1} << 30;  // quanta, and slots
+  DecodeParams p{problem, {}, {}};  // whose plan is being made
   const FwdProblem& f = p.fwd;
   p.heads_k = FastDivmod(std::max(1, f.heads_k));
   p.group = FastDivmod(std::max(1, f.heads / std::max(1, f.heads_k)));
@@ -113,7 +113,10 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu
   p.quantum_blocks = 1;
   p.slots = 0;
   if (work_tiles >= kMost) throw std::runtime_error("flash_cute: 2^30 tiles of queries or more");
-  if (config.arch == Arch::Sm90) return one_cluster_per_tile(p, config, tiles, gpu);
+  if (config.arch == Arch::Sm90) {
+    one_cluster_per_tile(p, config, tiles, gpu);
+    return p;
+  }
   if (!even && work_tiles * splits >= kMost)
     throw std::runtime_error("flash_cute: keys are cut into 2^30 splits or more");
   if (even) p.quantum_blocks += static_cast<int>(work_tiles * blocks / kMost);
@@ -122,51 +125,8 @@ void plan_decode(DecodeProblem& p, const KernelConfig& config, const Device& gpu
   const bool late = p.uniform.full_ctas < p.ctas_per_head;
   const bool whole =
       even && p.uniform.known && whole_units(p.uniform.chunk) && (!late || whole_units(p.uniform.tail_chunk));
-  if (splits <= 1 || whole) return;
-  p.slots = static_cast<int>(even ? 2 * int64_t(p.ctas()) : work_tiles * splits);
-}
-
-std::string decode_parts(std::string lengths, int64_t seqlen_q, int64_t heads, int64_t heads_k, int64_t num_splits,
-                         int64_t split_size, int64_t capacity, int64_t sms, int64_t ctas) {
-  if (std::min({seqlen_q, num_splits, split_size, capacity}) < 0 || std::min({heads, heads_k, sms, ctas}) < 1) {
-    throw std::invalid_argument("flash_cute: sizes must not be negative, heads, heads_k, sms and ctas at least 1");
-  }
-  std::vector<int> rows;
-  std::stringstream in(lengths);
-  for (std::string length; std::getline(in, length, ',');) rows.push_back(std::stoi(length));
-  constexpr int kRows = 16, kKeys = 128;
-  KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, kRows, kKeys, 3, 8, 1, 1};
-  config.ctas = static_cast<int>(ctas);
-  DecodeProblem p{};
-  p.fwd.batch = static_cast<int>(rows.size());
-  p.fwd.heads = static_cast<int>(heads);
-  p.fwd.heads_k = static_cast<int>(heads_k);
-  p.fwd.seqlen_q = static_cast<int>(seqlen_q);
-  p.fwd.seqlen_k = p.fwd.pages.size = static_cast<int>(capacity);
-  const bool full = std::count(rows.begin(), rows.end(), capacity) == p.fwd.batch;
-  p.cache.lengths = full ? nullptr : rows.data();
-  p.num_splits = static_cast<int>(num_splits);
-  p.split_size = static_cast<int>(split_size);
-  plan_decode(p, config, Device{.sms = static_cast<int>(sms)});
-
-  int per_head = 0, per_first_tile = 1;
-  for (int b = p.fwd.batch - 1; b >= 0; --b) {
-    const Quanta quanta(p, cached_seq(p, b), config.block_m, config.block_n);
-    per_head += quanta.per_head;
-    per_first_tile = quanta.per_tile;
-  }
-  const CtaChunks chunks = p.uniform.known ? CtaChunks::foreseen(p) : CtaChunks::of(p, per_head, per_first_tile);
-  std::ostringstream out;
-  out << p.slots;
-  for (int cta = 0; cta < p.ctas(); ++cta) {
-    SplitIterator<kRows, kKeys> splits(p, chunks, cta, {0, 0});
-    for (KvSplit split = splits.next(p); split.quanta > 0; split = splits.next(p)) {
-      out << '\n'
-          << cta << ' ' << split.b << ' ' << split.head_k << ' ' << split.row << ' ' << split.first << ' ' << split.last
-          << ' ' << split.all.count << ' ' << split.index << ' ' << split.all.slot(split.index);
-    }
-  }
-  return out.str();
+  if (splits > 1 && !whole) p.slots = static_cast<int>(even ? 2 * int64_t(p.ctas()) : work_tiles * splits);
+  return p;
 }
 
 }  // namespace flash_cute

@@ -96,7 +96,7 @@ int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
   return heads;
 }
 
-ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms) {
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and combine reads.
   constexpr double kKernel = 3, kNumber = 1 / 3e5;
@@ -124,15 +124,15 @@ ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, 
     return cost_of(costs, all * splits, resident_ctas);
   };
   const double whole = cost_with(1);
-  ForwardPlan plan{whole, 1};
-  if (config.arch != Arch::Sm90) return plan;
+  SplitCost best{whole, 1};
+  if (config.arch != Arch::Sm90) return best;
   const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
   const int most = std::min(kMaxSplits, (one.seqlen_k + config.block_n - 1) / config.block_n);
   for (int splits = 2; splits <= most && (splits - 1) * all < kWaves * resident_ctas; ++splits) {
     const double cost = cost_with(splits) + (kKernel + merging * splits) * a_microsecond(config, sms);
-    if (cost < plan.cost && cost < kWorthwhile * whole) plan = {cost, splits};
+    if (cost < best.cost && cost < kWorthwhile * whole) best = {cost, splits};
   }
-  return plan;
+  return best;
 }
 
 // Whether an SM has shared memory for config.ctas CTAs, with what it reserves for each.
@@ -189,7 +189,7 @@ double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gp
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
-  return plan_forward(config, problem, gpu.sms).cost;
+  return cheapest_splits(config, problem, gpu.sms).cost;
 }
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
@@ -209,7 +209,7 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
   return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
 }
 
-QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
+QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
   // Microseconds on an H200: of a CTA before its first and after its last step, of one more kernel, and of an fp32
   // number that a split writes and combine reads. A step takes as long as its five products.
   constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;

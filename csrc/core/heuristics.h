@@ -3,6 +3,7 @@
 
 #include "core/config.h"
 #include "core/device.h"
+#include "core/plan.h"
 #include "core/problem.h"
 
 namespace flash_cute {
@@ -17,11 +18,11 @@ int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 // Cost of a forward on `sms` multiprocessors, to compare alternatives by, with the best number of splits. The host does
 // not know packed lengths: their mean stands for them, and clusters cost infinity there, as short sequences would idle
 // some of their CTAs.
-struct ForwardPlan {
+struct SplitCost {
   double cost;
   int num_splits;
 };
-ForwardPlan plan_forward(const KernelConfig& config, const FwdProblem& problem, int sms);
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
@@ -56,6 +57,6 @@ auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const
 // Splits of Hopper's backward: 1 where key tiles keep the GPU busy, else of all tiles or of the last wave's. Splits
 // cost a combine pass and workspace. Heads are split before queries. Packed lengths count as their mean. Other kernels
 // have one split.
-QuerySplits plan_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
+QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 }  // namespace flash_cute

@@ -2,13 +2,11 @@
 
 #include <vector>
 
-#include "core/backward_order.h"
 #include "core/built.h"
-#include "core/decode_plan.h"
-#include "core/heuristics.h"
 #include "core/json.h"
 #include "core/limit.h"
 #include "core/verdicts.h"
+#include "core/workspace.h"
 
 namespace flash_cute {
 namespace {
@@ -38,14 +36,15 @@ std::string array(const std::vector<std::string>& items) {
   return "[" + all + "]";
 }
 
-JsonObject plan_of_forward(const KernelConfig& config, const FwdProblem& p, const Device& gpu) {
-  const int num_splits = plan_forward(config, p, gpu.sms).num_splits, heads = pack_gqa(config, p);
-  const int64_t results = num_splits == 1 ? 0 : int64_t(num_splits) * p.heads * p.all_rows();
-  return JsonObject()
-      .raw("kernel", describe(config).str())
-      .integer("num_splits", num_splits)
-      .integer("pack_gqa", heads)
-      .integer("workspace_bytes", results * (config.head_dim_v + 1) * static_cast<int64_t>(sizeof(float)));
+template <class P, class PlanOf>
+int64_t workspace_bytes(const KernelConfig& config, const P& problem, const PlanOf& plan) {
+  Arena size;
+  lay_out(size, config, problem, plan);
+  return size.numbers() * static_cast<int64_t>(sizeof(float));
+}
+
+JsonObject describe(const FwdPlan& plan) {
+  return JsonObject().integer("num_splits", plan.num_splits).integer("pack_gqa", plan.pack_gqa);
 }
 
 JsonObject describe(const KeyOrder& order) {
@@ -57,34 +56,31 @@ JsonObject describe(const KeyOrder& order) {
       .flag("down_and_up", order.down_and_up);
 }
 
-JsonObject plan_of_backward(const KernelConfig& config, BwdProblem p, const Device& gpu) {
-  p.splits = plan_query_splits(config, p.fwd, gpu.sms);
-  const bool hopper = config.arch == Arch::Sm90;
-  const DqAccumulate order = hopper            ? dq_accumulate(config, p)
-                             : p.deterministic ? DqAccumulate::Serialized
-                                               : DqAccumulate::Atomic;
-  JsonObject plan;
-  plan.raw("kernel", describe(config).str())
-      .integer("num_splits", p.splits.count())
-      .integer("splits_of_heads", p.splits.heads)
-      .integer("splits_of_queries", p.splits.queries)
-      .integer("whole_tiles", p.splits.whole_tiles)
+JsonObject describe(const BwdPlan& plan) {
+  const DqAccumulate order = plan.dq_accumulate;
+  JsonObject all;
+  all.integer("num_splits", plan.splits.count())
+      .integer("splits_of_heads", plan.splits.heads)
+      .integer("splits_of_queries", plan.splits.queries)
+      .integer("whole_tiles", plan.splits.whole_tiles)
       .text("dq_accumulate", order == DqAccumulate::Atomic        ? "atomic"
                              : order == DqAccumulate::FirstStores ? "first_stores"
                                                                   : "serialized");
-  if (hopper)
-    plan.flag("l2_throttle", needs_l2_throttle(config, p)).raw("key_order", describe(KeyOrder::of(config, p)).str());
-  return plan;
+  if (plan.resident > 0) all.flag("l2_throttle", plan.l2_throttle).raw("key_order", describe(plan.order).str());
+  return all;
 }
 
-JsonObject plan_of_decode(const KernelConfig& config, DecodeProblem p, const Device& gpu) {
-  plan_decode(p, config, gpu);
-  const int64_t rows = int64_t(p.slots) * config.block_m;
-  return JsonObject()
+JsonObject describe(const DecodePlan& plan) {
+  return JsonObject().integer("ctas", plan.ctas()).integer("cluster", plan.clusters.ctas.value);
+}
+
+template <class P>
+std::string planned(const KernelConfig& config, const P& problem, const Device& gpu) {
+  const auto plan = make_plan(config, problem, gpu);
+  return describe(plan)
       .raw("kernel", describe(config).str())
-      .integer("ctas", p.ctas())
-      .integer("cluster", p.clusters.ctas.value)
-      .integer("workspace_bytes", rows * (config.head_dim_v + 1) * static_cast<int64_t>(sizeof(float)));
+      .integer("workspace_bytes", workspace_bytes(config, problem, plan))
+      .str();
 }
 
 void add_verdicts(std::vector<std::string>& to, const Choice& choice) {
@@ -123,16 +119,12 @@ std::string describe_gpu(int64_t index) {
 
 std::string plan(std::string problem) {
   const Asked asked = read(problem);
-  if (asked.op == "fwd") {
-    return plan_of_forward(choose<Op::Fwd>(asked, asked.bwd.fwd).config(), asked.bwd.fwd, asked.gpu).str();
-  }
-  if (asked.op == "bwd")
-    return plan_of_backward(choose<Op::Bwd>(asked, asked.bwd).config(), asked.bwd, asked.gpu).str();
+  const FwdProblem& fwd = asked.bwd.fwd;
+  if (asked.op == "fwd") return planned(choose<Op::Fwd>(asked, fwd).config(), fwd, asked.gpu);
+  if (asked.op == "bwd") return planned(choose<Op::Bwd>(asked, asked.bwd).config(), asked.bwd, asked.gpu);
   const CacheChoice choice = choose_for_cache(asked);
-  if (choice.forward.chosen != nullptr) {
-    return plan_of_forward(choice.forward.config(), asked.decode.fwd, asked.gpu).str();
-  }
-  return plan_of_decode(choice.decode.config(), asked.decode, asked.gpu).str();
+  if (choice.forward.chosen != nullptr) return planned(choice.forward.config(), asked.decode.fwd, asked.gpu);
+  return planned(choice.decode.config(), asked.decode, asked.gpu);
 }
 
 std::string explain(std::string problem) {

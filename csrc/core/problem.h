@@ -1,11 +1,10 @@
-// What a call asks for, as plain data: filled by csrc/api, read by kernels. No torch, no CuTe.
+// What a call asks for, as plain data: filled by csrc/api, and const from then on. No torch, no CuTe.
 #pragma once
 
 #include <cstdint>
 #include <numeric>
 
 #include "core/config.h"
-#include "core/layout/fast_divmod.h"
 
 namespace flash_cute {
 
@@ -59,19 +58,6 @@ struct Sink {
   Element element = Element::None;
 };
 
-// Split-KV of Hopper's forward, where query tiles are too few for the GPU. combine_splits() combines the results.
-struct KvSplits {
-  int count = 1;
-  int columns = 0;  // of the kernel's tile of V
-  float* out = nullptr;  // [count * h, rows of all sequences, columns]
-  RowStats lse{};  // [count * h, rows of all sequences], rows as in `out`
-
-  // Where it is asked for: stored after lse.
-  constexpr RowStats row_max(int heads) const {
-    return {lse.ptr + int64_t(count) * heads * lse.head, lse.batch, lse.head};
-  }
-};
-
 // Paged K and V, or one page a sequence: k and v then have pages in place of sequences. Ids are unchecked device data:
 // rows of a page that does not exist read as zeros.
 struct Pages {
@@ -102,7 +88,6 @@ struct FwdProblem {
   RowStats lse;  // natural log
   RowStats row_max;  // may be null
   void* softmax;  // signed probabilities [b, h, seqlen_q, seqlen_k] in the dtype; may be null
-  KvSplits splits;
 
   constexpr bool dense() const { return varlen.cu_q == nullptr; }
   constexpr bool dense_keys() const { return varlen.cu_k == nullptr; }
@@ -141,21 +126,6 @@ struct Rotary {
   const int* from = nullptr;  // [batch], position of the first new key; null: rows in use
 };
 
-// A batch whose sequences are known to be equally long, so that the host can plan it.
-struct UniformBatch {
-  bool known = false;
-  FastDivmod per_tile, per_sequence;
-  FastDivmod chunk, tail_chunk;  // of a full CTA, and of a tail CTA
-  int full_ctas = 0;  // of a head
-};
-
-// Clusters, one per work tile (kernels/sm90/decode.h).
-struct TileClusters {
-  FastDivmod ctas;  // of a cluster
-  FastDivmod tiles;  // of query rows, per kv head of a sequence
-  int column_bits = 0;  // each of the first CTAs combines 2^column_bits columns
-};
-
 struct DecodeProblem {
   // k and v are the caches with their page stride in batch; seqlen_k is the capacity, total_q counts dense rows, too.
   FwdProblem fwd;
@@ -165,24 +135,6 @@ struct DecodeProblem {
   TensorView unrotated_q;  // the source of fwd.q with rotary embedding
   // Splits a sequence, or keys a split; with both 0 CTAs split keys evenly.
   int num_splits, split_size;
-  int quantum_blocks;  // of even splits: blocks of a quantum
-  int ctas_per_head;  // CTAs per kv head, tail CTAs included
-  FastDivmod by_ctas_per_head;  // without tail CTAs
-  int resident_ctas;  // CTAs that run at once
-  int cluster_ctas;  // CTAs of a cluster
-  FastDivmod heads_k, group;  // kv heads, and query heads of each
-  FastDivmod page_size;
-  float
-      l2_fraction;  // share of what is read of K and V that the L2 cache keeps like other data; the rest leaves it first
-  UniformBatch uniform;
-  TileClusters clusters;
-  // Workspace of splits, if any work tile may be split (core/layout/decode_scheduler.h).
-  int slots;
-  float* split_out;  // [slots, block_m, head_dim_v of the tile]
-  float* split_lse;  // [slots, block_m]
-  unsigned* arrived;  // [slots]: finished splits of a work tile; null with even splits, which have persistent counters
-
-  constexpr int ctas() const { return ctas_per_head * fwd.heads_k; }
 
   // Whether the host knows that all sequences are equally long.
   constexpr bool is_uniform() const {
@@ -195,33 +147,11 @@ struct DecodeProblem {
   constexpr bool appends() const { return added.total > 0 || rotary.cos != nullptr; }
 };
 
-// Into how many splits backward cuts the work of a key tile, each with partial sums of dK and dV: of all tiles, or of
-// the last ones.
-struct QuerySplits {
-  int heads = 1;  // of the query heads of a kv head
-  int queries = 1;  // of the query tiles that see the keys
-  int whole_tiles = 0;  // come first and are not split
-
-  constexpr int count() const { return heads * queries; }
-};
-
 struct BwdProblem {
   FwdProblem fwd;  // with its results: out and lse
   TensorView dout, dq, dk, dv;
   RowStats dlse;  // may be null
   RowStats softmax_d;  // result: rowsum(dout * out) - dlse
-  // Workspaces. Rows are padded so that every sequence starts on a multiple of block_m: see PaddedRows.
-  RowStats lse_log2;  // lse / ln 2; +inf where a row does not exist or sees no key
-  RowStats row_dot;  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
-  float* dq_accum;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of the kernel's own
-  // [b, h, rows / block_m, warps]: key tiles that have added to a query tile (Serialized), or 1 once the first has stored
-  // (FirstStores). Atomic: element 0 is the L2 throttle's step counter.
-  int* dq_semaphores;
-  QuerySplits splits;
-  // Partial sums of dK, then dV, in accumulator order: [slabs, splits, kSlabRows], head_dim + head_dim_v numbers each.
-  // Slabs are those of the split tiles, or of packed sequences [h_k, rows / kSlabRows].
-  float* split_sums;
-  int64_t slabs_of_head;  // of packed sequences
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in a fixed order
 };
@@ -237,17 +167,6 @@ constexpr const FwdProblem& forward_of(const DecodeProblem& p) {
 constexpr const FwdProblem& forward_of(const BwdProblem& p) {
   return p.fwd;
 }
-
-// The padded rows of backward's workspaces: each sequence starts on a multiple of `block`, and no two share a block.
-struct PaddedRows {
-  int block;
-
-  constexpr int64_t dense(int seqlen) const { return int64_t(seqlen + block - 1) / block * block; }
-  constexpr int64_t packed(int64_t total, int batch) const { return (total + int64_t(batch) * block) / block * block; }
-  constexpr int64_t first_row(int64_t offset, int b) const { return (offset + int64_t(b) * block) / block * block; }
-};
-
-constexpr int kSlabRows = 64;  // keys of a slab of BwdProblem::split_sums: a warpgroup's
 
 template <Op>
 struct ProblemOf;

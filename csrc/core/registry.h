@@ -10,18 +10,19 @@
 #include "core/config.h"
 #include "core/device.h"
 #include "core/problem.h"
+#include "core/workspace.h"
 
 namespace flash_cute {
 
 // Enqueues the kernel C and its passes on a stream. Defined in kernels/dispatch.h, instantiated for the rows of
 // configs.def.
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& problem, cudaStream_t stream);
+cudaError_t launch(const Params<C.op>& params, cudaStream_t stream);
 
 template <Op op>
 struct Kernel {
   KernelConfig config;
-  cudaError_t (*launch)(const Problem<op>&, cudaStream_t);
+  cudaError_t (*launch)(const Params<op>&, cudaStream_t);
 };
 
 // Kernels of this build, in the order of configs.def.

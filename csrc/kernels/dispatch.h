@@ -8,31 +8,31 @@ namespace flash_cute {
 
 namespace sm80 {
 template <KernelConfig C>
-cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream);
+cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream);
 template <KernelConfig C>
-cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream);
+cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream);
 template <KernelConfig C>
-cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream);
+cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream);
 
 namespace fp32 {
 template <KernelConfig C>
-cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream);
+cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream);
 template <KernelConfig C>
-cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream);
+cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream);
 }  // namespace fp32
 }  // namespace sm80
 
 namespace sm90 {
 template <KernelConfig C>
-cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream);
+cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream);
 template <KernelConfig C>
-cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream);
+cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream);
 template <KernelConfig C>
-cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream);
+cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream);
 }  // namespace sm90
 
 template <KernelConfig C>
-cudaError_t launch(const Problem<C.op>& p, cudaStream_t stream) {
+cudaError_t launch(const Params<C.op>& p, cudaStream_t stream) {
   constexpr bool kHopper = C.arch == Arch::Sm90;
   if constexpr (C.op == Op::Decode) {
     if constexpr (kHopper)

@@ -54,8 +54,11 @@ BwdProblem draw_problem(Draw& draw, const KernelConfig& config) {
   f.seqlen_k = draw.from(1, draw.of({100, 1500, 6000}));
   f.band = draw.band(2000);
   p.deterministic = draw.flag();
-  p.splits = plan_query_splits(config, f, 132);
   return p;
+}
+
+KeyOrder order_of(const KernelConfig& config, const BwdProblem& p) {
+  return key_order(config, p, cheapest_query_splits(config, p.fwd, 132));
 }
 
 }  // namespace
@@ -66,7 +69,7 @@ TEST_CASE("numbers of key tiles name each tile once, and one that others wait fo
   for (int n = 0; n < 1000; ++n) {
     const KernelConfig config = draw_config(draw);
     const BwdProblem p = draw_problem(draw, config);
-    const KeyOrder order = KeyOrder::of(config, p);
+    const KeyOrder order = order_of(config, p);
     const int keys = config.block_n * config.cluster, tiles = cute::ceil_div(p.fwd.seqlen_k, keys);
     CAPTURE(config.id());
     CAPTURE(p);
@@ -139,7 +142,7 @@ TEST_CASE("sums are serialized if they must be deterministic, and only then") {
     CAPTURE(p);
     CHECK((order == DqAccumulate::Serialized) == p.deterministic);
     CHECK(!(needs_l2_throttle(config, p) && uses_semaphore(order)));  // they share their memory
-    CHECK((!KeyOrder::of(config, p).late_first || uses_semaphore(order)));
+    CHECK((!order_of(config, p).late_first || uses_semaphore(order)));
     seen.insert(order);
   }
   CHECK(seen.size() == 3);

@@ -19,7 +19,7 @@ constexpr int kRows = 16, kKeys = 64;
 // A call over a cache, with the tensors that its problem points to.
 struct Call {
   std::vector<int> lengths, leftpad, cu_q;
-  DecodeProblem p{};
+  DecodeParams p{};
   KernelConfig config{Op::Decode, Arch::Sm80, DType::BF16, Tier::Rich, 128, 128, kRows, kKeys, 3, 8, 1, 1};
   Device gpu{};
 
@@ -44,9 +44,11 @@ struct Call {
     if (kind == 2) p.split_size = draw.from(1, 1000);
     config.ctas = draw.from(1, 2);
     gpu.sms = draw.of({1, 7, 132});
-    plan_decode(p, config, gpu);
+    plan();
   }
   Call(const Call&) = delete;
+
+  void plan() { static_cast<DecodePlan&>(p) = make_plan(config, p, gpu); }
 
   // As the kernel does it: by what the host has planned, or by the lengths.
   CtaChunks chunks() const {
@@ -77,7 +79,7 @@ TEST_CASE("splits cover the visible blocks of each work tile once, in order, in 
   int cut = 0;
   for (int n = 0; n < 2000; ++n) {
     const Call call(draw);
-    const DecodeProblem& p = call.p;
+    const DecodeParams& p = call.p;
     CAPTURE(call);
     const CtaChunks chunks = call.chunks();
     std::map<std::tuple<int, int, int>, std::map<int, KvSplit>> tiles;  // by sequence, kv head and row; by index
@@ -147,7 +149,7 @@ TEST_CASE("clusters run at once, with the fewest CTAs that have the fewest block
     call.config.cluster = draw.of({1, 4, 8});
     for (int ctas = 1; ctas <= kMostClustered; ++ctas) call.gpu.clusters[ctas] = draw.from(0, 132 / ctas);
     CAPTURE(call);
-    plan_decode(call.p, call.config, call.gpu);
+    call.plan();
     const int chosen = ctas_of_tile(call.p, call.config, call.gpu), rows = call.p.fwd.seqlen_q * call.p.group.value;
     const int tiles = (rows + kRows - 1) / kRows, clusters = tiles * call.p.fwd.heads_k * call.p.fwd.batch;
     auto blocks = [&](int ctas) {
@@ -174,10 +176,10 @@ TEST_CASE("what no plan can number is refused") {
   f.batch = 1 << 20;
   f.heads = f.heads_k = 1 << 10;
   f.seqlen_q = 1;
-  CHECK_THROWS_WITH(plan_decode(call.p, call.config, call.gpu), doctest::Contains("2^30 tiles of queries"));
+  CHECK_THROWS_WITH(call.plan(), doctest::Contains("2^30 tiles of queries"));
   f.batch = 1 << 10;
   f.seqlen_k = 1 << 20;
   call.p.num_splits = 0;
   call.p.split_size = 1;
-  CHECK_THROWS_WITH(plan_decode(call.p, call.config, call.gpu), doctest::Contains("2^30 splits"));
+  CHECK_THROWS_WITH(call.plan(), doctest::Contains("2^30 splits"));
 }

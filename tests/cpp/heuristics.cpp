@@ -94,9 +94,9 @@ TEST_CASE("a mask does not cost more") {
     FwdProblem p = draw_problem(draw, config);
     CAPTURE(config.id());
     CAPTURE(p);
-    const double whole = plan_forward(config, p, 132).cost;
+    const double whole = cheapest_splits(config, p, 132).cost;
     p.band.right = 0;
-    CHECK(0.95 * plan_forward(config, p, 132).cost <= whole);
+    CHECK(0.95 * cheapest_splits(config, p, 132).cost <= whole);
   }
 }
 
@@ -106,7 +106,7 @@ TEST_CASE("forward's splits have keys, and are Hopper's alone") {
   for (int n = 0; n < 3000; ++n) {
     const KernelConfig config = any_of(draw, Op::Fwd);
     const FwdProblem p = draw_problem(draw, config);
-    const int splits = plan_forward(config, p, 132).num_splits;
+    const int splits = cheapest_splits(config, p, 132).num_splits;
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK(splits >= 1);
@@ -125,7 +125,7 @@ TEST_CASE("packed sequences are not for clusters") {
     p.varlen.cu_q = p.varlen.cu_k = &somewhere;
     p.total_q = int64_t(p.batch) * p.seqlen_q;
     p.total_k = int64_t(p.batch) * p.seqlen_k;
-    CHECK(std::isinf(plan_forward(config, p, 132).cost) == (config.cluster > 1));
+    CHECK(std::isinf(cheapest_splits(config, p, 132).cost) == (config.cluster > 1));
   }
 }
 
@@ -181,7 +181,7 @@ TEST_CASE("backward's splits divide heads, and leave whole waves") {
     const KernelConfig config = any_of(draw, Op::Bwd);
     FwdProblem p = draw_problem(draw, config);
     if (draw.flag()) p.band.right = 0;
-    const QuerySplits splits = plan_query_splits(config, p, 132);
+    const QuerySplits splits = cheapest_query_splits(config, p, 132);
     const int rows = config.block_n * config.cluster, resident = 132 / config.cluster;
     const int tiles = (p.seqlen_k + rows - 1) / rows * p.heads_k * p.batch;
     CAPTURE(config.id());

@@ -257,10 +257,3 @@ def test_json_may_have_blanks():
     assert json.loads(ops.plan('\n{ "batch" :2 ,"op": "fwd" }\n')) == json.loads(
         ops.plan('{"batch":2}')
     )
-
-
-def test_sizes_that_would_divide_by_zero_are_errors():
-    """They ended the process."""
-    for heads, heads_k, sms in ((1, 0, 132), (0, 1, 132), (1, 1, 0)):
-        with pytest.raises(RuntimeError, match="at least 1"):
-            ops.decode_parts("5", 1, heads, heads_k, 0, 0, 8, sms)

@@ -9,6 +9,7 @@
 
 #include "core/layout/cached_seq.h"
 #include "core/layout/tiles.h"
+#include "core/workspace.h"
 
 namespace flash_cute {
 
@@ -21,7 +22,7 @@ struct Quanta {
   int per_tile;  // at least one, so that rows without keys are written, too
   int per_head;
 
-  FC_HOST_DEVICE Quanta(const DecodeProblem& p, const SeqInfo& seq, int block_m, int block_n) {
+  FC_HOST_DEVICE Quanta(const DecodeParams& p, const SeqInfo& seq, int block_m, int block_n) {
     const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
     tiles = (seq.q.length * p.group.value + block_m - 1) / block_m;
     first_block = keys.first / block_n;
@@ -53,7 +54,7 @@ struct CtaChunks {
   }
 
   // What the host has planned for a uniform batch.
-  FC_HOST_DEVICE static CtaChunks foreseen(const DecodeProblem& p) {
+  FC_HOST_DEVICE static CtaChunks foreseen(const DecodeParams& p) {
     const UniformBatch& uniform = p.uniform;
     return {p.even_splits(), p.fwd.batch * uniform.per_sequence.value, uniform.chunk.value, uniform.full_ctas,
             uniform.tail_chunk.value};
@@ -62,7 +63,7 @@ struct CtaChunks {
   // Rounds a CTA's chunk to a whole number of work tiles if that adds at most kSplitCost quanta: chunks that end on
   // tile boundaries need no combine. A uniform batch may round up by a further 1/16. In others a work tile of two
   // quanta may follow one of a single quantum, so a chunk has at least kOneSplit.
-  FC_HOST_DEVICE static CtaChunks of(const DecodeProblem& p, int per_head, int per_tile, bool uniform = false) {
+  FC_HOST_DEVICE static CtaChunks of(const DecodeParams& p, int per_head, int per_tile, bool uniform = false) {
     const bool even = p.even_splits();
     const int least = !even || per_tile > kOneSplit ? 1 : uniform ? per_tile : kOneSplit;
     const int ctas = p.by_ctas_per_head.value;
@@ -111,7 +112,7 @@ class SplitIterator {
  public:
   // `from`: the sequence of the CTA's first quantum, or an earlier one. Consecutive CTAs have the same number, each for
   // another head.
-  FC_HOST_DEVICE SplitIterator(const DecodeProblem& p, const CtaChunks& chunks, int cta, Place from)
+  FC_HOST_DEVICE SplitIterator(const DecodeParams& p, const CtaChunks& chunks, int cta, Place from)
       : chunks_(chunks),
         number_(p.heads_k.div(cta)),
         head_(cta - number_ * p.fwd.heads_k),
@@ -120,7 +121,7 @@ class SplitIterator {
         end_(chunks.first_quantum(number_ + 1)) {}
 
   // The next split, or one without quanta at the end.
-  FC_HOST_DEVICE KvSplit next(const DecodeProblem& p) {
+  FC_HOST_DEVICE KvSplit next(const DecodeParams& p) {
     while (quantum_ < end_ && place_.b < p.fwd.batch) {
       const SeqInfo seq = cached_seq(p, place_.b);
       const Quanta quanta(p, seq, kBlockM, kBlockN);
@@ -132,7 +133,7 @@ class SplitIterator {
 
  private:
   // The split that starts with the next quantum, which belongs to this sequence.
-  FC_HOST_DEVICE KvSplit next_of(const DecodeProblem& p, const SeqInfo& seq, const Quanta& quanta) {
+  FC_HOST_DEVICE KvSplit next_of(const DecodeParams& p, const SeqInfo& seq, const Quanta& quanta) {
     const int work_tile = quotient(quantum_ - place_.first, quanta.per_tile, p.uniform.per_tile);
     const int first_quantum = place_.first + work_tile * quanta.per_tile, at = quantum_ - first_quantum;
     const int count = chunks_.even ? detail::at_most(quanta.per_tile - at, end_ - quantum_) : 1;
@@ -156,7 +157,7 @@ class SplitIterator {
   }
 
   // The CTA of the head that takes a quantum.
-  FC_HOST_DEVICE int cta_of(const DecodeProblem& p, int quantum) const {
+  FC_HOST_DEVICE int cta_of(const DecodeParams& p, int quantum) const {
     const int of_small = quantum - chunks_.full_ctas * chunks_.size;
     if (of_small < 0) return quotient(quantum, chunks_.size, p.uniform.chunk);
     return chunks_.full_ctas + quotient(of_small, chunks_.tail, p.uniform.tail_chunk);

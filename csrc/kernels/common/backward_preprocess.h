@@ -13,7 +13,7 @@ namespace flash_cute {
 using namespace cute;
 
 // A head's first row among the padded rows of all heads.
-CUTE_DEVICE int64_t first_padded_row(const BwdProblem& p, int block_m, int batch, int head, int64_t offset) {
+CUTE_DEVICE int64_t first_padded_row(const BwdParams& p, int block_m, int batch, int head, int64_t offset) {
   return batch * p.lse_log2.batch + head * p.lse_log2.head +
          PaddedRows{block_m}.first_row(offset, p.fwd.varlen.cu_q ? batch : 0);
 }
@@ -26,7 +26,7 @@ struct PassTile {
   SeqSpan span;
   int64_t padded_row;
 
-  CUTE_DEVICE explicit PassTile(const BwdProblem& p) {
+  CUTE_DEVICE explicit PassTile(const BwdParams& p) {
     const FwdProblem& f = p.fwd;
     const int tiles = ceil_div(f.seqlen_q, C.block_m);
     const int number = gridDim.x - 1 - blockIdx.x;
@@ -64,7 +64,7 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 // minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts).
 template <KernelConfig C>
 __global__ void __launch_bounds__(32 * C.warps)
-    backward_preprocess(const __grid_constant__ BwdProblem p, bool all_zeros) {
+    backward_preprocess(const __grid_constant__ BwdParams p, bool all_zeros) {
   using Element = ElementOf<C.dtype>;
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;

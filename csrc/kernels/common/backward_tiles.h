@@ -40,9 +40,4 @@ struct QueryStep {
   }
 };
 
-// Heads that have `tiles` key tiles together; callers choose `tiles` by measurement.
-CUTE_HOST_DEVICE int heads_of(const FwdProblem& p, int block_n, int tiles) {
-  return max(1, tiles / ceil_div(p.seqlen_k, block_n));
-}
-
 }  // namespace flash_cute

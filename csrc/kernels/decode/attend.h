@@ -10,7 +10,7 @@ using namespace ampere;
 
 // Starts the copy of Q of a split's work tile.
 template <KernelConfig C>
-CUTE_DEVICE void load_queries(const DecodeProblem& p, const KvSplit& split, typename DecodeTraits<C>::Element* shared) {
+CUTE_DEVICE void load_queries(const DecodeParams& p, const KvSplit& split, typename DecodeTraits<C>::Element* shared) {
   using Element = typename DecodeTraits<C>::Element;
   const TensorView& q = p.fwd.q;
   constexpr int kAcross = C.head_dim / kVector;
@@ -29,7 +29,7 @@ CUTE_DEVICE void load_queries(const DecodeProblem& p, const KvSplit& split, type
 
 // A team's attention over its tiles of a split; the first tile is in `stage`.
 template <KernelConfig C, class Storage, class Loader>
-CUTE_DEVICE void attend(const DecodeProblem& p, const KvSplit& split, Storage& storage, Loader& loader,
+CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& storage, Loader& loader,
                         const typename DecodeTraits<C>::Element* shared_q, int team, int thread, int& stage) {
   using T = DecodeTraits<C>;
   using Element = typename T::Element;

@@ -14,7 +14,7 @@ template <class Element, int kThreads, int kKeys, int kCols, int kColsV>
 class CacheCopy {
  public:
   // Tiles go to `k` and `v`; consecutive tiles of a sequence start `step` rows apart.
-  CUTE_DEVICE CacheCopy(const DecodeProblem& p, int step, Element* k, Element* v, int thread)
+  CUTE_DEVICE CacheCopy(const DecodeParams& p, int step, Element* k, Element* v, int thread)
       : p_(p),
         step_(step),
         thread_(thread),
@@ -160,7 +160,7 @@ class CacheCopy {
     return p_.fwd.pages.ids == nullptr ? b_ : existing(__shfl_sync(0xffffffff, page_of_lane_, chunk));
   }
 
-  const DecodeProblem& p_;
+  const DecodeParams& p_;
   const int step_, thread_;
   const uint64_t policy_;
   int b_;

@@ -13,7 +13,7 @@ using namespace ampere;
 struct Row {
   int query, head;
 
-  CUTE_DEVICE Row(const DecodeProblem& p, const KvSplit& split, int row)
+  CUTE_DEVICE Row(const DecodeParams& p, const KvSplit& split, int row)
       : query(p.group.div(split.row + row)),
         head(split.head_k * p.group.value + split.row + row - query * p.group.value) {}
 };
@@ -24,7 +24,7 @@ class RowDestination {
  public:
   using Element = typename DecodeTraits<C>::Element;
 
-  CUTE_DEVICE RowDestination(const DecodeProblem& p, const KvSplit& split, int i, bool to_result) {
+  CUTE_DEVICE RowDestination(const DecodeParams& p, const KvSplit& split, int i, bool to_result) {
     const FwdProblem& f = p.fwd;
     const Row row(p, split, i);
     exists = row.query < split.seq.q.length;
@@ -85,7 +85,7 @@ CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
 
 // Combines a work tile's splits, which other CTAs may have written, one row a warp.
 template <KernelConfig C>
-CUTE_DEVICE void combine_splits(const DecodeProblem& p, const KvSplit& split) {
+CUTE_DEVICE void combine_splits(const DecodeParams& p, const KvSplit& split) {
   constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads have no registers for more
   const int rows = rows_of(p, split, C.block_m);
   for (int i = threadIdx.x / 32; i < rows; i += C.warps) {
@@ -107,7 +107,7 @@ class TeamMerge {
   static constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;
 
  public:
-  CUTE_DEVICE TeamMerge(const DecodeProblem& p, const KvSplit& split)
+  CUTE_DEVICE TeamMerge(const DecodeParams& p, const KvSplit& split)
       : p_(p), split_(split), count_(rows_of(p, split, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
 
   // The teams' results lie in their tiles of `stage`.
@@ -131,14 +131,14 @@ class TeamMerge {
     if (column < p_.fwd.head_dim_v) place.visit([&](auto* to) { store(to + column, outputs); });
   }
 
-  const DecodeProblem& p_;
+  const DecodeParams& p_;
   const KvSplit& split_;
   const int count_;  // of merge()'s items
   const RowDestination<C> first_;
 };
 
 // Whether this split, which the whole CTA has written, is the last of its work tile to finish.
-CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const TileSplits& splits, bool& shared) {
+CUTE_DEVICE bool arrives_last(const DecodeParams& p, const TileSplits& splits, bool& shared) {
   // After this barrier all of the split is written.
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -156,7 +156,7 @@ CUTE_DEVICE bool arrives_last(const DecodeProblem& p, const TileSplits& splits, 
 
 // With one team: normalizes its output (rows,dims) at coordinates `at` and stores it directly.
 template <KernelConfig C, class Output, class Softmax, class Coordinates>
-CUTE_DEVICE void store_rows(const DecodeProblem& p, const KvSplit& split, Output& output, Softmax& softmax,
+CUTE_DEVICE void store_rows(const DecodeParams& p, const KvSplit& split, Output& output, Softmax& softmax,
                             const Coordinates& at) {
   const int first_column = get<1>(at(0, 0));
   CUTE_UNROLL

@@ -11,7 +11,7 @@ using namespace ampere;
 
 // The splits of this CTA, worked out by one warp.
 template <KernelConfig C>
-CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeProblem& p) {
+CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeParams& p) {
   constexpr int kLanes = 32;
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
   const int number = p.heads_k.div(cta);  // among its head's CTAs
@@ -45,7 +45,7 @@ CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeProblem& p) {
 
 // A split without the blocks that none of its queries sees; at least one block stays.
 template <KernelConfig C>
-CUTE_DEVICE VisibleSplit visible_of(const DecodeProblem& p, KvSplit split) {
+CUTE_DEVICE VisibleSplit visible_of(const DecodeParams& p, KvSplit split) {
   const RowSpan queries = queries_of(p, split, C.block_m);
   const RowSpan keys = visible_keys(split.seq, p.fwd.band, queries.first, queries.last - queries.first);
   const int first = max(split.first, keys.first / C.block_n), last = min(split.last, ceil_div(keys.last, C.block_n));
@@ -62,7 +62,7 @@ struct PrefetchDepth {
   static constexpr int kMost = std::max(kOfSome, kLate);
 
   // Of so many blocks.
-  CUTE_DEVICE static int of(const DecodeProblem& p, int blocks) {
+  CUTE_DEVICE static int of(const DecodeParams& p, int blocks) {
     constexpr int kFew = 6, kMany = 12;
     if (blocks < kFew) return 0;
     if (blocks < kMany) return kOfSome;
@@ -73,7 +73,7 @@ struct PrefetchDepth {
 // Prefetches K and V of a CTA's first blocks, at most kMost, into L2. Neither they nor the page table need be final:
 // late writes of the previous kernel go through L2, too, and prefetching a wrong page does no harm.
 template <int kMost, KernelConfig C>
-CUTE_DEVICE void prefetch_kv_l2(const DecodeProblem& p, const VisibleSplit& fed, int blocks = kMost) {
+CUTE_DEVICE void prefetch_kv_l2(const DecodeParams& p, const VisibleSplit& fed, int blocks = kMost) {
   constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
   constexpr int kLoads = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
@@ -113,7 +113,7 @@ class KvLoader {
   using T = DecodeTraits<C>;
 
  public:
-  CUTE_DEVICE KvLoader(const DecodeProblem& p, typename T::Storage& storage, int team, int thread)
+  CUTE_DEVICE KvLoader(const DecodeParams& p, typename T::Storage& storage, int team, int thread)
       : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
         splits_(storage.splits),
         first_key_(team * T::kKeys) {}

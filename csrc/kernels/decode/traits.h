@@ -20,12 +20,12 @@ template <KernelConfig C>
 using SplitsOf = SplitIterator<C.block_m, C.block_n>;
 
 // Queries of a split's work tile.
-CUTE_DEVICE RowSpan queries_of(const DecodeProblem& p, const KvSplit& split, int block_m) {
+CUTE_DEVICE RowSpan queries_of(const DecodeParams& p, const KvSplit& split, int block_m) {
   return {p.group.div(split.row), min(p.group.div(split.row + block_m - 1) + 1, split.seq.q.length)};
 }
 
 // Rows of the tile that the work tile has.
-CUTE_DEVICE int rows_of(const DecodeProblem& p, const KvSplit& split, int block_m) {
+CUTE_DEVICE int rows_of(const DecodeParams& p, const KvSplit& split, int block_m) {
   return min(split.seq.q.length * p.group.value - split.row, block_m);
 }
 

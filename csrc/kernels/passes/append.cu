@@ -202,7 +202,7 @@ bool can_move(const DecodeProblem& p, int width) {
 }
 
 template <class Element, int kWidth>
-cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, bool next_waits) {
+cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, int next_ctas) {
   constexpr int kShare = 16;  // of the CTAs of the next kernel: those whose room is taken here end later than others
   const FwdProblem& f = p.fwd;
   AllMovers movers{{Movers::of(p.added.total, f.heads_k, f.head_dim, kWidth),
@@ -215,21 +215,21 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, bool next_waits)
     if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
     some.end = static_cast<int>(ctas);
   }
-  movers.are_early = next_waits && kShare * ctas <= p.resident_ctas;
+  movers.are_early = kShare * ctas <= next_ctas;
   return launch_with_pdl<append_and_rotate<Element, kWidth>>({ctas, kThreads, 0}, stream, p, movers);
 }
 
 template <class Element>
-cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, bool next_waits) {
+cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, int next_ctas) {
   constexpr int kWide = 8;
-  return can_move(p, kWide) ? launch<Element, kWide>(p, stream, next_waits) : launch<Element, 1>(p, stream, next_waits);
+  return can_move(p, kWide) ? launch<Element, kWide>(p, stream, next_ctas) : launch<Element, 1>(p, stream, next_ctas);
 }
 
 }  // namespace
 
-cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream, bool next_waits) {
+cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream, int next_ctas) {
   const auto append = p.fwd.dtype == DType::FP16 ? launch<cutlass::half_t> : launch<cutlass::bfloat16_t>;
-  return append(p, stream, next_waits);
+  return append(p, stream, next_ctas);
 }
 
 }  // namespace flash_cute

@@ -15,22 +15,22 @@ constexpr int kWarps = 4, kRows = 8;  // of a CTA: one warp a row
 constexpr int kTogether = 4;  // columns of a lane, and splits read at once
 
 template <class Element>
-__global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant__ FwdProblem p) {
+__global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant__ FwdParams p) {
   using Values = cutlass::AlignedArray<float, kTogether>;
   const QueryTile tile = QueryTile::of_block(p, kRows);
   const SeqInfo seq(p, tile.batch);
   const float sink = sink_of(p.sink, tile.head);
-  const int64_t head_step = p.splits.lse.head * p.heads;  // from one split to the next
-  const int64_t first = first_of(p.splits.lse, tile, seq), first_lse = first_of(p.lse, tile, seq);
+  const int64_t head_step = p.split_lse.head * p.heads;  // from one split to the next
+  const int64_t first = first_of(p.split_lse, tile, seq), first_lse = first_of(p.lse, tile, seq);
   // After this wait the results of all splits are there.
   wait_on_dependent_grids();
   for (int row = tile.row + threadIdx.x / 32; row < min(tile.row + kRows, seq.q.length); row += kWarps) {
     Element* const out = static_cast<Element*>(p.out.ptr) + tile.batch * p.out.batch + tile.head * p.out.head +
                          (seq.q.offset + row) * p.out.row;
     const float lse = merge_row<kTogether, kTogether>(
-        p.splits.count, [&](int i) { return p.splits.lse.ptr[first + row + i * head_step]; },
+        p.num_splits, [&](int i) { return p.split_lse.ptr[first + row + i * head_step]; },
         [&](int i, int column) {
-          return *reinterpret_cast<const Values*>(p.splits.out + (first + row + i * head_step) * p.splits.columns +
+          return *reinterpret_cast<const Values*>(p.split_out + (first + row + i * head_step) * p.split_columns +
                                                   column);
         },
         p.head_dim_v, sink,
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant_
     p.lse.ptr[first_lse + row] = lse;
     if (p.row_max.ptr == nullptr) continue;
     float top = -INFINITY;  // or NaN, if that of a split is
-    for (int i = 0; i < p.splits.count; ++i) {
-      const float of_split = p.splits.row_max(p.heads).ptr[first + row + i * head_step];
+    for (int i = 0; i < p.num_splits; ++i) {
+      const float of_split = p.split_row_max.ptr[first + row + i * head_step];
       top = of_split > top || isnan(of_split) ? of_split : top;
     }
     p.row_max.ptr[first_of(p.row_max, tile, seq) + row] = top;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant_
 }
 
 template <class Element>
-cudaError_t launch(FwdProblem p, cudaStream_t stream) {
+cudaError_t launch(FwdParams p, cudaStream_t stream) {
   if (!p.dense()) p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));  // it may be any bound
   const int64_t ctas = int64_t(cute::ceil_div(p.seqlen_q, kRows)) * p.heads * p.batch;
   return launch_with_pdl<merge_rows<Element>>({ctas, 32 * kWarps, 0}, stream, p);
@@ -58,7 +58,7 @@ cudaError_t launch(FwdProblem p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t combine_splits(const FwdProblem& p, cudaStream_t stream) {
+cudaError_t combine_splits(const FwdParams& p, cudaStream_t stream) {
   return p.dtype == DType::FP16 ? launch<cutlass::half_t>(p, stream) : launch<cutlass::bfloat16_t>(p, stream);
 }
 

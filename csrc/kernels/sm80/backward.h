@@ -88,7 +88,7 @@ class StepLoader {
  public:
   using Element = typename Mma16816<C.dtype>::Element;
 
-  CUTE_DEVICE StepLoader(const BwdProblem& p, const KeyTile& tile, const SeqInfo& seq, int group)
+  CUTE_DEVICE StepLoader(const BwdParams& p, const KeyTile& tile, const SeqInfo& seq, int group)
       : p_(p),
         tile_(tile),
         group_(group),
@@ -145,7 +145,7 @@ class StepLoader {
     }
   }
 
-  const BwdProblem& p_;
+  const BwdParams& p_;
   const KeyTile& tile_;
   int group_;
   int64_t offset_;
@@ -191,7 +191,7 @@ class DqSemaphore {
 };
 
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_constant__ BwdProblem p) {
+__global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_constant__ BwdParams p) {
   using T = BackwardTraits<C>;
   using Element = typename T::Element;
   constexpr int kThreads = C.threads();
@@ -200,8 +200,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const int thread = threadIdx.x;
   const uint32_t warp = cutlass::canonical_warp_idx_sync();
 
-  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
-  const KeyTile tile(p.fwd, C.block_n, p.deterministic ? C.block_n / 2 : heads_of(p.fwd, C.block_n, 256));
+  const KeyTile tile(p.fwd, C.block_n, p.order.heads_together);
   const SeqInfo seq(p.fwd, tile.batch);
   if (tile.row >= seq.k.length) return;
   const int group = p.fwd.heads / p.fwd.heads_k;
@@ -332,7 +331,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
 }
 
 template <KernelConfig C>
-cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
+cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;

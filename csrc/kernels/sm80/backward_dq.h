@@ -39,7 +39,7 @@ template <KernelConfig C>
 class DqSums {
  public:
   // Of the tile whose first row is `row` of all padded rows of all heads.
-  CUTE_DEVICE DqSums(const BwdProblem& p, int64_t row)
+  CUTE_DEVICE DqSums(const BwdParams& p, int64_t row)
       : mine_(p.dq_accum + row * C.head_dim + threadIdx.x * kTogether) {}
 
   template <class Accumulator>
@@ -80,7 +80,7 @@ class DqSums {
 
 // dQ = softmax_scale * sums, rounded.
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads()) backward_postprocess(const __grid_constant__ BwdProblem p) {
+__global__ void __launch_bounds__(C.threads()) backward_postprocess(const __grid_constant__ BwdParams p) {
   using T = DqTraits<C>;
   using Element = typename T::Element;
   extern __shared__ __align__(128) char smem[];

@@ -17,7 +17,7 @@ namespace flash_cute::sm80 {
 using namespace flash_cute::decode;
 
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeProblem p) {
+__global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeParams p) {
   using T = DecodeTraits<C>;
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
@@ -95,16 +95,16 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
 }
 
 template <KernelConfig C>
-cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream) {
+cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
-  DecodeProblem counted = p;  // with the counters of this launch
+  DecodeParams counted = p;  // with the counters of this launch
   if (p.arrived != nullptr) {
     if (cudaError_t e = cudaMemsetAsync(p.arrived, 0, p.slots * sizeof(*p.arrived), stream)) return e;
   } else if (p.slots > 0) {
     if (cudaError_t e = zeroed_counters(counted.arrived, p.ctas(), stream)) return e;
   }
   if (p.appends()) {
-    if (cudaError_t e = append_keys(p, stream, true)) return e;
+    if (cudaError_t e = append_keys(p, stream, p.resident_ctas)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
   return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, counted);

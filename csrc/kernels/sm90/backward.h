@@ -8,9 +8,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "core/backward_order.h"
 #include "core/counter.h"
-#include "core/device.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/sink_grad.h"
@@ -72,15 +70,13 @@ constexpr auto main_kernel() {
 }
 
 template <KernelConfig C>
-cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
+cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
   const int64_t cut_tiles = p.splits.count() > 1 ? key_tiles - p.splits.whole_tiles : 0;
   const int64_t tiles = key_tiles + cut_tiles * (p.splits.count() - 1);
-  int device_index = 0;
-  if (cudaError_t e = cudaGetDevice(&device_index)) return e;
-  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
+  const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
   BackwardParams params;
@@ -99,14 +95,11 @@ cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
-  params.dq_accumulate = dq_accumulate(C, p);
-  params.order = KeyOrder::of(C, p);
   params.splits = FastDivmod(p.splits.count());
-  params.throttled = needs_l2_throttle(C, p);
-  params.tile_counter = TileCounter::of(tiles, ctas / C.cluster, uses_semaphore(params.dq_accumulate));
+  params.tile_counter = TileCounter::of(tiles, takers, uses_semaphore(p.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, 32 * C.warps, 0, stream, p,
-                                                            !uses_semaphore(params.dq_accumulate)))
+                                                            !uses_semaphore(p.dq_accumulate)))
     return e;
   if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params)) return e;
   if (cut_tiles > 0) {

@@ -31,11 +31,11 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::
   wait_products<0>(acc);
   may_add();
 
-  const BwdProblem& p = params.p;
+  const BwdParams& p = params.p;
   const int64_t padded_row =
       first_padded_row(p, C.block_m, work.tile.batch, step.head, work.seq.q.offset) + step.first_query;
   float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank, kInner)) + opaque(threadIdx.x) % 128 * 4;
-  if (uses_semaphore(params.dq_accumulate) && storage.first_stores[PipelineState<T::kSemaphores>{at.count}.stage()]) {
+  if (uses_semaphore(params.p.dq_accumulate) && storage.first_stores[PipelineState<T::kSemaphores>{at.count}.stage()]) {
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
       *reinterpret_cast<float4*>(sums + i * 128) = make_float4(acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
@@ -56,7 +56,7 @@ template <KernelConfig C>
 CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank) {
   using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
-  const BwdProblem& p = params.p;
+  const BwdParams& p = params.p;
   const int thread = threadIdx.x % 128;
   typename T::MmaScores mma;
   typename T::MmaV0 mma_v0;
@@ -174,7 +174,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
   using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
   constexpr int kDims = kValues ? C.head_dim_v : C.head_dim, kBarrier = T::kGroupBarrier + (kValues ? 1 : 2);
-  const BwdProblem& p = params.p;
+  const BwdParams& p = params.p;
   typename T::template MmaKeys<kDims> mma;
   auto shared = [](Element* at, auto layout) { return make_tensor(make_smem_ptr(at), layout); };
   auto& pipeline = pick<kValues>(storage.pipeline_q, storage.pipeline_dout);
@@ -205,7 +205,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
       pipeline_scores.consumer_release(of_scores);
       if constexpr (kValues) {
         storage.pipeline_ds.consumer_wait(of_scores);
-        const bool waits = uses_semaphore(params.dq_accumulate);
+        const bool waits = uses_semaphore(params.p.dq_accumulate);
         const PipelineState<T::kSemaphores> at_semaphore{at.count};
         add_dq<C, true>(params, storage, rank, work, of_scores, step, [&] {
           // After this wait this tile may add, or it starts the sums.

@@ -78,7 +78,7 @@ class QueryLoader {
   CUTE_DEVICE void operator()(const BackwardWork& work) {
     constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
     constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
-    const BwdProblem& p = params_.p;
+    const BwdParams& p = params_.p;
     auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
     for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at_.advance()) {

@@ -51,7 +51,7 @@ struct TwoCtaTraits {
   using MmaQ = decltype(make_tiled_mma(OpQ{}, Layout<Shape<_1, Int<kDqGroups>, _1>>{}));
   // The place of an atom among the four partial sums.
   CUTE_HOST_DEVICE static constexpr int dq_place(int rank, bool inner) { return inner ? 1 + rank : 3 * rank; }
-  CUTE_DEVICE static float* dq_sums(const BwdProblem& p, int64_t padded_row, int place) {
+  CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int place) {
     return p.dq_accum + padded_row * C.dq_columns() + place * kTile;
   }
 

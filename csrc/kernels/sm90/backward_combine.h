@@ -20,7 +20,7 @@ CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile
   using Mma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kSlabRows>, Int<kCols>, Int<kSlabRows>>>()));
   __shared__ alignas(1024) Element shared[kSlabRows * kCols];
-  const BwdProblem& p = params.p;
+  const BwdParams& p = params.p;
   Tensor sum = partition_fragment_C(Mma{}, Shape<Int<kSlabRows>, Int<kCols>>{});  // (MMA,1,1)
   clear(sum);
   constexpr int kAtOnce = 4;  // splits whose loads are in flight together
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(128) backward_combine(const __grid_constant__ 
   constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>, kRows = C.block_n * C.cluster, kSlabs = kRows / kSlabRows;
   const FwdProblem& f = params.p.fwd;
   const int cut = blockIdx.x / (kSlabs * kAtoms);
-  KeyTile tile(f, kRows, params.order.heads_together, params.order.late_first, params.p.splits.whole_tiles + cut);
+  KeyTile tile(f, kRows, params.p.order.heads_together, params.p.order.late_first, params.p.splits.whole_tiles + cut);
   tile.row += blockIdx.x / kAtoms % kSlabs * kSlabRows;
   const SeqSpan span = SeqInfo(f, tile.batch).k;
   // After this wait all splits have stored their sums.

@@ -42,7 +42,7 @@ CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) 
 
 // Writes a warpgroup's partial gradient over one split of the queries to the workspace.
 template <KernelConfig C, bool kValues, class Gradient>
-CUTE_DEVICE void store_split(const BwdProblem& p, const Gradient& gradient, const BackwardWork& work, int thread) {
+CUTE_DEVICE void store_split(const BwdParams& p, const Gradient& gradient, const BackwardWork& work, int thread) {
   const int row = work.tile.row + thread / 128 * kSlabRows;
   if (row >= work.seq.k.length) return;
   float* const sums = split_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.split) + thread % 128;
@@ -65,7 +65,7 @@ template <KernelConfig C>
 CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   using T = BackwardTraits<C>;
   using Element = typename T::Element;
-  const BwdProblem& p = params.p;
+  const BwdParams& p = params.p;
   const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
   typename T::template MmaScores<C.head_dim> mma_s;
   typename T::template MmaScores<C.head_dim_v> mma_dp;

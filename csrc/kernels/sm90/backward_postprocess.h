@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   using T = TraitsOf<C>;
   using Element = typename T::Element;
   __shared__ alignas(1024) Element shared[C.block_m * C.head_dim];
-  const BwdProblem& p = params.p;
+  const BwdParams& p = params.p;
   const PassTile<C> tile(p);
   // After this wait all sums are complete.
   wait_on_dependent_grids();

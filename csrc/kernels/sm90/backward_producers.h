@@ -17,7 +17,7 @@ class L2Throttle {
 
  public:
   CUTE_DEVICE explicit L2Throttle(const BackwardParams& params)
-      : all_steps_(params.throttled ? params.p.dq_semaphores : nullptr) {}
+      : all_steps_(params.p.l2_throttle ? params.p.dq_semaphores : nullptr) {}
 
   // Called after each step of this CTA.
   CUTE_DEVICE void step(uint32_t steps) {
@@ -62,7 +62,7 @@ class Loader {
       : params_(params), storage_(storage), throttle_(params) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
-    const BwdProblem& p = params_.p;
+    const BwdParams& p = params_.p;
     auto& pipeline_keys = pick<kValues>(storage_.pipeline_k, storage_.pipeline_v);
     pipeline_keys.producer_acquire(at_keys_);
     if (work.range.empty()) {
@@ -183,8 +183,8 @@ template <KernelConfig C>
 class DqSemaphore {
  public:
   CUTE_DEVICE DqSemaphore(const BackwardParams& params, const BackwardWork& work, QueryStep step, int place = 0)
-      : serialized_(params.dq_accumulate == DqAccumulate::Serialized) {
-    const BwdProblem& p = params.p;
+      : serialized_(params.p.dq_accumulate == DqAccumulate::Serialized) {
+    const BwdParams& p = params.p;
     const int head = work.first_head + step.head, row = step.m * C.block_m;
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
     counter_ = p.dq_semaphores + padded_row_ / C.block_m * C.warps + place;
@@ -234,7 +234,7 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const BackwardWork& work) {
-    const bool waits = uses_semaphore(params_.dq_accumulate), whole = work.cut < 0;
+    const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.cut < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
       if (!waits || at_.stage() == number_) add_sums(work, step);
@@ -258,7 +258,7 @@ class Sender {
   template <int kStages, class SendOf>
   CUTE_DEVICE void send(Pipeline<kStages> (&pipelines)[T::kGroups], const PipelineState<kStages>& at,
                         const SendOf& send_of) const {
-    const bool all = uses_semaphore(params_.dq_accumulate);
+    const bool all = uses_semaphore(params_.p.dq_accumulate);
     CUTE_NO_UNROLL
     for (int group = all ? 0 : number_; group < (all ? T::kGroups : number_ + 1); ++group) {
       pipelines[group].consumer_wait(at);
@@ -271,7 +271,7 @@ class Sender {
   }
 
   CUTE_DEVICE void add_sums(const BackwardWork& work, QueryStep step) const {
-    const BwdProblem& p = params_.p;
+    const BwdParams& p = params_.p;
     auto add = [&](int64_t padded_row, bool is_first = false) {
       send(storage_.pipeline_dq, at_, [&](int group) {
         float* const to = T::dq_sums(p, padded_row, group);
@@ -286,7 +286,7 @@ class Sender {
         }
       });
     };
-    if (!uses_semaphore(params_.dq_accumulate)) {
+    if (!uses_semaphore(params_.p.dq_accumulate)) {
       const int head = work.first_head + step.head;
       add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + step.m * C.block_m);
       return;

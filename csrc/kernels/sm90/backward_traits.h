@@ -12,13 +12,10 @@
 namespace flash_cute::sm90 {
 
 struct BackwardParams {
-  BwdProblem p;
+  BwdParams p;
   RaggedMap q, k, v, dout, dq, dk, dv;
   TileCounter tile_counter;  // over key tiles, where each split of a tile has a number of its own
-  KeyOrder order;
   FastDivmod splits;  // splits of a tile that is split
-  DqAccumulate dq_accumulate;
-  bool throttled;  // CTAs that run ahead wait for the others: see L2Throttle
 };
 
 template <bool kSecond, class First, class Second>
@@ -63,10 +60,10 @@ class BackwardWork {
   CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number, int behind)
       : cut(behind < 0 || params.splits.value == 1 ? -1 : params.splits.div(behind)),
         split(cut < 0 ? 0 : behind - cut * params.splits.value),
-        tile(params.p.fwd, block_n, params.order.heads_together, params.order.late_first,
+        tile(params.p.fwd, block_n, params.p.order.heads_together, params.p.order.late_first,
              cut < 0 ? number : params.p.splits.whole_tiles + cut),
         seq(params.p.fwd, tile.batch) {
-    const BwdProblem& p = params.p;
+    const BwdParams& p = params.p;
     range = query_tiles(seq, p.fwd.band, tile.row, block_n, block_m);
     heads = p.fwd.heads / p.fwd.heads_k;
     first_head = tile.head * heads;
@@ -75,11 +72,11 @@ class BackwardWork {
       heads /= p.splits.heads;
       first_head += split / p.splits.queries * heads;
     }
-    const KeyOrder& order = params.order;
+    const KeyOrder& order = params.p.order;
     heads_inside_ = order.heads_inside ? heads : 1;
     const bool in_odd_set = number / order.tiles_of_set % 2 == 1;
     early_first_ =
-        heads == 1 ? !uses_semaphore(params.dq_accumulate) || tile.late_first : order.down_and_up && in_odd_set;
+        heads == 1 ? !uses_semaphore(params.p.dq_accumulate) || tile.late_first : order.down_and_up && in_odd_set;
   }
 
   CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
@@ -98,7 +95,7 @@ class BackwardWork {
 // Partial sums of dK or dV over one split, of the 64 keys of a warpgroup from `row` of the sequence on: one accumulator
 // register of all threads after the other.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE float* split_sums(const BwdProblem& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
+CUTE_DEVICE float* split_sums(const BwdParams& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
                               int split) {
   constexpr int kRows = C.block_n * C.cluster;
   const int64_t first = PaddedRows{kSlabRows}.first_row(keys.offset, tile.batch);
@@ -154,7 +151,7 @@ struct BackwardTraits {
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
   // Where a warpgroup's sums of dQ lie, in accumulator order: four numbers of a thread, then those of the next thread.
-  CUTE_DEVICE static float* dq_sums(const BwdProblem& p, int64_t padded_row, int group) {
+  CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int group) {
     return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
   }
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.

@@ -49,7 +49,7 @@ struct ClusterRank {
 
 // The CTA's split of the keys, in the form that sm80's functions take, and the keys that its queries see.
 template <KernelConfig C>
-CUTE_DEVICE decode::VisibleSplit split_of_cta(const DecodeProblem& p, const ClusterRank& place) {
+CUTE_DEVICE decode::VisibleSplit split_of_cta(const DecodeParams& p, const ClusterRank& place) {
   const int tile = p.heads_k.div(place.work_tile);  // over all sequences
   KvSplit split;
   split.head_k = place.work_tile - tile * p.fwd.heads_k;
@@ -72,7 +72,7 @@ class SplitLoader {
   using T = DecodeTraits<C>;
 
  public:
-  CUTE_DEVICE SplitLoader(const DecodeProblem& p, typename T::Storage& storage, const decode::VisibleSplit& chunk,
+  CUTE_DEVICE SplitLoader(const DecodeParams& p, typename T::Storage& storage, const decode::VisibleSplit& chunk,
                           int team, int thread)
       : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
         left_(chunk.split.last - chunk.split.first) {
@@ -97,14 +97,14 @@ class SplitLoader {
 // Whether the first tile of a split precedes the rows that the append writes: then it need not wait for the append,
 // which lets this kernel start once all before it has ended.
 template <KernelConfig C>
-CUTE_DEVICE bool was_in_cache(const DecodeProblem& p, const KvSplit& split) {
+CUTE_DEVICE bool was_in_cache(const DecodeParams& p, const KvSplit& split) {
   if (!p.appends() || split.quanta == 0) return false;
   return (split.first + 1) * C.block_n <= split.seq.k.length - new_rows(p.added, split.b).length;
 }
 
 // Whether a CTA prefetches its first block of keys into L2, by measurement. For one or two blocks the copies are as
 // early. With few CTAs many start on idle SMs and would disturb the previous kernel.
-CUTE_DEVICE bool should_prefetch_kv(const DecodeProblem& p, const KvSplit& split) {
+CUTE_DEVICE bool should_prefetch_kv(const DecodeParams& p, const KvSplit& split) {
   constexpr int kFew = 3;
   return split.last - split.first >= kFew && 3 * p.ctas() >= 2 * p.resident_ctas;
 }
@@ -143,7 +143,7 @@ CUTE_DEVICE void merge_teams(typename DecodeTraits<C>::Storage& storage, int sta
 
 // Combines this CTA's columns over all CTAs of the cluster.
 template <KernelConfig C>
-CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typename DecodeTraits<C>::Storage& storage,
+CUTE_DEVICE void merge_ctas(const DecodeParams& p, const KvSplit& split, typename DecodeTraits<C>::Storage& storage,
                             int rows, const ClusterRank& place) {
   constexpr int kTogether = 2;
   const int columns = place.columns(), across = columns / kTogether;
@@ -172,7 +172,7 @@ CUTE_DEVICE void merge_ctas(const DecodeProblem& p, const KvSplit& split, typena
 }
 
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeProblem p) {
+__global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeParams p) {
   using T = DecodeTraits<C>;
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
 }
 
 template <KernelConfig C>
-cudaError_t launch_decode(const DecodeProblem& p, cudaStream_t stream) {
+cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;

@@ -6,8 +6,6 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "core/counter.h"
-#include "core/device.h"
-#include "core/heuristics.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/combine_splits.h"
@@ -76,25 +74,23 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
 }
 
 template <KernelConfig C>
-cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream) {
+cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   ForwardParams params;
   params.p = p;
-  const bool merges = p.splits.count > 1;
+  const bool merges = p.num_splits > 1;
   if (merges) {
-    params.p.lse = p.splits.lse;
-    if (p.row_max.ptr != nullptr) params.p.row_max = p.splits.row_max(p.heads);
+    params.p.lse = p.split_lse;
+    if (p.row_max.ptr != nullptr) params.p.row_max = p.split_row_max;
     params.p.sink = {};
   }
-  const int heads = pack_gqa(C, p), rows = C.block_m / heads;
-  params.scheduler = TileScheduler::of(p, C.block_m * C.cluster, heads);
+  const int rows = C.block_m / p.pack_gqa;
+  params.scheduler = TileScheduler::of(p, C.block_m * C.cluster);
   params.rows_of_head = FastDivmod(rows);
   const int64_t tiles = params.scheduler.tiles();
   params.page_size = FastDivmod(std::max(1, p.pages.size));
   params.page_rows = p.pages.together(C.block_n);
   params.cap = SoftmaxCap::of(p);
-  int device_index = 0;
-  if (cudaError_t e = cudaGetDevice(&device_index)) return e;
-  const int64_t ctas = std::min<int64_t>(tiles, device(device_index).sms / C.cluster) * C.cluster;
+  const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
   if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that fetch() may return
   if (cudaError_t e = zero_fill(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
@@ -113,7 +109,7 @@ cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  params.tile_counter = TileCounter::of(tiles, ctas / C.cluster, false);
+  params.tile_counter = TileCounter::of(tiles, takers, false);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
   if (merges) {

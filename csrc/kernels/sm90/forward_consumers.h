@@ -33,12 +33,12 @@ CUTE_DEVICE void store_split(const ForwardParams& params, const WorkTile<Forward
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
-  const int64_t first = first_of(p.splits.lse, work.of_results(p, tile), work.seq);
+  const int64_t first = first_of(p.split_lse, work.of_results(p, tile), work.seq);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
     const int row = tile.row + get<0>(at(r, 0));
     if (row >= work.seq.q.length) continue;
-    float* const to = p.splits.out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
+    float* const to = p.split_out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
     CUTE_UNROLL
     for (int c = 0; c < size<1>(output); c += 2) {
       *reinterpret_cast<float2*>(to + column_offset(c)) = make_float2(output(r, c), output(r, c + 1));
@@ -301,7 +301,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     const int group =
         cutlass::canonical_warp_group_idx() - 1;  // recomputed: kept through the loop it would take a register
     wait_for_room<C>(storage, group, at_out, at_v);
-    if (p.splits.count == 1) {
+    if (p.num_splits == 1) {
       store_output<C>(T::output(storage, group, at_v.count), tOrO, thread);
     } else {
       store_split<C>(params, work, tile, mma_pv, tOrO, thread);

@@ -112,7 +112,7 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
 template <KernelConfig C>
 CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  const bool whole = params.p.splits.count == 1;
+  const bool whole = params.p.num_splits == 1;
   uint32_t key_tiles = 0;  // of all tiles of queries
   for (PipelineState<T::kStagesQ> at_q;; at_q.advance()) {
     storage.pipeline_q.consumer_wait(at_q);

@@ -14,7 +14,7 @@
 namespace flash_cute::sm90 {
 
 struct ForwardParams {
-  FwdProblem p;
+  FwdParams p;
   RaggedMap q, k, v, out;
   FastDivmod page_size;
   int page_rows;  // contiguous rows of a page in a tile of keys
@@ -38,7 +38,7 @@ struct WorkTile {
 
   // `of_cluster`: the cluster's tile of `rows` queries; the CTA's own starts at `first_row`, with `rows_of_head` rows
   // of each head.
-  CUTE_DEVICE WorkTile(const FwdProblem& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
+  CUTE_DEVICE WorkTile(const FwdParams& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
                        int split, const SeqInfo& seq, int block_n)
       : tile{first_row, of_cluster.head, of_cluster.batch},
         split(split),
@@ -46,7 +46,7 @@ struct WorkTile {
         seq(seq),
         keys(visible_keys(seq, p.band, of_cluster.row, rows)) {
     const int all_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
-    const int begin = all_tiles * split / p.splits.count, end = all_tiles * (split + 1) / p.splits.count;
+    const int begin = all_tiles * split / p.num_splits, end = all_tiles * (split + 1) / p.num_splits;
     key_tiles = end - begin;
     keys = {keys.first + begin * block_n, min(keys.last, keys.first + end * block_n)};
     CUTE_UNROLL

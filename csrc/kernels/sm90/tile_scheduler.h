@@ -31,19 +31,10 @@ struct TileScheduler {
   int row_tiles, pack_gqa;
   int heads, batch, heads_together, splits;  // heads / pack_gqa
 
-  static TileScheduler of(const FwdProblem& p, int block_m, int pack_gqa) {
-    constexpr int64_t kCacheBytes = 32 << 20;
-    const int64_t bytes =
-        std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
-    const int64_t together = std::max<int64_t>(1, kCacheBytes / bytes) * (p.heads / p.heads_k / pack_gqa);
+  static TileScheduler of(const FwdParams& p, int block_m) {
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
-    const int heads = p.heads / pack_gqa;
-    return {(longest + block_m - 1) / block_m,
-            pack_gqa,
-            heads,
-            p.batch,
-            static_cast<int>(std::min<int64_t>(together, int64_t(heads) * p.batch)),
-            p.splits.count};
+    return {(longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.heads_together,
+            p.num_splits};
   }
 
   int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }

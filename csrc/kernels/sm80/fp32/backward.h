@@ -233,7 +233,8 @@ __global__ void __launch_bounds__(C.threads()) row_dots(const __grid_constant__ 
 }
 
 template <KernelConfig C>
-cudaError_t launch_backward(const BwdProblem& p, cudaStream_t stream) {
+cudaError_t launch_backward(const BwdParams& params, cudaStream_t stream) {
+  const BwdProblem& p = params;
   const FwdProblem& f = p.fwd;
   auto tiles = [&](int rows, int block, int heads) { return int64_t(cute::ceil_div(rows, block)) * heads * f.batch; };
   const int64_t rows_together = tiles(f.seqlen_q, C.warps, f.heads);

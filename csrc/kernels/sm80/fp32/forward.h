@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
 }
 
 template <KernelConfig C>
-cudaError_t launch_forward(const FwdProblem& p, cudaStream_t stream) {
+cudaError_t launch_forward(const FwdParams& params, cudaStream_t stream) {
+  const FwdProblem& p = params;
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;

@@ -1,0 +1,44 @@
+#include "core/plan.h"
+
+#include <algorithm>
+
+#include "core/backward_order.h"
+#include "core/heuristics.h"
+
+namespace flash_cute {
+namespace {
+
+// CTAs, or clusters, of a persistent kernel: Hopper's have one CTA an SM.
+int resident(const KernelConfig& config, const Device& gpu) {
+  return config.arch == Arch::Sm90 ? gpu.sms / config.cluster : 0;
+}
+
+// As many heads as L2 holds the keys and values of.
+int heads_of_l2(const FwdProblem& p, int pack_gqa) {
+  constexpr int64_t kCached = 32 << 20;  // of L2 that stay while other data pass through
+  const int64_t bytes =
+      std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
+  const int64_t heads = std::max<int64_t>(1, kCached / bytes) * (p.heads / std::max(1, p.heads_k) / pack_gqa);
+  return static_cast<int>(std::min<int64_t>(heads, int64_t(p.heads / pack_gqa) * p.batch));
+}
+
+}  // namespace
+
+FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device& gpu) {
+  const int heads = pack_gqa(config, p);
+  return {.num_splits = cheapest_splits(config, p, gpu.sms).num_splits,
+          .pack_gqa = heads,
+          .heads_together = heads_of_l2(p, heads),
+          .resident = resident(config, gpu)};
+}
+
+BwdPlan make_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
+  const QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
+  return {.splits = splits,
+          .dq_accumulate = dq_accumulate(config, p),
+          .order = key_order(config, p, splits),
+          .l2_throttle = needs_l2_throttle(config, p),
+          .resident = resident(config, gpu)};
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,110 @@
+// What is decided about a call once its kernel is chosen, as plain data: make_plan() makes it, introspect.h prints it.
+// Launches and kernels read it, and decide nothing themselves.
+#pragma once
+
+#include "core/config.h"
+#include "core/device.h"
+#include "core/layout/fast_divmod.h"
+#include "core/problem.h"
+
+namespace flash_cute {
+
+struct FwdPlan {
+  int num_splits = 1;      // split-KV: parts of the keys of a tile of queries; combine_splits() combines the results
+  int pack_gqa = 1;        // query heads of a group that share a tile of queries
+  int heads_together = 1;  // whose tiles of queries alternate: kernels/sm90/tile_scheduler.h
+  int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
+};
+
+// Into how many splits backward cuts the work of a key tile, each with partial sums of dK and dV: of all tiles, or of
+// the last ones.
+struct QuerySplits {
+  int heads = 1;        // of the query heads of a kv head
+  int queries = 1;      // of the query tiles that see the keys
+  int whole_tiles = 0;  // come first and are not split
+
+  constexpr int count() const { return heads * queries; }
+};
+
+// How key tiles add to dQ.
+enum class DqAccumulate {
+  Atomic,       // in any order, to zeros that the preprocess pass writes
+  FirstStores,  // in any order, after the first tile has stored
+  Serialized,   // in a fixed order: deterministic; on Hopper after the first tile has stored
+};
+
+constexpr bool uses_semaphore(DqAccumulate order) {
+  return order != DqAccumulate::Atomic;
+}
+
+// The order of key tiles, and the direction of their walk: docs/kernels/backward_order.md.
+struct KeyOrder {
+  int tiles_of_set = 1;       // tiles that start together
+  int heads_together = 1;     // kv heads whose tiles alternate
+  bool late_first = false;    // late keys first
+  bool heads_inside = false;  // all query heads of a query tile, then the next query tile
+  bool down_and_up = false;   // sets alternate between starting at the last and at the first queries
+};
+
+struct BwdPlan {
+  QuerySplits splits;
+  DqAccumulate dq_accumulate = DqAccumulate::Atomic;
+  KeyOrder order;
+  bool l2_throttle = false;  // CTAs that run ahead wait for the others
+  int resident = 0;          // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
+};
+
+// A batch whose sequences are known to be equally long, so that the host can plan it.
+struct UniformBatch {
+  bool known = false;
+  FastDivmod per_tile, per_sequence;
+  FastDivmod chunk, tail_chunk;  // of a full CTA, and of a tail CTA
+  int full_ctas = 0;             // of a head
+};
+
+// Clusters, one per work tile (kernels/sm90/decode.h).
+struct TileClusters {
+  FastDivmod ctas;      // of a cluster
+  FastDivmod tiles;     // of query rows, per kv head of a sequence
+  int column_bits = 0;  // each of the first CTAs combines 2^column_bits columns
+};
+
+struct DecodePlan {
+  int quantum_blocks;           // of even splits: blocks of a quantum
+  int ctas_per_head;            // CTAs per kv head, tail CTAs included
+  FastDivmod by_ctas_per_head;  // without tail CTAs
+  int resident_ctas;            // CTAs that run at once
+  int cluster_ctas;             // CTAs of a cluster
+  FastDivmod heads_k, group;    // kv heads, and query heads of each
+  FastDivmod page_size;
+  float l2_fraction;  // share of K and V that L2 keeps like other data; the rest leaves it first
+  UniformBatch uniform;
+  TileClusters clusters;
+  int slots;  // workspace for splits (core/layout/decode_scheduler.h); 0 if no work tile is split
+
+  constexpr int ctas() const { return ctas_per_head * heads_k.value; }
+};
+
+template <Op>
+struct PlanOf;
+template <>
+struct PlanOf<Op::Fwd> {
+  using type = FwdPlan;
+};
+template <>
+struct PlanOf<Op::Bwd> {
+  using type = BwdPlan;
+};
+template <>
+struct PlanOf<Op::Decode> {
+  using type = DecodePlan;
+};
+template <Op op>
+using Plan = typename PlanOf<op>::type;
+
+// The plan of a problem that the kernel can do. Throws std::runtime_error if its work has too many parts to number.
+FwdPlan make_plan(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
+BwdPlan make_plan(const KernelConfig& config, const BwdProblem& problem, const Device& gpu);
+DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu);
+
+}  // namespace flash_cute

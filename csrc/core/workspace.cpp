@@ -1,0 +1,54 @@
+#include "core/workspace.h"
+
+namespace flash_cute {
+
+FwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const FwdProblem& p, const FwdPlan& plan) {
+  if (plan.num_splits == 1) return {};
+  const int64_t rows = p.all_rows(), results = int64_t(plan.num_splits) * p.heads * rows;
+  auto stats = [&] { return RowStats{arena.take(results), p.dense() ? p.seqlen_q : 0, rows}; };
+  FwdWorkspace work;
+  work.split_columns = config.head_dim_v;
+  work.split_out = arena.take(results * config.head_dim_v);
+  work.split_lse = stats();
+  if (p.row_max.ptr != nullptr) work.split_row_max = stats();
+  return work;
+}
+
+BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem& p, const BwdPlan& plan) {
+  if (config.fp32()) return {};
+  const FwdProblem& f = p.fwd;
+  const bool dense = f.dense();
+  auto padded_rows = [&](int block, int seqlen, int64_t total) {  // of a head
+    const PaddedRows padded{block};
+    return dense ? padded.dense(seqlen) : padded.packed(total, f.batch);
+  };
+  const int64_t rows = padded_rows(config.block_m, f.seqlen_q, f.total_q);
+  const int64_t all_rows = rows * f.heads * (dense ? f.batch : 1);
+  auto stats = [&] { return RowStats{arena.take(all_rows), dense ? rows * f.heads : 0, rows}; };
+  BwdWorkspace work;
+  work.lse_log2 = stats();
+  work.row_dot = stats();
+  work.dq_accum = arena.take(all_rows * config.dq_columns());
+  work.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, f.seqlen_k, f.total_k) / kSlabRows;
+  if (plan.splits.count() > 1) {
+    const int keys = config.block_n * config.cluster;
+    const int64_t tiles = int64_t((f.seqlen_k + keys - 1) / keys) * f.heads_k * f.batch;
+    const int64_t rows_k =
+        dense ? (tiles - plan.splits.whole_tiles) * keys : work.slabs_of_head * kSlabRows * f.heads_k;
+    work.split_sums = arena.take(rows_k * plan.splits.count() * (config.head_dim + config.head_dim_v));
+  }
+  work.dq_semaphores = reinterpret_cast<int*>(arena.take(all_rows / config.block_m * config.warps));
+  return work;
+}
+
+DecodeWorkspace lay_out(Arena& arena, const KernelConfig& config, const DecodeProblem& p, const DecodePlan& plan) {
+  if (plan.slots == 0) return {};
+  const int64_t rows = int64_t(plan.slots) * config.block_m;
+  DecodeWorkspace work;
+  work.split_out = arena.take(rows * config.head_dim_v);
+  work.split_lse = arena.take(rows);
+  if (!p.even_splits()) work.arrived = reinterpret_cast<unsigned*>(arena.take(plan.slots));
+  return work;
+}
+
+}  // namespace flash_cute
