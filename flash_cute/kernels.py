@@ -56,23 +56,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What of a GPU decides about kernels; bytes are those that one CTA can have."""
+    """What of a GPU decides about kernels; ``smem_optin`` is the bytes that one CTA can have."""
 
     name: str
     capability: int  # 10 * major + minor
     smem_optin: int
     sms: int
     memory_gb_s: int
+    l2_bytes: int  # of its L2 cache
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 166_912, 108, 2039),
-        Gpu("a10", 86, 101_376, 72, 600),
-        Gpu("l40s", 89, 101_376, 142, 864),
-        Gpu("h100", 90, 232_448, 132, 3352),
-        Gpu("h200", 90, 232_448, 132, 4917),
+        Gpu("a100", 80, 166_912, 108, 2039, 40 << 20),
+        Gpu("a10", 86, 101_376, 72, 600, 6 << 20),
+        Gpu("l40s", 89, 101_376, 142, 864, 96 << 20),
+        Gpu("h100", 90, 232_448, 132, 3352, 50 << 20),
+        Gpu("h200", 90, 232_448, 132, 4917, 60 << 20),
     )
 }
 
@@ -115,6 +116,9 @@ class KeyOrder:
     down_and_up: bool  # sets by turns begin with the last queries, and with the first ones
 
 
+_ORDER = ("kernel", "key_order", "heads_together", "l2_fraction")  # not in a plan's line
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a call runs."""
@@ -122,6 +126,7 @@ class Plan:
     kernel: KernelConfig
     num_splits: int = 1  # of the keys (backward: of the queries of a tile of keys)
     pack_gqa: int = 1  # query heads of a group that share a tile of queries
+    heads_together: int | None = None  # Hopper's forward: heads whose tiles of queries alternate
     splits_of_heads: int = 1  # backward: `num_splits` is this times splits_of_queries
     splits_of_queries: int = 1
     whole_tiles: int = 0  # backward: tiles of keys before those that are split
@@ -130,13 +135,14 @@ class Plan:
     key_order: KeyOrder | None = None  # of Hopper's backward
     ctas: int | None = None  # decode
     cluster: int = 1  # decode: CTAs that share the keys of a tile of queries
-    workspace_bytes: int | None = None  # of forward and decode
+    l2_fraction: float | None = None  # decode: share of the keys that L2 keeps like other data
+    workspace_bytes: int = 0  # beside the results
 
     def __str__(self) -> str:
         rest = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in ("kernel", "key_order") and getattr(self, f.name) not in (f.default, 0)
+            if f.name not in _ORDER and getattr(self, f.name) not in (f.default, 0)
         ]
         return " ".join([self.kernel.id, *rest])
 

@@ -78,7 +78,7 @@ def estimate_memory_usage(
         head_dim=min(head_dim, validate.CUDA_MAX_HEAD_DIM),
     )
     with kernels.only(kernels.nearest(problem, DEFAULT_BLOCK, DEFAULT_BLOCK)):
-        parts = kernels.plan(problem).workspace_bytes or 0
+        parts = kernels.plan(problem).workspace_bytes
     internal = rows * torch.float32.itemsize + parts
     total = 4 * tensor + internal
     return {

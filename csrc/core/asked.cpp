@@ -27,6 +27,7 @@ Device read_gpu(JsonFields& in) {
   gpu.smem_optin = static_cast<int>(in.integer("gpu_smem_optin", KernelConfig::kMostSharedMemory, 1, INT32_MAX));
   gpu.sms = static_cast<int>(in.integer("gpu_sms", 132, 1, 1 << 20));
   gpu.memory_gb_s = static_cast<int>(in.integer("gpu_memory_gb_s", 3352, 1, INT32_MAX));
+  gpu.l2_bytes = static_cast<int>(in.integer("gpu_l2_bytes", 50 << 20, 1, INT32_MAX));
   if (gpu.capability == 90) gpu.clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15};  // an H100's
   return gpu;
 }

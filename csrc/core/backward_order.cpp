@@ -22,19 +22,19 @@ int64_t bytes_of_query(const FwdProblem& f) {
 
 }  // namespace
 
-bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p) {
-  constexpr int64_t kBytes = 64 << 20;
+bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
+  constexpr double kOfL2 = 1.28;
   const FwdProblem& f = p.fwd;
   if (config.arch != Arch::Sm90 || config.two_cta() || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
-  return bytes_of_query(f) * f.seqlen_q > kBytes;
+  return double(bytes_of_query(f)) * f.seqlen_q > kOfL2 * gpu.l2_bytes;
 }
 
-DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p) {
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
   if (config.arch != Arch::Sm90) return DqAccumulate::Atomic;
-  if (needs_l2_throttle(config, p)) return DqAccumulate::Atomic;
+  if (needs_l2_throttle(config, p, gpu)) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
@@ -55,19 +55,19 @@ static KeyOrder order_of_sm80(const KernelConfig& config, const BwdProblem& p) {
   return {.heads_together = heads};
 }
 
-KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan) {
-  constexpr int kTilesTogether = 128;
+KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, const Device& gpu) {
   constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
-  constexpr int64_t kCached = 32 << 20;  // of L2 that stay while other data pass through
+  const auto cached = static_cast<int64_t>(kL2Kept * gpu.l2_bytes);
+  const int start_together = gpu.sms / 16 * 16;  // tiles: one an SM, but a number that divides well
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
   if (config.arch != Arch::Sm90) return order_of_sm80(config, p);
-  const DqAccumulate order = dq_accumulate(config, p);
+  const DqAccumulate order = dq_accumulate(config, p, gpu);
   const bool in_turns = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
   const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
-  const int together = kTilesTogether / config.cluster;
+  const int together = start_together / config.cluster;
 
   // Queries and dQ of the alternating heads should stay in L2: as many heads as the tiles that start together have.
   // Serialized: twice as many if that is not too much, so that half of a head's tiles run at once and wait for fewer.
@@ -79,7 +79,7 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const bool masked = hides_early_keys(f) || hides_late_keys(f);
   if (in_turns && !masked) {
     const int64_t of_head = bytes_of_query(f) * std::max(1, f.seqlen_q);
-    heads = static_cast<int>(std::clamp<int64_t>(kCached / of_head, 1, heads));
+    heads = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
   }
 
   const int hidden = f.seqlen_k - 1 - f.band.left;  // keys, from the last query
@@ -88,9 +88,9 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
   return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
           .heads_together = heads,
-          .late_first = uses_semaphore(order) && one_head && tiles * splits.queries <= kTilesTogether,
+          .late_first = uses_semaphore(order) && one_head && tiles * splits.queries <= start_together,
           .heads_inside = inside,
-          .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * kCached))};
+          .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 }  // namespace flash_cute

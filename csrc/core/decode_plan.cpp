@@ -73,19 +73,19 @@ static void one_cluster_per_tile(DecodeParams& p, const KernelConfig& config, in
 }
 
 // Whether L2 has room for all keys and values of full caches.
-static bool fits_l2(const DecodeProblem& p) {
-  constexpr int64_t kRoom = 40 * 1024 * 1024;  // bytes, of an H100's 50 MB
+static bool fits_l2(const DecodeProblem& p, const Device& gpu) {
+  constexpr double kRoom = 0.8;  // of L2
   const FwdProblem& f = p.fwd;
   const int64_t numbers = int64_t(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
-  return numbers * element_bytes(f.dtype) <= kRoom;
+  return double(numbers) * element_bytes(f.dtype) <= kRoom * gpu.l2_bytes;
 }
 
 // Fraction of K/V loads with evict_normal; the rest use evict_first. A cache that fits into L2 may be hit by the next
 // call, so 3/4 stay. All of it would thrash when it is slightly too large.
-static float l2_fraction_of(const DecodeParams& p, const KernelConfig& config) {
+static float l2_fraction_of(const DecodeParams& p, const KernelConfig& config, const Device& gpu) {
   constexpr float kShare = 0.75f;
   if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several query tiles read it
-  return fits_l2(p) ? kShare : 0.f;
+  return fits_l2(p, gpu) ? kShare : 0.f;
 }
 
 DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) {
@@ -95,7 +95,7 @@ DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, c
   p.heads_k = FastDivmod(std::max(1, f.heads_k));
   p.group = FastDivmod(std::max(1, f.heads / std::max(1, f.heads_k)));
   p.page_size = FastDivmod(std::max(1, f.pages.size));
-  p.l2_fraction = l2_fraction_of(p, config);
+  p.l2_fraction = l2_fraction_of(p, config, gpu);
   const bool even = p.even_splits();
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
   const int64_t work_tiles = int64_t(f.batch) * f.heads_k * tiles;

@@ -63,6 +63,7 @@ const Device& device(int index) {
         .smem_optin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
         .sms = attribute(cudaDevAttrMultiProcessorCount, index),
         .memory_gb_s = memory_gb_s(index),
+        .l2_bytes = attribute(cudaDevAttrL2CacheSize, index),
         .clusters = {},
     };
     if (devices[index].capability == 90) devices[index].clusters = clusters(index);

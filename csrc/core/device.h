@@ -5,6 +5,7 @@
 
 namespace flash_cute {
 
+constexpr double kL2Kept = 0.64;   // share of L2 that stays while other data pass through
 constexpr int kMostClustered = 8;  // CTAs of a cluster that every GPU with clusters can run
 
 struct Device {
@@ -12,6 +13,7 @@ struct Device {
   int smem_optin;  // bytes of shared memory that one CTA can have
   int sms;  // streaming multiprocessors
   int memory_gb_s;  // what its memory can give at most, in GB/s
+  int l2_bytes;  // of its L2 cache
   // Clusters of n CTAs, one CTA an SM, that run at once; 0 without clusters. SMs come in GPCs of different sizes, which
   // clusters cannot span.
   std::array<int, kMostClustered + 1> clusters;

@@ -44,7 +44,10 @@ int64_t workspace_bytes(const KernelConfig& config, const P& problem, const Plan
 }
 
 JsonObject describe(const FwdPlan& plan) {
-  return JsonObject().integer("num_splits", plan.num_splits).integer("pack_gqa", plan.pack_gqa);
+  JsonObject all;
+  all.integer("num_splits", plan.num_splits).integer("pack_gqa", plan.pack_gqa);
+  if (plan.resident > 0) all.integer("heads_together", plan.heads_together);
+  return all;
 }
 
 JsonObject describe(const KeyOrder& order) {
@@ -71,7 +74,10 @@ JsonObject describe(const BwdPlan& plan) {
 }
 
 JsonObject describe(const DecodePlan& plan) {
-  return JsonObject().integer("ctas", plan.ctas()).integer("cluster", plan.clusters.ctas.value);
+  return JsonObject()
+      .integer("ctas", plan.ctas())
+      .integer("cluster", plan.clusters.ctas.value)
+      .number("l2_fraction", plan.l2_fraction);
 }
 
 template <class P>
@@ -114,6 +120,7 @@ std::string describe_gpu(int64_t index) {
       .integer("smem_optin", gpu.smem_optin)
       .integer("sms", gpu.sms)
       .integer("memory_gb_s", gpu.memory_gb_s)
+      .integer("l2_bytes", gpu.l2_bytes)
       .str();
 }
 

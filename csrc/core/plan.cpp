@@ -14,11 +14,11 @@ int resident(const KernelConfig& config, const Device& gpu) {
 }
 
 // As many heads as L2 holds the keys and values of.
-int heads_of_l2(const FwdProblem& p, int pack_gqa) {
-  constexpr int64_t kCached = 32 << 20;  // of L2 that stay while other data pass through
+int heads_of_l2(const FwdProblem& p, int pack_gqa, const Device& gpu) {
+  const auto cached = static_cast<int64_t>(kL2Kept * gpu.l2_bytes);
   const int64_t bytes =
       std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
-  const int64_t heads = std::max<int64_t>(1, kCached / bytes) * (p.heads / std::max(1, p.heads_k) / pack_gqa);
+  const int64_t heads = std::max<int64_t>(1, cached / bytes) * (p.heads / std::max(1, p.heads_k) / pack_gqa);
   return static_cast<int>(std::min<int64_t>(heads, int64_t(p.heads / pack_gqa) * p.batch));
 }
 
@@ -28,16 +28,16 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
   const int heads = pack_gqa(config, p);
   return {.num_splits = cheapest_splits(config, p, gpu.sms).num_splits,
           .pack_gqa = heads,
-          .heads_together = heads_of_l2(p, heads),
+          .heads_together = heads_of_l2(p, heads, gpu),
           .resident = resident(config, gpu)};
 }
 
 BwdPlan make_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   const QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
   return {.splits = splits,
-          .dq_accumulate = dq_accumulate(config, p),
-          .order = key_order(config, p, splits),
-          .l2_throttle = needs_l2_throttle(config, p),
+          .dq_accumulate = dq_accumulate(config, p, gpu),
+          .order = key_order(config, p, splits, gpu),
+          .l2_throttle = needs_l2_throttle(config, p, gpu),
           .resident = resident(config, gpu)};
 }
 

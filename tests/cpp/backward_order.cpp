@@ -33,6 +33,8 @@ using namespace flash_cute;
 
 namespace {
 
+constexpr Device kGpu{90, 232448, 132, 3350, 50 << 20, {}};
+
 KernelConfig draw_config(Draw& draw) {
   std::vector<KernelConfig> found;
   for (const Row& row : rows_of_configs()) {
@@ -58,7 +60,7 @@ BwdProblem draw_problem(Draw& draw, const KernelConfig& config) {
 }
 
 KeyOrder order_of(const KernelConfig& config, const BwdProblem& p) {
-  return key_order(config, p, cheapest_query_splits(config, p.fwd, 132));
+  return key_order(config, p, cheapest_query_splits(config, p.fwd, kGpu.sms), kGpu);
 }
 
 }  // namespace
@@ -137,11 +139,11 @@ TEST_CASE("sums are serialized if they must be deterministic, and only then") {
   for (int n = 0; n < 2000; ++n) {
     const KernelConfig config = draw_config(draw);
     const BwdProblem p = draw_problem(draw, config);
-    const DqAccumulate order = dq_accumulate(config, p);
+    const DqAccumulate order = dq_accumulate(config, p, kGpu);
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK((order == DqAccumulate::Serialized) == p.deterministic);
-    CHECK(!(needs_l2_throttle(config, p) && uses_semaphore(order)));  // they share their memory
+    CHECK(!(needs_l2_throttle(config, p, kGpu) && uses_semaphore(order)));  // they share their memory
     CHECK((!order_of(config, p).late_first || uses_semaphore(order)));
     seen.insert(order);
   }

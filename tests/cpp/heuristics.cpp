@@ -44,6 +44,7 @@ Device h100() {
           .smem_optin = 232448,
           .sms = 132,
           .memory_gb_s = 3350,
+          .l2_bytes = 50 << 20,
           .clusters = {0, 132, 66, 42, 33, 24, 20, 16, 16}};  // by number of CTAs
 }
 
