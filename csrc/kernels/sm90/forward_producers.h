@@ -21,7 +21,7 @@ CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineStat
 template <KernelConfig C>
 CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  const FwdProblem& p = params.p;
+  const FwdParams& p = params.p;
   const int rank = C.cluster == 1 ? 0 : block_rank_in_cluster();
   const bool loads_keys = !in_pages<C>(params);
   PipelineState<C.stages> at_k;
