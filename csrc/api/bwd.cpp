@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <array>
 
 #include "api/api.h"
 #include "api/describe.h"
@@ -12,9 +13,9 @@
 namespace flash_cute {
 namespace {
 
-Tensor allocate_like(const View& t) {
-  return t.dims == 4 ? allocate(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, t.dtype)
-                     : allocate(t, {t.size(0), t.size(1), t.size(2)}, t.dtype);
+Tensor allocate_like(const View& t, ScalarType dtype) {
+  return t.dims == 4 ? allocate(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, dtype)
+                     : allocate(t, {t.size(0), t.size(1), t.size(2)}, dtype);
 }
 
 BwdProblem make_problem(const BwdArguments& a) {
@@ -35,8 +36,11 @@ BwdProblem make_problem(const BwdArguments& a) {
   return p;
 }
 
-TensorView gradient(const View& t, const View& of, const char* name) {
-  check_same_kind(t, of, name);
+TensorView gradient(const View& t, const View& of, const View& dq, const char* name) {
+  check_device(t, of, name);
+  const bool is_fp32 = dq.dtype == ScalarType::Float;
+  FC_CHECK(t.dtype == (is_fp32 ? ScalarType::Float : of.dtype), name, " must have ",
+           is_fp32 ? "dtype float32, as dq has" : "the dtype of its input; or dq, dk and dv are all float32");
   check_shape(t, of.sizes, of.dims, name);
   return tensor_view(t, name);
 }
@@ -51,9 +55,10 @@ float* sink_gradient(const View& t, const View& q, int heads) {
 // With its results the problem is whole.
 void differentiate(BwdProblem p, const FwdArguments& a, const View& dq, const View& dk, const View& dv,
                    const View& softmax_d) {
-  p.dq = gradient(dq, a.q, "dq");
-  p.dk = gradient(dk, a.k, "dk");
-  p.dv = gradient(dv, a.v, "dv");
+  p.fp32_gradients = dq.dtype == ScalarType::Float && a.q.dtype != ScalarType::Float;
+  p.dq = gradient(dq, a.q, dq, "dq");
+  p.dk = gradient(dk, a.k, dq, "dk");
+  p.dv = gradient(dv, a.v, dq, "dv");
   p.softmax_d = row_stats(softmax_d, "softmax_d", a.q);
   run(select(bwd_kernels(), p, device(a.q.device)), p, a.q);
 }
@@ -63,7 +68,8 @@ void functional(StableIValue* stack, bool varlen) {
   const BwdArguments a = take_bwd(in, varlen);
   BwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
-  const Tensor dq = allocate_like(a.fwd.q), dk = allocate_like(a.fwd.k), dv = allocate_like(a.fwd.v);
+  const Tensor dq = allocate_like(a.fwd.q, a.fwd.q.dtype), dk = allocate_like(a.fwd.k, a.fwd.k.dtype),
+               dv = allocate_like(a.fwd.v, a.fwd.v.dtype);
   const Tensor softmax_d = allocate_row_stats(a.fwd.q);
   std::optional<Tensor> dsink;
   if (p.fwd.sink.ptr != nullptr) {
@@ -87,11 +93,14 @@ void into(StableIValue* stack, bool varlen) {
   FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink must be given if and only if sink is");
   if (dsink) p.dsink = sink_gradient(*dsink, a.fwd.q, p.fwd.heads);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
-  auto or_scratch = [](const std::optional<View>& given, const View& like) {
-    return given ? *given : View(allocate_like(like));
+  const bool is_fp32 = std::ranges::any_of(std::array{&dq, &dk, &dv}, [](const std::optional<View>* given) {
+    return *given && (*given)->dtype == ScalarType::Float;
+  });
+  auto or_scratch = [&](const std::optional<View>& given, const View& like) {
+    return given ? *given : View(allocate_like(like, is_fp32 ? ScalarType::Float : like.dtype));
   };
   differentiate(p, a.fwd, or_scratch(dq, a.fwd.q), or_scratch(dk, a.fwd.k), or_scratch(dv, a.fwd.v),
-      softmax_d ? *softmax_d : View(allocate_row_stats(a.fwd.q)));
+                softmax_d ? *softmax_d : View(allocate_row_stats(a.fwd.q)));
 }
 
 }  // namespace

@@ -108,8 +108,8 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
   check_cached_queries(a);
   const Tensor lengths = allocate(q, {a.batch}, ScalarType::Int);
   int* const counts = static_cast<int*>(lengths.data_ptr());
-  check_launch("count_paged_keys", count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts,
-                                                    current_stream(q)));
+  check_launch("count_paged_keys",
+               count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts, current_stream(q)));
   DecodeProblem p{};
   p.fwd = a;
   p.fwd.varlen.cu_k = p.fwd.varlen.used_k = nullptr;

@@ -48,6 +48,7 @@ struct KeyOrder {
 
 struct BwdPlan {
   QuerySplits splits;
+  bool sums_of_splits = false;  // dK and dV go through the workspace: to be combined, or not to be rounded
   DqAccumulate dq_accumulate = DqAccumulate::Atomic;
   KeyOrder order;
   bool l2_throttle = false;  // CTAs that run ahead wait for the others

@@ -154,6 +154,7 @@ struct BwdProblem {
   RowStats softmax_d;  // result: rowsum(dout * out) - dlse
   float* dsink;  // result, [h]; null without a sink
   bool deterministic;  // dQ is summed in a fixed order
+  bool fp32_gradients;  // dQ, dK and dV are fp32, of inputs that are not
 };
 
 constexpr const FwdProblem& forward_of(const FwdProblem& p) {

@@ -36,6 +36,7 @@ static bool addressable(const FwdProblem& p) {
 }
 
 static bool addressable(const BwdProblem& p) {
+  if (p.fp32_gradients) return addressable(p.fwd, {p.fwd.q, p.dout}, {p.fwd.k, p.fwd.v});
   return addressable(p.fwd, {p.fwd.q, p.dout, p.dq}, {p.fwd.k, p.fwd.v, p.dk, p.dv});
 }
 

@@ -30,7 +30,7 @@ BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem&
   work.row_dot = stats();
   work.dq_accum = arena.take(all_rows * config.dq_columns());
   work.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, f.seqlen_k, f.total_k) / kSlabRows;
-  if (plan.splits.count() > 1) {
+  if (plan.sums_of_splits) {
     const int keys = config.block_n * config.cluster;
     const int64_t tiles = int64_t((f.seqlen_k + keys - 1) / keys) * f.heads_k * f.batch;
     const int64_t rows_k =

@@ -41,8 +41,8 @@ struct BwdWorkspace {
 };
 
 struct DecodeWorkspace {
-  float* split_out = nullptr;   // [slots, block_m, head_dim_v of the tile]
-  float* split_lse = nullptr;   // [slots, block_m]
+  float* split_out = nullptr;  // [slots, block_m, head_dim_v of the tile]
+  float* split_lse = nullptr;  // [slots, block_m]
   unsigned* arrived = nullptr;  // [slots]: finished splits of a work tile; even splits have persistent counters
 };
 

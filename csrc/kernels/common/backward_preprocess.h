@@ -3,6 +3,7 @@
 
 #include <cutlass/array.h>
 
+#include "core/workspace.h"
 #include "kernels/common/element.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/softmax.h"

@@ -1,6 +1,7 @@
 // What the steps of decode share: MMA types and shared memory.
 #pragma once
 
+#include "core/workspace.h"
 #include "core/layout/decode_scheduler.h"
 #include "kernels/common/softmax.h"
 #include "kernels/decode/cache_copy.h"

@@ -56,42 +56,33 @@ cudaError_t launch(const GapFill& gaps, cudaStream_t stream) {
   return launch_kernel<fill>(int64_t(gaps.batch + 1) * kCtasPerGap, kThreads, 0, stream, gaps);
 }
 
-cudaError_t fill_queries(const FwdProblem& p, const TensorView& m, int head_dim, const RowStats& first,
+cudaError_t fill_queries(const FwdProblem& p, const TensorView& m, int head_dim, int bytes, const RowStats& first,
                          const RowStats& second, float statistic, cudaStream_t stream) {
-  return launch({p.varlen.cu_q, p.varlen.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim,
-                 element_bytes(p.dtype), m, first, second, statistic},
+  return launch({p.varlen.cu_q, p.varlen.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim, bytes, m, first,
+                 second, statistic},
                 stream);
 }
 
-cudaError_t fill_keys(const FwdProblem& p, const TensorView& m, int head_dim, cudaStream_t stream) {
-  return launch({p.varlen.cu_k,
-                 p.varlen.used_k,
-                 p.batch,
-                 p.seqlen_k,
-                 p.total_k,
-                 p.heads_k,
-                 head_dim,
-                 element_bytes(p.dtype),
-                 m,
-                 {},
-                 {},
-                 0.f},
-                stream);
+cudaError_t fill_keys(const FwdProblem& p, const TensorView& m, int head_dim, int bytes, cudaStream_t stream) {
+  return launch(
+      {p.varlen.cu_k, p.varlen.used_k, p.batch, p.seqlen_k, p.total_k, p.heads_k, head_dim, bytes, m, {}, {}, 0.f},
+      stream);
 }
 
 }  // namespace
 
 cudaError_t zero_fill(const FwdProblem& p, cudaStream_t stream) {
   if (p.dense()) return cudaSuccess;
-  return fill_queries(p, p.out, p.head_dim_v, p.lse, p.row_max, -INFINITY, stream);
+  return fill_queries(p, p.out, p.head_dim_v, element_bytes(p.dtype), p.lse, p.row_max, -INFINITY, stream);
 }
 
 cudaError_t zero_fill(const BwdProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   if (f.dense()) return cudaSuccess;
-  if (cudaError_t e = fill_queries(f, p.dq, f.head_dim, p.softmax_d, {}, 0.f, stream)) return e;
-  if (cudaError_t e = fill_keys(f, p.dk, f.head_dim, stream)) return e;
-  return fill_keys(f, p.dv, f.head_dim_v, stream);
+  const int bytes = p.fp32_gradients ? sizeof(float) : element_bytes(f.dtype);
+  if (cudaError_t e = fill_queries(f, p.dq, f.head_dim, bytes, p.softmax_d, {}, 0.f, stream)) return e;
+  if (cudaError_t e = fill_keys(f, p.dk, f.head_dim, bytes, stream)) return e;
+  return fill_keys(f, p.dv, f.head_dim_v, bytes, stream);
 }
 
 }  // namespace flash_cute

@@ -2,11 +2,12 @@
 // 2307.08691).
 #pragma once
 
+#include "core/workspace.h"
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
-#include "core/layout/tiles.h"
+#include "core/layout/kv_tiles.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
@@ -56,10 +57,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   const SeqInfo seq(p, tile.batch);
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);
-  const TileRange range = key_tiles(seq, p.band, tile.row, C.block_m, C.block_n);
+  const KvInterval<C.block_n> tiles{key_tiles(seq, p.band, tile.row, C.block_m, C.block_n), 0};
   const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
 
-  const int past_keys = range.end * C.block_n;  // where copies come from, going down
+  const int past_keys = tiles.first_key(tiles.end);  // where copies come from, going down
   const RowSpan queries{0, seq.q.length};
   TileCopy<Element, kThreads, C.block_m, C.head_dim> copy_q(p.q, tile.batch, tile.head, seq.q.offset, tile.row, queries,
                                                             p.head_dim, storage.q, thread);
@@ -70,18 +71,18 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n;
   // with one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
   auto load_k = [&](int n, int stage) {
-    if (n < range.begin) return;
+    if (n < tiles.begin) return;
     copy_k.move(-C.block_n);
     copy_k.load(stage * int(sizeof(storage.k[0])));
   };
   auto load_v = [&](int n, int stage) {
-    if (n < range.begin) return;
+    if (n < tiles.begin) return;
     copy_v.move(-C.block_n);
     copy_v.load(stage * int(sizeof(storage.v[0])));
   };
-  if (!range.empty()) copy_q.load();
-  load_k(range.end - 1, 0);
-  if constexpr (C.stages == 2) load_v(range.end - 1, 0);
+  if (!tiles.empty()) copy_q.load();
+  load_k(tiles.end - 1, 0);
+  if constexpr (C.stages == 2) load_v(tiles.end - 1, 0);
   cp_async_fence();
 
   typename T::Mma mma;
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
 
   int stage = 0;
   CUTE_NO_UNROLL
-  for (int n = range.end - 1; n >= range.begin; --n, stage ^= C.stages - 1) {
+  for (int n = tiles.end - 1; n >= tiles.begin; --n, stage ^= C.stages - 1) {
     Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,MMA_M,MMA_N)
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
@@ -137,8 +138,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
       return rQ(_, _, T::slot(step));
     };
     gemm_registers(mma, tSrS, query, k_n);
-    if constexpr (C.rich()) rules.apply(scores, at, tile.row + seq.shift(), n * C.block_n);
-    if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
+    if constexpr (C.rich()) rules.apply(scores, at, tile.row + seq.shift(), tiles.first_key(n));
+    if (!tiles.full(n)) mask.hide(scores, at, tile.row, tiles.first_key(n));
     softmax.update_max(scores, output);
 
     if constexpr (C.stages == 1) {
@@ -153,7 +154,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
       constexpr int kColumns = C.rich() ? 8 : 4;
       if (4 * step % kColumns == 0) {
         softmax.exponentiate(scores, 4 * step, 4 * step + kColumns);
-        if (C.rich() && p.rules.rng != nullptr) drop<kColumns>(scores, 4 * step, at, dropout, tile.row, n * C.block_n);
+        if (C.rich() && p.rules.rng != nullptr)
+          drop<kColumns>(scores, 4 * step, at, dropout, tile.row, tiles.first_key(n));
       }
       return converted<Element>(rP(_, _, step));
     };

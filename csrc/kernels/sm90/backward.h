@@ -74,7 +74,7 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
-  const int64_t cut_tiles = p.splits.count() > 1 ? key_tiles - p.splits.whole_tiles : 0;
+  const int64_t cut_tiles = p.sums_of_splits ? key_tiles - p.splits.whole_tiles : 0;
   const int64_t tiles = key_tiles + cut_tiles * (p.splits.count() - 1);
   const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
@@ -90,11 +90,13 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   };
   if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
-  if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.k, f.k, f.head_dim, C.block_n, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
-  if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
-  if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
+  if (!p.fp32_gradients) {  // which threads write themselves
+    if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, C.block_m, C.head_dim)) return e;
+    if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
+    if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
+  }
   params.splits = FastDivmod(p.splits.count());
   params.tile_counter = TileCounter::of(tiles, takers, uses_semaphore(p.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;

@@ -19,8 +19,8 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int rank = block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    storage.pipeline_work.init(1 + C.warps +
-                               2 * uses_semaphore(params.dq_accumulate));  // a loader, the warps, the semaphore threads
+    storage.pipeline_work.init(
+        1 + C.warps + 2 * uses_semaphore(params.p.dq_accumulate));  // a loader, the warps, the semaphore threads
     storage.pipeline_next.init(1);
     storage.fetched = {static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
@@ -70,7 +70,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
           load(*work);
         }
       }
-    } else if (uses_semaphore(params.dq_accumulate) && elect_one_sync()) {
+    } else if (uses_semaphore(params.p.dq_accumulate) && elect_one_sync()) {
       if (warp == 2) {
         acquire_dq_semaphores<C>(params, storage, rank);
       } else {

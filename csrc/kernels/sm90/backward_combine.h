@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/sm90/backward_consumers.h"
+#include "kernels/sm90/unrounded.h"
 
 namespace flash_cute::sm90 {
 
@@ -40,6 +41,12 @@ CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile
       CUTE_UNROLL
       for (int i = 0; i < size(sum); ++i) sum(i) += more[split][i];
     }
+  }
+  if (p.fp32_gradients) {
+    Tensor at = Mma{}.get_slice(threadIdx.x).partition_C(make_identity_tensor(Shape<Int<kSlabRows>, Int<kCols>>{}));
+    store_unrounded(sum, at, kValues ? p.dv : p.dk, span, tile.row, tile.head, tile.batch, atom * kCols,
+                    kValues ? p.fwd.head_dim_v : p.fwd.head_dim);
+    return;
   }
   write_gradient<kCols>(shared, converted<Element>(sum), threadIdx.x);
   // After this barrier all rows are in shared memory.

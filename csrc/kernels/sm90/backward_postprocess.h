@@ -1,8 +1,9 @@
-// Rounds the sums of dQ, after Hopper's backward.
+// Scales and rounds the sums of dQ, after Hopper's backward.
 #pragma once
 
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/backward_2cta_traits.h"
+#include "kernels/sm90/unrounded.h"
 
 namespace flash_cute::sm90 {
 
@@ -51,6 +52,11 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   const float scale = p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= scale;
+  if (p.fp32_gradients) {
+    Tensor at = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim>>{}));
+    store_unrounded(tQrdQ, at, p.dq, tile.span, tile.row, tile.head, tile.batch, 0, p.fwd.head_dim);
+    return;
+  }
   auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma);
   auto thread_out = copy_out.get_thread_slice(thread);
   Tensor out = make_tensor(make_smem_ptr(shared), typename T::LayoutQ{});  // (query,dim)

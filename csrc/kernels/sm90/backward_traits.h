@@ -1,7 +1,7 @@
 // What the roles of Hopper's backward share: parameters, work, MMA types and shared memory.
 #pragma once
 
-#include "core/backward_order.h"
+#include "core/workspace.h"
 #include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/sm90/pipeline.h"
@@ -58,7 +58,7 @@ class BackwardWork {
  private:
   // `behind`: the number relative to the first tile that is split.
   CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number, int behind)
-      : cut(behind < 0 || params.splits.value == 1 ? -1 : params.splits.div(behind)),
+      : cut(behind < 0 || !params.p.sums_of_splits ? -1 : params.splits.div(behind)),
         split(cut < 0 ? 0 : behind - cut * params.splits.value),
         tile(params.p.fwd, block_n, params.p.order.heads_together, params.p.order.late_first,
              cut < 0 ? number : params.p.splits.whole_tiles + cut),

@@ -39,7 +39,8 @@ struct QueryRows {
   using Softmax = typename T::Softmax;
 
   const WorkTile<T::kGroups>& work;
-  decltype(tile_of_head<C>(std::declval<const ForwardParams&>(), std::declval<const QueryTile&>(), 0)) tile;  // of a warp
+  decltype(tile_of_head<C>(std::declval<const ForwardParams&>(), std::declval<const QueryTile&>(),
+                           0)) tile;  // of a warp
   KvInterval<C.block_n> tiles;  // that these rows see
   ForwardRules<true> rules;
   Softmax softmax;
@@ -228,10 +229,9 @@ class ForwardMainloop {
     if constexpr (Masked::value)
       BandMask(rows.work.seq, params_.p.band).hide(scores, coordinates(), rows.tile.row, key);
     fill(factors_, 1.f);
-    const bool rescaled =
-        rows.softmax.update_max(scores, factors_, UnitFactor{}, [&]() __attribute__((always_inline)) {
-          rows.softmax.begin_exponentials(scores, kEarly);
-        });
+    const bool rescaled = rows.softmax.update_max(scores, factors_, UnitFactor{}, [&]() __attribute__((always_inline)) {
+      rows.softmax.begin_exponentials(scores, kEarly);
+    });
     rows.softmax.end_exponentials(scores, kEarly);
     return rescaled;
   }

@@ -1,6 +1,7 @@
 // What the roles of Hopper's forward share: parameters, work tiles, MMA types and shared memory.
 #pragma once
 
+#include "core/workspace.h"
 #include "core/problem.h"
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/query_tile.h"

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/workspace.h"
 #include "kernels/common/query_tile.h"
 
 namespace flash_cute::sm90 {
@@ -33,8 +34,8 @@ struct TileScheduler {
 
   static TileScheduler of(const FwdParams& p, int block_m) {
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
-    return {(longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.heads_together,
-            p.num_splits};
+    return {
+        (longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.heads_together, p.num_splits};
   }
 
   int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }

@@ -4,6 +4,7 @@
 // anew. Every sum has one order, so that all gradients are deterministic.
 #pragma once
 
+#include "core/workspace.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"

@@ -2,6 +2,8 @@
 // does plain and rich problems.
 #pragma once
 
+#include "core/layout/kv_tiles.h"
+#include "core/workspace.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/score.h"
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   const SeqInfo seq(p, tile.batch);
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);
-  const TileRange range = key_tiles(seq, p.band, tile.row, C.block_m, C.block_n);
+  const KvInterval<C.block_n> tiles{key_tiles(seq, p.band, tile.row, C.block_m, C.block_n), 0};
   const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
 
   const HeadRows from_q(p.q, tile.batch, tile.head, seq.q.offset, p.head_dim);
@@ -75,14 +77,16 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n;
   // with one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
   auto load_k = [&](int n, int stage) {
-    if (n >= range.begin) load_tile<kThreads, C.block_n, C.head_dim>(storage.k[stage], from_k, n * C.block_n, keys);
+    if (n >= tiles.begin)
+      load_tile<kThreads, C.block_n, C.head_dim>(storage.k[stage], from_k, tiles.first_key(n), keys);
   };
   auto load_v = [&](int n, int stage) {
-    if (n >= range.begin) load_tile<kThreads, C.block_n, C.head_dim_v>(storage.v[stage], from_v, n * C.block_n, keys);
+    if (n >= tiles.begin)
+      load_tile<kThreads, C.block_n, C.head_dim_v>(storage.v[stage], from_v, tiles.first_key(n), keys);
   };
-  if (!range.empty()) load_tile<kThreads, C.block_m, C.head_dim>(storage.q, from_q, tile.row, {0, seq.q.length});
-  load_k(range.end - 1, 0);
-  if constexpr (C.stages == 2) load_v(range.end - 1, 0);
+  if (!tiles.empty()) load_tile<kThreads, C.block_m, C.head_dim>(storage.q, from_q, tile.row, {0, seq.q.length});
+  load_k(tiles.end - 1, 0);
+  if constexpr (C.stages == 2) load_v(tiles.end - 1, 0);
   cp_async_fence();
 
   const typename T::OperandQ q(storage.q, warp);
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
 
   int stage = 0;
   CUTE_NO_UNROLL
-  for (int n = range.end - 1; n >= range.begin; --n, stage ^= C.stages - 1) {
+  for (int n = tiles.end - 1; n >= tiles.begin; --n, stage ^= C.stages - 1) {
     Tensor tSrS = make_accumulator<T::kPieces, C.block_n>();  // (MMA,MMA_M,MMA_N)
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
@@ -118,11 +122,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     cp_async_fence();
     gemm<C.dtype>(tSrS, q, k.at(stage * int(sizeof(storage.k[0]))));
     scale_and_cap(scores, p);
-    if (slope != 0.f) lower_by_distance(scores, at, slope, tile.row + seq.shift(), n * C.block_n);
-    if (!range.full(n)) mask.hide(scores, at, tile.row, n * C.block_n);
+    if (slope != 0.f) lower_by_distance(scores, at, slope, tile.row + seq.shift(), tiles.first_key(n));
+    if (!tiles.full(n)) mask.hide(scores, at, tile.row, tiles.first_key(n));
     softmax.update_max(scores, output);
     softmax.exponentiate(scores, 0, size<1>(scores));
-    if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, n * C.block_n);
+    if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, tiles.first_key(n));
 
     if constexpr (C.stages == 1) {
       // After this barrier V(n) is visible to all, and nobody still reads K(n).
