@@ -34,10 +34,9 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
 
 BwdPlan make_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
-  const bool unrounded = p.fp32_gradients && config.arch == Arch::Sm90;
-  if (unrounded && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
+  if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
   return {.splits = splits,
-          .sums_of_splits = splits.count() > 1 || unrounded,
+          .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
           .dq_accumulate = dq_accumulate(config, p, gpu),
           .order = key_order(config, p, splits, gpu),
           .l2_throttle = needs_l2_throttle(config, p, gpu),

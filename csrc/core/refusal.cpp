@@ -59,6 +59,15 @@ static bool asks_for_splits(const DecodeProblem& p) {
   return !p.even_splits();
 }
 
+template <class P>
+static bool asks_for_fp32_gradients(const P&) {
+  return false;
+}
+
+static bool asks_for_fp32_gradients(const BwdProblem& p) {
+  return p.fp32_gradients;
+}
+
 template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
   const FwdProblem& problem = forward_of(asked);
@@ -82,6 +91,7 @@ Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Devi
       .pages = op == Op::Fwd && problem.pages.ids != nullptr && !reads_pages,
       .dropout = problem.rules.rng != nullptr && (!config.has_dropout() || keys_shifted),
       .splits = hopper && asks_for_splits(asked),
+      .fp32_gradients = !hopper && asks_for_fp32_gradients(asked),
   };
 }
 
@@ -119,6 +129,7 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
                          " rows, or not in a window that is bounded to the left");
   add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
   add(refusal.splits, "splits keys by itself: takes no num_splits and no split_size");
+  add(refusal.fp32_gradients, "rounds gradients to the dtype of q, k and v; Hopper's kernels leave them in fp32");
   return reasons;
 }
 

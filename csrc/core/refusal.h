@@ -10,11 +10,12 @@
 namespace flash_cute {
 
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, splits;
+  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, splits,
+      fp32_gradients;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || splits;
+           dropout || splits || fp32_gradients;
   }
 };
 

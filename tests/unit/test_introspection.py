@@ -119,7 +119,7 @@ def test_reasons_of_gpus():
     assert reason(A_CALL, "fwd_sm90_bf16_plain_d128", "a100") == (
         "for sm_90 alone, the GPU is sm_80; needs 230400 bytes of shared memory, the GPU has 166912"
     )
-    old = k.Gpu("t4", 75, 65_536, 40, 320)
+    old = k.Gpu("t4", 75, 65_536, 40, 320, 4 << 20)
     assert "for sm_80 and newer, the GPU is sm_75" in reason(A_CALL, "fwd_sm80", old)
     with pytest.raises(RuntimeError, match="no kernel for this call"):
         k.plan(A_CALL, old)

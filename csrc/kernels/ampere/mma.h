@@ -161,26 +161,6 @@ class SharedResult {
     write(converted<Element>(acc), 0);
   }
 
-  // Writes the accumulator as it is to fp32 rows `stride` apart, as far as there are rows and columns.
-  template <class Accumulator>
-  CUTE_DEVICE static void store_unrounded(const Accumulator& acc, uint32_t warp, float* to, int64_t stride, int rows,
-                                          int cols) {
-    const int first_row = Rows::first(warp % kDown) + threadIdx.x % 32 / 4;
-    const int first_col = Cols::first(warp / kDown) + threadIdx.x % 4 * 2;
-    CUTE_UNROLL
-    for (int i = 0; i < size<1>(acc); ++i) {
-      CUTE_UNROLL
-      for (int j = 0; j < size<2>(acc); ++j) {
-        CUTE_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          const int row = first_row + Rows::offset(i) + e / 2 * 8;
-          const int col = first_col + Cols::offset(j / 2) + j % 2 * 8 + e % 2;
-          if (row < rows && col < cols) to[row * stride + col] = acc(e, i, j);
-        }
-      }
-    }
-  }
-
   // The same place in a tile that lies `bytes` further.
   CUTE_DEVICE SharedResult at(int bytes) const {
     SharedResult moved = *this;

@@ -313,16 +313,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     CUTE_UNROLL
     for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= p.fwd.rules.gradient_scale();
   }
-  if (p.fp32_gradients) {
-    if (p.deterministic) semaphore.release();
-    auto store = [&](auto result, const auto& gradient, const TensorView& m, int cols) {
-      decltype(result)::type::store_unrounded(gradient, warp, fp32_rows(m, tile.batch, tile.head, seq.k, tile.row),
-                                              m.row, seq.k.length - tile.row, cols);
-    };
-    store(std::type_identity<typename T::ResultK>{}, tKrdK, p.dk, p.fwd.head_dim);
-    store(std::type_identity<typename T::ResultV>{}, tVrdV, p.dv, p.fwd.head_dim_v);
-    return;
-  }
   // After this barrier nobody still reads K and V.
   cp_async_wait<0>();
   __syncthreads();

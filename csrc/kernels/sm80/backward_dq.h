@@ -78,11 +78,6 @@ class DqSums {
   float* mine_;  // this thread's first
 };
 
-// From row `row` of a sequence on.
-CUTE_DEVICE float* fp32_rows(const TensorView& m, int batch, int head, const SeqSpan& span, int row) {
-  return static_cast<float*>(m.ptr) + batch * m.batch + head * m.head + (span.offset + row) * m.row;
-}
-
 // dQ = softmax_scale * sums, rounded.
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads()) backward_postprocess(const __grid_constant__ BwdParams p) {
@@ -96,11 +91,6 @@ __global__ void __launch_bounds__(C.threads()) backward_postprocess(const __grid
   DqSums<C>(p, tile.padded_row).load(tQrdQ);
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
-  if (p.fp32_gradients) {
-    T::Result::store_unrounded(tQrdQ, threadIdx.x / 32, fp32_rows(p.dq, tile.batch, tile.head, tile.span, tile.row),
-                               p.dq.row, tile.span.length - tile.row, p.fwd.head_dim);
-    return;
-  }
   typename T::Result(shared, threadIdx.x / 32).store(tQrdQ);
   // After this barrier all of dQ's tile is in shared memory.
   __syncthreads();

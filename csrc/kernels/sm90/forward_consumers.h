@@ -1,18 +1,39 @@
-// The consumer warpgroups of Hopper's forward: the main loop, and the epilogue.
+// The consumer warpgroups of Hopper's forward: two wgmma products per tile of keys, online softmax, and the epilogue.
 #pragma once
 
-#include "kernels/sm90/forward_mainloop.h"
+#include "core/layout/kv_tiles.h"
+#include "kernels/common/forward_rules.h"
+#include "kernels/common/fragment.h"
+#include "kernels/common/mask.h"
+#include "kernels/sm90/forward_dropout.h"
+#include "kernels/sm90/forward_traits.h"
 
 namespace flash_cute::sm90 {
 
+// Ping-pong (FlashAttention-3): one warpgroup at a time issues products, while the others are at their exponentials.
+template <class T>
+struct PingPong {
+  int group;
+
+  CUTE_DEVICE explicit PingPong(int group) : group(group) {
+    if (T::kPingPong && group == 0) cutlass::arch::NamedBarrier::arrive(256, T::kPingPongBarrier);  // it begins
+  }
+  // After this barrier the warpgroup may issue products.
+  CUTE_DEVICE void wait() const { cutlass::arch::NamedBarrier::sync(256, T::kPingPongBarrier + group); }
+  // The next warpgroup may.
+  CUTE_DEVICE void arrive() const {
+    cutlass::arch::NamedBarrier::arrive(256, T::kPingPongBarrier + (group + 1) % T::kGroups);
+  }
+};
+
 // Writes a warpgroup's output (MMA,1,1) of one split of the keys to the workspace.
-template <KernelConfig C, class Output>
+template <KernelConfig C, class Mma, class Output>
 CUTE_DEVICE void store_split(const ForwardParams& params, const WorkTile<ForwardTraits<C>::kGroups>& work,
-                             const QueryTile& tile, const Output& tOrO, int thread) {
+                             const QueryTile& tile, const Mma& mma, const Output& tOrO, int thread) {
   const FwdParams& p = params.p;
   Tensor output = rows_of(tOrO);  // (rows,dims)
-  auto slice = typename ForwardTraits<C>::MmaPV{}.get_slice(thread);
-  Tensor at = rows_of(slice.partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
+  Tensor at =
+      rows_of(mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
   const int64_t first = first_of(p.split_lse, work.of_results(p, tile), work.seq);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
@@ -61,27 +82,228 @@ CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Outp
 template <KernelConfig C>
 CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
-  const int thread = threadIdx.x - 128;
-  ForwardMainloop<C> mainloop(params, storage, cutlass::canonical_warp_group_idx() - 1, thread);
-  for (PipelineState<T::kStagesQ> at_q;; at_q.advance()) {
-    // After this wait Q and the work tile are in shared memory.
+  const FwdParams& p = params.p;
+  const int thread = threadIdx.x - 128, group = cutlass::canonical_warp_group_idx() - 1;
+
+  typename T::template MmaQK<C.block_n> mma_qk;
+  typename T::MmaPV mma_pv;
+  auto group_qk = mma_qk.get_slice(group * 128);  // one slice for all threads: descriptors are warpgroup-uniform
+  auto group_pv = mma_pv.get_slice(group * 128);
+  auto fragment_v = [&](int stage) {  // (MMA,1,MMA_K)
+    return group_pv.partition_fragment_B(make_tensor(make_smem_ptr(storage.v[stage]), typename T::LayoutV{}));
+  };
+  auto fragment_q = [&](int stage) {  // (MMA,1,MMA_K)
+    return group_qk.partition_fragment_A(make_tensor(make_smem_ptr(storage.q[stage]), typename T::LayoutQ{}));
+  };
+  Tensor tSrS = partition_fragment_C(mma_qk, Shape<Int<C.block_m>, Int<C.block_n>>{});  // (MMA,1,1)
+  Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,1,1)
+  Tensor tSrP = make_tensor<typename T::Element>(tSrS.layout());
+  Tensor output = rows_of(tOrO);  // (rows,dims)
+  Tensor at =
+      rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
+  const PingPong<T> ping_pong(group);
+  PipelineState<C.stages> at_k, at_v;
+  PipelineState<T::kStagesQ> at_q;
+  PipelineState<1> at_mask;
+  constexpr Int<C.block_n> all_keys;
+  const bool drops = C.has_mask_warpgroup() && p.rules.rng != nullptr;
+  for (;; at_q.advance()) {
     storage.pipeline_q.consumer_wait(at_q);
     const WorkTile<T::kGroups>& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) break;
-    QueryRows<C> rows(params, work, cutlass::canonical_warp_group_idx() - 1, thread);
-    mainloop(rows, at_q);
+    const QueryTile& tile = tile_of_head<C>(params, work.tile, thread / 32 * 16);  // of the warp
+    Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
+    const KvInterval<C.block_n> tiles{work.of_group[group], work.keys.first};
+    const ForwardRules<true> rules(p, tile.batch, tile.head);
+    const int stand = tile.row + work.seq.shift();  // key position of the tile's first query
+    typename T::Softmax softmax(rules.scale_log2());
 
-    Tensor output = rows_of(mainloop.tOrO);  // (rows,dims)
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) rows.softmax.normalize(output, r, rows.totals[r]);
-    const PipelineState<1> at_out{at_q.count};
-    // Recomputed: kept through the main loop it would take a register.
-    const int group = cutlass::canonical_warp_group_idx() - 1;
-    wait_for_room<C>(storage, group, at_out, mainloop.at_v());
-    if (params.p.num_splits == 1) {
-      store_output<C>(T::output(storage, group, mainloop.at_v().count), mainloop.tOrO, thread);
+    // The accumulators of a tile's first `keys` keys.
+    auto scores_of = [&](auto keys) __attribute__((always_inline)) {
+      typename T::template MmaQK<decltype(keys)::value> mma;
+      return make_tensor(tSrS.data(), partition_fragment_C(mma, Shape<Int<C.block_m>, decltype(keys)>{}).layout());
+    };
+
+    // Issues S = Q K^T of a tile's first `keys` keys, in ping-pong order.
+    auto start_scores = [&](auto keys) __attribute__((always_inline)) {
+      typename T::template MmaQK<decltype(keys)::value> mma;
+      Tensor all_k = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
+      Tensor k = local_tile(all_k, Shape<decltype(keys), Int<C.head_dim>>{}, make_coord(0, 0));  // (key,dim)
+      Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(k);  // (MMA,1,MMA_K)
+      Tensor acc = scores_of(keys);  // (MMA,1,1)
+      // After this wait K of the tile is in shared memory.
+      storage.pipeline_k.consumer_wait(at_k);
+      if constexpr (T::kPingPong) ping_pong.wait();
+      start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
+    };
+
+    // Columns whose exponentials run before the wait for P V; more would delay what follows the wait.
+    constexpr int kEarly = 4;
+
+    // Online-softmax step of tile n: raw scores become weights. Returns whether earlier sums were rescaled; then O is
+    // to be multiplied by `factors`.
+    auto softmax_step = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
+      Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
+      const int key = tiles.first_key(n);
+      if constexpr (C.rich() && !decltype(masked)::value) {
+        if (const SoftmaxCap& cap = params.cap; cap.is_possible) {
+          const auto magnitudes = T::Softmax::magnitudes(scores);
+          const bool suits = cap.suits(magnitudes);
+          const bool fits = __all_sync(~0u, suits & softmax.fits_limit(magnitudes, cap.most_weight));
+          if (fits || __all_sync(~0u, suits)) {
+            constexpr int kAll = decltype(size<1>(scores))::value;  // all exponentials before the wait hide its latency
+            auto begin_exponentials = [&]() __attribute__((always_inline)) {
+              softmax.begin_exponentials(scores, kAll, cap.weight);
+            };
+            fill(factors, 1.f);
+            bool rescaled = false;
+            if (fits) {
+              begin_exponentials();
+            } else {
+              rescaled = softmax.update_max(scores, factors, cap.factor, begin_exponentials);
+            }
+            softmax.end_exponentials(scores, kAll);
+            return rescaled;
+          }
+        }
+      }
+      if constexpr (C.rich()) rules.apply(scores, at, stand, key);
+      if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
+      fill(factors, 1.f);
+      const bool rescaled = softmax.update_max(scores, factors, UnitFactor{}, [&]() __attribute__((always_inline)) {
+        softmax.begin_exponentials(scores, kEarly);
+      });
+      softmax.end_exponentials(scores, kEarly);
+      return rescaled;
+    };
+
+    // Rounds P to the operand of P V, with dropped elements set to 0.
+    auto round = [&]() __attribute__((always_inline)) {
+      convert(tSrS, tSrP);
+      if constexpr (C.has_mask_warpgroup()) {
+        if (!drops) return;
+        storage.pipeline_mask.consumer_wait(at_mask);
+        apply_keep_mask(tSrP, storage.keep_mask[thread / 32], thread % 32);
+        storage.pipeline_mask.consumer_release(at_mask);
+        at_mask.advance();
+      }
+    };
+
+    // Skips key tiles down to `until`: other warpgroups see them, this one does not.
+    int n = work.key_tiles - 1;
+    auto skip = [&](int until) {
+      CUTE_NO_UNROLL
+      for (; n >= until; --n) {
+        storage.pipeline_k.consumer_wait(at_k);
+        storage.pipeline_k.consumer_release(at_k);
+        at_k.advance();
+        if constexpr (T::kPingPong) {
+          ping_pong.wait();
+          ping_pong.arrive();
+        }
+        storage.pipeline_v.consumer_wait(at_v);
+        storage.pipeline_v.consumer_release(at_v);
+        at_v.advance();
+        if (drops) {
+          storage.pipeline_mask.consumer_wait(at_mask);
+          storage.pipeline_mask.consumer_release(at_mask);
+          at_mask.advance();
+        }
+      }
+    };
+
+    // Finalizes the row sums and writes LSE and row max; O follows.
+    typename T::Softmax::Total totals[2];
+    auto finalize = [&]() __attribute__((always_inline)) {
+      cutlass::Array<float, 2> lse;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        totals[r] = softmax.template finalize<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
+        lse[r] = totals[r].lse;
+      }
+      store_row_stats(p, work.seq, work.of_results(p, tile), softmax, lse, at);
+    };
+
+    clear(tOrO);
+    if (!tiles.empty()) {
+      Tensor factors = make_tensor<float>(Shape<_2, _1>{});
+      skip(tiles.end);
+      // With one buffer of Q, the next Q is loaded from the last S product on. With more, a branch in each step would
+      // cost more than it gains.
+      constexpr bool kReleasesEarly = T::kStagesQ == 1;
+      auto release_queries = [&]() __attribute__((always_inline)) {
+        if (kReleasesEarly && n == tiles.begin) storage.pipeline_q.consumer_release(at_q);
+      };
+      auto begin = [&](auto keys, auto masked) __attribute__((always_inline)) {
+        start_scores(keys);
+        if constexpr (T::kPingPong) ping_pong.arrive();
+        wait_products<0>(tSrS);
+        storage.pipeline_k.consumer_release(at_k);
+        at_k.advance();
+        release_queries();
+        softmax_step(n, keys, masked, factors);
+        CUTE_UNROLL
+        for (int i = size(scores_of(keys)); i < size(tSrS); ++i) tSrS(i) = 0.f;
+      };
+      if (T::kHalves && work.half[group]) {
+        begin(Int<C.block_n / 2>{}, true_type{});
+      } else if (tiles.full(n)) {
+        begin(all_keys, false_type{});
+      } else {
+        begin(all_keys, true_type{});
+      }
+      round();
+      // S of tile n and P V of tile n + 1 run while the other warpgroup computes exponentials.
+      auto step = [&](auto masked) __attribute__((always_inline)) {
+        start_scores(all_keys);
+        storage.pipeline_v.consumer_wait(at_v);
+        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
+        if constexpr (T::kPingPong) ping_pong.arrive();
+        wait_products<1>(tSrS);
+        storage.pipeline_k.consumer_release(at_k);
+        at_k.advance();
+        release_queries();
+        const bool rescaled = softmax_step(n, all_keys, masked, factors);
+        wait_products<0>(tOrO);
+        storage.pipeline_v.consumer_release(at_v);
+        at_v.advance();
+        round();
+        if (rescaled) {
+          CUTE_UNROLL
+          for (int i = 0; i < size(output); ++i) output(i) *= factors(i % 2);
+        }
+      };
+      CUTE_NO_UNROLL
+      for (--n; n >= tiles.begin; --n) {
+        if (tiles.full(n)) {
+          step(false_type{});
+        } else {
+          step(true_type{});
+        }
+      }
+      if (!kReleasesEarly) storage.pipeline_q.consumer_release(at_q);
+      storage.pipeline_v.consumer_wait(at_v);
+      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
+      finalize();
+      wait_products<0>(tOrO);
+      storage.pipeline_v.consumer_release(at_v);
+      at_v.advance();
     } else {
-      store_split<C>(params, work, rows.tile, mainloop.tOrO, thread);
+      storage.pipeline_q.consumer_release(at_q);
+      finalize();
+    }
+    skip(0);
+
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) softmax.normalize(output, r, totals[r]);
+    const PipelineState<1> at_out{at_q.count};
+    const int group =
+        cutlass::canonical_warp_group_idx() - 1;  // recomputed: kept through the loop it would take a register
+    wait_for_room<C>(storage, group, at_out, at_v);
+    if (p.num_splits == 1) {
+      store_output<C>(T::output(storage, group, at_v.count), tOrO, thread);
+    } else {
+      store_split<C>(params, work, tile, mma_pv, tOrO, thread);
     }
     storage.pipeline_out[group].producer_commit(at_out);
   }
