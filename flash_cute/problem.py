@@ -49,6 +49,7 @@ class Problem:
     total_k: int | None = None
     unaligned: bool = False  # vectors of q, k and v do not all begin on 16-byte boundaries
     deterministic: bool = False  # bwd
+    fp32_gradients: bool = False  # bwd: of 16-bit inputs, in buffers of bwd.out
     allow_tf32: bool = False  # fp32
     page_size: int = 0  # decode, as what follows; 0: no pages
     lengths: bool = False  # whether the device alone knows how long sequences are
@@ -115,7 +116,7 @@ class Problem:
             f"k{seqlen_k} d{self.head_dim}/{self.head_dim_v or self.head_dim}"
         )
         flags = ("causal", "softcap", "alibi", "dropout", "varlen", "unaligned", "deterministic",
-                 "allow_tf32", "lengths", "leftpad")  # fmt: skip
+                 "fp32_gradients", "allow_tf32", "lengths", "leftpad")  # fmt: skip
         numbers = ("window_size", "page_size", "num_splits", "split_size")
         defaults = {f.name: f.default for f in fields(self)}
         rest = [name for name in flags if getattr(self, name)]

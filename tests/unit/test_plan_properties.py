@@ -17,7 +17,7 @@ RARE = st.sampled_from([False] * 7 + [True])
 FLAGS = ("causal", "softcap", "alibi", "dropout", "varlen", "unaligned", "allow_tf32")
 OF_OP = {
     "fwd": {},
-    "bwd": {"deterministic": RARE},
+    "bwd": {"deterministic": RARE, "fp32_gradients": RARE},
     "decode": {"page_size": st.just(0) | SIZES, "lengths": RARE, "leftpad": RARE,
                "num_splits": st.just(0) | st.integers(0, 200), "split_size": st.just(0) | SIZES},
 }  # fmt: skip
