@@ -89,7 +89,7 @@ Asked read(const std::string& problem) {
   FwdProblem p = read_problem(in);
   if (asked.op == "bwd") {
     asked.bwd.deterministic = in.flag("deterministic");
-    asked.bwd.fp32_gradients = in.flag("fp32_gradients");
+    asked.bwd.fp32_gradients = in.flag("fp32_gradients") && element_bytes(p.dtype) == 2;
     asked.bwd.dout = p.out;
     asked.bwd.dq = p.q;
     asked.bwd.dk = p.k;

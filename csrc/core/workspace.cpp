@@ -1,14 +1,24 @@
 #include "core/workspace.h"
 
+#include <algorithm>
+#include <initializer_list>
+
 namespace flash_cute {
+
+// At most 2^57: a question about kernels may name any sizes, and several such parts still fit an int64_t in bytes.
+static int64_t product(std::initializer_list<int64_t> factors) {
+  double all = 1;
+  for (const int64_t factor : factors) all *= static_cast<double>(factor);
+  return static_cast<int64_t>(std::min(all, 0x1p57));
+}
 
 FwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const FwdProblem& p, const FwdPlan& plan) {
   if (plan.num_splits == 1) return {};
-  const int64_t rows = p.all_rows(), results = int64_t(plan.num_splits) * p.heads * rows;
+  const int64_t rows = p.all_rows(), results = product({plan.num_splits, p.heads, rows});
   auto stats = [&] { return RowStats{arena.take(results), p.dense() ? p.seqlen_q : 0, rows}; };
   FwdWorkspace work;
   work.split_columns = config.head_dim_v;
-  work.split_out = arena.take(results * config.head_dim_v);
+  work.split_out = arena.take(product({results, config.head_dim_v}));
   work.split_lse = stats();
   if (p.row_max.ptr != nullptr) work.split_row_max = stats();
   return work;
@@ -23,21 +33,21 @@ BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem&
     return dense ? padded.dense(seqlen) : padded.packed(total, f.batch);
   };
   const int64_t rows = padded_rows(config.block_m, f.seqlen_q, f.total_q);
-  const int64_t all_rows = rows * f.heads * (dense ? f.batch : 1);
+  const int64_t all_rows = product({rows, f.heads, dense ? f.batch : 1});
   auto stats = [&] { return RowStats{arena.take(all_rows), dense ? rows * f.heads : 0, rows}; };
   BwdWorkspace work;
   work.lse_log2 = stats();
   work.row_dot = stats();
-  work.dq_accum = arena.take(all_rows * config.dq_columns());
+  work.dq_accum = arena.take(product({all_rows, config.dq_columns()}));
   work.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, f.seqlen_k, f.total_k) / kSlabRows;
   if (plan.sums_of_splits) {
     const int keys = config.block_n * config.cluster;
-    const int64_t tiles = int64_t((f.seqlen_k + keys - 1) / keys) * f.heads_k * f.batch;
+    const int64_t tiles = product({(f.seqlen_k + keys - 1) / keys, f.heads_k, f.batch});
     const int64_t rows_k =
-        dense ? (tiles - plan.splits.whole_tiles) * keys : work.slabs_of_head * kSlabRows * f.heads_k;
-    work.split_sums = arena.take(rows_k * plan.splits.count() * (config.head_dim + config.head_dim_v));
+        dense ? product({tiles - plan.splits.whole_tiles, keys}) : product({work.slabs_of_head, kSlabRows, f.heads_k});
+    work.split_sums = arena.take(product({rows_k, plan.splits.count(), config.head_dim + config.head_dim_v}));
   }
-  work.dq_semaphores = reinterpret_cast<int*>(arena.take(all_rows / config.block_m * config.warps));
+  work.dq_semaphores = reinterpret_cast<int*>(arena.take(product({all_rows / config.block_m, config.warps})));
   return work;
 }
 
@@ -45,7 +55,7 @@ DecodeWorkspace lay_out(Arena& arena, const KernelConfig& config, const DecodePr
   if (plan.slots == 0) return {};
   const int64_t rows = int64_t(plan.slots) * config.block_m;
   DecodeWorkspace work;
-  work.split_out = arena.take(rows * config.head_dim_v);
+  work.split_out = arena.take(product({rows, config.head_dim_v}));
   work.split_lse = arena.take(rows);
   if (!p.even_splits()) work.arrived = reinterpret_cast<unsigned*>(arena.take(plan.slots));
   return work;
