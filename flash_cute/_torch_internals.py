@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,7 +71,14 @@ def with_derivatives() -> Iterator[None]:
         yield
 
 
-def apply_formula(formula: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+class Formula(torch.autograd.Function):
+    """The base of an op's formula. Its ``apply`` is one of a single level, without the search for
+    transforms and their dead tensors, which ops do themselves and which takes 2 us."""
+
+    apply = torch._C._FunctionBase.__dict__["apply"]  # type: ignore[attr-defined]
+
+
+def apply_formula(formula: type[Formula], args: Sequence[Any]) -> Any:
     """``formula.apply``, which autograd's kernel of an op may also call inside of a transform.
 
     There torch calls the kernel once a level, so the formula is one of a single level.
@@ -80,13 +86,7 @@ def apply_formula(formula: type[torch.autograd.Function], args: Sequence[Any]) -
     if not in_transform():
         return formula.apply(*args)
     with enable_single_level_autograd_function():
-        return _of_single_level(formula).apply(*args)
-
-
-@cache
-def _of_single_level(formula: type[torch.autograd.Function]) -> Any:
-    methods = {name: staticmethod(getattr(formula, name)) for name in ("forward", "backward")}
-    return type(formula.__name__, (_SingleLevelFunction,), methods)
+        return formula.apply(*args)
 
 
 # --- kinds of tensors ----------------------------------------------------------------------------

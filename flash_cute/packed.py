@@ -29,9 +29,10 @@ class PackedAttention(torch.autograd.Function):
         ctx: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None, op: Any, args: tuple
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *unpacked_q, k, v = packed.unbind(-3)
-        out, softmax_lse, _, probs = ops.call(op, (*(unpacked_q or (q,)), k, v, *args))
+        every = (*(unpacked_q or (q,)), k, v, *args)
+        out, softmax_lse, _, probs = ops.call(op, every)
         ctx.op = op
-        ops.save_for_backward(ctx, (packed, q, sink, out, softmax_lse), args)
+        ops.save_for_backward(ctx, op, (packed, q, sink, out, softmax_lse), every)
         if probs is not None:
             ctx.mark_non_differentiable(probs)
         ctx.set_materialize_grads(False)
@@ -39,16 +40,15 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-        (packed, q, sink, out, softmax_lse), args = ops.saved(ctx)
-        is_plain = internals.are_plain(
-            [packed, q, out, softmax_lse, dout, dlse, *(x for x in args if isinstance(x, Tensor))]
-        )
+        packed, q, *others = ctx.saved_tensors
+        sink = others[0]
+        is_plain = internals.are_plain([packed, q, *others, dout, dlse])
         gradients = _filled if is_plain else _stacked
         with torch.no_grad():
             *unpacked_q, k, v = packed.unbind(-3)
             bwd = _BACKWARD_OF[ctx.op]
-            every = (*(unpacked_q or (q,)), k, v, *args)
-            given = ops.backward_arguments(ctx.op, every, out, softmax_lse, dout, dlse)
+            saved = (*(unpacked_q or (q,)), k, v, *others)
+            given = ops.backward_arguments(ctx, ctx.op, saved, dout, dlse)
             with limits.again(ctx.limit):
                 grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():

@@ -57,9 +57,8 @@ def sdpa_forward(
     out, lse, softmax = _dense(
         query, key, value, scale, is_causal, -1, dropout_p, rng, wants_softmax
     )
-    mask = query.new_empty(0) if softmax is None else softmax
-    state, unused = _philox(rng, query)
-    return out, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
+    last = _of_dropout(rng, softmax, query)
+    return out, lse, None, None, query.shape[2], key.shape[2], *last
 
 
 def sdpa_backward(
@@ -85,7 +84,7 @@ def sdpa_backward(
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     saved = accept.rows(*(x.transpose(1, 2) for x in (grad_out, query, key, value, out)))
     written = accept.rows(*(x.transpose(1, 2) for x in grads))
-    with internals.below_autograd():
+    with internals.below_versions():  # as in _dense
         _BWD_OUT(
             *saved, logsumexp.contiguous(), None, scale, is_causal, -1, -1, 0.0, None, None,
             dropout_p, rng, deterministic(False), ops.allow_tf32(query),
@@ -111,30 +110,44 @@ def _dense(
     """out as query lies in memory, softmax_lse (batch, heads, seqlen), probabilities if wanted."""
     batch, heads, seqlen, dim = query.shape
     dim_v = value.shape[-1]
-    out = torch.empty_like(query) if dim == dim_v else query.new_empty(batch, heads, seqlen, dim_v)
-    rows = (
-        out
-        if out.stride(-1) == 1 or dim_v == 1
-        else torch.empty_like(out, memory_format=torch.contiguous_format)
-    )
-    statistic = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty((batch, heads, seqlen), dtype=statistic)
-    softmax = query.new_empty((batch, heads, seqlen, key.shape[2])) if wants_softmax else None
-    q, k, v = accept.rows(*(x.transpose(1, 2) for x in (query, key, value)))
-    with internals.below_autograd():
-        _FWD_OUT(
-            q, k, v, scale, is_causal, -1, right, 0.0, None, None, dropout_p, rng, False,
-            wants_softmax, False, ops.allow_tf32(query), out=rows.transpose(1, 2), softmax_lse=lse,
-            softmax=softmax,
-        )  # fmt: skip
-    return (out if rows is out else out.copy_(rows)), lse, softmax
+    with internals.below_versions():  # nobody has seen what is written
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            q, k, v = accept.rows(q, k, v)
+        options: tuple[Any, ...] = (scale, is_causal)
+        allow_tf32 = ops.allow_tf32(query)
+        if right != -1 or dropout_p or allow_tf32:  # each that is given costs time
+            options = (
+                scale, is_causal, -1, right, 0.0, None, None, dropout_p, rng, False, wants_softmax,
+                False, allow_tf32,
+            )  # fmt: skip
+        if dim == dim_v and query.stride() == (seqlen * heads * dim, dim, heads * dim, 1):
+            out, lse, _, softmax = ops.fwd(q, k, v, *options)  # whose out lies so
+            return out.transpose(1, 2), lse, softmax
+        out = (
+            torch.empty_like(query)
+            if dim == dim_v
+            else query.new_empty((batch, heads, seqlen, dim_v))
+        )
+        rows = (
+            out
+            if out.stride(-1) == 1 or dim_v == 1
+            else torch.empty_like(out, memory_format=torch.contiguous_format)
+        )
+        statistic = torch.float64 if query.dtype == torch.float64 else torch.float32
+        lse = query.new_empty((batch, heads, seqlen), dtype=statistic)
+        softmax = query.new_empty((batch, heads, seqlen, key.shape[2])) if wants_softmax else None
+        _FWD_OUT(q, k, v, *options, out=rows.transpose(1, 2), softmax_lse=lse, softmax=softmax)
+        return (out if rows is out else out.copy_(rows)), lse, softmax
 
 
-def _philox(rng: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of dropout as ATen's operators return it: uint64 (2,), and a scalar that nobody
-    reads. Without dropout nobody reads the state either."""
+def _of_dropout(rng: Tensor | None, softmax: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+    """The last three results of ATen's operators: the state of dropout, uint64 (2,), a scalar that
+    nobody reads, and probabilities. Without dropout nobody reads any of them; they are new ones
+    still, as a CUDA graph has no place for results that outlive it."""
     state = like.new_empty(2, dtype=torch.uint64) if rng is None else rng.view(torch.uint64)
-    return state, like.new_empty((), dtype=torch.uint64)
+    unused = like.new_empty((), dtype=torch.uint64)
+    return state, unused, like.new_empty(0) if softmax is None else softmax
 
 
 # --- the CPU's own operators ----------------------------------------------------------------------
@@ -225,7 +238,7 @@ def flash_forward(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Sequences of different lengths, also in pages; dense without ``cum_seq_q``."""
     q, k, v = accept.rows(query, key, value)
     window = _bound(window_size_left), _bound(window_size_right)
@@ -235,7 +248,7 @@ def flash_forward(
             max_seqlen_q=max_q, softmax_scale=scale, causal=is_causal, window_size=window,
             alibi_slopes=alibi_slopes, num_splits=num_splits or 0, return_softmax_lse=True,
         )  # fmt: skip
-        return out, lse, *_philox(None, q), q.new_empty(0)
+        return out, lse, *_of_dropout(None, None, q)
     if num_splits:
         raise NotImplementedError(
             f"num_splits is {num_splits}, which flash_cute takes over pages alone; leave it None"
@@ -254,7 +267,7 @@ def flash_forward(
                 k, v, cum_seq_k = accept.keys(k, v, seqused_k, None)
             sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, False, None)
             out, lse, _, softmax = ops.varlen_fwd(q, k, v, *sequences, *options)
-    return out, lse, *_philox(rng, q), q.new_empty(0) if softmax is None else softmax
+    return out, lse, *_of_dropout(rng, softmax, q)
 
 
 def _bound(x: int | None) -> int:

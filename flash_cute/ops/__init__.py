@@ -21,7 +21,6 @@ from flash_cute.ops.autograd import (
     differentiable,
     no_double_backward,
     save_for_backward,
-    saved,
 )
 from flash_cute.ops.schema import (
     attend_kvcache,
@@ -51,7 +50,6 @@ __all__ = [
     "kernels",
     "no_double_backward",
     "save_for_backward",
-    "saved",
     "transformed",
     "varlen_bwd",
     "varlen_fwd",

@@ -7,7 +7,8 @@ autograd's to take in, when backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +23,45 @@ _OUT_OVERLOAD = (
 )
 _INFERENCE = "this op is for inference; call it under torch.no_grad()"
 _BACKWARD_OF = {schema.fwd: schema.bwd, schema.varlen_fwd: schema.varlen_bwd}
-_OF_BACKWARD = ("dout", "out", "softmax_lse", "dlse", "deterministic")  # what its forward has not
+# Arguments behind v that may be tensors, and have no gradient.
+_TENSORS = {
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "alibi_slopes", "rng",
+}  # fmt: skip
+_FIRST = ("q", "k", "v", "sink", "out", "softmax_lse")  # of what backward finds saved
 
 
-def _sources(op: Any) -> tuple[int, ...]:
-    """For each argument of a backward op its place among the forward op's, or ``~place`` among
-    ``_OF_BACKWARD``."""
+class _Layout(NamedTuple):
+    """Where a backward op's arguments come from. Functions pick some of the forward op's."""
+
+    inputs: Callable[[Sequence[Any]], tuple[Any, ...]]  # q, k, v and sink
+    tensors: Callable[[Sequence[Any]], tuple[Any, ...]]  # _TENSORS
+    others: Callable[[Sequence[Any]], tuple[Any, ...]]  # the rest
+    deterministic: int  # its place among others
+    # The backward op's in (dout, dlse, deterministic, *saved, *others): places, which compiled
+    # autograd can trace.
+    given: tuple[int, ...]
+
+
+def _layout(op: Any) -> _Layout:
     names = list(DEFAULTS[op])
-    return tuple(
-        ~_OF_BACKWARD.index(name) if name in _OF_BACKWARD else names.index(name)
-        for name in DEFAULTS[_BACKWARD_OF[op]]
-    )
+    inputs = [name for name in names if name in _FIRST]
+    tensors = [name for name in names if name in _TENSORS]
+    others = [name for name in names if name not in (*inputs, *tensors)]
+    found = ["dout", "dlse", "deterministic", *_FIRST, *tensors, *others]
+    pick = [itemgetter(*map(names.index, wanted)) for wanted in (inputs, tensors, others)]
+    given = tuple(map(found.index, DEFAULTS[_BACKWARD_OF[op]]))
+    return _Layout(pick[0], pick[1], pick[2], others.index("deterministic"), given)
 
 
-_SOURCES = {op: _sources(op) for op in _BACKWARD_OF}
-_DETERMINISTIC = {op: list(DEFAULTS[op]).index("deterministic") for op in _BACKWARD_OF}
-_SINK = {op: list(DEFAULTS[op]).index("sink") for op in _BACKWARD_OF}
+_VALUES = {op: tuple(defaults.values()) for op, defaults in DEFAULTS.items()}
+_LAYOUTS = {op: _layout(op) for op in _BACKWARD_OF}
 
 
 def register(library: torch.library.Library) -> None:
     for name, op in (("fwd", schema.fwd), ("varlen_fwd", schema.varlen_fwd)):
-        library.impl(name, _differentiable(op, FORMULAS[op]), "Autograd")
+        library.impl(name, _differentiable(op, FORMULAS[op], _inputs(op)), "Autograd")
     for name, op in (("bwd", schema.bwd), ("varlen_bwd", schema.varlen_bwd)):
-        library.impl(name, _differentiable(op, _no_formula(op)), "Autograd")
+        library.impl(name, _differentiable(op, _no_formula(op), tuple), "Autograd")
     for op in schema.OUT_OVERLOADS:
         for key in ("Autograd", "ADInplaceOrView"):  # the second alone in inference mode
             library.impl(op, _reject_gradients(op, _OUT_OVERLOAD), key)
@@ -56,13 +73,15 @@ def register(library: torch.library.Library) -> None:
         library.impl(op, _reject_gradients(op, _INFERENCE, writes_with), "Autograd")
 
 
-def _differentiable(op: Any, formula: type[torch.autograd.Function]) -> Callable[..., Results]:
-    """Autograd's kernel of an op.
+def _differentiable(
+    op: Any, formula: type[internals.Formula], inputs: Callable[[Sequence[Any]], tuple[Any, ...]]
+) -> Callable[..., Results]:
+    """Autograd's kernel of an op; its formula takes the ``inputs`` of all of the op's arguments.
 
     torch.library.register_autograd would do the same, but not inside of torch.func's transforms,
     and take 100 us a call to read the schema.
     """
-    defaults = tuple(DEFAULTS[op].values())
+    defaults = _VALUES[op]
     slopes = list(DEFAULTS[op]).index("alibi_slopes")
 
     def kernel(*args: Any) -> Results:
@@ -71,7 +90,7 @@ def _differentiable(op: Any, formula: type[torch.autograd.Function]) -> Callable
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             if len(args) > slopes and args[slopes] is not None:
                 validate_options.no_gradient_of_slopes(args[slopes])
-            return internals.apply_formula(formula, (*args, *defaults[len(args) :]))
+            return internals.apply_formula(formula, inputs((*args, *defaults[len(args) :])))
         return _below_autograd(op, args)
 
     return kernel
@@ -90,35 +109,40 @@ def _forward(op: Any, args: Sequence[Any]) -> Results:
         return _below_autograd(op, args)
 
 
-def _formula(op: Any) -> type[torch.autograd.Function]:
-    """Of a forward op, whose gradient is one call of its backward op."""
-    names, sink = list(DEFAULTS[op]), _SINK[op]
-    table = names.index("block_table") if "block_table" in names else None
-    of_q_k_v = (None,) * (len(names) - 3)
+def _inputs(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Of a formula: q, k, v and sink, which have gradients, and all arguments as one, for autograd
+    takes its time over each that it is given."""
+    own = _LAYOUTS[op].inputs
+    return lambda args: (*own(args), args)
 
-    class Attention(torch.autograd.Function):
+
+def _formula(op: Any) -> type[internals.Formula]:
+    """Of a forward op, whose gradient is one call of its backward op."""
+    names = list(DEFAULTS[op])
+    table = names.index("block_table") if "block_table" in names else None
+
+    class Attention(internals.Formula):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Results:
+        def forward(
+            ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, args: Sequence[Any]
+        ) -> Results:
             if table is not None and args[table] is not None:
                 validate_ops.no_gradient_of_pages(dict(zip(names, args, strict=True)))
             results = out, softmax_lse, row_max, softmax = _forward(op, args)
             if row_max is not None or softmax is not None:
                 ctx.mark_non_differentiable(*[x for x in (row_max, softmax) if x is not None])
             ctx.set_materialize_grads(False)
-            save_for_backward(ctx, (out, softmax_lse), args)
+            save_for_backward(ctx, op, (q, k, v, sink, out, softmax_lse), args)
             return results
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
-            (out, softmax_lse), args = saved(ctx)
-            given = backward_arguments(op, args, out, softmax_lse, dout, dlse)
+            saved = ctx.saved_tensors  # once: a checkpoint unpacks them one time
+            given = backward_arguments(ctx, op, saved, dout, dlse)
             with limits.again(ctx.limit):
                 dq, dk, dv, dsink, _ = call(_BACKWARD_OF[op], given)
-            if args[sink] is None:
-                return (dq, dk, dv, *of_q_k_v)
-            gradients = [dq, dk, dv, *of_q_k_v]
-            gradients[sink] = dsink.to(args[sink].dtype)
-            return tuple(gradients)
+            sink = saved[3]
+            return dq, dk, dv, None if sink is None else dsink.to(sink.dtype), None
 
     return Attention
 
@@ -126,10 +150,10 @@ def _formula(op: Any) -> type[torch.autograd.Function]:
 FORMULAS = {op: _formula(op) for op in _BACKWARD_OF}
 
 
-def _no_formula(op: Any) -> type[torch.autograd.Function]:
+def _no_formula(op: Any) -> type[internals.Formula]:
     """Of a backward op, which has no gradient."""
 
-    class Gradients(torch.autograd.Function):
+    class Gradients(internals.Formula):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Results:
             return _forward(op, args)
@@ -143,32 +167,20 @@ def _no_formula(op: Any) -> type[torch.autograd.Function]:
 
 def differentiable(op: Any, args: Sequence[Any], allow_tf32: bool) -> Results:
     """A forward op with its gradient, without the dispatcher's way to it: for plain tensors, with
-    nothing around the call. Arguments between ``args`` and ``allow_tf32`` are defaults."""
-    defaults = tuple(DEFAULTS[op].values())
-    return FORMULAS[op].apply(*args, *defaults[len(args) : -1], allow_tf32)
+    nothing around the call. Arguments between ``args`` and ``allow_tf32`` are defaults, and so
+    there is no sink."""
+    every = (*args, *_VALUES[op][len(args) : -1], allow_tf32)
+    return FORMULAS[op].apply(*args[:3], None, every)
 
 
-def save_for_backward(ctx: Any, first: Sequence[Tensor | None], args: Sequence[Any]) -> None:
-    """Keeps some tensors, and a call's arguments, for :func:`saved`; and the kernels that it may
-    take, in ``ctx.limit``."""
-    places, tensors, others = [], list(first), list(args)
-    for i, x in enumerate(args):
-        if isinstance(x, Tensor):
-            places.append(i)
-            tensors.append(x)
-            others[i] = None
-    ctx.save_for_backward(*tensors)
-    ctx.first, ctx.places, ctx.others = len(first), places, others
-    ctx.limit = limits.current()
-
-
-def saved(ctx: Any) -> tuple[tuple[Any, ...], list[Any]]:
-    """The first tensors and the arguments. Once a backward: a checkpoint unpacks them one time."""
-    tensors = ctx.saved_tensors
-    args = list(ctx.others)
-    for i, x in zip(ctx.places, tensors[ctx.first :], strict=True):
-        args[i] = x
-    return tensors[: ctx.first], args
+def save_for_backward(
+    ctx: Any, op: Any, first: Sequence[Tensor | None], args: Sequence[Any]
+) -> None:
+    """Keeps some tensors, and behind them what :func:`backward_arguments` needs of a forward op's
+    arguments; and the kernels that backward may take, in ``ctx.limit``."""
+    layout = _LAYOUTS[op]
+    ctx.save_for_backward(*first, *layout.tensors(args))
+    ctx.others, ctx.limit = layout.others(args), limits.current()
 
 
 def call(op: Any, args: Sequence[Any]) -> Any:
@@ -187,22 +199,16 @@ def _refuse_tangents(args: Sequence[Any]) -> None:
 
 
 def backward_arguments(
-    op: Any,
-    args: Sequence[Any],
-    out: Tensor,
-    softmax_lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    ctx: Any, op: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Any]:
-    """What the backward op of ``op`` takes, in order; ``args`` are all of the forward's."""
-    of_backward = (
-        torch.zeros_like(out) if dout is None else _contiguous_rows(dout),
-        out,
-        softmax_lse,
-        None if dlse is None else dlse.contiguous(),
-        switches.deterministic(args[_DETERMINISTIC[op]]),
-    )
-    return [args[i] if i >= 0 else of_backward[~i] for i in _SOURCES[op]]
+    """What the backward op of ``op`` takes, in order. ``saved`` are q, k, v, sink, out and
+    softmax_lse, and the tensors that :func:`save_for_backward` kept behind the first."""
+    layout = _LAYOUTS[op]
+    deterministic = switches.deterministic(ctx.others[layout.deterministic])
+    dout = torch.zeros_like(saved[4]) if dout is None else _contiguous_rows(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    found = (dout, dlse, deterministic, *saved, *ctx.others)
+    return [found[i] for i in layout.given]
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
