@@ -26,9 +26,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
-COMPILER = (
-    "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl"
-)  # fmt: skip
 FROM_TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
 LARGEST = 40 << 20  # bytes of a wheel
 CUTLASS = "4.2.0"
@@ -60,10 +57,12 @@ def toolkit(cuda: str) -> Path:
     """nvcc and what it needs, of one version of CUDA, from PyPI."""
     folder = ROOT / "build" / f"cuda-{cuda}"
     if not list(folder.glob("nvidia/*/bin/nvcc")):
-        pinned = [f"{name}=={cuda}.*" for name in COMPILER]
-        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-t", folder, *pinned)
-    (nvcc,) = folder.glob("nvidia/*/bin/nvcc")
-    home = nvcc.parents[1]
+        parts = f"cuda-toolkit[nvcc,cccl]=={cuda}.*"
+        run(sys.executable, "-m", "pip", "install", "--quiet", "-t", folder, parts)
+    found = list(folder.glob("nvidia/*/bin/nvcc"))
+    if not found:
+        sys.exit(f"CUDA {cuda}: PyPI has no nvcc of it, but of 13.0 and newer; or give --toolkit")
+    home = found[0].parents[1]
     if not (home / "lib64").exists():  # where nvcc looks
         (home / "lib64").symlink_to("lib")
     if not (home / "lib" / "libcudart.so").exists():  # what CMake looks for; the static one is used
