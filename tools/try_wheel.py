@@ -36,7 +36,7 @@ def fresh(environment: Path) -> Path:
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", environment], check=True)
     places = {"base": environment, "platbase": environment}
     packages = Path(sysconfig.get_path("purelib", scheme="venv", vars=places))
-    inherited = [path for path in sys.path if "site-packages" in path]
+    inherited = [path for path in sys.path if path.endswith("-packages")]
     (packages / "inherited.pth").write_text("\n".join(inherited))
     return environment / "bin" / "python"
 
