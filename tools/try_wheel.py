@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         python = fresh(folder / "environment")
+        run(folder, python, "-c", "import torch")  # from the disk, once
         started = time.monotonic()
         pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
         run(folder, *pip, wheel)
