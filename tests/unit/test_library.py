@@ -63,6 +63,12 @@ def test_library_in_use_is_stable():
     assert tool("check_library").problems(library.find(), all_kernels=False) == []
 
 
+def test_what_older_systems_lack_is_inside():
+    names = ["nm", "-DC", "--undefined-only", library.find()]
+    needed = subprocess.run(names, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"::basic_o?stringstream\(\)|::str\(\)|_single_threaded", needed) == []
+
+
 RAISE = """
 import torch
 torch.ops.load_library({path!r})
