@@ -65,20 +65,47 @@ def outputs(
     bound: dict[str, Any],
     given: Mapping[str, Tensor | None],
     names: Sequence[str],
-    compute: Callable[[dict[str, bool]], Sequence[Tensor | None]],
+    compute: Callable[[dict[str, Any]], Sequence[Tensor | None]],
 ) -> dict[str, Tensor | None]:
     """The results by ``names`` of a call of an out overload, which fit the tensors ``given``;
-    ``compute`` takes the flags of results that are optional."""
+    ``compute`` takes the arguments to compute them from: flags of results that are optional among
+    them, and what gradients depend on in fp32 where they are not to be rounded."""
     there = {name: x for name, x in given.items() if x is not None}
     for name in ("row_max", "softmax"):
         if bound.get(f"return_{name}") and name not in there:
             raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
     asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
-    results = dict(zip(names, compute(asked), strict=True))
+    exact = bound
+    if fp32_gradients(bound["q"], given):
+        arguments(bound)
+        exact = bound | {name: bound[name].float() for name in ("dout", "q", "k", "v", "out")}
+    results = dict(zip(names, compute(exact | asked), strict=True))
     for name in there.keys() | {"dsink"} & results.keys():  # dsink goes with sink
         output(name, there.get(name), results[name])
     apart(there, bound)
     return results
+
+
+def fp32_gradients(q: Tensor, given: Mapping[str, Tensor | None]) -> bool:
+    """Whether the tensors ``given`` to an out overload ask 16-bit inputs for gradients in fp32.
+
+    Raises:
+        TypeError: some of dq, dk and dv are fp32 and some are not, or are not given.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    dtypes = {
+        name: None if (x := given.get(name)) is None else x.dtype for name in ("dq", "dk", "dv")
+    }
+    if torch.float32 not in dtypes.values():
+        return False
+    if any(dtype != torch.float32 for dtype in dtypes.values()):
+        of_each = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(
+            f"dtypes of gradients are {of_each}; expected all three torch.float32, or those that "
+            f"are given {q.dtype}, as q"
+        )
+    return True
 
 
 def output(name: str, given: Tensor | None, result: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.comm import Group
-from flash_cute.distributed.local import Output, Saved, Score, differentiate, merges
+from flash_cute.distributed.local import Output, Saved, Score, differentiate, merges, takes_sink
 from flash_cute.distributed.plan import Plan, slots
 from flash_cute.distributed.tiles import Launch, launches
 
@@ -35,11 +35,13 @@ def forward(
     q, k, v = qkv
     calls = _calls(plan, rank, window, score)
     output = Output(q, v, merges(calls))
+    in_calls = sink is not None and takes_sink(calls, q.shape[1])
     for heads_k, k_all, v_all in _gathered(plan, group, k, v):
         heads = of_queries(heads_k, q, k)
         part = output.of_heads(heads)
-        part.attend(q[:, :, heads], k_all, v_all, calls, score.of_heads(heads))
-    return output.result(q, sink)
+        of_heads = sink[heads] if sink is not None and in_calls else None
+        part.attend(q[:, :, heads], k_all, v_all, calls, score.of_heads(heads), of_heads)
+    return output.result(q, None if in_calls else sink)
 
 
 def backward(

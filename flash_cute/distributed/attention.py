@@ -13,6 +13,7 @@ from flash_cute import validate, validate_options
 from flash_cute.distributed import cp_ops, layouts
 from flash_cute.distributed.context import ContextParallel, context_of
 from flash_cute.distributed.dtensor import from_local, to_local
+from flash_cute.distributed.local import unrounded
 from flash_cute.distributed.plan import Plan
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
@@ -137,16 +138,21 @@ def _over_heads(
     """Ulysses, with a ring of tokens outside if there is one."""
     share, ranks = _share_of_heads(plan, cp), plan.inner
     copies = math.lcm(k.shape[2], ranks) // k.shape[2]  # each rank has whole groups then
-    if copies > 1:
-        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     heads = q.shape[2] // ranks
-    if ranks > 1:
+    # Copies have gradients of their own: they are added up in fp32 where that can be had.
+    spreads = copies > 1 and not options["dropout_p"] and unrounded(q)
+    if spreads:
+        q = cp_ops.exchange(q, True, plan.key)
+        k, v = (cp_ops.spread(x, copies, plan.key) for x in (k, v))
+    elif ranks > 1:
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
         q, k, v = (cp_ops.exchange(x, True, plan.key) for x in (q, k, v))
     mine = dict(options)
     for name in ("sink", "alibi_slopes"):
         if mine[name] is not None:
             mine[name] = mine[name].narrow(-1, share * heads, heads).contiguous()
-    if plan.outer > 1:
+    if plan.outer > 1 or spreads:
         out, lse = _over_tokens(plan, q, k, v, mine)
     else:
         out, lse = _whole(plan, share, q, k, v, mine, rng)

@@ -3,7 +3,7 @@
 A plan goes in as text, and names the :class:`ContextParallel` whose groups are used.
 ``cp_attention`` is all_gather or ring, forward and backward; ``cp_exchange`` is one all-to-all
 between shares of tokens and shares of heads (DeepSpeed-Ulysses, arXiv 2309.14509), whose gradient
-is the way back.
+is the way back. ``cp_spread`` is the same of kv heads that several ranks need.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPS = torch.ops.flash_cute
 
 
 def _strategy(plan: Plan) -> Any:
-    return all_gather if plan.strategy == "all_gather" else ring
+    return all_gather if plan.strategy == "all_gather" or plan.outer == 1 else ring
 
 
 @torch.library.custom_op("flash_cute::cp_attention", mutates_args=())
@@ -41,8 +41,12 @@ def attention(
     deterministic: bool,
     plan: str,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v."""
+    """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
+
+    k and v of :func:`spread` are fp32, and so are their gradients, with numbers of q's dtype.
+    """
     whole = plan_of(plan)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     groups = groups_of(whole)
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
     out, lse = _strategy(whole).forward(
@@ -81,8 +85,9 @@ def attention_backward(
     deterministic = switches.deterministic(deterministic)
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
     saved = Saved(dout, dlse, out, lse)
+    qkv = (q, k.to(q.dtype), v.to(q.dtype))
     gradients = _strategy(whole).backward(
-        whole, groups.outer_rank, groups.outer, (q, k, v), saved, (window_left, window_right), score
+        whole, groups.outer_rank, groups.outer, qkv, saved, (window_left, window_right), score
     )
     dq, dk, dv = (
         x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v), strict=True)
@@ -188,6 +193,52 @@ def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
 
 
 exchange.register_autograd(_exchange_back, setup_context=_keep_exchange)
+
+
+@torch.library.custom_op("flash_cute::cp_spread", mutates_args=())
+def spread(x: Tensor, copies: int, plan: str) -> Tensor:
+    """:func:`exchange` to heads of k or v, each of whose heads ``copies`` shares need; in fp32, so
+    that autograd keeps the copies' gradients in fp32 until they are added up."""
+    whole = plan_of(plan)
+    x = x.repeat_interleave(copies, 2)
+    return _to_heads(x, whole, groups_of(whole)).float()
+
+
+@torch.library.custom_op("flash_cute::cp_spread_backward", mutates_args=())
+def spread_backward(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
+    """The gradient of :func:`spread`, rounded to ``dtype`` once."""
+    whole = plan_of(plan)
+    of_copies = _to_tokens(dx, whole, groups_of(whole))
+    return of_copies.unflatten(2, (-1, copies)).sum(3).to(dtype)
+
+
+@spread.register_fake
+def _(x: Tensor, copies: int, plan: str) -> Tensor:
+    whole = plan_of(plan)
+    rows = sum(map(layouts.rows, _members(whole, groups_of(whole))))
+    heads = x.shape[2] * copies // whole.inner
+    return x.new_empty((len(x), rows, heads, x.shape[3]), dtype=torch.float32)
+
+
+@spread_backward.register_fake
+def _(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
+    whole = plan_of(plan)
+    groups = groups_of(whole)
+    rows = layouts.rows(_members(whole, groups)[groups.inner_rank])
+    heads = dx.shape[2] * whole.inner // copies
+    return dx.new_empty((len(dx), rows, heads, dx.shape[3]), dtype=dtype)
+
+
+def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.copies, ctx.plan = inputs
+    ctx.dtype = x.dtype
+
+
+def _spread_back(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+    return spread_backward(dx.contiguous(), ctx.copies, ctx.dtype, ctx.plan), None, None
+
+
+spread.register_autograd(_spread_back, setup_context=_keep_spread)
 
 
 @torch.library.custom_op("flash_cute::cp_gather", mutates_args=())

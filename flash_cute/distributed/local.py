@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import ops
 from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch
 from flash_cute.distributed.trace import named
+from flash_cute.ops.typed import OPS
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Score:
 def statistic_dtype(x: Tensor) -> torch.dtype:
     """Of LSEs, and of sums."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def takes_fp32_gradients(device: torch.device) -> bool:
+    """Whether ``bwd.out`` and ``varlen_bwd.out`` there write gradients of 16-bit inputs in fp32."""
+    return device.type in ("cpu", "cuda")
+
+
+def unrounded(x: Tensor) -> bool:
+    """Whether a call gives gradients of 16-bit inputs like ``x`` in fp32, to be added up."""
+    return x.dtype in (torch.float16, torch.bfloat16) and takes_fp32_gradients(x.device)
 
 
 class Output:
@@ -64,12 +76,18 @@ class Output:
         return part
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, launches: Sequence[Launch], score: Score
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        launches: Sequence[Launch],
+        score: Score,
+        sink: Tensor | None = None,
     ) -> None:
-        """Adds what q sees of k and v."""
+        """Adds what q sees of k and v, and in each call the sink, if :func:`takes_sink`."""
         for launch in launches:
             call = Call(launch, q, k, score)
-            out, lse = call.forward(q, k, v)
+            out, lse = call.forward(q, k, v, sink)
             if call.distance is not None:
                 lse = lse - call.distance
             here = self.out[:, call.q_rows], self.lse[:, :, call.q_rows]
@@ -90,10 +108,19 @@ class Output:
         return out.to(q.dtype), lse
 
 
-def merges(launches: Sequence[Launch]) -> bool:
+@lru_cache(maxsize=1024)
+def merges(launches: tuple[Launch, ...]) -> bool:
     """Whether several calls reach one row."""
     spans = sorted((t.q_start, t.q_stop) for launch in launches for t in launch)
     return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
+
+
+@lru_cache(maxsize=1024)
+def takes_sink(launches: tuple[Launch, ...], rows: int) -> bool:
+    """Whether calls can add the sink, to each row once; then results are not rounded before it."""
+    tiles = [tile for launch in launches for tile in launch]
+    covered = sum(tile.q_len for tile in tiles) == rows
+    return covered and not merges(launches) and all(tile.distance == 0 for tile in tiles)
 
 
 @dataclass(frozen=True)
@@ -165,30 +192,39 @@ class Call:
         }
 
     @named("forward")
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out and lse of the rows; those of no tile have out 0 and lse -inf."""
         q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
+        options = self.options | {"sink": sink}
         if not self.is_varlen:
-            out, lse, _, _ = ops.fwd(q, k, v, **self.options)
+            out, lse, _, _ = ops.fwd(q, k, v, **options)
             return out, lse
-        out, lse, _, _ = ops.varlen_fwd(q[0], k[0], v[0], *self.sequences, **self.options)
+        out, lse, _, _ = ops.varlen_fwd(q[0], k[0], v[0], *self.sequences, **options)
         return out[None], lse[None]
 
     @named("backward")
     def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk and dv of the rows; those of no tile are 0."""
+        """dq, dk and dv of the rows, in fp32 if that can be had; those of no tile are 0."""
         q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
         dout, out = saved.dout[:, self.q_rows], saved.out[:, self.q_rows]
         lse = saved.lse[:, :, self.q_rows]
         lse = lse.contiguous() if self.distance is None else lse + self.distance
         dlse = None if saved.dlse is None else saved.dlse[:, :, self.q_rows].contiguous()
-        if not self.is_varlen:
-            return ops.bwd(dout, q, k, v, out, lse, dlse, **self.options)[:3]
-        dlse = None if dlse is None else dlse[0]
-        results = ops.varlen_bwd(
-            dout[0], q[0], k[0], v[0], out[0], lse[0], *self.sequences, dlse=dlse, **self.options
-        )
-        return tuple(x[None] for x in results[:3])
+        given: tuple[Tensor, ...] = (dout, q, k, v, out, lse)
+        op: Any = OPS.bwd
+        if self.is_varlen:
+            given, op = tuple(x[0] for x in given), OPS.varlen_bwd
+            dlse = None if dlse is None else dlse[0]
+        if unrounded(q):
+            results = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in given[1:4])
+            dq, dk, dv = results
+            with internals.below_versions():  # nobody has seen what is written
+                op.out(*given, *self.sequences, dlse=dlse, **self.options, dq=dq, dk=dk, dv=dv)
+        else:
+            results = op.default(*given, *self.sequences, dlse=dlse, **self.options)[:3]
+        return tuple(x[None] for x in results) if self.is_varlen else results
 
     def _distance(
         self, launch: Launch, slopes: Tensor | None, distance: int, dtype: torch.dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.comm import Group
-from flash_cute.distributed.local import Output, Saved, Score, differentiate
+from flash_cute.distributed.local import Output, Saved, Score, differentiate, takes_sink
 from flash_cute.distributed.plan import Plan
 from flash_cute.distributed.tiles import Launch, launches
 
@@ -41,7 +41,10 @@ def forward(
         if hop + 1 < hops:
             kv, works = comm.rotate(here, 1, group)
         keys, values = _split(here, k, v)
-        output.attend(q, keys, values, _calls(plan, rank, hop, window, score), score)
+        calls = _calls(plan, rank, hop, window, score)
+        in_calls = sink if takes_sink(calls, q.shape[1]) else None
+        output.attend(q, keys, values, calls, score, in_calls)
+        sink = sink if in_calls is None else None
     return output.result(q, sink)
 
 

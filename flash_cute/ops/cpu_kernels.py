@@ -56,9 +56,7 @@ def _into(
         bound = bind(op, args)
         is_out_alone = all(x is None for name, x in given.items() if name != "out")
         compute = out_alone if is_out_alone and "out" in given else kernel
-        results = validate_ops.outputs(
-            bound, given, names, lambda asked: compute(*(bound | asked).values())
-        )
+        results = validate_ops.outputs(bound, given, names, lambda x: compute(*x.values()))
         for name, result in results.items():
             if result is not None and given.get(name) is not None:
                 given[name].copy_(result)

@@ -143,7 +143,7 @@ def _out(op: Any, functional: Any, *args: Any, **named: Any) -> None:
         outputs = {name: given.pop(name) for name in written}
         names = internals.results(functional)
         fake = _fwd if functional in (fwd, varlen_fwd) else _bwd
-        validate_ops.outputs(given, outputs, names, lambda x: fake(functional, **(given | x)))
+        validate_ops.outputs(given, outputs, names, lambda x: fake(functional, **x))
 
     _check(check, bound)
 

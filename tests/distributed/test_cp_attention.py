@@ -63,34 +63,38 @@ def test_the_mask_of_a_call_is_its_own_or_the_plan_s(two):
         assert max(errors) < 1e-12
 
 
-def half_precision(dtype: torch.dtype) -> list[tuple[str, float, float]]:
-    """Errors of ranks and of one process, in this dtype, beside fp64."""
-    torch.manual_seed(1)
+def half_precision(dtype: torch.dtype) -> list[tuple[str, str, float]]:
+    """Errors of ranks over those of one process, beside fp64."""
     results = []
-    for strategy in ("all_gather", "ring", "ulysses"):
-        case = replace(PLAIN, strategy=strategy, documents=(150,), heads_k=4)
-        cp = cases.context(strategy, "zigzag", 1, "cpu")
-        plan = cp.plan(150, causal=True)
-        made = cases.inputs(case, 3)
-        low = {n: x.to(dtype) if n != "dlse" else x.float() for n, x in made.items()}
-        true = cases.expected(case, {n: x.double() for n, x in low.items()})
-        found, single = cases.shared(case, cp, plan, low), cases.alone(case, low)
-        assert found["out"].dtype == found["dk"].dtype == dtype
-        assert found["lse"].dtype == torch.float32
-        for name, x in true.items():
-            norm = x.norm().item()
-            off, of_one = (((y[name].double() - x).norm() / norm).item() for y in (found, single))
-            results.append((f"{strategy} {name}", off, of_one))
+    for strategy, documents, heads_k, window in (
+        ("all_gather", (150,), 4, (-1, 0)),
+        ("all_gather", (60, 0, 90, 30), 12, (-1, 0)),
+        ("ring", (150,), 4, (-1, 0)),
+        ("ring", (150,), 4, (-1, -1)),
+        ("ulysses", (150,), 4, (-1, 0)),
+        ("ulysses", (150,), 1, (-1, 0)),  # each of the ranks has a copy of its kv head
+        ("ulysses", (60, 0, 90, 30), 2, (40, 0)),
+        ("two_dimensional", (150,), 4, (-1, 0)),
+        ("two_dimensional", (150,), 1, (-1, 0)),
+    ):
+        case = replace(
+            PLAIN, strategy=strategy, documents=documents, heads_k=heads_k, window=window,
+            of_lse=True, sink=documents != (150,),
+        )  # fmt: skip
+        cp = cases.context(strategy, "zigzag", 2, "cpu")
+        plan, made = cases.plan_of_case(case, cp, 4), cases.inputs(case, 3, (16, 16))
+        ratios = cases.ratios(case, cp, plan, made, dtype)
+        results += [(f"{case}", name, x) for name, x in ratios.items()]
     return results
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_accurate_as_one_process(four, dtype):
-    """Sums are fp32. On the CPU one process rounds once, at the end. Where results of several calls
-    are added up each of these is rounded, too: twice the square of the error, 1.41 of it."""
-    for name, off, of_one in four.run(half_precision, dtype)[0]:
-        is_rounded_once = name.startswith("ulysses") or name in ("all_gather out", "all_gather dq")
-        assert off <= (1.01 if is_rounded_once else 1.5) * of_one + 1e-6, name
+    """Gradients are rounded once, after they were added up. Where out of several calls is merged
+    each of these is rounded, too: twice the square of the error at most."""
+    for case, name, ratio in four.run(half_precision, dtype)[0]:
+        merges = name == "out" and ("ring" in case or "two_dim" in case)
+        assert ratio <= (1.45 if merges else 1.06), (case, name)
 
 
 def dropped(ranks_given: int) -> torch.Tensor:

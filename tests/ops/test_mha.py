@@ -293,7 +293,8 @@ BAD_FORWARD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "right_too_large": ({"window_size_right": 2**63}, ValueError, "^window_size_right is 922"),
     "slopes_of_half": ({"alibi_slopes_": torch.ones(2).half()}, TypeError, "^alibi_slopes_ is tor"),
     "slopes_strided": (
-        {"alibi_slopes_": lambda device: torch.ones(2, 2, device=device)[:, 0]},  # to() would pack it
+        # to() would pack it
+        {"alibi_slopes_": lambda device: torch.ones(2, 2, device=device)[:, 0]},
         ValueError, "^alibi_slopes_'s last"
     ),
     "slopes_with_gradient": (

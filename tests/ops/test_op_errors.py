@@ -81,6 +81,11 @@ def test_ops_write_nothing_when_they_raise(device, name):
     assert out.tensor.isfinite().all() and lse.tensor.isfinite().all()
 
 
+def in_fp32(*names: str) -> Change:
+    """Only some of the gradients in fp32, which is all three or none."""
+    return lambda a: {x: torch.full_like(a[x], NAN, dtype=torch.float32) for x in names}
+
+
 OPS_OF_BACKWARD: dict[str, tuple[Change, str]] = {
     "dout_shape": (on("dout", lambda x: x[:1]), "dout"),
     "dout_dtype": (on("dout", torch.Tensor.float), "dout"),
@@ -97,6 +102,8 @@ OPS_OF_BACKWARD: dict[str, tuple[Change, str]] = {
     "sink_shape": (vector("sink", 3), "sink"),
     "dq_shape": (on("dq", lambda x: x[:1]), "dq"),
     "dk_dtype": (on("dk", lambda x: torch.full_like(x, NAN, dtype=torch.float32)), "dk"),
+    "fp32_dq_and_dk": (in_fp32("dq", "dk"), "d[qkv]"),
+    "fp32_dq_alone": (lambda a: in_fp32("dq")(a) | {"dk": None, "dv": None}, "d[qkv]"),
     "dv_shape": (on("dv", lambda x: x[..., :8]), "dv"),
     "dsink_shape": (on("dsink", lambda x: x[:3]), "dsink"),
     "dsink_dtype": (on("dsink", lambda x: torch.full_like(x, NAN, dtype=BF16)), "dsink"),
