@@ -6,6 +6,7 @@ hold of each, and that no other file of flash_cute uses one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
@@ -164,6 +165,11 @@ def kernel_of(op: str, key: str) -> Callable[..., Any]:
 
 
 # --- torch.compile -------------------------------------------------------------------------------
+
+
+def has_inductor() -> bool:
+    """Whether Inductor is loaded: any op may be called by a graph that it has made."""
+    return "torch._inductor.compile_fx" in sys.modules
 
 
 def constant_in_graphs(function: F) -> F:

@@ -143,11 +143,33 @@ def _dense(
 
 def _of_dropout(rng: Tensor | None, softmax: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
     """The last three results of ATen's operators: the state of dropout, uint64 (2,), a scalar that
-    nobody reads, and probabilities. Without dropout nobody reads any of them; they are new ones
-    still, as a CUDA graph has no place for results that outlive it."""
-    state = like.new_empty(2, dtype=torch.uint64) if rng is None else rng.view(torch.uint64)
-    unused = like.new_empty((), dtype=torch.uint64)
-    return state, unused, like.new_empty(0) if softmax is None else softmax
+    nobody reads, and probabilities. Without dropout nobody reads any of them."""
+    if rng is None:
+        return _unread(like)
+    softmax = like.new_empty(0) if softmax is None else softmax
+    return rng.view(torch.uint64), like.new_empty((), dtype=torch.uint64), softmax
+
+
+_kept: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
+
+
+def _unread(like: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors in every call, for making them takes a fifth of it; but new ones for graphs,
+    which take results to lie in their own memory, and use that again."""
+    kind = like.device, like.dtype
+    if internals.has_inductor():
+        return _new_unread(like)
+    if kind not in _kept:
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _new_unread(like)
+        with torch.inference_mode(False):  # autograd may save them later
+            _kept[kind] = _new_unread(like)
+    return _kept[kind]
+
+
+def _new_unread(like: Tensor) -> tuple[Tensor, ...]:
+    state, unused = (like.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))
+    return state, unused, like.new_empty(0)
 
 
 # --- the CPU's own operators ----------------------------------------------------------------------

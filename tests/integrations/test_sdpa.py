@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import flash_cute
-from flash_cute.integrations import sdpa
+from flash_cute import _torch_internals as internals
+from flash_cute.integrations import sdpa, sdpa_kernels
 
 ATEN = torch.ops.aten
 varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -146,6 +147,22 @@ def test_results_lie_as_torch_expects(layout):
                     assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
                 else:
                     assert x == y
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_results_that_nobody_reads_are_shared_between_calls_in_eager(with_graphs, monkeypatch):
+    """And may be saved for backward, though they are first made in inference mode."""
+    monkeypatch.setattr(internals, "has_inductor", lambda: with_graphs)
+    monkeypatch.setattr(sdpa_kernels, "_kept", {})
+    leaf = torch.randn(1, 2, 9, 16).requires_grad_()
+    with sdpa.activated():
+        with torch.inference_mode():
+            first = ATEN._scaled_dot_product_flash_attention(leaf, leaf, leaf)
+        second = ATEN._scaled_dot_product_flash_attention(leaf, leaf, leaf)
+        second[0].sum().backward()
+    for x, y in zip(first[6:], second[6:], strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert (x is y) != with_graphs
 
 
 def test_rows_that_are_not_contiguous():

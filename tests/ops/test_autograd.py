@@ -232,3 +232,16 @@ def test_ops_refuse_slopes_that_want_a_gradient(device, transform):
             torch.func.grad(attend)(slopes)
         else:
             attend(slopes.requires_grad_())
+
+
+def test_tensors_that_outlive_a_transform_are_what_they_hold():
+    """Also where they are saved for backward."""
+    q, k, v = torch.randn(3, 1, 9, 2, 16).unbind()
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(k)
+    q.requires_grad_()
+    expected, found = (
+        torch.autograd.grad(flash_cute.flash_attn_func(q, x, v).square().sum(), q)
+        for x in (k, *kept)
+    )
+    assert torch.equal(*expected, *found)

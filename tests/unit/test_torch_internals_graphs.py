@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
@@ -137,3 +140,13 @@ def test_example():
     assert internals.example(environment.create_unbacked_symfloat()) is None
     assert internals.example(x) is x and internals.example(None) is None
     assert not environment.guards
+
+
+def test_inductor_is_seen_once_it_is_used():
+    code = (
+        "import torch; from flash_cute import _torch_internals as internals\n"
+        "assert not internals.has_inductor()\n"
+        "torch.compile(lambda x: x + 1)(torch.ones(2))\n"
+        "assert internals.has_inductor()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
