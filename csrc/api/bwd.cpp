@@ -13,9 +13,9 @@
 namespace flash_cute {
 namespace {
 
-Tensor allocate_like(const View& t, ScalarType dtype) {
-  return t.dims == 4 ? allocate(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, dtype)
-                     : allocate(t, {t.size(0), t.size(1), t.size(2)}, dtype);
+Tensor allocate_like(const View& t) {
+  return t.dims == 4 ? allocate(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, t.dtype)
+                     : allocate(t, {t.size(0), t.size(1), t.size(2)}, t.dtype);
 }
 
 BwdProblem make_problem(const BwdArguments& a) {
@@ -36,11 +36,10 @@ BwdProblem make_problem(const BwdArguments& a) {
   return p;
 }
 
-TensorView gradient(const View& t, const View& of, const View& dq, const char* name) {
+TensorView gradient(const View& t, const View& of, bool is_fp32, const char* name) {
   check_device(t, of, name);
-  const bool is_fp32 = dq.dtype == ScalarType::Float;
   FC_CHECK(t.dtype == (is_fp32 ? ScalarType::Float : of.dtype), name, " must have ",
-           is_fp32 ? "dtype float32, as dq has" : "the dtype of its input; or dq, dk and dv are all float32");
+           is_fp32 ? "dtype float32" : "the dtype of its input");
   check_shape(t, of.sizes, of.dims, name);
   return tensor_view(t, name);
 }
@@ -56,9 +55,9 @@ float* sink_gradient(const View& t, const View& q, int heads) {
 void differentiate(BwdProblem p, const FwdArguments& a, const View& dq, const View& dk, const View& dv,
                    const View& softmax_d) {
   p.fp32_gradients = dq.dtype == ScalarType::Float && a.q.dtype != ScalarType::Float;
-  p.dq = gradient(dq, a.q, dq, "dq");
-  p.dk = gradient(dk, a.k, dq, "dk");
-  p.dv = gradient(dv, a.v, dq, "dv");
+  p.dq = gradient(dq, a.q, p.fp32_gradients, "dq");
+  p.dk = gradient(dk, a.k, p.fp32_gradients, "dk");
+  p.dv = gradient(dv, a.v, p.fp32_gradients, "dv");
   p.softmax_d = row_stats(softmax_d, "softmax_d", a.q);
   run(select(bwd_kernels(), p, device(a.q.device)), p, a.q);
 }
@@ -68,8 +67,7 @@ void functional(StableIValue* stack, bool varlen) {
   const BwdArguments a = take_bwd(in, varlen);
   BwdProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
-  const Tensor dq = allocate_like(a.fwd.q, a.fwd.q.dtype), dk = allocate_like(a.fwd.k, a.fwd.k.dtype),
-               dv = allocate_like(a.fwd.v, a.fwd.v.dtype);
+  const Tensor dq = allocate_like(a.fwd.q), dk = allocate_like(a.fwd.k), dv = allocate_like(a.fwd.v);
   const Tensor softmax_d = allocate_row_stats(a.fwd.q);
   std::optional<Tensor> dsink;
   if (p.fwd.sink.ptr != nullptr) {
@@ -93,11 +91,13 @@ void into(StableIValue* stack, bool varlen) {
   FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink must be given if and only if sink is");
   if (dsink) p.dsink = sink_gradient(*dsink, a.fwd.q, p.fwd.heads);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
-  const bool is_fp32 = std::ranges::any_of(std::array{&dq, &dk, &dv}, [](const std::optional<View>* given) {
-    return *given && (*given)->dtype == ScalarType::Float;
-  });
-  auto or_scratch = [&](const std::optional<View>& given, const View& like) {
-    return given ? *given : View(allocate_like(like, is_fp32 ? ScalarType::Float : like.dtype));
+  auto is_fp32 = [](const std::optional<View>* given) { return *given && (*given)->dtype == ScalarType::Float; };
+  const std::array gradients{&dq, &dk, &dv};
+  FC_CHECK(a.fwd.q.dtype == ScalarType::Float || std::ranges::none_of(gradients, is_fp32) ||
+               std::ranges::all_of(gradients, is_fp32),
+           "dq, dk and dv must all be given in float32, or those that are given in the dtype of q");
+  auto or_scratch = [](const std::optional<View>& given, const View& like) {
+    return given ? *given : View(allocate_like(like));
   };
   differentiate(p, a.fwd, or_scratch(dq, a.fwd.q), or_scratch(dk, a.fwd.k), or_scratch(dv, a.fwd.v),
                 softmax_d ? *softmax_d : View(allocate_row_stats(a.fwd.q)));

@@ -140,7 +140,7 @@ def _over_heads(
     copies = math.lcm(k.shape[2], ranks) // k.shape[2]  # each rank has whole groups then
     heads = q.shape[2] // ranks
     # Copies have gradients of their own: they are added up in fp32 where that can be had.
-    spreads = copies > 1 and not options["dropout_p"] and unrounded(q)
+    spreads = copies > 1 and not options["dropout_p"] and unrounded(q, v)
     if spreads:
         q = cp_ops.exchange(q, True, plan.key)
         k, v = (cp_ops.spread(x, copies, plan.key) for x in (k, v))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import ops
+from flash_cute import kernels, ops
 from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch
 from flash_cute.distributed.trace import named
@@ -44,14 +44,30 @@ def statistic_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def takes_fp32_gradients(device: torch.device) -> bool:
+@torch.compiler.assume_constant_result
+def takes_fp32_gradients(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> bool:
     """Whether ``bwd.out`` and ``varlen_bwd.out`` there write gradients of 16-bit inputs in fp32."""
-    return device.type in ("cpu", "cuda")
+    return _takes_fp32_gradients(device, dtype, head_dim, head_dim_v)
 
 
-def unrounded(x: Tensor) -> bool:
-    """Whether a call gives gradients of 16-bit inputs like ``x`` in fp32, to be added up."""
-    return x.dtype in (torch.float16, torch.bfloat16) and takes_fp32_gradients(x.device)
+@lru_cache(maxsize=256)
+def _takes_fp32_gradients(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> bool:
+    if device.type != "cuda":
+        return device.type == "cpu"
+    problem = kernels.Problem(
+        "bwd", dtype, head_dim=head_dim, head_dim_v=head_dim_v, fp32_gradients=True
+    )
+    return any(row.verdict != "refused" for row in kernels.explain(problem, device.index))
+
+
+def unrounded(q: Tensor, v: Tensor) -> bool:
+    """Whether a call gives gradients of 16-bit q, k and v in fp32, to be added up."""
+    sixteen = q.dtype in (torch.float16, torch.bfloat16)
+    return sixteen and takes_fp32_gradients(q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 class Output:
@@ -217,7 +233,8 @@ class Call:
         if self.is_varlen:
             given, op = tuple(x[0] for x in given), OPS.varlen_bwd
             dlse = None if dlse is None else dlse[0]
-        if unrounded(q):
+        # Hopper's kernels, which do so on CUDA, take vectors on 16-byte boundaries.
+        if unrounded(q, v) and all(x.data_ptr() % 16 == 0 for x in given[:5]):
             results = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in given[1:4])
             dq, dk, dv = results
             with internals.below_versions():  # nobody has seen what is written
