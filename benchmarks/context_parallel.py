@@ -3,11 +3,14 @@
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --json cp.json
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --seqlens 1048576 --rounds 2
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --trace ring.json --strategies ring
+    python -m benchmarks.context_parallel --plot ring.json ring.png
+    python -m benchmarks.context_parallel --table benchmarks/results/context_parallel_h200.json
 
 Milliseconds of forward and backward, causal, batch 1: the median of rounds, the slowest rank's.
 ``share`` is the time of one GPU over ranks times this. Each call is an NVTX range. Four
 ranks and more have a row of two_dimensional, too. ``--trace`` writes what ran on the first rank's
-GPU in one more step of each strategy: stream, begin and duration in us of each kernel and copy.
+GPU in one more step of each strategy: stream, begin and duration in us of each kernel and copy;
+``--plot`` draws it, of the shortest sequence, and ``--table`` prints results as docs have them.
 """
 
 # ruff: noqa: B023, E731  calls are made before the next turn of the loop
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +36,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flash_cute
 from flash_cute.distributed import ContextParallel, cp_attention
 
+CANDIDATES = ("all_gather", "ring", "ulysses", "two_dimensional", "torch")
 STRATEGIES = ("all_gather", "ring", "ulysses")
+KINDS = {"attention": "#1f77b4", "communication": "#d62728", "the rest": "#999999"}
 
 
 def measure(call: Callable[[], None], name: str, rounds: int, device: torch.device) -> list[float]:
@@ -82,6 +88,65 @@ def traced(call: Callable[[], None], device: torch.device) -> list[dict[str, obj
     ]
 
 
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, one of KINDS."""
+    if kernel.startswith("nccl"):
+        return "communication"
+    return "attention" if "flash_cute::" in kernel else "the rest"
+
+
+def plot(traces: list[dict[str, Any]], path: Path) -> None:
+    """The streams of the first rank's GPU over time, of the shortest sequence in ``--trace``."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    shortest = min(trace["seqlen"] for trace in traces)
+    traces = [trace for trace in traces if trace["seqlen"] == shortest]
+    figure = Figure(figsize=(9, 1.1 * len(traces) + 0.8), layout="constrained")
+    panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, trace in zip(panels, traces, strict=True):
+        lanes = sorted({event["stream"] for event in trace["events"]}, reverse=True)
+        for kind, color in KINDS.items():
+            for lane, stream in enumerate(lanes):
+                bars = [
+                    (event["begin_us"] / 1e3, event["us"] / 1e3) for event in trace["events"]
+                    if event["stream"] == stream and kind_of(event["name"]) == kind
+                ]  # fmt: skip
+                panel.broken_barh(bars, (lane - 0.4, 0.8), color=color, linewidth=0)
+        panel.set_yticks(range(len(lanes)), [f"stream {stream}" for stream in lanes])
+        panel.set_title(trace["strategy"], loc="left", fontsize=9)
+    panels[-1].set_xlabel(f"ms, {shortest} tokens")
+    colors = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
+    figure.legend(handles=colors, loc="outside upper right", ncols=len(KINDS), frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def table(rows: list[dict[str, Any]], ranks: int) -> list[str]:
+    """Lines of markdown: ms of each candidate on so many GPUs, and the share of ideal scaling."""
+    mine = [row for row in rows if row["ranks"] == ranks]
+    names = [name for name in CANDIDATES if any(row["candidate"] == name for row in mine)]
+    lines = ["| tokens | one GPU | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 2)]
+    one = {row["seqlen"]: row["ms"] for row in rows if row["candidate"] == "one"}
+    one |= {row["seqlen"]: row["ms"] for row in mine if row["candidate"] == "one"}
+    for seqlen in sorted({row["seqlen"] for row in mine}):
+        of_name = {row["candidate"]: row["ms"] for row in mine if row["seqlen"] == seqlen}
+        cells = [
+            f"{seqlen >> 10}k" if seqlen < 2**20 else f"{seqlen >> 20}M",
+            digits(one[seqlen]) if seqlen in one else "-",
+        ]
+        for name in names:
+            ms = of_name.get(name)
+            share = f", {one[seqlen] / ranks / ms:.3f}" if ms and seqlen in one else ""
+            cells.append("-" if ms is None else digits(ms) + share)
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def digits(ms: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.{1 if ms >= 10 else 2}f}"
+
+
 def torch_s_own(mesh: DeviceMesh, qkv: list[Tensor], rounds: int, device: torch.device) -> list:
     """SDPA inside of context_parallel, of (batch, heads, seqlen, dim)."""
     from torch.distributed.tensor.experimental import context_parallel
@@ -105,7 +170,17 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", help="some of them, without torch's own")
     parser.add_argument("--trace", type=Path, help="timelines of one more step of each strategy")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, nargs=2, help="a file of --trace, and the picture")
+    parser.add_argument("--table", type=Path, help="a file of results, to print them")
     given = parser.parse_args()
+    if given.plot:
+        plot(json.loads(given.plot[0].read_text()), given.plot[1])
+        return
+    if given.table:
+        rows = json.loads(given.table.read_text())["rows"]
+        for ranks in sorted({row["ranks"] for row in rows}):
+            print(f"{ranks} GPUs", *table(rows, ranks), sep="\n")
+        return
     device = torch.device(given.device, int(os.environ["LOCAL_RANK"]) * (given.device == "cuda"))
     if given.device == "cuda":
         torch.cuda.set_device(device)
@@ -168,7 +243,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(json.dumps(row), flush=True)
     if given.json and dist.get_rank() == 0:
-        given.json.write_text(json.dumps({"torch": torch.__version__, "results": rows}))
+        given.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}))
     if given.trace and dist.get_rank() == 0:
         given.trace.write_text(json.dumps(traces))
     dist.destroy_process_group()

@@ -14,7 +14,6 @@ from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.attention.parts import attend_masked_part, attend_part
 from flash_cute.attention.shared import (
     SharedAttention,
-    context,
     refuse_cross_attention,
     with_pattern,
     without,
@@ -95,8 +94,7 @@ class ContextParallelAttention(SharedAttention):
             strategy = "all_gather"
             if balanced and self.num_heads % ranks == 0:
                 strategy = "ulysses"
-            cp = context(ranks, self._group.value, strategy)
-            return self._of_ranks(cp, hidden_states, attention_mask, options, None)
+            return self._of_ranks(ranks, strategy, hidden_states, attention_mask, options, None)
         self._check_call(hidden_states, attention_mask)
         is_here = len(self.device_mesh) == 1 and self.device_mesh[0] == hidden_states.device
         if is_here or hidden_states.is_meta:

@@ -11,7 +11,6 @@ from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.attention.shared import (
     SharedAttention,
     check_length,
-    context,
     refuse_cross_attention,
     with_pattern,
 )
@@ -83,8 +82,10 @@ class RingAttentionLayer(SharedAttention):
                 hidden_states, attention_mask, key=key, value=value, is_causal=is_causal
             )
         refuse_cross_attention(key, value)
-        cp = context(torch.distributed.get_world_size(group), group, self.strategy)
-        return self._of_ranks(cp, hidden_states, attention_mask, options, self.max_sequence_length)
+        return self._of_ranks(
+            torch.distributed.get_world_size(group), self.strategy, hidden_states, attention_mask,
+            options, self.max_sequence_length,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, max_sequence_length={self.max_sequence_length}"

@@ -19,6 +19,7 @@ class Held:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.id = _id_of(value)
 
     def __deepcopy__(self, memo: Any) -> Held:
         return self
@@ -55,11 +56,20 @@ class SharedAttention(MultiHeadAttention):
             check_mask(mask, x)
 
     def _of_ranks(
-        self, cp: Any, x: Tensor, mask: Tensor | None, options: dict[str, Any], longest: int | None
+        self,
+        size: int,
+        strategy: str,
+        x: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+        longest: int | None,
     ) -> Tensor:
-        """Of this rank's tokens, those of all ranks being in rank order."""
+        """Of this rank's tokens, those of ``size`` ranks being in rank order."""
+        if torch.compiler.is_compiling():
+            return self._in_graph(size, strategy, x, mask, options, longest)
         from flash_cute.distributed import cp_attention, cp_ops
 
+        cp = context(size, self._group.value, strategy)
         problem = None
         try:
             self._check_call(x, mask)
@@ -83,6 +93,35 @@ class SharedAttention(MultiHeadAttention):
         start = sum(plan.rows(rank) for rank in range(cp.rank))
         out = attend_masked_part(q, k, v, start, mask, options)
         return self.out_proj(out.flatten(-2))
+
+    def _in_graph(
+        self,
+        size: int,
+        strategy: str,
+        x: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+        longest: int | None,
+    ) -> Tensor:
+        """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
+        from flash_cute.distributed import cp_attention, cp_ops
+
+        if mask is not None:
+            raise NotImplementedError(
+                "attention_mask is given, which layers of ranks do not take in torch.compile"
+            )
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            return cp_ops.refuse(x, self.d_model, _name_of(size, self._group.id, strategy))
+        rows = len(range(x.shape[1]))  # a number, by which the graph is specialised
+        key = _equal_plan(
+            size, self._group.id, strategy, rows, options["causal"], options["window_size"]
+        )
+        plan = _PLANS[key]
+        check_length(size * rows, longest)
+        q, k, v = self._heads(x).split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2
+        )
+        return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={x}" for name, x in self.config.score().items())
@@ -116,6 +155,34 @@ def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> Attenti
     if config.pattern is not pattern:
         raise ValueError(f"pattern is {config.pattern}; expected {pattern}")
     return config
+
+
+_GROUPS: list[Any] = []  # of layers: a graph can name a group by a number alone
+
+
+_PLANS: dict[str, Any] = {}  # of graphs
+
+
+def _id_of(group: Any) -> int:
+    if group not in _GROUPS:
+        _GROUPS.append(group)
+    return _GROUPS.index(group)
+
+
+@torch.compiler.assume_constant_result
+def _name_of(size: int, group_id: int, strategy: str) -> str:
+    return context(size, _GROUPS[group_id], strategy).name
+
+
+@torch.compiler.assume_constant_result
+def _equal_plan(
+    size: int, group_id: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
+) -> str:
+    """The key in ``_PLANS`` of a plan of ranks with as many tokens each; asks nobody."""
+    cp = context(size, _GROUPS[group_id], strategy)
+    sizes = [rows] * size
+    plan = cp.plan_alone(sum(sizes), causal=causal, window_size=window, sizes=sizes)
+    return _PLANS.setdefault(plan.key, plan).key
 
 
 _CONTEXTS: dict[tuple[int, Any, str], Any] = {}

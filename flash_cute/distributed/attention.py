@@ -91,20 +91,22 @@ def cp_attention(
         "deterministic": deterministic,
         "sink": sink,
     }
-    if not torch.compiler.is_compiling():
+    in_graph = torch.compiler.is_compiling()
+    if not in_graph:
         problem = None
         try:
             _check(plan, cp, q, k, v, options)
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
         cp.agree(_description(plan, q, k, v, options), problem)
+    asked = _asked(options) if in_graph else ""
     if plan.packed:
         q, k, v = q[None], k[None], v[None]
     if plan.inner > 1 or plan.strategy == "ulysses":
         randomness = _randomness(cp, q, dropout_p, generator, rng)
-        out, lse = _over_heads(plan, cp, q, k, v, options, randomness, return_lse)
+        out, lse = _over_heads(plan, cp, q, k, v, options, randomness, return_lse, asked)
     else:
-        out, lse = _over_tokens(plan, q, k, v, options)
+        out, lse = _over_tokens(plan, q, k, v, options, asked)
     if plan.packed:
         out, lse = out[0], None if lse is None else lse[0]
     out = from_local(out, wrap)
@@ -112,7 +114,7 @@ def cp_attention(
 
 
 def _over_tokens(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
 ) -> tuple[Tensor, Tensor]:
     """All_gather or ring, of all heads."""
     left, right = options["window_size"]
@@ -122,6 +124,7 @@ def _over_tokens(
     return cp_ops.attention(
         q, k, v, options["alibi_slopes"], options["sink"], None if scale is None else float(scale),
         float(options["softcap"]), left, right, bool(options["deterministic"]), plan.key,
+        asked,
     )  # fmt: skip
 
 
@@ -134,6 +137,7 @@ def _over_heads(
     options: dict[str, Any],
     rng: Tensor | None,
     return_lse: bool,
+    asked: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Ulysses, with a ring of tokens outside if there is one."""
     share, ranks = _share_of_heads(plan, cp), plan.inner
@@ -141,19 +145,20 @@ def _over_heads(
     heads = q.shape[2] // ranks
     # Copies have gradients of their own: they are added up in fp32 where that can be had.
     spreads = copies > 1 and not options["dropout_p"] and unrounded(q, v)
+    if ranks > 1:
+        q, asked = cp_ops.exchange(q, True, plan.key, asked), ""
     if spreads:
-        q = cp_ops.exchange(q, True, plan.key)
         k, v = (cp_ops.spread(x, copies, plan.key) for x in (k, v))
     elif ranks > 1:
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-        q, k, v = (cp_ops.exchange(x, True, plan.key) for x in (q, k, v))
+        k, v = (cp_ops.exchange(x, True, plan.key) for x in (k, v))
     mine = dict(options)
     for name in ("sink", "alibi_slopes"):
         if mine[name] is not None:
             mine[name] = mine[name].narrow(-1, share * heads, heads).contiguous()
     if plan.outer > 1 or spreads:
-        out, lse = _over_tokens(plan, q, k, v, mine)
+        out, lse = _over_tokens(plan, q, k, v, mine, asked)
     else:
         out, lse = _whole(plan, share, q, k, v, mine, rng)
     if ranks == 1:
@@ -257,6 +262,14 @@ def _check(
             f"q has {q.shape[-2]} heads, which {plan.inner} ranks share: they must divide them; "
             "strategies 'all_gather' and 'ring' take any number"
         )
+
+
+def _asked(options: dict[str, Any]) -> str:
+    """The options, as ops of a graph compare them."""
+    named = ", ".join(
+        f"{name} {'a tensor' if isinstance(x, Tensor) else x}" for name, x in options.items()
+    )
+    return f"cp_attention, {named}"
 
 
 def _description(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:

@@ -126,22 +126,41 @@ class ContextParallel:
         """
         problem, plan = None, None
         try:
-            lengths = _lengths(seqlen, cu_seqlens)
-            validate.flag("causal", causal)
-            _check_window(window_size)
-            if block < 1:
-                raise ValueError(f"block is {block}; expected at least 1 token")
-            plan = Plan(
-                lengths, cu_seqlens is not None, self.size, 1, "all_gather", "contiguous",
-                bool(causal), (int(window_size[0]), int(window_size[1])), block,
-                self._sizes(sizes, lengths), self.head_groups, self.name,
+            plan = self.plan_alone(
+                seqlen, cu_seqlens, causal, window_size, heads, heads_k, head_dim, dtype, block,
+                sizes,
             )  # fmt: skip
-            plan = self._chosen(plan, heads, heads_k or heads, head_dim, dtype)
         except (TypeError, ValueError) as error:
             problem = error
         self.agree("none" if plan is None else f"plan {plan.digest}, {plan!r}", problem)
         assert plan is not None
         return plan
+
+    def plan_alone(
+        self,
+        seqlen: int | None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        heads: int | None = None,
+        heads_k: int | None = None,
+        head_dim: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        block: int = 128,
+        sizes: Sequence[int] | None = None,
+    ) -> Plan:
+        """:meth:`plan` without asking the other ranks."""
+        lengths = _lengths(seqlen, cu_seqlens)
+        validate.flag("causal", causal)
+        _check_window(window_size)
+        if block < 1:
+            raise ValueError(f"block is {block}; expected at least 1 token")
+        plan = Plan(
+            lengths, cu_seqlens is not None, self.size, 1, "all_gather", "contiguous",
+            bool(causal), (int(window_size[0]), int(window_size[1])), block,
+            self._sizes(sizes, lengths), self.head_groups, self.name,
+        )  # fmt: skip
+        return self._chosen(plan, heads, heads_k or heads, head_dim, dtype)
 
     def _chosen(
         self, plan: Plan, heads: int | None, heads_k: int | None, dim: int, dtype: torch.dtype
@@ -263,6 +282,11 @@ class ContextParallel:
 
 
 _CONTEXTS: dict[str, ContextParallel] = {}
+
+
+def context_named(name: str) -> ContextParallel:
+    """The ContextParallel of a name."""
+    return _CONTEXTS[name]
 
 
 def context_of(plan: Any) -> ContextParallel:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_cute.distributed import all_gather, comm, layouts, ring
+from flash_cute.distributed.context import context_named, context_of
 from flash_cute.distributed.groups import Groups, groups_of
 from flash_cute.distributed.local import Saved, Score, statistic_dtype
 from flash_cute.distributed.merge import sink_gradient
@@ -21,6 +22,13 @@ from flash_cute.distributed.plan import Plan, plan_of, slots
 from flash_cute.ops import switches
 
 OPS = torch.ops.flash_cute
+
+
+def _agree(plan: Plan, asked: str, *tensors: Tensor) -> None:
+    """In a graph the first op asks all ranks what :func:`cp_attention` asks them outside of one."""
+    if asked:
+        shapes = ", ".join(f"[{len(x)}, -1, {x.shape[2]}, {x.shape[3]}] {x.dtype}" for x in tensors)
+        context_of(plan).agree(f"{asked} of {shapes}, plan {plan.digest}, {plan!r}")
 
 
 def _strategy(plan: Plan) -> Any:
@@ -40,12 +48,15 @@ def attention(
     window_right: int,
     deterministic: bool,
     plan: str,
+    asked: str = "",
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
 
-    k and v of :func:`spread` are fp32, and so are their gradients, with numbers of q's dtype.
+    k and v of :func:`spread` are fp32, and so are their gradients, with numbers of q's dtype. What
+    is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not compared.
     """
     whole = plan_of(plan)
+    _agree(whole, asked, q, k, v)
     k, v = k.to(q.dtype), v.to(q.dtype)
     groups = groups_of(whole)
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
@@ -110,7 +121,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, left, right, deterministic, plan = inputs
+    *tensors, scale, softcap, left, right, deterministic, plan, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
     ctx.options = (scale, softcap, left, right, deterministic, plan)
@@ -123,17 +134,19 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     dq, dk, dv, dsink = attention_backward(
         dout, dlse, q, k, v, out, lse, slopes, sink, *ctx.options
     )
-    return dq, dk, dv, None, None if sink is None else dsink.to(sink.dtype), *[None] * 6
+    return dq, dk, dv, None, None if sink is None else dsink.to(sink.dtype), *[None] * 7
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 @torch.library.custom_op("flash_cute::cp_exchange", mutates_args=())
-def exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
+def exchange(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
     """(batch, rows, heads, dim) of a rank's tokens to (batch, all rows, heads / ranks, dim) of its
-    share of heads, over the ranks that share them; or the way back."""
+    share of heads, over the ranks that share them; or the way back. ``asked`` as in
+    :func:`attention`."""
     whole = plan_of(plan)
+    _agree(whole, asked, x)
     groups = groups_of(whole)
     return (_to_heads if to_heads else _to_tokens)(x, whole, groups)
 
@@ -172,7 +185,7 @@ def _to_tokens(x: Tensor, plan: Plan, groups: Groups) -> Tensor:
 
 
 @exchange.register_fake
-def _(x: Tensor, to_heads: bool, plan: str) -> Tensor:
+def _(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
     whole = plan_of(plan)
     groups = groups_of(whole)
     members = _members(whole, groups)
@@ -185,11 +198,11 @@ def _(x: Tensor, to_heads: bool, plan: str) -> Tensor:
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.to_heads, ctx.plan = inputs
+    _, ctx.to_heads, ctx.plan, _ = inputs
 
 
-def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-    return exchange(dout.contiguous(), not ctx.to_heads, ctx.plan), None, None
+def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+    return exchange(dout.contiguous(), not ctx.to_heads, ctx.plan), None, None, None
 
 
 exchange.register_autograd(_exchange_back, setup_context=_keep_exchange)
@@ -242,9 +255,11 @@ spread.register_autograd(_spread_back, setup_context=_keep_spread)
 
 
 @torch.library.custom_op("flash_cute::cp_gather", mutates_args=())
-def gather(x: Tensor, plan: str) -> Tensor:
-    """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch."""
+def gather(x: Tensor, plan: str, asked: str = "") -> Tensor:
+    """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch; ``asked``
+    as in :func:`attention`."""
     whole = plan_of(plan)
+    _agree(whole, asked, *[x] * (x.dim() == 4))
     rows = all_gather.to_rows(x, max(map(layouts.rows, whole.parts)))
     gathered, work = comm.all_gather(rows, groups_of(whole).whole)
     work.wait()
@@ -270,7 +285,7 @@ def scatter_sum(x: Tensor, plan: str) -> Tensor:
 
 
 @gather.register_fake
-def _(x: Tensor, plan: str) -> Tensor:
+def _(x: Tensor, plan: str, asked: str = "") -> Tensor:
     return x.new_empty((len(x), plan_of(plan).total, *x.shape[2:]))
 
 
@@ -281,11 +296,33 @@ def _(x: Tensor, plan: str) -> Tensor:
 
 
 def _keep_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.plan = inputs
+    _, ctx.plan, _ = inputs
 
 
-def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-    return scatter_sum(dout, ctx.plan), None
+def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    return scatter_sum(dout, ctx.plan), None, None
 
 
 gather.register_autograd(_sum_back, setup_context=_keep_plan)
+
+
+@torch.library.custom_op("flash_cute::cp_refuse", mutates_args=())
+def refuse(x: Tensor, d_model: int, context: str) -> Tensor:
+    """Raises on all ranks, which ask for agreement, that a layer of this rank does not take x."""
+    shape = tuple(x.shape)
+    expected = f"(batch, seqlen, d_model = {d_model})"
+    problem = ValueError(f"hidden_states has shape {shape}; expected {expected}")
+    context_named(context).agree("none", problem)
+    return torch.empty_like(x)
+
+
+@refuse.register_fake
+def _(x: Tensor, d_model: int, context: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _no_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    return dout, None, None
+
+
+refuse.register_autograd(_no_gradient)

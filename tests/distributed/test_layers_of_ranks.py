@@ -151,6 +151,58 @@ def test_state_and_copies(two):
     assert all(two.run(saved_and_copied))
 
 
+# --- in a graph -----------------------------------------------------------------------------------
+
+
+def in_a_graph(kind: str, causal: bool) -> float:
+    """A compiled layer beside the same one, over two lengths."""
+    torch._dynamo.reset()
+    layer = layer_of(kind, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    errors = []
+    for seqlen in (7, 9, 12):
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(2, seqlen, D, dtype=torch.float64)
+        results = []
+        for function in (layer, compiled):
+            leaf = x.clone().requires_grad_()
+            out = function(leaf, is_causal=causal)
+            gradients = torch.autograd.grad(out.square().sum(), (leaf, *layer.parameters()))
+            results.append((out.detach(), *gradients))
+        errors += [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
+    return max(errors)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["ring", "context_parallel", "grouped"])
+def test_fullgraph(two, kind, causal):
+    assert max(two.run(in_a_graph, kind, causal)) < 1e-12
+
+
+def differ_in_a_graph(kind: str, wrong: str) -> None:
+    """The second call differs on the second rank alone."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer_of(kind, 2), fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(1, 8, D, dtype=torch.float64))
+    is_wrong = dist.get_rank() == 1
+    seqlen = 9 if wrong == "length" and is_wrong else 8
+    width = D + 1 if wrong == "width" and is_wrong else D
+    compiled(
+        torch.randn(1, seqlen, width, dtype=torch.float64),
+        is_causal=wrong == "causal" and is_wrong,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ["length", "width", "causal"])
+@pytest.mark.parametrize("kind", ["ring", "context_parallel"])
+def test_all_ranks_raise_of_one_in_a_graph(two, kind, wrong):
+    first, second = two.outcomes(differ_in_a_graph, kind, wrong)
+    assert isinstance(first, Raised) and first.kind == second.kind == "ValueError"
+    words = "rank 1: hidden_states has shape" if wrong == "width" else "ranks differ: rank 0 has"
+    assert first.message == second.message and words in first.message
+    assert max(two.run(in_a_graph, kind, False)) < 1e-12
+
+
 # --- one process ---------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.context_parallel import table
 from flash_cute import validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +114,13 @@ def test_measured_tables_are_those_of_their_json(page):
                 wrong.append((case, column, cell, rates.get((case, candidate))))
     assert wrong == []
     assert compared or page != "docs/performance.md"
+
+
+def test_tables_of_several_gpus_are_those_of_their_json():
+    rows = json.loads((ROOT / "benchmarks/results/context_parallel_h200.json").read_text())["rows"]
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    for ranks in (2, 4):
+        assert "\n".join(table(rows, ranks)) in page
 
 
 def test_every_result_stands_behind_something():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from benchmarks import attention, host_cost, report, rivals, suites
+from benchmarks import attention, context_parallel, host_cost, report, rivals, suites
 from benchmarks.suites import Case
 
 CPU = torch.device("cpu")
@@ -214,3 +214,30 @@ def test_host_cost_wants_enough_batches(capsys):
     with pytest.raises(SystemExit):
         host_cost.main(["--batches", "19"])
     assert "at least 20" in capsys.readouterr().err
+
+
+def test_timelines_of_context_parallel(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ("ncclDevKernel_AllGather", "void flash_cute::sm90::forward<>", "void at::native::fill")
+    assert [context_parallel.kind_of(name) for name in names] == [
+        "communication", "attention", "the rest"
+    ]  # fmt: skip
+    events = [
+        {"name": name, "stream": 7 + i % 2, "begin_us": 10.0 * i, "us": 9.0}
+        for i, name in enumerate(names)
+    ]
+    traces = [{"seqlen": n, "strategy": "ring", "events": events} for n in (8192, 131072)]
+    context_parallel.plot(traces, tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+
+
+def test_table_of_context_parallel():
+    rows = [
+        {"seqlen": 8192, "ranks": 2, "candidate": name, "ms": ms}
+        for name, ms in (("one", 30.0), ("ring", 20.0), ("torch", 150.4))
+    ]
+    assert context_parallel.table(rows, 2) == [
+        "| tokens | one GPU | ring | torch |",
+        "|---|---|---|---|",
+        "| 8k | 30.0 | 20.0, 0.750 | 150, 0.100 |",
+    ]
