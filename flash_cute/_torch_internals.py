@@ -164,6 +164,11 @@ def kernel_of(op: str, key: str) -> Callable[..., Any]:
     return lambda *args, **named: kernel.call_boxed(keys, *args, **named)
 
 
+def is_profiled() -> bool:
+    """Whether torch.profiler runs, or may: its ranges cost some microseconds each."""
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ CACHE = Path(os.environ.get("FLASH_CUTE_TORCH_CACHE") or "~/.cache/flash_cute").
 TESTS = [
     "tests/ops/test_ops.py",
     "tests/ops/test_op_errors.py",
+    "tests/ops/test_fp32_gradients.py",
     "tests/ops/test_meta.py",
     "tests/ops/test_autograd.py",
     "tests/ops/test_packed.py",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.attention.parts import attend_masked_part
 from flash_cute.core.multihead import MultiHeadAttention
@@ -169,12 +170,12 @@ def _id_of(group: Any) -> int:
     return _GROUPS.index(group)
 
 
-@torch.compiler.assume_constant_result
+@internals.constant_in_graphs
 def _name_of(size: int, group_id: int, strategy: str) -> str:
     return context(size, _GROUPS[group_id], strategy).name
 
 
-@torch.compiler.assume_constant_result
+@internals.constant_in_graphs
 def _equal_plan(
     size: int, group_id: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
 ) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,23 +31,43 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
         if problem is not None:
             raise problem
         return
+    _ask(group, what, problem)()
+
+
+@contextmanager
+def agreeing(group: Any, what: str) -> Iterator[None]:
+    """The same, asked at the begin; answers are waited for at this thread's first message of
+    :mod:`flash_cute.distributed.comm`, or at the end."""
+    comm.before_the_next(_ask(group, what, None))
+    try:
+        yield
+    finally:
+        comm.settle()
+
+
+def _ask(group: Any, what: str, problem: Exception | None) -> Callable[[], None]:
+    """Sends what this rank is about to do; the result waits for the others', and may raise."""
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little", signed=True)
     mine = torch.tensor([digest, int(problem is not None)])
     ranks = dist.get_world_size(group)
-    all_of_them, work = comm.all_gather(mine, group)
-    work.wait()
-    hashes, problems = all_of_them.view(ranks, 2).unbind(1)
-    if not problems.any() and (hashes == hashes[0]).all():
-        return
-    told: list[Any] = [None] * ranks
-    kind = "" if problem is None else _name(problem)
-    dist.all_gather_object(told, (what, kind, str(problem)), group=group)
-    wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(told) if kind]
-    if wrong:
-        texts = "; ".join(f"rank {rank}: {text}" for rank, _, text in wrong)
-        raise _ERRORS[wrong[0][1]](texts)
-    texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(told))
-    raise ValueError(f"ranks differ: {texts}. All must make the same call")
+    of_all = mine.new_empty(2 * ranks)
+    work = comm.start_all_gather(of_all, mine, group=group, async_op=True)
+
+    def end() -> None:
+        work.wait()
+        if of_all.tolist() == [digest, 0] * ranks:
+            return
+        told: list[Any] = [None] * ranks
+        kind = "" if problem is None else _name(problem)
+        dist.all_gather_object(told, (what, kind, str(problem)), group=group)
+        wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(told) if kind]
+        if wrong:
+            texts = "; ".join(f"rank {rank}: {text}" for rank, _, text in wrong)
+            raise _ERRORS[wrong[0][1]](texts)
+        texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(told))
+        raise ValueError(f"ranks differ: {texts}. All must make the same call")
+
+    return end
 
 
 def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_cute import validate, validate_options
-from flash_cute.distributed import cp_ops, layouts
+from flash_cute.distributed import comm, cp_ops, layouts
 from flash_cute.distributed.context import ContextParallel, context_of
 from flash_cute.distributed.dtensor import from_local, to_local
 from flash_cute.distributed.local import unrounded
@@ -91,26 +91,45 @@ def cp_attention(
         "deterministic": deterministic,
         "sink": sink,
     }
-    in_graph = torch.compiler.is_compiling()
-    if not in_graph:
+    arguments = (plan, cp, q, k, v, options, generator, rng, return_lse)
+    if torch.compiler.is_compiling():
+        out, lse = _attend(*arguments, _asked(options))
+    else:
         problem = None
         try:
             _check(plan, cp, q, k, v, options)
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
-        cp.agree(_description(plan, q, k, v, options), problem)
-    asked = _asked(options) if in_graph else ""
+        with cp.agreeing(_description(plan, q, k, v, options), problem):
+            out, lse = _attend(*arguments, "")
+    out = from_local(out, wrap)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    plan: Plan,
+    cp: ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    generator: torch.Generator | None,
+    rng: Tensor | None,
+    return_lse: bool,
+    asked: str,
+) -> tuple[Tensor, Tensor | None]:
+    """out and, if it is asked for, lse. ``asked`` is what ops are to compare over ranks."""
     if plan.packed:
         q, k, v = q[None], k[None], v[None]
+    lse: Tensor | None
     if plan.inner > 1 or plan.strategy == "ulysses":
-        randomness = _randomness(cp, q, dropout_p, generator, rng)
+        randomness = _randomness(cp, q, options["dropout_p"], generator, rng)
         out, lse = _over_heads(plan, cp, q, k, v, options, randomness, return_lse, asked)
     else:
         out, lse = _over_tokens(plan, q, k, v, options, asked)
     if plan.packed:
         out, lse = out[0], None if lse is None else lse[0]
-    out = from_local(out, wrap)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _over_tokens(
@@ -121,10 +140,10 @@ def _over_tokens(
     right = 0 if options["causal"] else right
     scale = options["softmax_scale"]
     q, k, v = (x if validate.has_rows(x) else x.contiguous() for x in (q, k, v))
-    return cp_ops.attention(
-        q, k, v, options["alibi_slopes"], options["sink"], None if scale is None else float(scale),
-        float(options["softcap"]), left, right, bool(options["deterministic"]), plan.key,
-        asked,
+    return cp_ops.call(
+        cp_ops.attention, q, k, v, options["alibi_slopes"], options["sink"],
+        None if scale is None else float(scale), float(options["softcap"]), left, right,
+        bool(options["deterministic"]), plan.key, asked,
     )  # fmt: skip
 
 
@@ -145,14 +164,15 @@ def _over_heads(
     heads = q.shape[2] // ranks
     # Copies have gradients of their own: they are added up in fp32 where that can be had.
     spreads = copies > 1 and not options["dropout_p"] and unrounded(q, v)
-    if ranks > 1:
-        q, asked = cp_ops.exchange(q, True, plan.key, asked), ""
+    if copies > 1 and not spreads:
+        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     if spreads:
-        k, v = (cp_ops.spread(x, copies, plan.key) for x in (k, v))
+        k = cp_ops.call(cp_ops.spread, k, copies, plan.key, asked)
+        v = cp_ops.call(cp_ops.spread, v, copies, plan.key, "")
+        q, asked = cp_ops.call(cp_ops.exchange, q, True, plan.key), ""
     elif ranks > 1:
-        if copies > 1:
-            k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-        k, v = (cp_ops.exchange(x, True, plan.key) for x in (k, v))
+        q, k, v = cp_ops.call(cp_ops.exchange_qkv, q, k, v, plan.key, asked)
+        asked = ""
     mine = dict(options)
     for name in ("sink", "alibi_slopes"):
         if mine[name] is not None:
@@ -163,10 +183,10 @@ def _over_heads(
         out, lse = _whole(plan, share, q, k, v, mine, rng)
     if ranks == 1:
         return out, lse
-    out = cp_ops.exchange(out, False, plan.key)
+    out = cp_ops.call(cp_ops.exchange, out, False, plan.key)
     if not return_lse:
         return out, None
-    lse = cp_ops.exchange(lse.transpose(1, 2).unsqueeze(-1), False, plan.key)
+    lse = cp_ops.call(cp_ops.exchange, lse.transpose(1, 2).unsqueeze(-1), False, plan.key)
     return out, lse.squeeze(-1).transpose(1, 2)
 
 
@@ -221,6 +241,7 @@ def _randomness(
     rng = rng_of_call(q, dropout_p, generator, rng)
     if rng is not None and cp.size > 1:
         rng = rng.clone()
+        comm.settle()
         dist.broadcast(rng, dist.get_global_rank(cp.group, 0), group=cp.group)
     return rng
 

@@ -3,6 +3,8 @@ dimension. ``group`` None is a group of one. Each returns the result, and what t
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +28,28 @@ class Done:
 
 Group = Any  # dist.ProcessGroup | None
 
+
+class _Asked(threading.local):
+    def __init__(self) -> None:
+        self.ends: list[Callable[[], None]] = []
+
+
+_asked = _Asked()
+
+
+def before_the_next(end: Callable[[], None]) -> None:
+    """Has ``end`` called before this thread communicates, or by :func:`settle`."""
+    _asked.ends.append(end)
+
+
+def settle() -> None:
+    """Ends what other ranks were asked; raises if they do not agree."""
+    while _asked.ends:
+        _asked.ends.pop()()
+
+
 # The names since torch 2.13, and those before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+start_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -36,8 +58,9 @@ def all_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """x of every rank, one after the other: (ranks * rows, ..)."""
     if group is None:
         return x, Done()
+    settle()
     out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    return out, _all_gather(out, x, group=group, async_op=True)
+    return out, start_all_gather(out, x, group=group, async_op=True)
 
 
 @named("reduce_scatter")
@@ -45,6 +68,7 @@ def reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """This rank's part of the sum of x (ranks * rows, ..) over ranks: (rows, ..)."""
     if group is None:
         return x, Done()
+    settle()
     out = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
     return out, _reduce_scatter(out, x, group=group, async_op=True)
 
@@ -54,6 +78,7 @@ def all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Part i of x (ranks * rows, ..) goes to rank i; the result has one part of each rank."""
     if group is None:
         return x, Done()
+    settle()
     out = torch.empty_like(x)
     return out, dist.all_to_all_single(out, x, group=group, async_op=True)
 
@@ -64,6 +89,7 @@ def rotate(x: Tensor, steps: int, group: Group) -> tuple[Tensor, Work]:
     ranks = 1 if group is None else dist.get_world_size(group)
     if steps % ranks == 0:
         return x, Done()
+    settle()
     rank = dist.get_rank(group)
     flat, out = x.view(-1), torch.empty_like(x)
     to, of = ([0] * ranks for _ in range(2))

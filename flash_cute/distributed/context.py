@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -273,6 +274,16 @@ class ContextParallel:
             agreement.agree(self._hosts, what, problem)
         elif problem is not None:
             raise problem
+
+    @contextmanager
+    def agreeing(self, what: str, problem: Exception | None = None) -> Iterator[None]:
+        """The same, before the first message of what is done inside; with a problem at once."""
+        if problem is not None or self._hosts is None or not self.check:
+            self.agree(what, problem)
+            yield
+        else:
+            with agreement.agreeing(self._hosts, what):
+                yield
 
     def __repr__(self) -> str:
         return (

@@ -8,11 +8,13 @@ is the way back. ``cp_spread`` is the same of kv heads that several ranks need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.distributed import all_gather, comm, layouts, ring
 from flash_cute.distributed.context import context_named, context_of
 from flash_cute.distributed.groups import Groups, groups_of
@@ -22,6 +24,50 @@ from flash_cute.distributed.plan import Plan, plan_of, slots
 from flash_cute.ops import switches
 
 OPS = torch.ops.flash_cute
+
+# By op: the Python function that it runs, and autograd's function of those that have a gradient.
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+_FORMULAS: dict[Any, type[torch.autograd.Function]] = {}
+
+
+def _op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an op of a function."""
+
+    def make(function: Callable[..., Any]) -> Any:
+        op = torch.library.custom_op(f"flash_cute::{name}", function, mutates_args=())
+        _FUNCTIONS[op] = function
+        return op
+
+    return make
+
+
+def _differentiable(op: Any, back: Callable[..., Any], keep: Callable[..., None]) -> None:
+    """Gives an op its gradient, for calls of it and for :func:`call`."""
+
+    class Formula(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with internals.below_autograd():
+                output = _FUNCTIONS[op](*args)
+            keep(ctx, args, output)
+            return output
+
+        backward = staticmethod(back)
+
+    op.register_autograd(back, setup_context=keep)
+    _FORMULAS[op] = Formula
+
+
+def call(op: Any, *args: Any) -> Any:
+    """The op; without the dispatcher's way to it, some 50 us with a gradient, where nobody else
+    could see the call."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if not internals.are_plain(tensors):
+        return op(*args)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _FORMULAS[op].apply(*args) if op in _FORMULAS else op(*args)
+    with internals.below_autograd():
+        return _FUNCTIONS[op](*args)
 
 
 def _agree(plan: Plan, asked: str, *tensors: Tensor) -> None:
@@ -35,7 +81,7 @@ def _strategy(plan: Plan) -> Any:
     return all_gather if plan.strategy == "all_gather" or plan.outer == 1 else ring
 
 
-@torch.library.custom_op("flash_cute::cp_attention", mutates_args=())
+@_op("cp_attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -72,7 +118,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistic_dtype(q))
 
 
-@torch.library.custom_op("flash_cute::cp_attention_backward", mutates_args=())
+@_op("cp_attention_backward")
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -131,24 +177,42 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     q, k, v, slopes, sink, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, dsink = attention_backward(
-        dout, dlse, q, k, v, out, lse, slopes, sink, *ctx.options
+    dq, dk, dv, dsink = call(
+        attention_backward, dout, dlse, q, k, v, out, lse, slopes, sink, *ctx.options
     )
     return dq, dk, dv, None, None if sink is None else dsink.to(sink.dtype), *[None] * 7
 
 
-attention.register_autograd(_differentiate, setup_context=_keep)
+_differentiable(attention, _differentiate, _keep)
 
 
-@torch.library.custom_op("flash_cute::cp_exchange", mutates_args=())
-def exchange(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
+@_op("cp_exchange")
+def exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
     """(batch, rows, heads, dim) of a rank's tokens to (batch, all rows, heads / ranks, dim) of its
-    share of heads, over the ranks that share them; or the way back. ``asked`` as in
-    :func:`attention`."""
+    share of heads, over the ranks that share them; or the way back."""
     whole = plan_of(plan)
-    _agree(whole, asked, x)
-    groups = groups_of(whole)
-    return (_to_heads if to_heads else _to_tokens)(x, whole, groups)
+    return (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
+
+
+@_op("cp_exchange_qkv")
+def exchange_qkv(
+    q: Tensor, k: Tensor, v: Tensor, plan: str, asked: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`exchange` to heads of all three in one message; ``asked`` as in :func:`attention`."""
+    whole = plan_of(plan)
+    _agree(whole, asked, q, k, v)
+    q, k, v = _to_heads((q, k, v), whole, groups_of(whole))
+    return q, k, v
+
+
+@_op("cp_exchange_qkv_back")
+def exchange_qkv_back(
+    dq: Tensor, dk: Tensor, dv: Tensor, plan: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The way back, of their gradients."""
+    whole = plan_of(plan)
+    dq, dk, dv = _to_tokens((dq, dk, dv), whole, groups_of(whole))
+    return dq, dk, dv
 
 
 def _members(plan: Plan, groups: Groups) -> tuple[layouts.Runs, ...]:
@@ -156,36 +220,51 @@ def _members(plan: Plan, groups: Groups) -> tuple[layouts.Runs, ...]:
     return plan.parts[first : first + plan.inner]
 
 
-def _to_heads(x: Tensor, plan: Plan, groups: Groups) -> Tensor:
+def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
+    """Tensors (batch, rows, heads, dim) travel beside one another; what pads parts is not read."""
     members = _members(plan, groups)
     longest = max(map(layouts.rows, members))
-    by_rank = x.unflatten(2, (plan.inner, -1)).movedim(2, 0)  # (ranks, batch, rows, heads, dim)
-    send = x.new_zeros((plan.inner, longest, len(x), x.shape[2] // plan.inner, x.shape[3]))
-    send[:, : x.shape[1]] = by_rank.transpose(1, 2)
+    first, heads = tensors[0], [x.shape[2] // plan.inner for x in tensors]
+    widths = [n * x.shape[3] for n, x in zip(heads, tensors, strict=True)]
+    send = first.new_empty((plan.inner, longest, len(first), sum(widths)))
+    parts = send[:, : first.shape[1]].split(widths, -1)
+    for x, n, part in zip(tensors, heads, parts, strict=True):
+        by_rank = x.unflatten(2, (plan.inner, n)).permute(2, 1, 0, 3, 4)
+        part.unflatten(-1, (n, -1)).copy_(by_rank)  # (ranks, rows, batch, heads, dim)
     received, work = comm.all_to_all(send.flatten(0, 1), groups.inner)
     work.wait()
-    place = slots(members, plan.lengths, x.device)
+    place = slots(members, plan.lengths, first.device)
     received = received if place is None else received.index_select(0, place)
-    return received.transpose(0, 1).contiguous()
+    received = received.transpose(0, 1)
+    return [
+        x.unflatten(-1, (n, -1)).contiguous()
+        for n, x in zip(heads, received.split(widths, -1), strict=True)
+    ]
 
 
-def _to_tokens(x: Tensor, plan: Plan, groups: Groups) -> Tensor:
+def _to_tokens(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
+    """The way back, of (batch, all rows, heads / ranks, dim)."""
     members = _members(plan, groups)
     longest = max(map(layouts.rows, members))
-    rows = x.transpose(0, 1)
-    place = slots(members, plan.lengths, x.device)
+    rows = torch.cat([x.flatten(2) for x in tensors], -1).transpose(0, 1)
+    place = slots(members, plan.lengths, rows.device)
     send = rows.contiguous()
     if place is not None:
-        send = x.new_zeros((plan.inner * longest, *rows.shape[1:])).index_copy_(0, place, rows)
+        shape = (plan.inner * longest, *rows.shape[1:])
+        send = rows.new_empty(shape).index_copy_(0, place, send)
     received, work = comm.all_to_all(send, groups.inner)
     work.wait()
     mine = layouts.rows(members[groups.inner_rank])
     by_rank = received.unflatten(0, (plan.inner, longest))[:, :mine]  # (ranks, rows, batch, ..)
-    return by_rank.movedim(0, 2).flatten(2, 3).transpose(0, 1).contiguous()
+    by_rank = by_rank.permute(2, 1, 0, 3)
+    parts = by_rank.split([x.shape[2] * x.shape[3] for x in tensors], -1)
+    return [
+        part.unflatten(-1, (x.shape[2], -1)).flatten(2, 3).contiguous()
+        for x, part in zip(tensors, parts, strict=True)
+    ]
 
 
-@exchange.register_fake
-def _(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
+def _fake_exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
     whole = plan_of(plan)
     groups = groups_of(whole)
     members = _members(whole, groups)
@@ -197,36 +276,59 @@ def _(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
     return x.new_empty((batch, rows, heads * whole.inner, dim))
 
 
+exchange.register_fake(_fake_exchange)
+
+
+@exchange_qkv.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, plan: str, asked: str = "") -> tuple[Tensor, ...]:
+    return tuple(_fake_exchange(x, True, plan) for x in (q, k, v))
+
+
+@exchange_qkv_back.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, plan: str) -> tuple[Tensor, ...]:
+    return tuple(_fake_exchange(x, False, plan) for x in (dq, dk, dv))
+
+
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.to_heads, ctx.plan, _ = inputs
+    _, ctx.to_heads, ctx.plan = inputs
 
 
-def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
-    return exchange(dout.contiguous(), not ctx.to_heads, ctx.plan), None, None, None
+def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    return call(exchange, dout.contiguous(), not ctx.to_heads, ctx.plan), None, None
 
 
-exchange.register_autograd(_exchange_back, setup_context=_keep_exchange)
+def _keep_plan_of_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.plan = inputs[3]
 
 
-@torch.library.custom_op("flash_cute::cp_spread", mutates_args=())
-def spread(x: Tensor, copies: int, plan: str) -> Tensor:
-    """:func:`exchange` to heads of k or v, each of whose heads ``copies`` shares need; in fp32, so
-    that autograd keeps the copies' gradients in fp32 until they are added up."""
+def _exchange_qkv_back(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
+    return *call(exchange_qkv_back, dq, dk, dv, ctx.plan), None, None
+
+
+_differentiable(exchange, _exchange_back, _keep_exchange)
+_differentiable(exchange_qkv, _exchange_qkv_back, _keep_plan_of_qkv)
+
+
+@_op("cp_spread")
+def spread(x: Tensor, copies: int, plan: str, asked: str = "") -> Tensor:
+    """:func:`exchange` to heads of k or v, of which each head is copied ``copies`` times; in fp32,
+    so that autograd keeps the copies' gradients in fp32 until they are added up."""
     whole = plan_of(plan)
+    _agree(whole, asked, x)
     x = x.repeat_interleave(copies, 2)
-    return _to_heads(x, whole, groups_of(whole)).float()
+    return _to_heads((x,), whole, groups_of(whole))[0].float()
 
 
-@torch.library.custom_op("flash_cute::cp_spread_backward", mutates_args=())
+@_op("cp_spread_backward")
 def spread_backward(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
     """The gradient of :func:`spread`, rounded to ``dtype`` once."""
     whole = plan_of(plan)
-    of_copies = _to_tokens(dx, whole, groups_of(whole))
+    of_copies = _to_tokens((dx,), whole, groups_of(whole))[0]
     return of_copies.unflatten(2, (-1, copies)).sum(3).to(dtype)
 
 
 @spread.register_fake
-def _(x: Tensor, copies: int, plan: str) -> Tensor:
+def _(x: Tensor, copies: int, plan: str, asked: str = "") -> Tensor:
     whole = plan_of(plan)
     rows = sum(map(layouts.rows, _members(whole, groups_of(whole))))
     heads = x.shape[2] * copies // whole.inner
@@ -243,23 +345,22 @@ def _(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
 
 
 def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.copies, ctx.plan = inputs
+    x, ctx.copies, ctx.plan, *_ = inputs
     ctx.dtype = x.dtype
 
 
-def _spread_back(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-    return spread_backward(dx.contiguous(), ctx.copies, ctx.dtype, ctx.plan), None, None
+def _spread_back(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+    x = call(spread_backward, dx.contiguous(), ctx.copies, ctx.dtype, ctx.plan)
+    return x, None, None, None
 
 
-spread.register_autograd(_spread_back, setup_context=_keep_spread)
+_differentiable(spread, _spread_back, _keep_spread)
 
 
-@torch.library.custom_op("flash_cute::cp_gather", mutates_args=())
-def gather(x: Tensor, plan: str, asked: str = "") -> Tensor:
-    """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch; ``asked``
-    as in :func:`attention`."""
+@_op("cp_gather")
+def gather(x: Tensor, plan: str) -> Tensor:
+    """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch."""
     whole = plan_of(plan)
-    _agree(whole, asked, *[x] * (x.dim() == 4))
     rows = all_gather.to_rows(x, max(map(layouts.rows, whole.parts)))
     gathered, work = comm.all_gather(rows, groups_of(whole).whole)
     work.wait()
@@ -268,7 +369,7 @@ def gather(x: Tensor, plan: str, asked: str = "") -> Tensor:
     return gathered.transpose(0, 1).clone()
 
 
-@torch.library.custom_op("flash_cute::cp_scatter_sum", mutates_args=())
+@_op("cp_scatter_sum")
 def scatter_sum(x: Tensor, plan: str) -> Tensor:
     """This rank's rows (batch, rows, ..) of the sum over ranks of x (batch, all rows, ..)."""
     whole = plan_of(plan)
@@ -285,7 +386,7 @@ def scatter_sum(x: Tensor, plan: str) -> Tensor:
 
 
 @gather.register_fake
-def _(x: Tensor, plan: str, asked: str = "") -> Tensor:
+def _(x: Tensor, plan: str) -> Tensor:
     return x.new_empty((len(x), plan_of(plan).total, *x.shape[2:]))
 
 
@@ -296,17 +397,17 @@ def _(x: Tensor, plan: str) -> Tensor:
 
 
 def _keep_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.plan, _ = inputs
+    _, ctx.plan = inputs
 
 
-def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-    return scatter_sum(dout, ctx.plan), None, None
+def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+    return scatter_sum(dout, ctx.plan), None
 
 
 gather.register_autograd(_sum_back, setup_context=_keep_plan)
 
 
-@torch.library.custom_op("flash_cute::cp_refuse", mutates_args=())
+@_op("cp_refuse")
 def refuse(x: Tensor, d_model: int, context: str) -> Tensor:
     """Raises on all ranks, which ask for agreement, that a layer of this rank does not take x."""
     shape = tuple(x.shape)

@@ -18,6 +18,7 @@ import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 LAYOUTS = ("contiguous", "zigzag", "per_document", "balanced")
 
@@ -47,6 +48,19 @@ class Run:
         return self.start + self.length
 
 
+T = TypeVar("T")
+
+
+class Fixed(tuple[T, ...]):
+    """A tuple whose hash is computed once: caches are asked by long ones in every call."""
+
+    def __hash__(self) -> int:
+        known: int | None = self.__dict__.get("hash")
+        if known is None:
+            known = self.__dict__["hash"] = super().__hash__()
+        return known
+
+
 Runs = tuple[Run, ...]
 
 
@@ -55,10 +69,11 @@ def offsets(lengths: tuple[int, ...]) -> list[int]:
     return list(accumulate(lengths, initial=0))
 
 
+@lru_cache(maxsize=256)
 def whole(lengths: tuple[int, ...]) -> Runs:
     """All tokens in their order."""
     starts = offsets(lengths)
-    return tuple(Run(d, 0, n, starts[d]) for d, n in enumerate(lengths) if n)
+    return Fixed(Run(d, 0, n, starts[d]) for d, n in enumerate(lengths) if n)
 
 
 @lru_cache(maxsize=256)
@@ -80,14 +95,14 @@ def layout(
                 of_rank += parts
     else:
         mine = _balanced(lengths, ranks, window, block)
-    return tuple(_runs(intervals, lengths) for intervals in mine)
+    return Fixed(_runs(intervals, lengths) for intervals in mine)
 
 
 @lru_cache(maxsize=256)
 def contiguous(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     """The runs of ranks that have so many tokens each, in order."""
     cuts = offsets(sizes)
-    return tuple(_runs([part], lengths) for part in pairwise(cuts))
+    return Fixed(_runs([part], lengths) for part in pairwise(cuts))
 
 
 def _parts(start: int, length: int, count: int) -> list[Interval]:
@@ -163,7 +178,7 @@ def _runs(intervals: list[Interval], lengths: tuple[int, ...]) -> Runs:
             length = min(stop, starts[document + 1]) - start
             runs.append(Run(document, start - starts[document], length, row))
             start, row = start + length, row + length
-    return tuple(runs)
+    return Fixed(runs)
 
 
 def tokens(runs: Runs, lengths: tuple[int, ...]) -> list[int]:
@@ -180,6 +195,7 @@ def union(parts: tuple[Runs, ...], lengths: tuple[int, ...]) -> Runs:
     return _runs(mine, lengths)
 
 
+@lru_cache(maxsize=1024)
 def rows(runs: Runs) -> int:
     """Tokens in them."""
     return sum(run.length for run in runs)

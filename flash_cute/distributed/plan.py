@@ -63,7 +63,7 @@ class Plan:
         """``window_size`` with what ``causal`` makes of it."""
         return (self.window_size[0], 0 if self.causal else self.window_size[1])
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Runs, ...]:
         """The runs of each rank."""
         if self.sizes:
@@ -75,10 +75,11 @@ class Plan:
         """Ranks that share tokens inside of attention: groups of ``inner`` ranks."""
         return self.ranks // self.inner
 
-    @property
+    @cached_property
     def outer_parts(self) -> tuple[Runs, ...]:
         """The runs of each of these groups."""
-        return _outer_parts(self)
+        members = [self.parts[i : i + self.inner] for i in range(0, self.ranks, self.inner)]
+        return layouts.Fixed(layouts.union(parts, self.lengths) for parts in members)
 
     @property
     def total(self) -> int:
@@ -163,12 +164,6 @@ def plan_of(key: str) -> Plan:
     fields: dict[str, Any] = json.loads(key)
     tuples = {name: tuple(fields[name]) for name in ("lengths", "window_size", "sizes")}
     return Plan(**fields | tuples)
-
-
-@lru_cache(maxsize=1024)
-def _outer_parts(plan: Plan) -> tuple[Runs, ...]:
-    members = [plan.parts[i : i + plan.inner] for i in range(0, plan.ranks, plan.inner)]
-    return tuple(layouts.union(parts, plan.lengths) for parts in members)
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flash_cute.distributed.layouts import Run, Runs, Window
+from flash_cute.distributed.layouts import Fixed, Run, Runs, Window
 
 FULL: Window = (-1, -1)
 
@@ -72,7 +72,7 @@ def launches(
             for k in by_document.get(q.document, ()):
                 tiles += _of_pair(q, k, window, alibi)
         tiles = _joined(tiles)
-    return _batched(tiles) if packed else tuple((tile,) for tile in tiles)
+    return _batched(tiles) if packed else Fixed(Fixed((tile,)) for tile in tiles)
 
 
 def _in_order(runs: Runs) -> list[Tile]:
@@ -192,4 +192,4 @@ def _batched(tiles: list[Tile]) -> tuple[Launch, ...]:
                 break
         else:
             batches.append([tile])
-    return tuple(map(tuple, batches))
+    return Fixed(map(Fixed, batches))

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 
+from flash_cute import _torch_internals as internals
 
-@contextmanager
-def named(step: str) -> Iterator[None]:
-    """``cp: step`` in torch.profiler, and with a GPU as an NVTX range, which nsys shows."""
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def named(step: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """``cp: step`` in torch.profiler, while that runs, and with a GPU as an NVTX range, which nsys
+    shows: calls of the function that is decorated."""
     name = f"cp: {step}"
-    with record_function(name):
-        if not torch.cuda.is_available():
-            yield
-            return
-        with torch.cuda.nvtx.range(name):
-            yield
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        def on_gpus(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+            if not torch.cuda.is_initialized():
+                return function(*args, **named)
+            torch.cuda.nvtx.range_push(name)
+            try:
+                return function(*args, **named)
+            finally:
+                torch.cuda.nvtx.range_pop()
+
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+            if not internals.is_profiled():
+                return on_gpus(*args, **named)
+            with record_function(name):
+                return on_gpus(*args, **named)
+
+        return call
+
+    return decorate

@@ -68,6 +68,26 @@ def test_ranks_go_on_afterwards(two):
     assert two.run(fine) == [0, 1]
 
 
+def alone_after_equal_calls(strategy: str) -> None:
+    """Calls that were equal before are asked about again: the second rank makes another one, and
+    in "local" of a window so short that nothing is communicated."""
+    cp = cases.context("ring" if strategy == "local" else strategy, "contiguous", 1, "cpu")
+    window = (0, 0) if strategy == "local" else (-1, -1)
+    plan = cp.plan(24, window_size=window)
+    q = torch.randn(1, plan.rows(cp.rank), 4, 8)
+    for _ in range(3):
+        cp_attention(q, q, q, plan)
+    cp_attention(q, q, q, plan, softcap=2.0 if cp.rank == 1 else 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses", "local"])
+def test_a_rank_that_differs_alone_is_found_after_equal_calls(two, strategy):
+    first, second = two.outcomes(alone_after_equal_calls, strategy)
+    assert isinstance(first, Raised) and first.kind == second.kind == "ValueError"
+    assert first.message == second.message and "softcap 2.0" in first.message
+    assert two.run(fine) == [0, 1]
+
+
 def die_in_the_middle(strategy: str) -> float:
     """The last rank ends after a call that went well; seconds until the others know."""
     cp = cases.context(strategy, "contiguous", 1, "cpu")

@@ -276,7 +276,7 @@ def test_steps_have_names(two, strategy_name, steps):
 
 def test_steps_are_nvtx_ranges_on_gpus(monkeypatch):
     told = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: told.append(name))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
     comm.all_gather(torch.ones(1), None)
