@@ -92,7 +92,8 @@ def _demangle(symbols: list[str]) -> list[str]:
 
 
 def _kernel_and_config(name: str) -> tuple[str, str]:
-    kernel = re.search(r"(\w+)(<.*>)?\([^()]*\)$", name)
+    parameters = r"\((?:[^()]|\([^()]*\))*\)"  # those of templates have casts
+    kernel = re.search(rf"(\w+)(<.*>)?{parameters}$", name)
     values = re.search(r"\b(\w*KernelConfig)\{(.*?)\}", name)
     config = ""
     if values:

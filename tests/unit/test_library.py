@@ -219,6 +219,9 @@ def test_spills_are_reported():
     assert pass_usage == ("fill", "", "sm_80", 32, 0)
     assert regs.excess([usage, pass_usage]) == [usage]
     assert regs.excess([usage._replace(spill_bytes=0)]) == []
+    params = "flash_cute::Params<(flash_cute::Op)1>"
+    name = f"void flash_cute::sm80::backward<KernelConfig{{(flash_cute::Op)1}}>({params})"
+    assert regs._kernel_and_config(name)[0] == "backward"
 
 
 def test_a_missing_library_says_what_to_do(tmp_path):
