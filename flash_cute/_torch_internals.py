@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,7 +88,13 @@ def apply_formula(formula: type[Formula], args: Sequence[Any]) -> Any:
     if not in_transform():
         return formula.apply(*args)
     with enable_single_level_autograd_function():
-        return formula.apply(*args)
+        return _of_single_level(formula).apply(*args)
+
+
+@cache
+def _of_single_level(formula: type[Formula]) -> Any:
+    methods = {name: staticmethod(getattr(formula, name)) for name in ("forward", "backward")}
+    return type(formula.__name__, (_SingleLevelFunction,), methods)
 
 
 # --- kinds of tensors ----------------------------------------------------------------------------
