@@ -160,7 +160,7 @@ def torch_s_own(mesh: DeviceMesh, qkv: list[Tensor], rounds: int, device: torch.
         return measure(lambda: step(call, tuple(buffers), dout), "torch", rounds, device)
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seqlens", type=int, nargs="+", default=[8192, 32768, 131072, 524288])
     parser.add_argument("--heads", type=int, default=32)
@@ -174,7 +174,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, nargs=2, help="a file of --trace, and the picture")
     parser.add_argument("--table", type=Path, help="a file of results, to print them")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def row_of(call: Callable[[], list[float]], device: torch.device) -> dict[str, object]:
+    """Milliseconds, or why there are none, and on GPUs the memory that was held at most."""
+    row: dict[str, object] = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        row["ms"] = statistics.median(call())
+    except (RuntimeError, NotImplementedError) as error:
+        row["error"] = str(error)[:200]
+    if device.type == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def main() -> None:
+    given = options()
     if given.plot:
         plot(json.loads(given.plot[0].read_text()), given.plot[1])
         return
@@ -228,19 +246,11 @@ def main() -> None:
             calls["torch"] = lambda: torch_s_own(mesh, same, given.rounds, device)
         single = None
         for name, call in calls.items():
-            if given.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            row = {"seqlen": seqlen, "ranks": ranks, "candidate": name}
-            try:
-                row["ms"] = statistics.median(call())
-            except (RuntimeError, NotImplementedError) as error:
-                row["error"] = str(error)[:200]
+            row = {"seqlen": seqlen, "ranks": ranks, "candidate": name} | row_of(call, device)
             if name == "one":
                 single = row.get("ms")
             elif single and "ms" in row:
                 row["share"] = single / ranks / row["ms"]
-            if given.device == "cuda":
-                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             rows.append(row)
             if dist.get_rank() == 0:
                 print(json.dumps(row), flush=True)

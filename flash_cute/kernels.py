@@ -116,7 +116,7 @@ class KeyOrder:
     down_and_up: bool  # sets by turns begin with the last queries, and with the first ones
 
 
-_ORDER = ("kernel", "key_order", "heads_together", "l2_fraction")  # not in a plan's line
+_NOT_IN_ITS_LINE = ("kernel", "key_order", "heads_together", "l2_fraction")  # fields of a plan
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Plan:
         rest = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in _ORDER and getattr(self, f.name) not in (f.default, 0)
+            if f.name not in _NOT_IN_ITS_LINE and getattr(self, f.name) not in (f.default, 0)
         ]
         return " ".join([self.kernel.id, *rest])
 
