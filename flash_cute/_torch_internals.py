@@ -264,10 +264,24 @@ flash_backward_on_cpu = kernel_of(
 )
 
 
+# What the CPU's kernels take from MKL's vector math, by ATen's names.
+VECTOR_MATH = ("exp", "log", "tanh")
+
+
+def settle_vector_math() -> None:
+    """One thread makes the first call of each of these functions, in which MKL picks its kernel.
+    Where several make it at once, one may get a kernel with errors of 1e-4 (pytorch #188792)."""
+    for dtype in (torch.float32, torch.float64):
+        for name in VECTOR_MATH:
+            getattr(torch, name)(torch.ones(1, dtype=dtype, device="cpu"))
+
+
 @cache
 def has_bf16_products() -> bool:
-    """Whether the CPU multiplies bf16 faster than fp32: what ATen does elsewhere may be slow."""
-    return torch.cpu._is_avx512_bf16_supported()
+    """Whether ATen multiplies bf16 faster than fp32: what it does elsewhere may be slow. It packs
+    bf16 for AVX-512 alone, which ``ATEN_CPU_CAPABILITY`` may keep it from."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability.startswith("AVX512") and torch.cpu._is_avx512_bf16_supported()
 
 
 # --- fp8 -----------------------------------------------------------------------------------------

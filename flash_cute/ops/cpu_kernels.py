@@ -15,6 +15,7 @@ from flash_cute.ops.schema import DEFAULTS, OPS, Results, attend_kvcache, bind, 
 
 
 def register(library: torch.library.Library) -> None:
+    internals.settle_vector_math()
     functions: dict[str, Callable[..., Results]] = {
         "fwd": cpu.fwd,
         "bwd": cpu.bwd,

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -358,3 +362,54 @@ def test_context_parallel_is_torch_s_wrapper_around_sdpa(monkeypatch):
     attention = importlib.import_module("torch.distributed.tensor.experimental._attention")
     monkeypatch.setattr(torch.nn.functional, name, attention.context_parallel.__wrapped__)
     assert internals.in_context_parallel()
+
+
+SETTLED = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Log(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if op.overloadpacket.__name__ in ("exp", "log", "tanh"):
+            print(op.overloadpacket.__name__, out.dtype, out.numel(), out.device)
+        return out
+
+with Log():
+    import flash_cute
+"""
+
+
+def test_vector_math_is_settled_by_one_thread():
+    """When flash_cute is imported: in one call of one number each."""
+    result = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    dtypes = ("torch.float32", "torch.float64")
+    expected = {f"{name} {x} 1 cpu" for name in internals.VECTOR_MATH for x in dtypes}
+    assert set(result.stdout.splitlines()) == expected
+
+
+def test_cpu_kernels_call_no_other_vector_math():
+    """ATen's functions that may go to MKL's vector math."""
+    names = "a?(?:cos|sin|tan)h?|erf(?:c|inv)?|exp[2m1]*|log(?:10|1p|2)?|r?sqrt|lgamma|ceil|floor"
+    files = [*(PACKAGE / "cpu").glob("*.py"), PACKAGE / "tiled.py", PACKAGE / "reference.py"]
+    called = {
+        name
+        for file in files
+        for name in re.findall(rf"(?<!math)\.({names})_?\(", file.read_text())
+    }
+    assert called == set(internals.VECTOR_MATH)
+
+
+def test_products_of_bf16_are_left_to_aten_s_own_choice():
+    """A process that is kept from AVX-512 computes bf16 too."""
+    call = (
+        "import torch, flash_cute; q = torch.ones(1, 300, 1, 64, dtype=torch.bfloat16); "
+        "assert torch.equal(flash_cute.flash_attn_func(q, q, q), q)"
+    )
+    for capability in ("default", "avx2"):
+        variables = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        result = subprocess.run(
+            [sys.executable, "-c", call], env=variables, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
