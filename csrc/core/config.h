@@ -12,7 +12,15 @@ enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
 
 constexpr int element_bytes(DType dtype) {
-  return dtype == DType::FP16 || dtype == DType::BF16 ? 2 : 4;
+  switch (dtype) {
+    case DType::FP16:
+    case DType::BF16:
+      return 2;
+    case DType::TF32:
+    case DType::TF32x3:
+      return 4;
+  }
+  return 0;
 }
 
 constexpr const char* name(DType dtype) {

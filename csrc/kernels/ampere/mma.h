@@ -17,12 +17,10 @@ template <DType dtype>
 struct Mma16816;
 template <>
 struct Mma16816<DType::FP16> {
-  using Element = cutlass::half_t;
   using Atom = MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>;
 };
 template <>
 struct Mma16816<DType::BF16> {
-  using Element = cutlass::bfloat16_t;
   using Atom = MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>;
 };
 

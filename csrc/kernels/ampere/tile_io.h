@@ -9,6 +9,7 @@
 #include "core/problem.h"
 #include "core/layout/smem_atoms.h"
 #include "core/layout/tiles.h"
+#include "kernels/common/element.h"
 
 namespace flash_cute::ampere {
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "kernels/common/mask.h"
-#include "kernels/common/score.h"
+#include "kernels/common/dropout.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
 #include "core/layout/tiles.h"
 
@@ -97,8 +98,8 @@ class ScoreGradients {
       scale = rules.softcap;
       CUTE_UNROLL
       for (int i = 0; i < size(s); ++i) {
-        s(i) = tanh_of(s(i) * inner);
-        dp(i) *= 1.f - s(i) * s(i);
+        s(i) = Softcap::value(s(i) * inner);
+        dp(i) *= Softcap::derivative(s(i));
       }
     } else if (!drops) {
       subtract(dp, row_dot);
@@ -109,7 +110,8 @@ class ScoreGradients {
       for (int r = 0; r < size<0>(s); ++r) {
         CUTE_UNROLL
         for (int c = 0; c < size<1>(s); ++c) {
-          s(r, c) = s(r, c) * scale - slope * fabsf(distance + float(Coords::across(c) - Coords::down(r)));
+          const float steps = fabsf(distance + float(Coords::across(c) - Coords::down(r)));
+          s(r, c) = Alibi::value(s(r, c) * scale, slope, steps);
         }
       }
       scale = 1.f;

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "core/problem.h"
-#include "kernels/common/score.h"
+#include "kernels/common/dropout.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
 
 namespace flash_cute {
@@ -20,7 +21,7 @@ CUTE_DEVICE void apply_cap(Scores&& scores, float cap, float scale) {
       return;
     }
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(scores(i) * inner);
+    for (int i = 0; i < size(scores); ++i) scores(i) = Softcap::value(scores(i) * inner);
   } else if (scale < 0.f) {
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) scores(i) = -scores(i);
@@ -39,7 +40,7 @@ CUTE_DEVICE void apply_rules(Scores&& scores, float cap, float scale, bool biase
     const float from_first = distance(r);
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = scores(r, c) * inner - slope(r) * fabsf(from_first - float(column_offset(c)));
+      scores(r, c) = Alibi::value(scores(r, c) * inner, slope(r), fabsf(from_first - float(column_offset(c))));
     }
   }
 }
@@ -90,7 +91,9 @@ class ForwardRules {
       for (int r = 0; r < kRows; ++r) {
         const float from_first = distance(at, r, row, col);
         CUTE_UNROLL
-        for (int c = 0; c < kColumns; ++c) scores(r, c) -= slope * signless(from_first - float(column_offset(c)));
+        for (int c = 0; c < kColumns; ++c) {
+          scores(r, c) = Alibi::value(scores(r, c), slope, signless(from_first - float(column_offset(c))));
+        }
       }
     };
     auto as_it_is = [](float x) { return x; };

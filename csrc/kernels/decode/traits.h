@@ -32,7 +32,7 @@ CUTE_DEVICE int rows_of(const DecodeParams& p, const KvSplit& split, int block_m
 
 template <KernelConfig C>
 struct DecodeTraits {
-  using Element = typename Mma16816<C.dtype>::Element;
+  using Element = ElementOf<C.dtype>;
   static constexpr int kRowWarps = C.block_m / 16, kTeams = C.teams(), kTeamThreads = 32 * kRowWarps;
   static constexpr int kKeys = C.block_n / kTeams;  // of a team's tile
   // Whether Q stays in registers; else it is read again for each tile of keys, into two alternating slots.

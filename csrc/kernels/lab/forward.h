@@ -16,7 +16,7 @@ template <FlashForwardKernelConfig C>
 struct ForwardTraits {
   static_assert(check_config<C>());
   using Atom = typename ampere::Mma16816<C.dtype>::Atom;
-  using Element = typename ampere::Mma16816<C.dtype>::Element;
+  using Element = ElementOf<C.dtype>;
   static constexpr int kRowsOfWarp = C.B_r / C.n_warps;
   template <int kRows>
   using Copy = BlockCopy<Element, C.threads(), kRows, C.d_head, C.swizzled, C.async_copy>;

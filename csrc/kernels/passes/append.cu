@@ -1,10 +1,9 @@
 #include "kernels/passes/append.h"
 
-#include <cutlass/numeric_types.h>
-
 #include <bit>
 
 #include "core/layout/cached_seq.h"
+#include "kernels/common/element.h"
 #include "kernels/common/pdl.h"
 #include "core/layout/tiles.h"
 #include "kernels/launch.h"
@@ -228,8 +227,7 @@ cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, int next_ctas) {
 }  // namespace
 
 cudaError_t append_keys(const DecodeProblem& p, cudaStream_t stream, int next_ctas) {
-  const auto append = p.fwd.dtype == DType::FP16 ? launch<cutlass::half_t> : launch<cutlass::bfloat16_t>;
-  return append(p, stream, next_ctas);
+  return with_element(p.fwd.dtype, [&](auto element) { return launch<decltype(element)>(p, stream, next_ctas); });
 }
 
 }  // namespace flash_cute

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
+#include "kernels/common/element.h"
 #include "kernels/common/merge.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/query_tile.h"
-#include "kernels/common/score.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {
@@ -59,7 +60,7 @@ cudaError_t launch(FwdParams p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t combine_splits(const FwdParams& p, cudaStream_t stream) {
-  return p.dtype == DType::FP16 ? launch<cutlass::half_t>(p, stream) : launch<cutlass::bfloat16_t>(p, stream);
+  return with_element(p.dtype, [&](auto element) { return launch<decltype(element)>(p, stream); });
 }
 
 }  // namespace flash_cute

@@ -1,7 +1,9 @@
 #include "kernels/passes/probabilities.h"
 
+#include "kernels/common/dropout.h"
+#include "kernels/common/element.h"
 #include "kernels/common/mask.h"
-#include "kernels/common/score.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {
@@ -36,7 +38,9 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
       const Element* from = vector(p.k, head / (p.heads / p.heads_k), seq.k.offset + key);
       float score = 0.f;
       for (int i = 0; i < p.head_dim; ++i) score += query[i] * float(from[i]);
-      weight = expf(ruled(score, p.rules, p.softmax_scale, slope, row + seq.shift() - key) - lse);
+      score *= p.softmax_scale;
+      if (p.rules.softcap > 0.f) score = p.rules.softcap * Softcap::value_fp32(score / p.rules.softcap);
+      weight = expf(Alibi::value(score, slope, float(abs(row + seq.shift() - key))) - lse);
       if (p.rules.rng != nullptr && !dropout.keeps(dropout.bits(row, key), row / 8 % 4, key / 8 % 4)) weight = -weight;
     }
     to[key] = Element(weight);
@@ -48,9 +52,10 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
 cudaError_t write_probabilities(const FwdProblem& p, cudaStream_t stream) {
   const int64_t rows = int64_t(p.batch) * p.heads * p.seqlen_q;
   const int smem = p.head_dim * static_cast<int>(sizeof(float));
-  if (element_bytes(p.dtype) == 4) return launch_kernel<probabilities<float>>(rows, kThreads, smem, stream, p);
-  if (p.dtype == DType::FP16) return launch_kernel<probabilities<cutlass::half_t>>(rows, kThreads, smem, stream, p);
-  return launch_kernel<probabilities<cutlass::bfloat16_t>>(rows, kThreads, smem, stream, p);
+  auto launch = [&](auto element) {
+    return launch_kernel<probabilities<decltype(element)>>(rows, kThreads, smem, stream, p);
+  };
+  return element_bytes(p.dtype) == 4 ? launch(float{}) : with_element(p.dtype, launch);
 }
 
 }  // namespace flash_cute

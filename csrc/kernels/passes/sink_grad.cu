@@ -1,6 +1,6 @@
 #include "kernels/passes/sink_grad.h"
 
-#include "kernels/common/score.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {

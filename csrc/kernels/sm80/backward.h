@@ -14,7 +14,6 @@
 #include "kernels/common/backward_scores.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/common/mask.h"
-#include "kernels/common/score.h"
 #include "kernels/common/softmax.h"
 #include "core/layout/tiles.h"
 #include "kernels/launch.h"
@@ -32,7 +31,7 @@ using namespace ampere;
 
 template <KernelConfig C>
 struct BackwardTraits {
-  using Element = typename Mma16816<C.dtype>::Element;
+  using Element = ElementOf<C.dtype>;
   using Dq = DqTraits<C>;
   static constexpr bool kWholeKeys = C.whole_keys();
   static constexpr int kSubM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
@@ -86,7 +85,7 @@ struct BackwardTraits {
 template <KernelConfig C>
 class StepLoader {
  public:
-  using Element = typename Mma16816<C.dtype>::Element;
+  using Element = ElementOf<C.dtype>;
 
   CUTE_DEVICE StepLoader(const BwdParams& p, const KeyTile& tile, const SeqInfo& seq, int group)
       : p_(p),

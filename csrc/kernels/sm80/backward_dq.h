@@ -24,7 +24,7 @@ template <KernelConfig C>
 struct DqTraits {
   static constexpr int kDown = warps_down(C.block_m, C.head_dim, C.warps);
   static constexpr int kAcross = C.warps / kDown;
-  using Element = typename Mma16816<C.dtype>::Element;
+  using Element = ElementOf<C.dtype>;
   using Result = SharedResult<Element, C.block_m, C.head_dim, kDown, kAcross>;
   static constexpr int kSmemBytes = C.block_m * C.head_dim * sizeof(Element);
 

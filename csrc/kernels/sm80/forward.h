@@ -20,7 +20,7 @@ using namespace ampere;
 
 template <KernelConfig C>
 struct ForwardTraits {
-  using Element = typename Mma16816<C.dtype>::Element;
+  using Element = ElementOf<C.dtype>;
   using Mma = RowsMma<C.dtype, C.block_m, C.warps>;
   using OperandQ = SharedOperand<Side::A, false, Element, C.block_m, C.head_dim, C.warps>;
   using OperandK = SharedOperand<Side::B, false, Element, C.block_n, C.head_dim, 1>;

@@ -2,7 +2,7 @@
 // compute. A wgmma thread owns 2 of the 4 rows that share a Philox call; here each call serves all its 16 elements.
 #pragma once
 
-#include "kernels/common/score.h"
+#include "kernels/common/dropout.h"
 #include "kernels/sm90/forward_traits.h"
 
 namespace flash_cute::sm90 {

@@ -5,7 +5,9 @@
 #pragma once
 
 #include "core/workspace.h"
+#include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
@@ -83,12 +85,12 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
     for (int c = 0; c < kColumns; ++c) {
       const int step = 8 * r - column_offset(c);
       const RowStatistics& row = row_stats[kKeys ? c : r];
-      const float tanh = s(r, c) * inverse_cap;
-      const float score = s(r, c) - slope * float(abs(kKeys ? ahead - step : ahead + step));
+      const float in_caps = s(r, c) * inverse_cap;
+      const float score = Alibi::value(s(r, c), slope, float(abs(kKeys ? ahead - step : ahead + step)));
       const float weight = exp2_approx((score - row.lse) * kLog2e);
       const bool keep = keep_bits >> (2 * c + r) & 1;
       s(r, c) = keep ? weight : 0.f;
-      dp(r, c) = weight * ((keep ? dp(r, c) * rules.keep_scale : 0.f) - row.dot) * (1.f - tanh * tanh);
+      dp(r, c) = weight * ((keep ? dp(r, c) * rules.keep_scale : 0.f) - row.dot) * Softcap::derivative(in_caps);
     }
   }
 }

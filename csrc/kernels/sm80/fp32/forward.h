@@ -6,7 +6,8 @@
 #include "core/workspace.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
-#include "kernels/common/score.h"
+#include "kernels/common/dropout.h"
+#include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
@@ -39,7 +40,9 @@ CUTE_DEVICE void lower_by_distance(Scores&& scores, const Coordinates& at, float
   for (int r = 0; r < size<0>(scores); ++r) {
     const float distance = float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) -= slope * fabsf(distance - float(column_offset(c)));
+    for (int c = 0; c < size<1>(scores); ++c) {
+      scores(r, c) = Alibi::value(scores(r, c), slope, fabsf(distance - float(column_offset(c))));
+    }
   }
 }
 
