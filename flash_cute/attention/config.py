@@ -90,6 +90,8 @@ class AttentionConfig:
         if self.dtype is not None and self.dtype not in validate.DTYPES:
             supported = ", ".join(map(str, validate.DTYPES))
             raise TypeError(f"dtype is {self.dtype}; supported: None, {supported}")
+        if self.device is not None:
+            checked_device("device", self.device)
         for name in ("context_parallel_size", "max_sequence_length"):
             if isinstance(x := getattr(self, name), bool) or not isinstance(x, int):
                 raise TypeError(f"{name} is {type(x).__name__}; expected an int")
@@ -149,6 +151,21 @@ class FP8AttentionConfig(AttentionConfig):
         for name, supported in (("format", ("e4m3", "e5m2")), ("scaling", ("tensor", "head"))):
             if (given := getattr(self, name)) not in supported:
                 raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
+
+
+def checked_device(name: str, given: torch.device | str | int) -> torch.device:
+    """A device that torch has here, or "meta".
+
+    Raises:
+        TypeError, ValueError: names the argument.
+    """
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        raise ValueError(f"{name} is {given!r}; expected the name of a device") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{name} is {device}; torch has {torch.cuda.device_count()} GPUs here")
+    return device
 
 
 def _pattern(pattern: Any) -> AttentionPatterns:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute.attention.config import AttentionConfig, AttentionPatterns
+from flash_cute.attention.config import AttentionConfig, AttentionPatterns, checked_device
 from flash_cute.attention.parts import attend_masked_part, attend_part
 from flash_cute.attention.shared import (
     SharedAttention,
@@ -183,12 +183,13 @@ def _devices(device_mesh: Sequence[Device] | None, size: int) -> list[torch.devi
         return [torch.device("cuda", i % count) for i in range(size)]
     if isinstance(device_mesh, (str, torch.device)):
         raise TypeError(f"device_mesh is {device_mesh!r}; expected a list of devices")
-    devices = [torch.device(device) for device in device_mesh]
-    if len(devices) != size:
+    devices = [checked_device("device_mesh", device) for device in device_mesh]
+    if not 1 <= len(devices) <= size:
         raise ValueError(
-            f"device_mesh has {len(devices)} devices; context_parallel_size is {size}: give as many"
+            f"device_mesh has {len(devices)} devices; context_parallel_size is {size}: give as "
+            "many, or fewer, which are then used in turns"
         )
-    return devices
+    return [devices[i % len(devices)] for i in range(size)]
 
 
 def create_context_parallel_attention(
@@ -206,8 +207,9 @@ def create_context_parallel_attention(
         d_model: width of tokens, a multiple of ``num_heads``.
         num_heads: heads of queries.
         context_parallel_size: devices, or ranks of torch.distributed, that share a sequence.
-        device_mesh: the devices of one process; some may be the same. None is the GPUs that there
-            are, in turns, or the CPU. Parameters are made on torch's default device, or ``device``.
+        device_mesh: the devices of one process; some may be the same, and fewer than the size are
+            used in turns. None is the GPUs that there are, or the CPU. Parameters are made on
+            torch's default device, or ``device``.
         group: a torch.distributed group in place of all ranks.
         fields: others of :class:`AttentionConfig`, as device, dtype or num_kv_heads.
 

@@ -35,8 +35,6 @@ class SharedAttention(MultiHeadAttention):
     strategy = "auto"
 
     def __init__(self, config: AttentionConfig, group: Any = None) -> None:
-        if not isinstance(config, AttentionConfig):
-            raise TypeError(f"config is {type(config).__name__}; expected an AttentionConfig")
         import flash_cute.distributed  # noqa: F401  before calls are traced or counted
 
         super().__init__(
@@ -153,6 +151,8 @@ def refuse_cross_attention(key: Tensor | None, value: Tensor | None) -> None:
 
 def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> AttentionConfig:
     """The config, if it is one of this pattern."""
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected an AttentionConfig")
     if config.pattern is not pattern:
         raise ValueError(f"pattern is {config.pattern}; expected {pattern}")
     return config

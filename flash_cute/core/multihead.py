@@ -96,10 +96,11 @@ class MultiHeadAttention(nn.Module):
         Args:
             hidden_states: (batch, seqlen, d_model), in the parameters' dtype, or any under
                 ``torch.autocast``.
-            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not. With
-                ``key`` it is (batch, seqlen_k), of the keys. What a token holds that takes no part
-                (NaN, too) reaches no other, nor any gradient; its own output is ``out_proj.bias``.
-                Causal masks and windows count the tokens that take part alone.
+            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not. Floats of
+                0 and 1 will do, but wait for the GPU. With ``key`` it is (batch, seqlen_k), of the
+                keys. What a token holds that takes no part (NaN, too) reaches no other, nor any
+                gradient; its own output is ``out_proj.bias``. Causal masks and windows count the
+                tokens that take part alone.
             key: (batch, seqlen_k, d_model), for cross attention; None is ``hidden_states``.
             value: (batch, seqlen_k, d_model); None is ``key``.
             is_causal: query i sees key j only if ``j <= i + seqlen_k - seqlen_q``.

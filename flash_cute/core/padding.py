@@ -67,10 +67,11 @@ def check_mask(mask: Any, tokens: Tensor) -> None:
     """Refuses what does not say of each of the tokens (batch, seqlen, ..) whether it takes part."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}; expected a torch.Tensor")
-    if mask.dtype not in MASK_DTYPES:
+    in_floats = mask.dtype.is_floating_point
+    if mask.dtype not in MASK_DTYPES and (not in_floats or torch.compiler.is_compiling()):
         raise TypeError(
             f"attention_mask has dtype {mask.dtype}; expected bool or an integer dtype, in which 1 "
-            "takes part (a mask that is added to scores has no place here)"
+            "takes part (floats of 0 and 1 will do outside of torch.compile)"
         )
     if mask.shape != tokens.shape[:2]:
         raise ValueError(
@@ -79,3 +80,18 @@ def check_mask(mask: Any, tokens: Tensor) -> None:
         )
     if mask.device != tokens.device:
         raise ValueError(f"attention_mask is on {mask.device}, the tokens on {tokens.device}")
+    # A mask that is added to scores has 0 where this one has 1, and no 1 at all.
+    if in_floats and not mask.is_meta and not _takes_part(mask):
+        raise ValueError(
+            f"attention_mask has dtype {mask.dtype} and is not made of 0 and 1 with a 1 in each "
+            "sequence; expected 1 where a token takes part, and 0 elsewhere (a mask that is added "
+            "to scores has no place here)"
+        )
+
+
+def _takes_part(mask: Tensor) -> bool:
+    """Whether floats (batch, seqlen) are 0 and 1, with a 1 in each sequence."""
+    if mask.numel() == 0:
+        return True
+    ones = mask == 1
+    return bool((ones | (mask == 0)).all() and ones.any(1).all())

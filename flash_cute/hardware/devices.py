@@ -63,7 +63,10 @@ def checked_device(device: torch.device | str) -> torch.device:
 def _checked(given: torch.device | str, name: str, there: list[torch.device]) -> torch.device:
     if not isinstance(given, (str, torch.device)):
         raise TypeError(f"{name} is {given!r}; expected a torch.device")
-    device = torch.device(given)
+    try:
+        device = torch.device(given)
+    except RuntimeError:  # no name of a device
+        raise ValueError(f"{name} is {given!r}; expected the name of a device") from None
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, 0)
     if device.type == "cpu":

@@ -61,10 +61,11 @@ def _sample_of_first_layer(model: nn.Module, batch_dim: int) -> Sample:
         width = _width_of_attention(layer)
         if isinstance(layer, nn.Embedding):
             return Sample((torch.zeros(1, SEQLEN, dtype=torch.int64),))
-        if width is None and isinstance(layer, nn.Linear):
+        features = getattr(layer, "in_features", None)  # nn.Linear's, and its fp8 form's
+        if width is None and isinstance(features, int):
             if not sequences:
-                return Sample((torch.zeros(1, layer.in_features, dtype=dtype),))
-            width = layer.in_features
+                return Sample((torch.zeros(1, features, dtype=dtype),))
+            width = features
         if width is not None:
             shape = (1, SEQLEN, width) if batch_dim == 0 else (SEQLEN, 1, width)
             x = torch.zeros(shape, dtype=dtype)

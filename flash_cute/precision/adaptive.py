@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class UltraPrecisionModule(nn.Module):
             raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
         if config is not None and not isinstance(config, PrecisionConfig):
             raise TypeError(f"config must be a PrecisionConfig, not {type(config).__name__}")
-        self.config = config or PrecisionConfig()
+        self.config = PrecisionConfig() if config is None else replace(config)
         weights = packable(model)
         importance = error_weights(model, weights, self.config, calibration)
         plan = make_plan(model, weights, self.config, importance)

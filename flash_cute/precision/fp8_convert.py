@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from flash_cute.core.linear import OptimizedLinear
+from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.precision.formats import FP8Config
 from flash_cute.precision.fp8_attention import FP8MultiheadAttention
 from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales
@@ -26,9 +28,10 @@ def convert_model_to_fp8(
     they would go past the layers. Hooks on a replaced layer are not carried over: register them
     afterwards.
 
-    Left as they are, with a warning that names them: subclasses of nn.Linear and of
-    nn.MultiheadAttention with a forward of their own, parametrized layers, and attention with
-    ``add_bias_kv`` or ``add_zero_attn``. Without a warning: what ``fp8_config.skip`` names.
+    Left as they are, with a warning that names them: subclasses of nn.Linear (but OptimizedLinear)
+    and of nn.MultiheadAttention with a forward of their own, parametrized layers, attention with
+    ``add_bias_kv`` or ``add_zero_attn``, and ``in_proj_weight`` of flash_cute's own attention
+    layers, whose ``out_proj`` is converted. Without a warning: what ``fp8_config.skip`` names.
 
     A converted model may be converted again: nothing changes, except that a config which is given
     replaces that of every fp8 layer.
@@ -89,6 +92,8 @@ def layers_to_convert(
             done.append(name)  # it never calls the layer inside
         if isinstance(module, FP8MultiheadAttention):
             continue
+        if isinstance(module, MultiHeadAttention):
+            left.append(f"{name}.in_proj_weight" if name else "in_proj_weight")
         if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
             if is_convertible(name, module):
                 chosen[name] = module
@@ -104,7 +109,7 @@ def is_convertible(name: str, module: nn.Linear | nn.MultiheadAttention) -> bool
     if any(parametrize.is_parametrized(part) for part in module.modules()):
         return False
     if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
+        return type(module).forward in (nn.Linear.forward, OptimizedLinear.forward)
     plain = type(module).forward is nn.MultiheadAttention.forward
     return plain and module.bias_k is None and not module.add_zero_attn
 

@@ -195,7 +195,8 @@ def error_weights(
         return by_input
     if strategy is AllocationStrategy.GRADIENT_WEIGHTED:
         return found.gradients
-    g, a = config.gradient_weight, config.activation_weight
+    together = max(1.0, config.gradient_weight + config.activation_weight)
+    g, a = config.gradient_weight / together, config.activation_weight / together
     parts = [
         (_normalised(relative), 1 - g - a),
         (_normalised(by_input), a),

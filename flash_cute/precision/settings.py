@@ -88,7 +88,7 @@ class QuantizationMode(Enum):
 BASES = ("FP32", "FP16", "BF16", "FP8_E4M3", "INT8")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrecisionConfig:
     """How many bytes a model may take, and what decides where they go.
 
@@ -100,9 +100,12 @@ class PrecisionConfig:
       entropy than this gets at least this many bits, rounded up.
     - ``target_memory_reduction`` (0.4, 0 to below 1): the fraction of the bytes of the model in
       ``base_precision`` that must be saved. Everything that the module holds counts.
-    - ``gradient_weight`` (0.3) and ``activation_weight`` (0.4), each 0 to 1 and at most 1 together:
-      exponents of the gradients' and activations' part in the sensitivity of a layer, under
-      ENTROPY_BASED with calibration; the error relative to the weights has the rest.
+    - ``gradient_weight`` (0.3) and ``activation_weight`` (0.4), each 0 to 1: exponents of the
+      gradients' and activations' part in the sensitivity of a layer, under ENTROPY_BASED with
+      calibration; the error relative to the weights has the rest. If both are more than 1 together,
+      they are divided by their sum.
+
+    A module takes a copy: members that are set later change the next module.
 
     Raises TypeError for members of another type, ValueError for numbers out of range.
 
@@ -134,11 +137,6 @@ class PrecisionConfig:
         _check_range("target_memory_reduction", self.target_memory_reduction, 1)
         if self.target_memory_reduction == 1:
             raise ValueError("target_memory_reduction must be below 1: nothing would be left")
-        if self.gradient_weight + self.activation_weight > 1:
-            raise ValueError(
-                "gradient_weight + activation_weight must be at most 1, not "
-                f"{self.gradient_weight} + {self.activation_weight}"
-            )
 
     @property
     def rounds_inputs(self) -> bool:

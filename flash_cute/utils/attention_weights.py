@@ -32,9 +32,14 @@ def projections_of(layer: nn.Module) -> list[Projection] | None:
 
 
 def _packed(own: dict[str, Tensor]) -> list[Projection] | None:
-    biases = own.pop("in_proj_bias", None)
-    weights = own.pop("in_proj_weight").chunk(3)
-    parts: Sequence[Tensor | None] = (None,) * 3 if biases is None else biases.chunk(3)
+    """Queries have as many rows as the weight has columns; keys and values share the others."""
+    biases, weight = own.pop("in_proj_bias", None), own.pop("in_proj_weight")
+    keys, left = divmod(len(weight) - weight.shape[1], 2)
+    if keys <= 0 or left:
+        return None
+    rows = [weight.shape[1], keys, keys]
+    weights = weight.split(rows)
+    parts: Sequence[Tensor | None] = (None,) * 3 if biases is None else biases.split(rows)
     out = own.pop("out_proj.weight", None)
     found = [*zip(weights, parts, strict=True)]
     return None if out is None else _if_all(own, [*found, (out, own.pop("out_proj.bias", None))])
@@ -54,13 +59,16 @@ def _if_all(left: dict[str, Tensor], found: list[Projection]) -> list[Projection
 
 
 def attend(x: Tensor, projections: list[Projection], num_heads: int, causal: bool) -> Tensor:
-    """x (batch, seqlen, d_model) through softmax attention, in fp64."""
+    """x (batch, seqlen, d_model) through softmax attention, in fp64; query heads may share those of
+    keys and values."""
     x = x.double()
     *inputs, (out_weight, out_bias) = projections
+    head_dim = len(inputs[0][0]) // num_heads
     q, k, v = (
-        linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        linear(x, weight, bias).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         for weight, bias in inputs
     )
+    k, v = (y.repeat_interleave(num_heads // y.shape[1], 1) for y in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)

@@ -210,8 +210,18 @@ def test_one_process_over_devices_trains_and_refuses():
     devices = [torch.device("cpu")] * 2
     layer = create_context_parallel_attention(D, HEADS, 4, devices * 2)
     assert "device_mesh=[cpu, cpu, cpu, cpu]" in repr(layer)
-    with pytest.raises(ValueError, match="device_mesh has 2 devices; context_parallel_size is 4"):
-        create_context_parallel_attention(D, HEADS, 4, devices)
+    assert create_context_parallel_attention(D, HEADS, 4, devices).device_mesh == devices * 2
+    for mesh in (devices * 3, []):
+        few = f"device_mesh has {len(mesh)} devices; context_parallel_size is 4"
+        with pytest.raises(ValueError, match=few):
+            create_context_parallel_attention(D, HEADS, 4, mesh)
+    absent = torch.device("cuda", torch.cuda.device_count())
+    with pytest.raises(ValueError, match=f"device_mesh is {absent}; torch has"):
+        create_context_parallel_attention(D, HEADS, 1, [absent])
+    with pytest.raises(ValueError, match="device_mesh is 'gpu'; expected the name of a device"):
+        create_context_parallel_attention(D, HEADS, 1, ["gpu"])
+    with pytest.raises(ValueError, match=f"device is {absent}; torch has"):
+        create_ring_attention(D, HEADS, device=absent)
     with pytest.raises(TypeError, match="device_mesh is 'cpu'"):
         create_context_parallel_attention(D, HEADS, 1, "cpu")
     with pytest.raises(NotImplementedError, match="cross attention"):

@@ -11,6 +11,7 @@ from fp8_cases import decibels, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from flash_cute.core import AttentionLayer, OptimizedLinear
 from flash_cute.precision import (
     FP8Config,
     FP8Format,
@@ -146,6 +147,13 @@ def test_what_is_left_is_named(odd):
         convert_model_to_fp8(model)
     assert model["odd"] is odd and len(layers(model)) == 1
     assert layers(odd) == []
+
+
+def test_layers_of_flash_cute():
+    model = nn.Sequential(OptimizedLinear(8, 8), AttentionLayer(8, 2))
+    with pytest.warns(UserWarning, match=r"not converted to fp8: 1\.in_proj_weight"):
+        convert_model_to_fp8(model)
+    assert isinstance(model[0], FP8LinearLayer) and isinstance(model[1].out_proj, FP8LinearLayer)
 
 
 def test_refusals():

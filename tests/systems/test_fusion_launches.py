@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -46,7 +47,9 @@ def test_benchmark_measures_what_it_is_given():
     assert 12 <= stats.baseline_ms < 40 and 4 <= stats.fused_ms < 20
     assert stats.speedup == stats.baseline_ms / stats.fused_ms > 1.3
     assert (stats.baseline_kernel_launches, stats.fused_kernel_launches) == (6, 2)
+    assert (stats.baseline_host_launches, stats.fused_host_launches) == (6, 2)
     assert stats.launch_reduction == pytest.approx(2 / 3)
+    assert {"speedup", "launch_reduction"} <= set(dataclasses.asdict(stats))
     assert slow.calls == fast.calls == 5 + 3 + 1 and stats.num_runs == 5
     assert stats.max_difference is None  # the modules' dropout is active
     slow.eval()

@@ -22,6 +22,7 @@ from flash_cute.hardware import (
     memory,
 )
 from flash_cute.hardware import devices as hardware_devices
+from flash_cute.precision import convert_model_to_fp8
 
 CPU = torch.device("cpu")
 Make = Callable[[], nn.Module]
@@ -122,8 +123,9 @@ def test_target_devices():
     assert HardwareAbstractionLayer().device == expected
     with pytest.raises(ValueError, match=r"target_devices\[1\] is cuda:99; torch has here: .*cpu"):
         HardwareAbstractionLayer([CPU, torch.device("cuda", 99)])
-    with pytest.raises(ValueError, match="meta"):
-        HardwareAbstractionLayer([torch.device("meta")])
+    for name in ("meta", "xyz"):
+        with pytest.raises(ValueError, match=name):
+            HardwareAbstractionLayer([name])
     with pytest.raises(TypeError, match="expected a list"):
         HardwareAbstractionLayer(CPU)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"target_devices\[0\] is 7"):
@@ -481,6 +483,7 @@ def test_inputs_that_follow_from_the_first_layer(gibibyte: int):
     tokens = nn.Sequential(nn.Embedding(50, 64), nn.LayerNorm(64), encoder())
     projected = nn.Sequential(nn.Linear(10, 64), encoder())
     models = [tokens, projected, encoder(False), nn.MultiheadAttention(64, 4), Attention()]
+    models += [convert_model_to_fp8(x, inplace=False) for x in (nn.Linear(8, 8), projected)]
     assert all(hal.get_optimal_batch_size(model) > 0 for model in models)
     # 512 tokens: the widest saved activation alone has as many rows
     assert hal.estimate_memory_usage(tokens, 2) - hal.estimate_memory_usage(tokens, 1) > 512 * 256

@@ -83,9 +83,10 @@ def test_a_sequence_is_as_if_it_was_cut_out(device, name):
         torch.testing.assert_close(out[i, keep[i]], windowed(x[i : i + 1, keep[i]])[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
-def test_integers_say_the_same(device, dtype):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.half], ids=str)
+def test_numbers_say_the_same(device, dtype):
     layer, keep = AttentionLayer(D, HEADS, 0.0, device=device), right_padded().to(device)
+    keep[:, 0] = True  # floats without a 1 are refused
     x = tokens(device)
     assert torch.equal(layer(x, keep.to(dtype)), layer(x, keep))
 
@@ -143,7 +144,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"hidden_states": torch.ones(4, D)}, ValueError, r"hidden_states has shape \(4, 64\)"),
     "width": ({"hidden_states": torch.ones(4, 40, 63)}, ValueError, "d_model = 64"),
     "list": ({"attention_mask": [1]}, TypeError, "attention_mask is list"),
-    "float": ({"attention_mask": torch.zeros(4, 40)}, TypeError, "dtype torch.float32"),
+    "added": ({"attention_mask": torch.zeros(4, 40)}, ValueError, "dtype torch.float32"),
+    "floats": ({"attention_mask": torch.rand(4, 40)}, ValueError, "not made of 0 and 1"),
+    "complex": ({"attention_mask": torch.ones(4, 40, dtype=torch.cfloat)}, TypeError, "complex64"),
     "scores": (
         {"attention_mask": torch.ones(4, 4, 40, 40).bool()}, ValueError,
         r"attention_mask has shape \(4, 4, 40, 40\); expected \(batch, seqlen\) = \(4, 40\)",

@@ -307,6 +307,29 @@ def test_every_field_changes_what_is_held(fields: dict[str, Any]):
     assert before != after
 
 
+def test_weights_above_1_together_are_shares():
+    model, x = outlier_inputs()
+    halves, more = (
+        create_ultra_precision_module(
+            model,
+            PrecisionConfig(target_memory_reduction=0.7, gradient_weight=g, activation_weight=g),
+            calibration=x,
+        ).get_precision_stats()
+        for g in (0.5, 0.8)
+    )
+    assert halves == more
+
+
+def test_a_config_may_change_and_is_validated_when_it_is_taken():
+    model, config = nn.Sequential(nn.Linear(128, 128)), PrecisionConfig()
+    config.target_memory_reduction = 0.6
+    small = create_ultra_precision_module(model, config)
+    config.target_memory_reduction = 3
+    assert small.config.target_memory_reduction == 0.6
+    with pytest.raises(ValueError, match="target_memory_reduction"):
+        create_ultra_precision_module(model, config)
+
+
 def test_the_entropy_threshold_is_a_floor_of_rich_layers():
     small = create_ultra_precision_module(
         mixed_entropy(),

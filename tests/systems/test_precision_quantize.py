@@ -91,7 +91,6 @@ def test_allocation_takes_what_a_byte_gains_most():
         ({"entropy_threshold": 8.5}, ValueError),
         ({"gradient_weight": 1.5}, ValueError),
         ({"activation_weight": -0.5}, ValueError),
-        ({"gradient_weight": 0.7}, ValueError),
         ({"base_precision": PrecisionFormat.INT4}, ValueError),
         ({"base_precision": "fp16"}, TypeError),
         ({"allocation_strategy": "entropy_based"}, TypeError),

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import flash_cute
+from flash_cute.attention import AttentionConfig, FP8AttentionConfig, create_attention
+from flash_cute.core import OptimizedLinear
+from flash_cute.precision import FP8LinearLayer, convert_model_to_fp8
 from flash_cute.utils.validation_framework import ComponentValidator
 
 WIDTH, HEADS = 32, 4
@@ -82,7 +85,11 @@ RIGHT = {
     "separate": Separate,
     "torch": lambda: nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1),
     "batch first": lambda: nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True),
+    "grouped": lambda: create_attention(AttentionConfig(WIDTH, HEADS, num_kv_heads=1)),
+    "fp8": lambda: create_attention(FP8AttentionConfig(WIDTH, HEADS)),
+    "converted": lambda: convert_model_to_fp8(nn.MultiheadAttention(WIDTH, HEADS)),
 }
+OTHER_SCORES = {"window_size": (3, 3)}, {"softcap": 5.0}, {"softmax_scale": 0.1}
 
 
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
@@ -100,6 +107,9 @@ def test_values_of_unknown_weights_are_left_out():
     layer = Packed(scale=1.0)
     layer.sparsity_ratio = 0.9
     assert validate(layer)["passed"]
+    for options in OTHER_SCORES:
+        results = validate(create_attention(AttentionConfig(WIDTH, HEADS, **options)))
+        assert results["passed"] and results["checks"]["values"]["passed"] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -208,6 +218,9 @@ def test_right_linear_layers_pass(bias: bool, device: str):
         results = validate_linear(layer, device)
         assert results["passed"] is True, results["failures"]
     assert results["checks"]["values"]["passed"] is None  # a Sequential has no weight
+    for layer in (FP8LinearLayer(8, 5, bias), OptimizedLinear(8, 5, bias, "aggressive")):
+        results = validate_linear(layer, device)
+        assert results["passed"] is True, results["failures"]
 
 
 BROKEN_LINEAR: dict[str, tuple[Callable[[], nn.Module], str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -40,11 +40,14 @@ class FusionPerformanceStats:
         baseline_kernel_launches, fused_kernel_launches: kernels that ran on the GPU, copies and
             fills of memory left out; on the CPU operators of torch that compute.
         baseline_host_launches, fused_host_launches: launches by the host, of kernels or of whole
-            graphs; 0 on the CPU.
+            graphs; on the CPU as above.
         max_difference: largest absolute difference of the two outputs; None if dropout is active,
             or an output is no tensor.
         num_runs: runs of each model that were timed.
         device: "cuda" or "cpu".
+
+    ``speedup`` is the baseline's time over fused's, ``launch_reduction`` the share of the
+    baseline's kernel launches that fused does not have, below 0 if it has more.
     """
 
     baseline_ms: float
@@ -56,17 +59,13 @@ class FusionPerformanceStats:
     max_difference: float | None
     num_runs: int
     device: str
+    speedup: float = field(init=False)
+    launch_reduction: float = field(init=False)
 
-    @property
-    def speedup(self) -> float:
-        """Baseline's time over fused's."""
-        return self.baseline_ms / self.fused_ms
-
-    @property
-    def launch_reduction(self) -> float:
-        """Share of the baseline's kernel launches that fused does not have; below 0 if it has
-        more."""
-        return 1 - self.fused_kernel_launches / max(1, self.baseline_kernel_launches)
+    def __post_init__(self) -> None:
+        kept = self.fused_kernel_launches / max(1, self.baseline_kernel_launches)
+        object.__setattr__(self, "speedup", self.baseline_ms / self.fused_ms)
+        object.__setattr__(self, "launch_reduction", 1 - kept)
 
 
 def benchmark_fusion_performance(
@@ -154,7 +153,8 @@ def count_launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tupl
             torch.cuda.synchronize(x.device)
     events = profiler.events() or []
     if not x.is_cuda:
-        return out, (sum(_operators(e) for e in events if e.cpu_parent is None), 0)
+        operators = sum(_operators(e) for e in events if e.cpu_parent is None)
+        return out, (operators, operators)
     on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     kernels = [e for e in on_gpu if not e.name.startswith(_NO_KERNELS)]
     host = [e for e in events if e.device_type == DeviceType.CPU]

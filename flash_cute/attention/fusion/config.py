@@ -36,9 +36,9 @@ STEPS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class FusionConfig:
-    """Options of :class:`flash_cute.attention.fusion.UnifiedAttentionFusion`.
+    """Options of :class:`flash_cute.attention.fusion.UnifiedAttentionFusion`, which takes a copy.
 
     Args:
         strategy: which steps are fused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -66,7 +67,7 @@ class UnifiedAttentionFusion(nn.Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
         if config is not None and not isinstance(config, FusionConfig):
             raise TypeError(f"config is {type(config).__name__}; expected a FusionConfig")
-        self.config = config or FusionConfig()
+        self.config = FusionConfig() if config is None else replace(config)
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
         self.model = self._fused(shared_copy(model), "")
