@@ -1,5 +1,6 @@
 """flash_cute: exact attention from CuTe kernels, as PyTorch ops."""
 
+import importlib
 import os
 from typing import Any
 
@@ -45,9 +46,18 @@ if os.environ.get("FLASH_CUTE_CALIBRATION"):
     use_calibration()
 
 
+_PACKAGES = (
+    "attention", "compat", "core", "distributed", "hardware", "integrations", "lab", "precision",
+    "utils",
+)  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
-    if name == "autotune":  # loaded when it is asked for
+    """What is loaded when it is asked for."""
+    if name == "autotune":
         from flash_cute.tuning import autotune
 
         return autotune
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Attention of (B, H, N, D) whose tile the caller chooses: ``Br`` query rows, ``Bc`` key columns.
 
 Softmax over ``q k^T / sqrt(D)``, without a mask (FlashAttention, arXiv 2205.14135). Any ``Bc, Br``
->= 1 gives the right result, whether they divide N or not; N x N numbers are never stored.
+>= 1 gives the right result, whether they divide N or not; scores of one tile are held at a time.
 
 - On the CPU they are the tile. A step takes several small tiles (:mod:`flash_cute.cpu.streaming`).
 - On CUDA tiles are built in: the kernel with the nearest tile runs, of those that are made for the
@@ -13,15 +13,12 @@ For masks, grouped heads and the fastest kernel call :func:`flash_cute.flash_att
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from flash_cute import _torch_internals as internals
-from flash_cute import kernels, limits, ops, plan_log, validate
+from flash_cute import kernels, tiled_ops, validate
 from flash_cute.cpu import streaming
 from flash_cute.ops import autocast
 from flash_cute.tiled_sizes import DEFAULT_BLOCK, check_shared_memory, check_sizes
@@ -54,7 +51,8 @@ def flash_attention_forward(
     Raises:
         TypeError, ValueError: tensors or sizes that do not fit; on CUDA a tile that is larger than
             shared memory.
-        NotImplementedError: what CUDA has no kernel for: float64, head dims above 256.
+        NotImplementedError: what CUDA has no kernel for: float64, head dims above 256; and from
+            the gradient of a gradient.
 
     Example::
 
@@ -64,7 +62,7 @@ def flash_attention_forward(
     Q, K, V = autocast.cast(Q, K, V)
     tile = _checked({"Q": Q, "K": K, "V": V}, Bc, Br, use_half)
     validate.flag("return_stats", return_stats)
-    out, sums, maxima = _Attention.apply(*_computed((Q, K, V), use_half), tile, return_stats)
+    out, _, sums, maxima = tiled_ops.fwd(*_computed((Q, K, V), use_half), *tile, return_stats)
     out = out.to(Q.dtype)
     return (out, sums, maxima) if return_stats else out
 
@@ -116,7 +114,7 @@ def flash_attention_backward(
     lse = m.to(exact) + l.to(exact).log()
     with torch.no_grad():
         q, k, v, out, dout = _computed((Q, K, V, O, dO), use_half)
-        gradients = _backward(q, k, v, out, dout, lse, tile)
+        gradients = tiled_ops.bwd(dout, q, k, v, out, lse, *tile)
     dq, dk, dv = (x.to(Q.dtype) for x in gradients)
     return dq, dk, dv
 
@@ -182,89 +180,7 @@ def kernel_of(Q: Tensor, Bc: int = DEFAULT_BLOCK, Br: int = DEFAULT_BLOCK, op: s
         kernel_of(torch.randn(1, 4, 300, 64, device="cuda"), Bc=64, Br=128)
     """
     x = Q.transpose(1, 2)
-    return _kernel((x, x, x), op, streaming.Tile(Br, Bc))
-
-
-class _Attention(torch.autograd.Function):
-    """(O, l, m) of q, k and v (B, H, N, D) in the dtype to compute in; l and m are None where they
-    are not asked for."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tile: streaming.Tile, stats: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        out, lse, *row_stats = _forward(q, k, v, tile, stats)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.tile = tile
-        if not stats:
-            return out, None, None
-        sums, maxima = row_stats
-        ctx.mark_non_differentiable(sums, maxima)
-        return out, sums, maxima
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *_backward(q, k, v, out, dout, lse, ctx.tile), None, None
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, tile: streaming.Tile, stats: bool
-) -> tuple[Tensor, ...]:
-    """(O, log-sum-exp), and with ``stats`` l and m."""
-    if not q.is_cuda:
-        results = streaming.forward(_folded(q), _folded(k), _folded(v), q.shape[-1] ** -0.5, tile)
-        out, sums, maxima = (x.unflatten(0, q.shape[:2]) for x in results)
-        sums, maxima = sums.squeeze(-1), maxima.squeeze(-1)
-        return out.to(q.dtype), maxima + sums.log(), sums, maxima
-    qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    precision = ops.allow_tf32(q)
-    with internals.below_autograd(), kernels.only(_kernel(qkv, "fwd", tile)):
-        out, lse, maxima, _ = ops.fwd(*qkv, return_row_max=stats, allow_tf32=precision)
-    if not stats:
-        return out.transpose(1, 2), lse
-    sums = (lse - maxima.masked_fill(maxima == -torch.inf, 0)).exp_()
-    return out.transpose(1, 2), lse, sums, maxima
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, tile: streaming.Tile
-) -> tuple[Tensor, ...]:
-    if not q.is_cuda:
-        gradients = streaming.backward(
-            (_folded(q), _folded(k), _folded(v)), _folded(out), _folded(dout),
-            lse.flatten(0, 1).unsqueeze(-1), q.shape[-1] ** -0.5, tile,
-        )  # fmt: skip
-        return tuple(x.unflatten(0, q.shape[:2]).to(q.dtype) for x in gradients)
-    qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    out, dout = out.transpose(1, 2), dout.transpose(1, 2)
-    with internals.below_autograd(), kernels.only(_kernel(qkv, "bwd", tile)):
-        dq, dk, dv, *_ = ops.bwd(dout, *qkv, out, lse.contiguous(), allow_tf32=ops.allow_tf32(q))
-    return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
-
-
-def _folded(x: Tensor) -> Tensor:
-    """(B, H, N, D) as (B H, N, D), half types in fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
-
-
-def _kernel(qkv: tuple[Tensor, Tensor, Tensor], op: str, tile: streaming.Tile) -> str:
-    q, k, v = qkv
-    options = {"deterministic": ops.deterministic(False)} if op == "bwd" else {}
-    problem = kernels.Problem.of(q, k, v, op, allow_tf32=ops.allow_tf32(q), **options)
-    kernel = _nearest(problem, tile, q.get_device() if q.is_cuda else None, limits.current())
-    if plan_log.is_on() and q.is_cuda:
-        plan_log.say(qkv, op, lambda _: problem, f"{kernel}, the nearest to {tile}")
-    return kernel
-
-
-@cache
-def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, limit: str) -> str:
-    """kernels.nearest(), which takes a millisecond, under a limit of the thread that holds."""
-    return kernels.nearest(problem, tile.rows, tile.keys, gpu)
+    return tiled_ops.kernel((x, x, x), op, streaming.Tile(Br, Bc))
 
 
 def _computed(tensors: tuple[Tensor, ...], use_half: bool) -> tuple[Tensor, ...]:

@@ -164,6 +164,8 @@ def check_shapes(kernel_cfg: FlashForwardKernelConfig, given: dict[str, Tensor])
         raise ValueError(f"q has d_head {d_head}, and kernel_cfg is for {kernel_cfg.d_head}")
     for name in ("B_r", "B_c"):
         block = getattr(kernel_cfg, name)
+        if block < 1:
+            raise ValueError(f"kernel_cfg's {name} is {block}; expected at least 1")
         if seq_len % block != 0:
             raise ValueError(
                 f"seq_len is {seq_len}, no multiple of kernel_cfg's {name}, {block}: "
@@ -205,13 +207,12 @@ def check_gpu(device: torch.device) -> None:
 def _check_built(kernel_cfg: FlashForwardKernelConfig) -> None:
     if kernel_cfg.kernel_name() in _BUILT:
         return
-    problems = kernel_cfg.problems()
-    if problems:
-        raise ValueError(f"kernel_cfg {kernel_cfg} cannot be built: {'; '.join(problems)}")
-    advice = (
-        "get_kernels_to_build() of flash_cute.lab.kernel_configs lists those that were; a build "
-        "with FLASH_CUTE_LAB=all has those of get_autotuning_kernel_configs() too"
-        if _BUILT
-        else "the library has no CUDA kernels (FLASH_CUTE_BUILD=cuda builds them)"
+    problems = "; ".join(kernel_cfg.problems())
+    why = f"cannot be built: {problems}" if problems else "is not in this build"
+    if not _BUILT:
+        why += " (a build without CUDA kernels: FLASH_CUTE_BUILD=cuda makes them)"
+    raise ValueError(
+        f"kernel_cfg {kernel_cfg} {why}. get_kernels_to_build() of flash_cute.lab.kernel_configs "
+        "lists those of a build; with FLASH_CUTE_LAB=all it has those of "
+        "get_autotuning_kernel_configs() too"
     )
-    raise ValueError(f"kernel_cfg {kernel_cfg} is not in this build: {advice}")

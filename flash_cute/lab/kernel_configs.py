@@ -45,8 +45,11 @@ class DType(Enum):
     @classmethod
     def from_string(cls, s: str) -> DType:
         """The dtype that ``s`` names, in either case: ``fp16``, ``float16``, ``torch.float16`` or
-        ``half``; ``bf16``, ``bfloat16`` or ``torch.bfloat16``. Raises ValueError for others."""
-        name = s.lower().removeprefix("torch.")
+        ``half``; ``bf16``, ``bfloat16`` or ``torch.bfloat16``; what ``str`` and
+        :meth:`to_cpp_str` give. Raises ValueError for others, TypeError for what is no string."""
+        if not isinstance(s, str):
+            raise TypeError(f"s is {s!r}; expected a string, fp16 or bf16")
+        name = s.lower().rpartition("::")[2].rpartition(".")[2]
         names = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
         try:
             return cls(names.get(name, name))
@@ -82,6 +85,9 @@ class FlashForwardKernelConfig:
     Values are hashable and can be compared. Any combination can be written down: :meth:`problems`
     says what keeps one from being built.
 
+    Raises:
+        TypeError: a field is of another type.
+
     Example:
         >>> config = get_kernel_progression_configs()[-1]
         >>> config.short_form()
@@ -101,6 +107,13 @@ class FlashForwardKernelConfig:
     V_mma_load_K_tiles: int
     mma_double_buffer_loads: bool
     optimized_softmax: bool
+
+    def __post_init__(self) -> None:
+        kinds = {"DType": DType, "int": int, "bool": bool}
+        for field in fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if not isinstance(value, kinds[kind]) or (kind == "int" and isinstance(value, bool)):
+                raise TypeError(f"{field.name} is {value!r}; expected {kind}")
 
     @property
     def smem_bytes(self) -> int:

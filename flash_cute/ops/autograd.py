@@ -7,6 +7,7 @@ autograd's to take in, when backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def register(library: torch.library.Library) -> None:
     for name, op in (("fwd", schema.fwd), ("varlen_fwd", schema.varlen_fwd)):
         library.impl(name, _differentiable(op, FORMULAS[op], _inputs(op)), "Autograd")
     for name, op in (("bwd", schema.bwd), ("varlen_bwd", schema.varlen_bwd)):
-        library.impl(name, _differentiable(op, _no_formula(op), tuple), "Autograd")
+        library.impl(name, _differentiable(op, refusal(op), tuple), "Autograd")
     for op in schema.OUT_OVERLOADS:
         for key in ("Autograd", "ADInplaceOrView"):  # the second alone in inference mode
             library.impl(op, _reject_gradients(op, _OUT_OVERLOAD), key)
@@ -84,13 +85,27 @@ def _differentiable(
     defaults = _VALUES[op]
     slopes = list(DEFAULTS[op]).index("alibi_slopes")
 
+    def completed(args: Sequence[Any]) -> tuple[Any, ...]:
+        if len(args) > slopes and args[slopes] is not None:
+            validate_options.no_gradient_of_slopes(args[slopes])
+        return inputs((*args, *defaults[len(args) :]))
+
+    return differentiable_kernel(op, formula, completed)
+
+
+def differentiable_kernel(
+    op: Any,
+    formula: type[internals.Formula],
+    inputs: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple,
+) -> Callable[..., Results]:
+    """Autograd's kernel of an op: the formula of ``inputs`` of the arguments that are given, if any
+    of these requires grad."""
+
     def kernel(*args: Any) -> Results:
         if internals.in_forward_mode():
             _refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            if len(args) > slopes and args[slopes] is not None:
-                validate_options.no_gradient_of_slopes(args[slopes])
-            return internals.apply_formula(formula, inputs((*args, *defaults[len(args) :])))
+            return internals.apply_formula(formula, inputs(args))
         return _below_autograd(op, args)
 
     return kernel
@@ -101,7 +116,7 @@ def _below_autograd(op: Any, args: Sequence[Any]) -> Any:
         return op(*args)
 
 
-def _forward(op: Any, args: Sequence[Any]) -> Results:
+def forward_of(op: Any, args: Sequence[Any]) -> Results:
     """What a formula's forward returns; levels of torch.func below have gradients of their own."""
     if not internals.in_transform():
         return _below_autograd(op, args)
@@ -128,7 +143,7 @@ def _formula(op: Any) -> type[internals.Formula]:
         ) -> Results:
             if table is not None and args[table] is not None:
                 validate_ops.no_gradient_of_pages(dict(zip(names, args, strict=True)))
-            results = out, softmax_lse, row_max, softmax = _forward(op, args)
+            results = out, softmax_lse, row_max, softmax = forward_of(op, args)
             if row_max is not None or softmax is not None:
                 ctx.mark_non_differentiable(*[x for x in (row_max, softmax) if x is not None])
             ctx.set_materialize_grads(False)
@@ -150,13 +165,13 @@ def _formula(op: Any) -> type[internals.Formula]:
 FORMULAS = {op: _formula(op) for op in _BACKWARD_OF}
 
 
-def _no_formula(op: Any) -> type[internals.Formula]:
-    """Of a backward op, which has no gradient."""
+def refusal(op: Any) -> type[internals.Formula]:
+    """The formula of a backward op, which has no gradient."""
 
     class Gradients(internals.Formula):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Results:
-            return _forward(op, args)
+            return forward_of(op, args)
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> None:
@@ -214,6 +229,22 @@ def backward_arguments(
 def _contiguous_rows(x: Tensor) -> Tensor:
     """``x``, or a copy of it if its last dimension is not contiguous, as kernels need it."""
     return x if validate.has_rows(x) else x.contiguous()
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd.Function that has no derivative, which ``create_graph=True`` asks
+    for. torch's own decorator lets it pass where the gradients that come in require none."""
+
+    @wraps(backward)
+    def once(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "flash_cute: this backward is once_differentiable, and create_graph=True asks for "
+                "the gradient of a gradient"
+            )
+        return backward(ctx, *grads)
+
+    return once
 
 
 def no_double_backward() -> None:

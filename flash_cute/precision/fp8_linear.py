@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from flash_cute.ops.autograd import once_differentiable
 from flash_cute.precision.formats import FP8Config
 from flash_cute.precision.fp8_products import (
     Rounded,
@@ -147,7 +147,7 @@ class FP8LinearLayer(nn.Module):
     On CUDA with compute capability 8.9 or newer the products run on fp8 tensor cores (odd sizes are
     padded with zeros, in fp8). Elsewhere, and for E5M2 by E5M2, operands are rounded to the same
     fp8 values and multiplied in bf16 or fp32: the same numerics, without the speed. `extra_repr`
-    says which. A second derivative raises RuntimeError.
+    says which. A second derivative (``create_graph=True``) raises NotImplementedError.
 
     Formats: arXiv 2209.05433. Arguments, parameters and initialisation: those of `torch.nn.Linear`.
 

@@ -262,3 +262,11 @@ def test_compiles_with_padding_and_dropout():
     torch.testing.assert_close(
         compiled(x, src_key_padding_mask=hidden), fused(x, src_key_padding_mask=hidden)
     )
+
+
+def test_gradients_of_gradients_are_refused():
+    """Also where the gradient that comes in requires none: of a sum."""
+    fused = create_unified_attention_fusion(nn.TransformerEncoderLayer(16, 2, 32, 0.0))
+    x = torch.randn(5, 2, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="once_differentiable"):
+        torch.autograd.grad(fused(x).sum(), x, create_graph=True)

@@ -41,6 +41,10 @@ def test_systems_are_loaded_by_their_own_path():
     assert [name for name in loaded if name.startswith(packages)] == []
 
 
+def test_packages_are_there_by_their_name():
+    run("import flash_cute\nassert flash_cute.lab.forward and flash_cute.attention.FlashAttention3")
+
+
 def test_documented_import_lines_work():
     run(
         "from flash_cute.hardware import HardwareAbstractionLayer, detect_available_devices\n"

@@ -14,8 +14,9 @@ import kernel_hash
 import pytest
 import regs
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_cute import library
+from flash_cute import lab, library
 from flash_cute.lab import kernel_configs
 from flash_cute.lab.kernel_configs import (
     PROGRESSION_STEPS,
@@ -52,6 +53,35 @@ def test_fields_are_the_documented_ones():
     assert len({config, dataclasses.replace(config), FAST}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.B_r = 128
+
+
+def test_dtypes_are_read_in_all_their_spellings():
+    for dtype in DType:
+        spellings = (dtype.name, dtype.value, str(dtype), dtype.to_cpp_str())
+        assert {DType.from_string(x) for x in spellings} == {dtype}
+        assert DType.from_string(str(dtype.to_torch_dtype())) is dtype
+    for wrong in (None, torch.float16):
+        with pytest.raises(TypeError, match="expected a string"):
+            DType.from_string(wrong)
+
+
+@pytest.mark.parametrize(
+    "field", [{"dtype": "bf16"}, {"B_r": True}, {"B_c": 64.0}, {"swizzled": 1}]
+)
+def test_fields_of_another_type_are_refused(field):
+    with pytest.raises(TypeError, match=f"{next(iter(field))} is "):
+        dataclasses.replace(get_kernel_progression_configs()[0], **field)
+
+
+@pytest.mark.parametrize("field", [{"n_warps": 16}, {"B_c": 48}, {"V_mma_load_K_tiles": 3}, {}])
+def test_what_is_not_built_names_what_is(field):
+    config = dataclasses.replace(get_kernel_progression_configs()[-1], **field)
+    name = kernel_configs.get_kernels_to_build.__name__
+    with FakeTensorMode(), pytest.raises(ValueError, match=rf"kernel_cfg .*{name}\(\)"):
+        q = torch.empty(1, 384, 2, 128, device="cuda", dtype=torch.bfloat16)
+        lab.forward(config if field else dataclasses.replace(config, B_r=384), q, q, q)
+    with FakeTensorMode(), pytest.raises(ValueError, match="B_r is 0; expected at least 1"):
+        lab.forward(dataclasses.replace(config, B_r=0), q, q, q)
 
 
 def test_dtypes():

@@ -1,6 +1,6 @@
 """The fused steps with their gradients. What each saves for backward stands beside it.
 
-Gradients of gradients are refused by torch (``once_differentiable``).
+Gradients of gradients are refused.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion import kernels_torch
+from flash_cute.ops.autograd import once_differentiable
 
 
 @cache
