@@ -117,7 +117,9 @@ def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
     for name, x in named.items():
         if name in _HINTS:
             if x is not None and not isinstance(integer(x), _HINTS[name]):
-                raise TypeError(f"{name} is {validate._kind(x)}; expected {_HINTS[name].__name__}")
+                raise TypeError(
+                    f"{name} is {validate.kind_of(x)}; expected {_HINTS[name].__name__}"
+                )
         elif name in _ABSENT:
             if x is not None and x is not _ABSENT[name]:
                 raise NotImplementedError(

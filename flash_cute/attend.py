@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, ops, plan_log, validate, validate_ops, validate_options
+from flash_cute import accept, check, ops, plan_log, validate
 from flash_cute.packed import PackedAttention
 from flash_cute.rng import rng_of_call
+from flash_cute.validate import ops as validate_ops
+from flash_cute.validate import options as validate_options
 
 OUT_OF = {
     ops.fwd: torch.ops.flash_cute.fwd.out,
@@ -206,7 +208,7 @@ def _into(
     """Attention into ``out``, by the op's out overload; softmax_lse and row_max if wanted."""
     q, k, v = qkv
     validate_ops.buffer("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
-    validate._contiguous_last("out", out)
+    validate.contiguous_last("out", out)
     if not torch.compiler.is_compiling():
         validate_ops.apart({"out": out}, {"q": q, "k": k, "v": v})
     *lead, rows, heads, _ = q.shape

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import (
-    accept,
-    check,
-    ops,
-    plan_log,
-    validate,
-    validate_kvcache,
-    validate_ops,
-    validate_options,
-)
+from flash_cute import accept, check, ops, plan_log, validate
 from flash_cute.attend import is_direct, is_plain, needs_grad
 from flash_cute.ops import autocast
+from flash_cute.validate import kvcache as validate_kvcache
+from flash_cute.validate import ops as validate_ops
+from flash_cute.validate import options as validate_options
 
 
 def flash_attn_with_kvcache(
@@ -122,7 +116,7 @@ def flash_attn_with_kvcache(
         fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q) or (heads, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate_kvcache`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate.kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
@@ -281,7 +275,7 @@ def flash_attn_combine(
         out (.., dim), and as asked lse fp32 (..).
 
     Raises:
-        TypeError, ValueError: see :func:`flash_cute.validate_kvcache.partials`.
+        TypeError, ValueError: see :func:`flash_cute.validate.kvcache.partials`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
     if out is not None:
@@ -327,7 +321,7 @@ def kvcache_status(
         )
     for name, x in (("cache_seqlens", cache_seqlens), ("seqlen_new", seqlen_new)):
         if not isinstance(x, (int, Tensor)) and (x is not None or name == "seqlen_new"):
-            raise TypeError(f"{name} is {validate._kind(x)}; expected an int or an int32 tensor")
+            raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int or an int32 tensor")
     num_blocks, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
     asked = capacity if cache_seqlens is None else cache_seqlens

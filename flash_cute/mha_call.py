@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_ops, validate_options
+from flash_cute import ops, validate
 from flash_cute.rng import check_generator, rng_of_call
+from flash_cute.validate import ops as validate_ops
+from flash_cute.validate import options as validate_options
 
 _NAMES = validate_options.OF_OPS._replace(dropout_p="p_dropout", alibi_slopes="alibi_slopes_")
 
@@ -98,8 +100,8 @@ def backward(
     bound = dict(zip(names, saved, strict=True))
     validate_ops.of_forward(bound | {"dlse": None})
     q, k, v = saved[1:4]
-    validate._contiguous_last("dout", bound["dout"])
-    validate._contiguous_last("out", bound["out"])
+    validate.contiguous_last("dout", bound["dout"])
+    validate.contiguous_last("out", bound["out"])
     if not bound["softmax_lse"].is_contiguous():
         raise ValueError("softmax_lse is not contiguous; call softmax_lse.contiguous()")
     shapes = {"dq_": q.shape, "dk_": k.shape, "dv_": v.shape}
@@ -121,7 +123,7 @@ def _buffers(given: dict[str, tuple[Tensor, tuple[int, ...]]], read: dict[str, T
     """Tensors for results, with the shapes that they must have, fit, and lie apart from others."""
     for name, (x, shape) in given.items():
         validate_ops.buffer(name, x, shape, read["q"].dtype, read["q"].device)
-        validate._contiguous_last(name, x)
+        validate.contiguous_last(name, x)
     if not torch.compiler.is_compiling():  # torch 2.10 cannot trace it, and the op asks as it runs
         validate_ops.apart({name: x for name, (x, _) in given.items()}, read)
 

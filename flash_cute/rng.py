@@ -36,7 +36,7 @@ def rng_state(
     """
     if device is not None and not isinstance(device, (torch.device, str, int)):
         raise TypeError(
-            f"device is {validate._kind(device)}; expected a torch.device, e.g. q.device; a "
+            f"device is {validate.kind_of(device)}; expected a torch.device, e.g. q.device; a "
             "generator goes by its name: generator="
         )
     if generator is not None:
@@ -84,7 +84,7 @@ def check_rng(rng: Any, q: Tensor) -> None:
 def check_generator(name: str, generator: Any, device: torch.device | str | int | None) -> None:
     """A torch.Generator that draws for ``device``."""
     if not isinstance(generator, torch.Generator):
-        raise TypeError(f"{name} is {validate._kind(generator)}; expected a torch.Generator")
+        raise TypeError(f"{name} is {validate.kind_of(generator)}; expected a torch.Generator")
     if device is not None and torch.device(device).type != generator.device.type:
         raise ValueError(
             f"{name} is on {generator.device}, and draws for {device}; they must agree"

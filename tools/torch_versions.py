@@ -43,6 +43,7 @@ TESTS = [
     "tests/ops/test_compile.py",
     "tests/ops/test_compile_views.py",
     "tests/ops/test_package.py",
+    "tests/ops/test_tiled_ops.py",
     "tests/ops/test_vmap.py",
     "tests/ops/test_vmap_gradients.py",
     "tests/ops/test_autocast.py",

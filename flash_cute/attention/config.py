@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from flash_cute import validate, validate_options
+from flash_cute import validate
 from flash_cute.core.multihead import check_heads
+from flash_cute.validate import options as validate_options
 
 
 class AttentionPatterns(Enum):

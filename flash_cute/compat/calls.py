@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_cute import accept, validate_ops
+from flash_cute import accept
+from flash_cute.validate import ops as validate_ops
 
 F = TypeVar("F", bound=Callable[..., Any])
 

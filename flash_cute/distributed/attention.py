@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_cute import validate, validate_options
+from flash_cute import validate
 from flash_cute.distributed import comm, cp_ops, layouts
 from flash_cute.distributed.context import ContextParallel, context_of
 from flash_cute.distributed.dtensor import from_local, to_local
@@ -18,6 +18,7 @@ from flash_cute.distributed.plan import Plan
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
 from flash_cute.rng import rng_of_call
+from flash_cute.validate import options as validate_options
 
 
 def cp_attention(

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_cute import validate, validate_options
+from flash_cute import validate
 from flash_cute.distributed import agreement, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, slots
+from flash_cute.validate import options as validate_options
 
 
 class ContextParallel:

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute import ops, validate, validate_kvcache, validate_options
+from flash_cute import ops, validate
 from flash_cute.distributed import comm
 from flash_cute.distributed.context import ContextParallel
 from flash_cute.distributed.merge import merge_, merge_sink, rows
 from flash_cute.distributed.trace import named
 from flash_cute.kvcache import flash_attn_with_kvcache
 from flash_cute.ops import autocast
+from flash_cute.validate import kvcache as validate_kvcache
+from flash_cute.validate import options as validate_options
 
 
 def cp_decode(

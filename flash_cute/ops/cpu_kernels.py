@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from flash_cute import _torch_internals as internals
-from flash_cute import cpu, validate_kvcache, validate_ops
+from flash_cute import cpu
 from flash_cute.cpu.forward import fwd_without_lse
 from flash_cute.ops.schema import DEFAULTS, OPS, Results, attend_kvcache, bind, fwd_kvcache
+from flash_cute.validate import kvcache as validate_kvcache
+from flash_cute.validate import ops as validate_ops
 
 
 def register(library: torch.library.Library) -> None:

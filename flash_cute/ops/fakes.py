@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate_kvcache, validate_ops
 from flash_cute.ops import schema
 from flash_cute.ops.schema import (
     DEFAULTS,
@@ -24,6 +23,8 @@ from flash_cute.ops.schema import (
     varlen_bwd,
     varlen_fwd,
 )
+from flash_cute.validate import kvcache as validate_kvcache
+from flash_cute.validate import ops as validate_ops
 
 
 def register(library: torch.library.Library) -> None:

@@ -10,7 +10,8 @@ import torch
 from bad_arguments import BF16, INT32, good_arguments, pages
 
 import flash_cute
-from flash_cute import validate, validate_ops
+from flash_cute import validate
+from flash_cute.validate import ops as validate_ops
 
 FUNCTIONS = (
     "func", "qkvpacked_func", "kvpacked_func", "varlen_func", "varlen_qkvpacked_func",
@@ -175,7 +176,7 @@ def test_rows_of_one_page_may_have_any_stride(device):
 
 def test_nothing_shares_no_memory():
     validate_ops.own_memory("out", torch.ones(()).expand(0, 4))
-    validate._contiguous_last("q", torch.ones(()).expand(0, 4))
+    validate.contiguous_last("q", torch.ones(()).expand(0, 4))
 
 
 @pytest.mark.parametrize("names", ["q", "k", "v", "qv"])

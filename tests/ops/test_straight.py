@@ -16,8 +16,8 @@ from flash_cute import (
     kvcache,
     ops,
     plan_log,
-    validate_kvcache,
 )
+from flash_cute.validate import kvcache as validate_kvcache
 
 MODULES = (functional, kvcache)
 

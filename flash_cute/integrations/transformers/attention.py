@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import functional, kvcache, validate_kvcache
+from flash_cute import functional, kvcache
 from flash_cute.core.padding import offsets, packing
+from flash_cute.validate import kvcache as validate_kvcache
 
 Options = dict[str, Any]
 _UNSAID: Any = "not given"  # by the layer, which then does not know its window

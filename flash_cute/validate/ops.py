@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import validate, validate_options
+from flash_cute import validate
 from flash_cute.rng import check_rng
+from flash_cute.validate import options as validate_options
 
 
 def arguments(bound: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
 
 def _number(name: str, x: Any) -> None:
     if not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} is {validate._kind(x)}; expected a number")
+        raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
 
 
 def _known(name: str, x: float) -> None:
@@ -98,13 +98,13 @@ def _known(name: str, x: float) -> None:
 
 def _window(window_size: Any, names: tuple[str, str] | None) -> None:
     if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"window_size is {validate._kind(window_size)}; expected (left, right)")
+        raise TypeError(f"window_size is {validate.kind_of(window_size)}; expected (left, right)")
     if len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; expected (left, right)")
     left, right = window_size
     if type(left) is not int or type(right) is not int:
         _window_types(left, right, names or ("window_size's left", "window_size's right"))
-    most = validate._INT64_MAX
+    most = validate.INT64_MAX
     if left < -1 or right < -1 or left > most or right > most:
         name, x = "window_size", f"({validate.shown(left)}, {validate.shown(right)})"
         if names is not None:
@@ -118,12 +118,12 @@ def _window(window_size: Any, names: tuple[str, str] | None) -> None:
 def _window_types(left: Any, right: Any, names: tuple[str, str]) -> None:
     for name, x in zip(names, (left, right), strict=True):
         if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-            raise TypeError(f"{name} is {validate._kind(x)}; expected an int")
+            raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int")
 
 
 def _alibi_slopes(name: str, x: Tensor, q: Tensor, heads: int, batch: int) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
-        raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; expected float32")
+        raise TypeError(f"{name} is {validate.dtype_or_kind(x)}; expected float32")
     validate.strided(name, x)
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
@@ -131,16 +131,16 @@ def _alibi_slopes(name: str, x: Tensor, q: Tensor, heads: int, batch: int) -> No
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected ({heads},) or ({batch}, {heads})"
         )
-    validate._contiguous_last(name, x)
+    validate.contiguous_last(name, x)
     no_gradient_of_slopes(x, name)
 
 
 def _sink(x: Tensor, q: Tensor, heads: int) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"sink is {validate._dtype_or_kind(x)}; expected floating point")
+        raise TypeError(f"sink is {validate.dtype_or_kind(x)}; expected floating point")
     validate.strided("sink", x)
     if x.device != q.device:
         raise ValueError(f"sink is on {x.device}, q on {q.device}; they must agree")
     if tuple(x.shape) != (heads,):
         raise ValueError(f"sink has shape {tuple(x.shape)}; expected one logit a head, ({heads},)")
-    validate._contiguous_last("sink", x)
+    validate.contiguous_last("sink", x)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate, validate_ops, validate_options
+from flash_cute import validate
+from flash_cute.validate import ops as validate_ops
+from flash_cute.validate import options as validate_options
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -36,7 +38,7 @@ def call(
     split_size: int,
 ) -> int:
     """Shapes, dtypes, devices and strides of a call; returns the batch size."""
-    validate._same_kind(q, k_cache, v_cache, "k_cache", "v_cache")
+    validate.same_kind(q, k_cache, v_cache, "k_cache", "v_cache")
     rank = 4 if cu_seqlens_q is None else 3
     if q.dim() != rank:
         layout = "(batch, seqlen_q, heads, dim)" if rank == 4 else "(total_q, heads, dim)"
@@ -45,7 +47,7 @@ def call(
     if cu_seqlens_q is None:
         batch = q.shape[0]
     else:
-        batch = validate._indices("cu_seqlens_q", cu_seqlens_q, q) - 1
+        batch = validate.index_tensor("cu_seqlens_q", cu_seqlens_q, q) - 1
         validate.length("max_seqlen_q", max_seqlen_q)
         if batch < 0:
             raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
@@ -59,10 +61,10 @@ def call(
         ("cache_leftpad", cache_leftpad),
         ("rotary_seqlens", rotary_seqlens),
     ):
-        if x is not None and validate._indices(name, x, q) != batch:
+        if x is not None and validate.index_tensor(name, x, q) != batch:
             raise ValueError(f"{name} has {len(x)} entries; expected {batch}, one a sequence")
     if block_table is not None:
-        validate._block_table(block_table, q, batch)
+        validate.check_block_table(block_table, q, batch)
         if cache_batch_idx is not None:
             raise ValueError("cache_batch_idx and block_table are given; a table names the pages")
     elif cache_batch_idx is None and len(k_cache) < batch:
@@ -101,7 +103,7 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
     if q.dtype not in KVCACHE_CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported over a key/value cache on CUDA yet; supported: "
-            f"{validate._listed(KVCACHE_CUDA_DTYPES)}; cast q and the caches, or run on the CPU"
+            f"{validate.listed(KVCACHE_CUDA_DTYPES)}; cast q and the caches, or run on the CPU"
         )
     for name, x in (("q", q), ("v_cache", v_cache)):
         dim = x.shape[-1]
@@ -129,7 +131,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
     """out_partial (parts, .., dim) and lse_partial (parts, ..), fp32 on one device."""
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if not isinstance(x, Tensor) or x.dtype != torch.float32:
-            raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; expected float32")
+            raise TypeError(f"{name} is {validate.dtype_or_kind(x)}; expected float32")
         validate.strided(name, x)
     if out_partial.device != lse_partial.device:
         raise ValueError(
@@ -147,7 +149,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
         raise ValueError("out_partial has a head dim of 0; there must be columns")
     supported = (torch.float16, torch.bfloat16, torch.float32)
     if dtype is not None and dtype not in supported:
-        raise TypeError(f"the result's dtype is {dtype}; supported: {validate._listed(supported)}")
+        raise TypeError(f"the result's dtype is {dtype}; supported: {validate.listed(supported)}")
 
 
 def _length_of_all(cache_seqlens: int) -> None:
@@ -193,7 +195,7 @@ def _caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
             "the first two must agree, and none may be 0"
         )
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        validate._contiguous_last(name, x)
+        validate.contiguous_last(name, x)
 
 
 def _new_keys(
@@ -214,7 +216,7 @@ def _new_keys(
         return
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
-    validate._same_kind(q, k, v)
+    validate.same_kind(q, k, v)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         validate_ops.own_memory(name, cache)
     if k_cache is v_cache or (
@@ -222,7 +224,7 @@ def _new_keys(
     ):
         raise ValueError("k_cache and v_cache share memory; k and v join caches of their own")
     if cu_seqlens_k_new is not None:
-        entries = validate._indices("cu_seqlens_k_new", cu_seqlens_k_new, q)
+        entries = validate.index_tensor("cu_seqlens_k_new", cu_seqlens_k_new, q)
         if entries != batch + 1:
             raise ValueError(f"cu_seqlens_k_new has {entries} entries; expected {batch + 1}")
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -230,7 +232,7 @@ def _new_keys(
         expected = (*lead, *cache.shape[2:])
         if tuple(x.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
-        validate._contiguous_last(name, x)
+        validate.contiguous_last(name, x)
 
 
 def _rotary(
@@ -250,7 +252,7 @@ def _rotary(
         raise ValueError("rotary_cos is given, but no k and v: rotary embedding is for new keys")
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(x, Tensor) or x.dtype != q.dtype:
-            raise TypeError(f"{name} is {validate._dtype_or_kind(x)}; q is {q.dtype}")
+            raise TypeError(f"{name} is {validate.dtype_or_kind(x)}; q is {q.dtype}")
         validate.strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
@@ -269,8 +271,8 @@ def _rotary(
 def _splits(num_splits: int, split_size: int) -> None:
     for name, x in (("num_splits", num_splits), ("split_size", split_size)):
         if isinstance(x, bool) or not isinstance(x, int):
-            raise TypeError(f"{name} is {validate._kind(x)}; expected an int")
-        if not 0 <= x <= validate._INT64_MAX:
+            raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int")
+        if not 0 <= x <= validate.INT64_MAX:
             raise ValueError(f"{name} is {x}; expected a count >= 0 (0: the library chooses)")
     if num_splits and split_size:
         raise ValueError(

@@ -22,12 +22,12 @@ CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_MAX_HEAD_DIM = 256
 
-_INT64_MAX = 2**63 - 1
+INT64_MAX = 2**63 - 1
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v as k with dim_v."""
-    _same_kind(q, k, v)
+    same_kind(q, k, v)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         name, x = next((n, x) for n, x in _named(q, k, v) if x.dim() != 4)
         raise ValueError(
@@ -62,7 +62,7 @@ def varlen(
     With ``block_table`` k and v are (num_blocks, page_size, heads_k, dim). ``cu_seqlens_q`` and
     ``cu_seqlens_k`` are int32 (batch + 1).
     """
-    _same_kind(q, k, v)
+    same_kind(q, k, v)
     rank = 3 if block_table is None else 4
     layout = "(total_k, heads_k, dim)" if rank == 3 else "(num_blocks, page_size, heads_k, dim)"
     if q.dim() != 3:
@@ -81,14 +81,14 @@ def varlen(
             f"cu_seqlens_k has {len(cu_seqlens_k)} entries; cu_seqlens_q asks for {batch + 1}"
         )
     if block_table is not None:
-        _block_table(block_table, q, batch, name_of_table)
+        check_block_table(block_table, q, batch, name_of_table)
 
 
 def varlen_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqused: Tensor | None
 ) -> None:
     """The same of parts of one packed tensor, (total, heads, dim) each, which share sequences."""
-    _same_kind(q, k, v)
+    same_kind(q, k, v)
     _heads_and_dims(q, k, v, *(x.shape[1] for x in (q, k, v)), *(x.shape[2] for x in (q, k, v)))
     _sequences(_OF_BOTH, q, cu_seqlens, max_seqlen, seqused)
 
@@ -96,8 +96,8 @@ def varlen_packed(
 def length(name: str, x: int) -> None:
     """The longest length of several sequences."""
     if type(x) is not int and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt))):
-        raise TypeError(f"{name} is {_kind(x)}; expected an int (use .item() once)")
-    if not (allowed(x >= 0) and allowed(x <= _INT64_MAX)):
+        raise TypeError(f"{name} is {kind_of(x)}; expected an int (use .item() once)")
+    if not (allowed(x >= 0) and allowed(x <= INT64_MAX)):
         raise ValueError(f"{name} is {shown(x)}; expected the longest sequence's length")
 
 
@@ -127,7 +127,7 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported on CUDA yet; supported: "
-            f"{_listed(CUDA_DTYPES)}; cast q, k and v, or run on the CPU"
+            f"{listed(CUDA_DTYPES)}; cast q, k and v, or run on the CPU"
         )
     if q.shape[-1] > CUDA_MAX_HEAD_DIM or v.shape[-1] > CUDA_MAX_HEAD_DIM:
         name, x = ("q", q) if q.shape[-1] > CUDA_MAX_HEAD_DIM else ("v", v)
@@ -147,14 +147,14 @@ def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
     if sink is not None and sink.dtype not in CUDA_SINK_DTYPES:
         raise NotImplementedError(
             f"sink has dtype {sink.dtype}, which is not supported on CUDA; supported: "
-            f"{_listed(CUDA_SINK_DTYPES)}; cast it"
+            f"{listed(CUDA_SINK_DTYPES)}; cast it"
         )
 
 
 def tensor(name: str, x: Any) -> None:
     """Refuses what is no tensor, and tensors whose elements do not lie at strides."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {_kind(x)}; expected a torch.Tensor{_of_a_tracer(x)}")
+        raise TypeError(f"{name} is {kind_of(x)}; expected a torch.Tensor{_of_a_tracer(x)}")
     strided(name, x)
 
 
@@ -177,7 +177,7 @@ def strided(name: str, x: Tensor) -> None:
 def flag(name: str, x: Any) -> None:
     """Refuses what is no bool, or an int that stands for one."""
     if not isinstance(x, (bool, int)):
-        raise TypeError(f"{name} is {_kind(x)}; expected a bool")
+        raise TypeError(f"{name} is {kind_of(x)}; expected a bool")
 
 
 def packed(
@@ -193,7 +193,7 @@ def packed(
     if isinstance(q, Tensor):
         strided("q", q)
     if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; supported: {_listed(dtypes)}")
+        raise TypeError(f"{name} has dtype {x.dtype}; supported: {listed(dtypes)}")
     if isinstance(q, Tensor) and q.dtype != x.dtype:
         raise TypeError(f"dtypes differ: q has {q.dtype}, {name} {x.dtype}; cast them to one")
     if x.dim() != rank or x.shape[-3] != parts:
@@ -203,20 +203,20 @@ def packed(
         )
     if rank == 5 and isinstance(q, Tensor) and q.dim() == 4 and len(q) != len(x):
         raise ValueError(f"batch sizes differ: q has {len(q)}, {name} {len(x)}")
-    _contiguous_last(name, x)
+    contiguous_last(name, x)
 
 
-def _kind(x: Any) -> str:
+def kind_of(x: Any) -> str:
     """The type of ``x``, with its module where the name alone misleads: numpy has an int64, too."""
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def _dtype_or_kind(x: Any) -> str:
-    return str(x.dtype) if isinstance(x, Tensor) else _kind(x)
+def dtype_or_kind(x: Any) -> str:
+    return str(x.dtype) if isinstance(x, Tensor) else kind_of(x)
 
 
-def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+def listed(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(str, dtypes))
 
 
@@ -224,13 +224,13 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
     return ("q", q), ("k", k), ("v", v)
 
 
-def _same_kind(q: Tensor, k: Tensor, v: Tensor, name_k: str = "k", name_v: str = "v") -> None:
+def same_kind(q: Tensor, k: Tensor, v: Tensor, name_k: str = "k", name_v: str = "v") -> None:
     tensor("q", q)
     tensor(name_k, k)
     tensor(name_v, v)
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
-        raise TypeError(f"q has dtype {dtype}; supported: {_listed(DTYPES)}")
+        raise TypeError(f"q has dtype {dtype}; supported: {listed(DTYPES)}")
     if k.dtype != dtype or v.dtype != dtype:
         raise TypeError(
             f"dtypes differ: q has {dtype}, {name_k} {k.dtype}, {name_v} {v.dtype}; cast them to "
@@ -267,10 +267,10 @@ def _heads_and_dims(
         raise ValueError(f"head dim is 0: q has {dim}, v {dim_v}")
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         for name, x in _named(q, k, v):
-            _contiguous_last(name, x)
+            contiguous_last(name, x)
 
 
-def _indices(name: str, x: Tensor, q: Tensor) -> int:
+def index_tensor(name: str, x: Tensor, q: Tensor) -> int:
     """An int32 contiguous vector on q's device; returns its length."""
     tensor(name, x)
     if x.dtype != torch.int32:
@@ -292,18 +292,18 @@ def _sequences(
     names: tuple[str, str, str], q: Tensor, cu_seqlens: Tensor, longest: int, used: Tensor | None
 ) -> int:
     """Sequences end to end, by what is said of them; returns how many."""
-    batch = _indices(names[0], cu_seqlens, q) - 1
+    batch = index_tensor(names[0], cu_seqlens, q) - 1
     if batch < 0:
         raise ValueError(f"{names[0]} is empty; it holds batch + 1 offsets")
-    if used is not None and (entries := _indices(names[2], used, q)) != batch:
+    if used is not None and (entries := index_tensor(names[2], used, q)) != batch:
         raise ValueError(f"{names[2]} has {entries} entries; {names[0]} asks for {batch}")
     length(names[1], longest)
     return batch
 
 
-def _block_table(x: Tensor, q: Tensor, batch: int, name: str = "block_table") -> None:
+def check_block_table(x: Tensor, q: Tensor, batch: int, name: str = "block_table") -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        raise TypeError(f"{name} is {_dtype_or_kind(x)}; expected int32")
+        raise TypeError(f"{name} is {dtype_or_kind(x)}; expected int32")
     strided(name, x)
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
@@ -318,7 +318,7 @@ def has_rows(x: Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
 
 
-def _contiguous_last(name: str, x: Tensor) -> None:
+def contiguous_last(name: str, x: Tensor) -> None:
     if not has_rows(x):
         raise ValueError(
             f"{name}'s last dimension has stride {x.stride(-1)}; it must be contiguous (stride 1): "
