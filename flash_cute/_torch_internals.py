@@ -334,6 +334,21 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def in_backward() -> bool:
+    """Whether autograd is at work in this thread: a forward inside of it is computed again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def skipped_if_fused(module: torch.nn.Module) -> str | None:
+    """What a module, or a part of it, does besides its class's forward; None if nothing."""
+    for name, part in module.named_modules():
+        if has_hooks(part):
+            return f"hooks of {name or 'the block itself'} would not be called"
+        if "forward" in vars(part):
+            return f"{name or 'the block itself'} has a forward that is not its class's"
+    return None
+
+
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """relu(x weight^T + bias) of x (rows, features): on CUDA one kernel, without autograd."""
     return torch._addmm_activation(bias, x, weight.t())

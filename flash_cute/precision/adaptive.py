@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from flash_cute.precision.fp8_convert import switch_fast_paths_off
 from flash_cute.precision.inputs import round_inputs_of
 from flash_cute.precision.packed import PackedEmbedding, PackedWeight, as_matrix
 from flash_cute.precision.plan import (
@@ -114,6 +115,7 @@ class UltraPrecisionModule(nn.Module):
         self.model, self._packed, self._measured = packed.model, packed.paths, packed.measured
         if self.config.rounds_inputs:
             round_inputs_of(self.model, self.config)
+            switch_fast_paths_off(self.model)  # they would go past the layers, with nested tensors
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
                 with undisturbed(self.model), torch.no_grad():
                     self.model(*batches(calibration)[0])

@@ -106,7 +106,7 @@ def is_convertible(name: str, module: nn.Linear | nn.MultiheadAttention) -> bool
     """Whether the module computes what its class in torch does, and an fp8 layer can too."""
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise ValueError(f"{name} is lazy and has no weight yet: call the model once before")
-    if any(parametrize.is_parametrized(part) for part in module.modules()):
+    if any(parametrize.is_parametrized(x) or "forward" in vars(x) for x in module.modules()):
         return False
     if isinstance(module, nn.Linear):
         return type(module).forward in (nn.Linear.forward, OptimizedLinear.forward)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
 from flash_cute.ops.autograd import once_differentiable
 from flash_cute.precision.formats import FP8Config
 from flash_cute.precision.fp8_products import (
@@ -37,6 +38,7 @@ class _Products(torch.autograd.Function):
         w_scale: Tensor,
         w_inverse: Tensor,
         history: Tensor | None,  # of dy
+        record: bool,  # into it
         formats: tuple[torch.dtype, torch.dtype],  # of x and w, of dy
         margin: int,
         out_dtype: torch.dtype,
@@ -45,6 +47,7 @@ class _Products(torch.autograd.Function):
         kept_x = (x8, x_scale, x_inverse) if ctx.needs_input_grad[1] else (None,) * 3
         kept_w = (w, w_scale, w_inverse) if ctx.needs_input_grad[0] else (None,) * 3
         ctx.save_for_backward(*kept_x, *kept_w)
+        ctx.record = record
         ctx.history = history  # not saved: other uses of the layer may write it before backward
         tensor_cores = on_tensor_cores(x.device, formats[0], formats[0])
         rounded_x, rounded_w = Rounded(x8, x_scale, x_inverse), Rounded(w8, w_scale, w_inverse)
@@ -55,7 +58,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, x_inverse, w, w_scale, w_inverse = ctx.saved_tensors
         forward_format, backward_format = ctx.formats
-        rounded_dy = round_to_fp8(dy, backward_format, ctx.margin, ctx.history)
+        rounded_dy = round_to_fp8(dy, backward_format, ctx.margin, ctx.history, ctx.record)
         tensor_cores = on_tensor_cores(dy.device, forward_format, backward_format)
         dx = dw = None
         if w is not None:
@@ -64,7 +67,7 @@ class _Products(torch.autograd.Function):
         if x8 is not None:
             rounded_x = Rounded(x8, x_scale, x_inverse)
             dw = multiply_rows(rounded_dy.t(), rounded_x.t(), ctx.dtypes[1], tensor_cores)
-        return dx, dw, *(None,) * 10
+        return dx, dw, *(None,) * 11
 
 
 class FP8Scales(nn.Module):
@@ -115,6 +118,11 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of {tuple(x.shape)}: the last size must be {weight.shape[1]}")
     config, record = scales.config, scales.training
+    if record and config.scaling == "delayed" and internals.in_backward():
+        raise NotImplementedError(
+            "delayed scales are not those of forward when a checkpoint computes forward again; use "
+            "FP8Config(scaling='dynamic'), or no checkpoint around fp8 layers"
+        )
     margin = config.margin
     formats = config.forward_format.dtype, config.backward_format.dtype
     rows = x.reshape(-1, x.shape[-1])
@@ -127,6 +135,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
         *x8,
         *w8,
         scales.gradient_history,
+        record,
         formats,
         margin,
         torch.get_autocast_dtype(device) if autocast else x.dtype,

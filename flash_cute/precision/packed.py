@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
 from flash_cute.precision.quantize import Layout, Rounded, restore, round_rows
 from flash_cute.precision.saving import note_restored
 from flash_cute.precision.settings import PrecisionFormat
@@ -66,7 +67,11 @@ class PackedWeight(nn.Module):
         """The weight. The argument is for torch's parametrizations, and is not used."""
         parts = [restore(block.rounded(), self.cols, self.dtype) for block in self._rows()]
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
-        return note_restored(weight, self.forward)
+        return note_restored(weight, self.forward, self._states)
+
+    def _states(self) -> list[tuple[int, int]]:
+        """Of the buffers: which tensors they are, and how often each was written."""
+        return [(id(x), 0 if x.is_inference() else internals.version(x)) for x in self.buffers()]
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of a weight of one block: (*ids.shape, cols)."""

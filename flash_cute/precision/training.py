@@ -84,7 +84,7 @@ class FP8TrainingEngine:
         is_fp16 = any(p.dtype is torch.float16 for p in model.parameters())
         given = self.config.loss_scale if self.config else None
         self.largest_scale = given or (FP16_LOSS_SCALE if is_fp16 else 1.0)
-        self.loss_scale = self.largest_scale
+        self.loss_scale = self._scale_of_gradients = self.largest_scale
         self.batches = self.steps = self.overflows = 0
         self._steps_since_overflow = 0
         self._last_loss: Tensor | None = None
@@ -125,6 +125,7 @@ class FP8TrainingEngine:
         loss = (loss_fn or default_loss)(output, moved(targets, device))
         if loss.numel() != 1:
             raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}")
+        self._rescale()
         (loss.float() * self.loss_scale).backward()
         self.batches += 1
         self._last_loss = loss.detach()
@@ -156,15 +157,24 @@ class FP8TrainingEngine:
         gradients = [values(p.grad) for p in parameters]
         finite = bool(nn.utils.get_total_norm(gradients, norm_type=torch.inf).isfinite())
         if finite:
-            if self.loss_scale != 1:
+            if self._scale_of_gradients != 1:
                 for parameter in parameters:
-                    parameter.grad.div_(self.loss_scale)
+                    parameter.grad.div_(self._scale_of_gradients)
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(parameters, max_norm)
             optimizer.step()
         optimizer.zero_grad()
         self._count(finite)
         return finite
+
+    def _rescale(self) -> None:
+        """Gradients that are there already, of an optimizer that steps later than another one, get
+        the loss scale of those to come."""
+        if self._scale_of_gradients != self.loss_scale:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.loss_scale / self._scale_of_gradients)
+            self._scale_of_gradients = self.loss_scale
 
     def _count(self, finite: bool) -> None:
         if not finite:

@@ -82,7 +82,7 @@ def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
 
 
 def _number(name: str, x: Any) -> None:
-    if not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+    if isinstance(x, bool) or not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
 
 

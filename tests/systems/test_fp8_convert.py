@@ -149,6 +149,16 @@ def test_what_is_left_is_named(odd):
     assert layers(odd) == []
 
 
+def test_a_forward_of_one_module_is_left():
+    """As libraries replace it that move weights between devices."""
+    for part in (nn.Linear(4, 4), nn.MultiheadAttention(4, 2)):
+        part.forward = part.forward
+        model = nn.Sequential(part, nn.Linear(4, 4))
+        with pytest.warns(UserWarning, match=r"not converted to fp8: 0 \("):
+            convert_model_to_fp8(model)
+        assert model[0] is part
+
+
 def test_layers_of_flash_cute():
     model = nn.Sequential(OptimizedLinear(8, 8), AttentionLayer(8, 2))
     with pytest.warns(UserWarning, match=r"not converted to fp8: 1\.in_proj_weight"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp8_cases import decibels
+from torch.utils.checkpoint import checkpoint
 
 from flash_cute.precision import FP8Config, FP8Format, FP8LinearLayer
 from flash_cute.precision.fp8_products import round_to_fp8
@@ -54,6 +55,28 @@ def test_the_first_delayed_step_is_the_dynamic_one():
         results.append((y.detach(), layer.weight.grad.clone()))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_delayed_scales_refuse_checkpoints(reentrant):
+    x = torch.randn(3, 8, requires_grad=True)
+    layer = FP8LinearLayer(8, 4, config=FP8Config(scaling="delayed"))
+    out = checkpoint(layer, x, use_reentrant=reentrant)
+    with pytest.raises(NotImplementedError, match="use FP8Config\\(scaling='dynamic'\\)"):
+        out.sum().backward()
+    dynamic = FP8LinearLayer(8, 4)
+    plain = torch.autograd.grad(dynamic(x).sum(), [x, dynamic.weight])
+    out = checkpoint(dynamic, x, use_reentrant=False)
+    again = torch.autograd.grad(out.sum(), [x, dynamic.weight])
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_eval_writes_no_history():
+    layer = FP8LinearLayer(8, 4, config=FP8Config(scaling="delayed")).eval()
+    layer(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert all(not history.any() for history in layer.scales.buffers())
+    layer.train()(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert all(history.any() for history in layer.scales.buffers())
 
 
 def test_history_remembers_then_forgets():

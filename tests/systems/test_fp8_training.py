@@ -160,6 +160,30 @@ def test_clipping():
     assert torch.stack(moved).norm() == pytest.approx(1e-2, rel=1e-3)
 
 
+def test_two_optimizers_and_an_overflow_between():
+    """Gradients are divided by the loss scale that they have."""
+    model, config = mlp(8, 16, 4), FP8Config(loss_scale=1024.0)
+    trainer = FP8TrainingEngine(model, config)
+    one, two = (torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2))
+    x, y = torch.randn(32, 8), torch.randn(32, 4)
+    trainer.training_step(x, y)
+    before, gradient = model[2].weight.detach().clone(), model[2].weight.grad / 1024
+    model[0].weight.grad[0, 0] = float("inf")
+    assert not trainer.optimizer_step(one) and trainer.loss_scale == 512
+    assert trainer.optimizer_step(two)
+    torch.testing.assert_close(model[2].weight, before - 0.1 * gradient)
+
+    trainer.training_step(x, y)
+    kept = model[0].weight.grad / 512
+    assert trainer.optimizer_step(two)
+    trainer.loss_scale = 1024.0
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    FP8TrainingEngine(alone, config).training_step(x, y)
+    trainer.training_step(x, y)  # brings what there is to its scale
+    torch.testing.assert_close(model[0].weight.grad / 1024, kept + alone[0].weight.grad / 1024)
+
+
 def test_a_step_without_gradients_is_refused():
     model, optimizer, *_ = task()
     trainer = FP8TrainingEngine(model)

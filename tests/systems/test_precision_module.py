@@ -307,6 +307,34 @@ def test_every_field_changes_what_is_held(fields: dict[str, Any]):
     assert before != after
 
 
+def test_changes_before_backward_are_noticed():
+    """As torch notices them of any module."""
+    net = nn.Sequential(nn.Linear(128, 128), nn.Sigmoid())
+    small = create_ultra_precision_module(net, PrecisionConfig(target_memory_reduction=0.3))
+    x = torch.randn(4, 128, requires_grad=True)
+    out = small(x)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    out = small(x)
+    small.load_state_dict(small.state_dict())
+    with pytest.raises(RuntimeError, match="packed weights that backward needs were changed"):
+        out.sum().backward()
+    small(x).sum().backward()
+
+
+def test_padding_of_an_encoder_whose_inputs_are_rounded():
+    """torch's own way would hand nested tensors to the layers."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 1)
+    config = PrecisionConfig(PrecisionFormat.INT8, target_memory_reduction=0.1)
+    small = create_ultra_precision_module(encoder.eval(), config)
+    x, padding = torch.randn(2, 5, 64), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        out = small(x, src_key_padding_mask=padding)
+    error = (out - encoder(x, src_key_padding_mask=padding))[~padding].abs().max()
+    assert out.shape == x.shape and error < 0.2
+
+
 def test_weights_above_1_together_are_shares():
     model, x = outlier_inputs()
     halves, more = (

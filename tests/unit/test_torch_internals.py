@@ -346,6 +346,34 @@ def test_versions_count_writes():
     assert internals.version(x) == before + 1
 
 
+def test_backward_is_told_from_forward():
+    found = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(internals.in_backward())
+            return grad
+
+    Identity.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert found == [True] and not internals.in_backward()
+
+
+def test_what_a_fused_block_would_skip():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert internals.skipped_if_fused(model) is None
+    handle = model[0].register_forward_hook(lambda *_: None)
+    assert internals.skipped_if_fused(model) == "hooks of 0 would not be called"
+    handle.remove()
+    model.forward = model.forward
+    expected = "the block itself has a forward that is not its class's"
+    assert internals.skipped_if_fused(model) == expected
+
+
 def test_linear_relu_is_both():
     x, weight, bias = torch.randn(5, 3), torch.randn(4, 3), torch.randn(4)
     expected = torch.nn.functional.linear(x, weight, bias).relu()

@@ -271,8 +271,7 @@ class EncoderLayerAdapter:
             return "self_attn has kdim, vdim, bias_k or add_zero_attn"
         if module.norm1.weight is None or module.norm2.weight is None:
             return "a norm has no weight"
-        hooked = [name for name, m in module.named_modules() if name and internals.has_hooks(m)]
-        return f"hooks of {hooked[0]} would not be called" if hooked else None
+        return internals.skipped_if_fused(module)
 
     def fuse(self, module: Any, config: FusionConfig) -> nn.Module:
         return FusedEncoderLayer(module, config)
@@ -295,7 +294,7 @@ class EncoderAdapter:
                 return f"layers.{number} is {type(layer).__name__}"
             if (reason := one.refusal(layer)) is not None:
                 return f"layers.{number}: {reason}"
-        return None if len(module.layers) else "it has no layers"
+        return internals.skipped_if_fused(module) if len(module.layers) else "it has no layers"
 
     def fuse(self, module: Any, config: FusionConfig) -> nn.Module:
         return FusedEncoder(module, [FusedEncoderLayer(layer, config) for layer in module.layers])

@@ -273,10 +273,12 @@ class Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
         ctx.sizes = [weight.shape[0] for weight in weights]
+        ctx.save_for_backward(*weights)  # so that writes before backward are found out
         first = weights[0]
         shape = (sum(ctx.sizes), *first.shape[1:])
         return first.detach().as_strided(shape, first.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _ = ctx.saved_tensors
         return grads[0].split(ctx.sizes)

@@ -146,7 +146,7 @@ def drops(module: Any) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return module.training and module.dropout > 0
     p = getattr(module, "attention_dropout", getattr(module, "p", 0.0))
-    return module.training and isinstance(p, float) and p > 0
+    return module.training and isinstance(p, (int, float)) and p > 0
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Any]:

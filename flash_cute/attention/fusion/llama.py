@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ _BLOCK = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ARGUMENTS = (
     "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings",
 )  # fmt: skip
+_IGNORED = ("cache_position", "use_cache")  # without a cache
+_IMPLEMENTATIONS = (None, "eager", "sdpa")  # of attention, whose masks are 4-dimensional
+_TOKENS, _SAME = 5, 1e-3  # of the comparison of a block with its fused form
 _QKV = ("q_proj", "k_proj", "v_proj")
 _LINEARS = (
     *(f"self_attn.{name}" for name in (*_QKV, "o_proj")),
@@ -68,10 +72,12 @@ class FusedLlamaBlock(nn.Module):
         else (batch or 1, heads or 1, seqlen, seqlen), bool with True where a query sees a key, or
         added. Returns hidden_states.
 
-        NotImplementedError for a key/value cache.
+        NotImplementedError for a key/value cache, for what is not known, and where masks are those
+        of another attn_implementation of Hugging Face than "eager" and "sdpa".
         """
-        if past_key_values is not None or others.get("past_key_value") is not None:
-            raise NotImplementedError("past_key_values: a fused block has no key/value cache")
+        _refuse_others({"past_key_values": past_key_values, **others})
+        if (masks_of := _implementation(self.self_attn)) not in _IMPLEMENTATIONS:
+            raise NotImplementedError(_other_masks(masks_of))
         x = hidden_states
         first = steps.Norm.of(self.input_layernorm, rms=True)
         if self.config.fuses("attention"):
@@ -132,9 +138,38 @@ class FusedLlamaBlock(nn.Module):
         return steps.feed_forward(x, hidden, 0.0, None, self.means)
 
 
+def _refuse_others(given: dict[str, Any]) -> None:
+    """What a block is given besides, and may not leave out."""
+    for name, value in given.items():
+        if value is None or value is False or name in _IGNORED:
+            continue
+        if "cache" in name or name.startswith("past_key_value"):
+            raise NotImplementedError(
+                f"{name}: a fused block has no key/value cache; call with use_cache=False"
+            )
+        raise NotImplementedError(f"{name} is {type(value).__name__}: a fused block takes no such")
+
+
+def _implementation(attn: Any) -> str | None:
+    """Which masks a model of Hugging Face makes for its attention; None if it is none of these."""
+    return getattr(getattr(attn, "config", None), "_attn_implementation", None)
+
+
+def _other_masks(implementation: str | None) -> str:
+    return (
+        f"attn_implementation is {implementation!r}, whose masks a fused block does not take; "
+        "set_attn_implementation('sdpa') first"
+    )
+
+
 def _visible(mask: Tensor | None, is_causal: bool, dtype: torch.dtype) -> masks.Visible:
     if mask is None:
         return masks.Visible(causal=is_causal)
+    if mask.dim() != 4:
+        raise NotImplementedError(
+            f"attention_mask has shape {tuple(mask.shape)}; a fused block takes (batch or 1, heads "
+            "or 1, seqlen, seqlen)"
+        )
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
     return masks.Visible(bias=mask)
@@ -171,14 +206,49 @@ class LlamaAdapter:
         act = getattr(mlp, "act_fn", None)
         if not (act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation")):
             return "mlp.act_fn is no SiLU"
+        if any(p.is_meta or internals.is_fake(p) for p in module.parameters()):
+            return "its parameters have no values, so that nothing says what it computes"
         for name in ("input_layernorm", "post_attention_layernorm"):
             if not _is_rms_norm(getattr(module, name)):
                 return f"{name} does not compute weight * x / rms(x)"
-        hooked = [name for name, m in module.named_modules() if name and internals.has_hooks(m)]
-        return f"hooks of {hooked[0]} would not be called" if hooked else None
+        if (implementation := _implementation(attn)) not in _IMPLEMENTATIONS:
+            return _other_masks(implementation)
+        return internals.skipped_if_fused(module) or _difference(module)
 
     def fuse(self, module: Any, config: FusionConfig) -> nn.Module:
         return FusedLlamaBlock(module, config)
+
+
+def _difference(block: Any) -> str | None:
+    """Why a block's numbers are not those of its fused form, on a few random tokens in fp32; None
+    if they are. Blocks of one shape may scale residuals, rotate otherwise, or in some layers not.
+    """
+    weight = block.self_attn.q_proj.weight
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    block = copy.deepcopy(block).to(exact).eval()
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(weight.device, exact)
+
+    x = random(2, _TOKENS, weight.shape[1])
+    hidden = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=x.device).triu(1)
+    call = {
+        "hidden_states": x,
+        "attention_mask": x.new_zeros(_TOKENS, _TOKENS).masked_fill(hidden, -torch.inf)[None, None],
+        "position_embeddings": tuple(random(1, _TOKENS, block.self_attn.head_dim) for _ in "cs"),
+    }
+    with torch.no_grad():
+        try:
+            out = block(**call)
+        except Exception as error:  # whatever another kind of block raises
+            return f"a call as of a Llama block fails: {type(error).__name__}: {error}"
+        out = out[0] if isinstance(out, tuple) else out
+        fused = FusedLlamaBlock(block, FusionConfig())(**call)
+    added = (out - x).abs().max()
+    if out.shape != x.shape or not (out - fused).abs().max() <= _SAME * added:
+        return "it computes something else than a Llama block of these parts"
+    return None
 
 
 def _is_rms_norm(module: Any) -> bool:

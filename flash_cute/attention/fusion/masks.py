@@ -86,23 +86,25 @@ def later_keys(like: Tensor, seqlen: int) -> Tensor:
 def is_causal_mask(mask: Tensor) -> bool:
     """Whether a mask hides what lies after a query, and nothing else.
 
-    The mask's values are read once for as long as it is the same tensor, unchanged: on CUDA the
-    host waits for that. Inside of torch.compile and of a CUDA graph nothing is read: False.
+    On the CPU its values are read. On CUDA the host waits for them, so they are read once for as
+    long as it is the same tensor in the same memory, unchanged but by ``.data``, whose writes torch
+    does not count. Inside of torch.compile and of a CUDA graph nothing is read: False.
     """
     if mask.dim() != 2 or torch.compiler.is_compiling() or _is_capturing(mask):
         return False
-    if mask.is_inference():
+    if mask.is_inference() or not mask.is_cuda:
         return _equals_causal(mask)
-    known, version, answer = _known.get(id(mask), (None, -1, False))
-    if known is not None and known() is mask and version == internals.version(mask):
+    state = (internals.version(mask), mask.data_ptr())
+    known, before, answer = _known.get(id(mask), (None, None, False))
+    if known is not None and known() is mask and before == state:
         return answer
     answer, key = _equals_causal(mask), id(mask)
     forget = weakref.ref(mask, lambda _: _known.pop(key, None))
-    _known[key] = (forget, internals.version(mask), answer)
+    _known[key] = (forget, state, answer)
     return answer
 
 
-_known: dict[int, tuple[Any, int, bool]] = {}
+_known: dict[int, tuple[Any, tuple[int, int] | None, bool]] = {}
 
 
 def _equals_causal(mask: Tensor) -> bool:

@@ -33,6 +33,7 @@ class BlockAdapter(Protocol):
         arguments and gives them by name, with nothing left for forward to read on the host."""
 
 
+_RECORDED = ("output_hidden_states", "output_attentions")
 ADAPTERS: list[BlockAdapter] = [EncoderAdapter(), EncoderLayerAdapter(), LlamaAdapter()]
 
 
@@ -79,7 +80,17 @@ class UnifiedAttentionFusion(nn.Module):
         self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own arguments, and what it returns."""
+        """The model's own arguments, and what it returns.
+
+        NotImplementedError for ``output_hidden_states`` and ``output_attentions`` of Hugging Face's
+        models, which record them in blocks that were replaced.
+        """
+        for name in _RECORDED:
+            asked = kwargs.get(name)
+            if asked is None:
+                asked = getattr(getattr(self.model, "config", None), name, False)
+            if asked:
+                raise NotImplementedError(f"{name}: fused blocks record nothing")
         with self._precision():
             if not self.config.enable_mixed_precision:
                 args, kwargs = self._cast(args), self._cast(kwargs)
