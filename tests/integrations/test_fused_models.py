@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_cute.attention.fusion import create_unified_attention_fusion
+from flash_cute.attention.fusion import FusionStrategy, create_unified_attention_fusion
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,6 +70,14 @@ def test_a_cache_is_refused():
         fused(IDS)
     with pytest.raises(NotImplementedError, match="no key/value cache"):
         fused.model.generate(IDS, max_new_tokens=2, do_sample=False)
+
+
+def test_a_cache_where_attention_is_not_fused():
+    plain = model("Llama")
+    fused = create_unified_attention_fusion(plain, FusionStrategy.FFN_ONLY)
+    written = {"max_new_tokens": 6, "do_sample": False}
+    assert fused(IDS).past_key_values.get_seq_length() == IDS.shape[1]
+    assert torch.equal(fused.model.generate(IDS, **written), plain.generate(IDS, **written))
 
 
 def test_masks_of_other_implementations_are_refused():

@@ -72,15 +72,17 @@ class FusedLlamaBlock(nn.Module):
         else (batch or 1, heads or 1, seqlen, seqlen), bool with True where a query sees a key, or
         added. Returns hidden_states.
 
-        NotImplementedError for a key/value cache, for what is not known, and where masks are those
-        of another attn_implementation of Hugging Face than "eager" and "sdpa".
+        Where attention is fused, NotImplementedError for a key/value cache, for what is not known,
+        and for masks of another attn_implementation of Hugging Face than "eager" and "sdpa".
         """
-        _refuse_others({"past_key_values": past_key_values, **others})
-        if (masks_of := _implementation(self.self_attn)) not in _IMPLEMENTATIONS:
-            raise NotImplementedError(_other_masks(masks_of))
         x = hidden_states
         first = steps.Norm.of(self.input_layernorm, rms=True)
+        if past_key_values is not None:
+            others["past_key_values"] = past_key_values
         if self.config.fuses("attention"):
+            _refuse_others(others)
+            if (masks_of := _implementation(self.self_attn)) not in _IMPLEMENTATIONS:
+                raise NotImplementedError(_other_masks(masks_of))
             visible = _visible(attention_mask, self.self_attn.is_causal, x.dtype)
             y = self._attend(first(x), visible, position_embeddings)
         else:
