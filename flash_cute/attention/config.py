@@ -10,6 +10,7 @@ import torch
 
 from flash_cute import validate
 from flash_cute.core.multihead import check_heads
+from flash_cute.hardware.devices import named_device
 from flash_cute.validate import options as validate_options
 
 
@@ -160,10 +161,7 @@ def checked_device(name: str, given: torch.device | str | int) -> torch.device:
     Raises:
         TypeError, ValueError: names the argument.
     """
-    try:
-        device = torch.device(given)
-    except RuntimeError:
-        raise ValueError(f"{name} is {given!r}; expected the name of a device") from None
+    device = named_device(name, given)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{name} is {device}; torch has {torch.cuda.device_count()} GPUs here")
     return device

@@ -60,13 +60,22 @@ def checked_device(device: torch.device | str) -> torch.device:
     return _checked(device, "device", there)
 
 
+def named_device(name: str, given: torch.device | str | int) -> torch.device:
+    """``torch.device(given)``, whether it is here or not.
+
+    Raises:
+        ValueError: torch knows no such name; the message begins with the argument's.
+    """
+    try:
+        return torch.device(given)
+    except RuntimeError:
+        raise ValueError(f"{name} is {given!r}; expected the name of a device") from None
+
+
 def _checked(given: torch.device | str, name: str, there: list[torch.device]) -> torch.device:
     if not isinstance(given, (str, torch.device)):
         raise TypeError(f"{name} is {given!r}; expected a torch.device")
-    try:
-        device = torch.device(given)
-    except RuntimeError:  # no name of a device
-        raise ValueError(f"{name} is {given!r}; expected the name of a device") from None
+    device = named_device(name, given)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, 0)
     if device.type == "cpu":
