@@ -11,6 +11,7 @@
 #include "kernels/launch.h"
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
+#include "kernels/ampere/kv_loads.h"
 #include "kernels/ampere/mma.h"
 #include "kernels/ampere/tile_io.h"
 
@@ -68,8 +69,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
                                                             p.head_dim, storage.k[0], thread);
   TileCopy<Element, kThreads, C.block_n, C.head_dim_v> copy_v(p.v, tile.batch, head_k, seq.k.offset, past_keys, keys,
                                                               p.head_dim_v, storage.v[0], thread);
-  // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n;
-  // with one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
   auto load_k = [&](int n, int stage) {
     if (n < tiles.begin) return;
     copy_k.move(-C.block_n);
@@ -80,10 +79,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     copy_v.move(-C.block_n);
     copy_v.load(stage * int(sizeof(storage.v[0])));
   };
+  const KvLoads<C.stages, decltype(load_k), decltype(load_v)> loads{load_k, load_v};
   if (!tiles.empty()) copy_q.load();
-  load_k(tiles.end - 1, 0);
-  if constexpr (C.stages == 2) load_v(tiles.end - 1, 0);
-  cp_async_fence();
+  loads.start(tiles.end - 1);
 
   typename T::Mma mma;
   const int warp = thread / 32;
@@ -121,16 +119,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
 
-    // After this barrier K(n), with two stages V(n) too, is visible to all, and nobody still reads tile n + 1.
-    cp_async_wait<0>();
-    __syncthreads();
-    if constexpr (C.stages == 2) {
-      load_k(n - 1, stage ^ 1);
-      load_v(n - 1, stage ^ 1);
-    } else {
-      load_v(n, 0);
-    }
-    cp_async_fence();
+    loads.before_scores(n, stage);
     const auto k_n = k.at(stage * int(sizeof(storage.k[0])));
     if constexpr (T::kKept == 0) read_q(0);
     auto query = [&](int step) {
@@ -142,13 +131,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     if (!tiles.full(n)) mask.hide(scores, at, tile.row, tiles.first_key(n));
     softmax.update_max(scores, output);
 
-    if constexpr (C.stages == 1) {
-      // After this barrier V(n) is visible to all, and nobody still reads K(n).
-      cp_async_wait<0>();
-      __syncthreads();
-      load_k(n - 1, 0);
-      cp_async_fence();
-    }
+    loads.before_values(n);
     Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
     auto weights = [&](int step) {  // of 16 keys; those of 32 together where they share random bits
       constexpr int kColumns = C.rich() ? 8 : 4;

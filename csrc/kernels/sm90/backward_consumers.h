@@ -51,6 +51,131 @@ CUTE_DEVICE void store_split(const BwdParams& p, const Gradient& gradient, const
   for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
 }
 
+// An operand of a warpgroup's products as a function of the buffer: (MMA,1,MMA_K).
+template <class T, class Buffers, class Layout, class Partition>
+CUTE_DEVICE auto operand(int group, Buffers& buffers, Layout layout, Partition partition) {
+  if constexpr (T::kHoldsDescriptors) {
+    Tensor held = with_unknown_descriptors(partition(group, shared_tiles(buffers, layout)));  // (MMA,1,MMA_K,buffer)
+    return [=](int buffer) { return held(_, _, _, buffer); };
+  } else {
+    return [=, &buffers](int buffer) {
+      return partition(opaque(group), make_tensor(make_smem_ptr(buffers[buffer]), layout));
+    };
+  }
+}
+
+template <class T, class Mma, class Buffers, class Layout>
+CUTE_DEVICE auto operand_a(Mma mma, int group, Buffers& buffers, Layout layout) {
+  return operand<T>(group, buffers, layout, [=](int group, const auto& tiles) {
+    return mma.get_slice(group * 128).partition_fragment_A(tiles);
+  });
+}
+
+template <class T, class Mma, class Buffers, class Layout>
+CUTE_DEVICE auto operand_b(Mma mma, int group, Buffers& buffers, Layout layout) {
+  return operand<T>(group, buffers, layout, [=](int group, const auto& tiles) {
+    return mma.get_slice(group * 128).partition_fragment_B(tiles);
+  });
+}
+
+// Hands on a consumer warpgroup's gradients: dQ of each step, dV and dK of each key tile.
+template <KernelConfig C>
+struct GradientSender {
+  using T = BackwardTraits<C>;
+  using Element = typename T::Element;
+
+  const BwdParams& p;
+  typename T::Storage& storage;
+  const int thread, group;
+
+  CUTE_DEVICE auto& pipeline_dq() const { return storage.pipeline_dq[group]; }
+  CUTE_DEVICE auto& pipeline_out() const { return storage.pipeline_out[group]; }
+
+  // dQ (MMA,MMA_M,1) of a step. `room`: whether the buffer is known to be free.
+  template <class Gradient>
+  CUTE_DEVICE void send_dq(const PipelineState<2>& at, bool room, const Gradient& tQrdQ) const {
+    storage.pipeline_ds.consumer_release(at);
+    // After this wait the warpgroup's previous dQ has been stored.
+    pipeline_dq().producer_acquire({at.count + 1}, room);
+    float* const dq = storage.dq[group];
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrdQ); i += 4) {
+      *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
+    }
+    compiler_fence();
+    cutlass::arch::fence_view_async_shared();
+    pipeline_dq().producer_commit(at);
+  }
+
+  // At the end of a tile, after its last step's products.
+  template <class Keys, class Values>
+  CUTE_DEVICE void scale_gradients(Keys& tKrdK, Values& tVrdV) const {
+    scale(tKrdK, p.fwd.softmax_scale);
+    if constexpr (C.has_dropout()) {
+      scale(tKrdK, p.fwd.rules.gradient_scale());
+      scale(tVrdV, p.fwd.rules.keep_scale);
+    }
+  }
+
+  // dV, rounded, is stored from the buffer of dQ; `steps`: of all tiles so far.
+  template <class Rounded>
+  CUTE_DEVICE void send_dv(uint32_t tile, uint32_t steps, Rounded& rounded) const {
+    // After this wait the last dQ has been stored.
+    pipeline_dq().producer_acquire({steps});
+    send_gradient<true>(tile, rounded);
+  }
+  // Then dK.
+  template <class Rounded>
+  CUTE_DEVICE void send_dk(uint32_t tile, Rounded& rounded) const {
+    send_gradient<false>(tile, rounded);
+    storage.pipeline_work.consumer_release({tile});
+  }
+  // After this wait dV and dK of the tile have been stored.
+  CUTE_DEVICE void wait_sent(uint32_t tile) const { pipeline_out().producer_acquire({2 * tile + 2}); }
+
+  // Both, and waits until they have been stored.
+  template <class Keys, class Values>
+  CUTE_DEVICE void send_gradients(uint32_t tile, uint32_t steps, Keys& tKrdK, Values& tVrdV) const {
+    scale_gradients(tKrdK, tVrdV);
+    if (const BackwardWork& work = storage.work[tile % 2]; work.cut >= 0) {
+      store_split<C, false>(p, tKrdK, work, thread);
+      store_split<C, true>(p, tVrdV, work, thread);
+      storage.pipeline_work.consumer_release({tile});
+      return;
+    }
+    Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1)
+    Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
+    send_dv(tile, steps, tVrV);
+    send_dk(tile, tKrK);
+    wait_sent(tile);
+  }
+
+  // Zeros for a key tile that no query sees.
+  template <class Keys, class Values>
+  CUTE_DEVICE void send_zeros(uint32_t tile, uint32_t steps, Keys& tKrdK, Values& tVrdV) const {
+    storage.pipeline_k.consumer_wait({tile});
+    storage.pipeline_k.consumer_release({tile});
+    storage.pipeline_v.consumer_wait({tile});
+    storage.pipeline_v.consumer_release({tile});
+    clear(tKrdK);
+    clear(tVrdV);
+    // After this wait the last dQ has been stored.
+    pipeline_dq().producer_acquire({steps + 1});
+    send_gradients(tile, steps, tKrdK, tVrdV);
+  }
+
+ private:
+  template <bool kValues, class Rounded>
+  CUTE_DEVICE void send_gradient(uint32_t tile, Rounded& rounded) const {
+    const PipelineState<1> at_out{2 * tile + !kValues};
+    // After this wait the previous gradient has been stored.
+    pipeline_out().producer_acquire(at_out);
+    write_gradient<kValues ? C.head_dim_v : C.head_dim>(reinterpret_cast<Element*>(storage.dq[group]), rounded,
+                                                        opaque(thread) % 128);
+    pipeline_out().producer_commit(at_out);
+  }
+};
+
 // What a step of a key tile finds.
 enum class StepKind {
   Alone,  // first step, nothing left of the previous tile
@@ -72,41 +197,19 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   typename T::template MmaKeys<C.head_dim> mma_dk;
   typename T::template MmaKeys<C.head_dim_v> mma_dv;
   typename T::MmaQ mma_dq;
-  // An operand of the warpgroup's products as a function of the buffer: (MMA,1,MMA_K).
-  auto operand = [&](auto& buffers, auto layout, auto partition) {
-    if constexpr (T::kHoldsDescriptors) {
-      Tensor held = with_unknown_descriptors(partition(group, shared_tiles(buffers, layout)));  // (MMA,1,MMA_K,buffer)
-      return [=](int buffer) { return held(_, _, _, buffer); };
-    } else {
-      return [=, &buffers](int buffer) {
-        return partition(opaque(group), make_tensor(make_smem_ptr(buffers[buffer]), layout));
-      };
-    }
-  };
-  auto operand_a = [&](auto mma, auto& buffers, auto layout) {
-    return operand(buffers, layout, [=](int group, const auto& tiles) {
-      return mma.get_slice(group * 128).partition_fragment_A(tiles);
-    });
-  };
-  auto operand_b = [&](auto mma, auto& buffers, auto layout) {
-    return operand(buffers, layout, [=](int group, const auto& tiles) {
-      return mma.get_slice(group * 128).partition_fragment_B(tiles);
-    });
-  };
-  auto tSsK = operand_a(mma_s, storage.k, typename T::LayoutK{});
-  auto tSsQ = operand_b(mma_s, storage.q, typename T::LayoutQ{});
-  auto tSsV = operand_a(mma_dp, storage.v, typename T::LayoutV{});
-  auto tSsdO = operand_b(mma_dp, storage.dout, typename T::LayoutDout{});
-  auto tVsdO = operand_b(mma_dv, storage.dout, typename T::LayoutDoutT{});
-  auto tKsQ = operand_b(mma_dk, storage.q, typename T::LayoutQt{});
-  auto tQsdS = operand_a(mma_dq, storage.ds, typename T::LayoutDs{});
-  auto tQsK = operand_b(mma_dq, storage.k, typename T::LayoutKt{});
+  auto tSsK = operand_a<T>(mma_s, group, storage.k, typename T::LayoutK{});
+  auto tSsQ = operand_b<T>(mma_s, group, storage.q, typename T::LayoutQ{});
+  auto tSsV = operand_a<T>(mma_dp, group, storage.v, typename T::LayoutV{});
+  auto tSsdO = operand_b<T>(mma_dp, group, storage.dout, typename T::LayoutDout{});
+  auto tVsdO = operand_b<T>(mma_dv, group, storage.dout, typename T::LayoutDoutT{});
+  auto tKsQ = operand_b<T>(mma_dk, group, storage.q, typename T::LayoutQt{});
+  auto tQsdS = operand_a<T>(mma_dq, group, storage.ds, typename T::LayoutDs{});
+  auto tQsK = operand_b<T>(mma_dq, group, storage.k, typename T::LayoutKt{});
   Tensor tSrS = partition_fragment_C(mma_s, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tSrdP = partition_fragment_C(mma_dp, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tKrdK = partition_fragment_C(mma_dk, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,1,1)
   Tensor tVrdV = partition_fragment_C(mma_dv, Shape<Int<C.block_n>, Int<C.head_dim_v>>{});  // (MMA,1,1)
-  auto& pipeline_dq = storage.pipeline_dq[group];
-  auto& pipeline_out = storage.pipeline_out[group];
+  const GradientSender<C> sender{p, storage, thread, group};
   PipelineState<C.stages> at;  // a step, over all tiles of this CTA
   uint32_t tile = 0;  // of keys, of this CTA
 
@@ -125,64 +228,6 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.pipeline_ds.consumer_wait(at, ds_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dq, tQsdS(at.stage()), tQsK(tile % 2), tQrdQ);
   };
-  auto send_dq = [&](const PipelineState<2>& at, bool room, const auto& tQrdQ) {
-    storage.pipeline_ds.consumer_release(at);
-    // After this wait the warpgroup's previous dQ has been stored.
-    pipeline_dq.producer_acquire({at.count + 1}, room);
-    float* const dq = storage.dq[group];
-    CUTE_UNROLL
-    for (int i = 0; i < size(tQrdQ); i += 4) {
-      *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
-    }
-    compiler_fence();
-    cutlass::arch::fence_view_async_shared();
-    pipeline_dq.producer_commit(at);
-  };
-  // At the end of a tile, after its last step's products.
-  auto scale_gradients = [&] {
-    scale(tKrdK, p.fwd.softmax_scale);
-    if constexpr (C.has_dropout()) {
-      scale(tKrdK, p.fwd.rules.gradient_scale());
-      scale(tVrdV, p.fwd.rules.keep_scale);
-    }
-  };
-  // dV or dK, rounded, is stored from the buffer of dQ.
-  auto send_gradient = [&](auto is_values, uint32_t tile, auto& rounded) {
-    constexpr bool kValues = decltype(is_values)::value;
-    const PipelineState<1> at_out{2 * tile + !kValues};
-    // After this wait the previous gradient has been stored.
-    pipeline_out.producer_acquire(at_out);
-    write_gradient<kValues ? C.head_dim_v : C.head_dim>(reinterpret_cast<Element*>(storage.dq[group]), rounded,
-                                                        opaque(thread) % 128);
-    pipeline_out.producer_commit(at_out);
-  };
-  auto send_dv = [&](uint32_t tile, auto& rounded) {
-    // After this wait the last dQ has been stored.
-    pipeline_dq.producer_acquire({at.count});
-    send_gradient(true_type{}, tile, rounded);
-  };
-  auto send_dk = [&](uint32_t tile, auto& rounded) {
-    send_gradient(false_type{}, tile, rounded);
-    storage.pipeline_work.consumer_release({tile});
-  };
-  // After this wait dV and dK of the tile have been stored.
-  auto wait_sent = [&](uint32_t tile) { pipeline_out.producer_acquire({2 * tile + 2}); };
-  // Both, and waits until they have been stored.
-  auto send_gradients = [&](uint32_t tile) {
-    scale_gradients();
-    if (const BackwardWork& work = storage.work[tile % 2]; work.cut >= 0) {
-      store_split<C, false>(p, tKrdK, work, thread);
-      store_split<C, true>(p, tVrdV, work, thread);
-      storage.pipeline_work.consumer_release({tile});
-      return;
-    }
-    Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1)
-    Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
-    send_dv(tile, tVrV);
-    send_dk(tile, tKrK);
-    wait_sent(tile);
-  };
-
   // Score rules need the registers that early answers and an unfinished tile would take.
   constexpr bool kAsksAhead = !C.rich(), kFinishesBeside = !C.rich();
   bool q_is_full = false;
@@ -194,7 +239,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     const BackwardWork& work = storage.work[tile % 2];
     const int stage = at.stage();
     const PipelineState<2> at_ds{at.count}, before{at.count - 1};
-    if constexpr (kFinishes) scale_gradients();
+    if constexpr (kFinishes) sender.scale_gradients(tKrdK, tVrdV);
     Tensor tVrV = converted<Element>(tVrdV);  // (MMA,1,1), of the tile before
     Tensor tKrK = converted<Element>(tKrdK);  // (MMA,1,1)
     if constexpr (kFirst) storage.pipeline_k.consumer_wait({tile});
@@ -206,7 +251,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.pipeline_dout.consumer_wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, tSsV(0), tSsdO(stage), tSrdP);
     ping_pong_arrive();
-    if constexpr (kFinishes) send_dv(tile - 1, tVrV);
+    if constexpr (kFinishes) sender.send_dv(tile - 1, at.count, tVrV);
     const bool ds_is_empty = kAsksAhead && storage.pipeline_ds.producer_test_acquire(at_ds);
     const bool ds_is_full = kAsksAhead && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
     const BackwardStep& step = storage.steps[stage];
@@ -233,8 +278,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
     if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
     ping_pong_wait();
-    if constexpr (kFinishes) send_dk(tile - 1, tKrK);
-    const bool room = kAsksAhead && kHasBefore && pipeline_dq.producer_test_acquire(at_ds);
+    if constexpr (kFinishes) sender.send_dk(tile - 1, tKrK);
+    const bool room = kAsksAhead && kHasBefore && sender.pipeline_dq().producer_test_acquire(at_ds);
     start_product<kSum>(mma_dk, as_register_operand(tSrdS), tKsQ(stage), tKrdK);
     wait_products<1>(tVrdV);
     storage.pipeline_dout.consumer_release(at);
@@ -242,9 +287,9 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       warpgroup_fence_operand(tQrdQ);
       if constexpr (kFinishes) {
         storage.pipeline_k.consumer_release({tile - 1});
-        wait_sent(tile - 1);
+        sender.wait_sent(tile - 1);
       }
-      send_dq(before, room, tQrdQ);
+      sender.send_dq(before, room, tQrdQ);
     }
     q_is_full = kAsksAhead && storage.pipeline_q.consumer_test_wait({at.count + 1});
     const bool is_last = step.last;
@@ -261,8 +306,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     start_dq({at.count - 1}, tile - 1, false, tQrdQ);
     wait_products<0>(tQrdQ);
     storage.pipeline_k.consumer_release({tile - 1});
-    send_gradients(tile - 1);
-    send_dq({at.count - 1}, false, tQrdQ);
+    sender.send_gradients(tile - 1, at.count, tKrdK, tVrdV);
+    sender.send_dq({at.count - 1}, false, tQrdQ);
   };
   for (;; ++tile) {
     storage.pipeline_work.consumer_wait({tile});
@@ -273,15 +318,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     if (work.has_unfinished && !finishes_beside) finish();
     if (ends) return;
     if (is_empty) {  // no query sees these keys
-      storage.pipeline_k.consumer_wait({tile});
-      storage.pipeline_k.consumer_release({tile});
-      storage.pipeline_v.consumer_wait({tile});
-      storage.pipeline_v.consumer_release({tile});
-      clear(tKrdK);
-      clear(tVrdV);
-      // After this wait the last dQ has been stored.
-      pipeline_dq.producer_acquire({at.count + 1});
-      send_gradients(tile);
+      sender.send_zeros(tile, at.count, tKrdK, tVrdV);
       continue;
     }
     bool is_last = false;

@@ -78,6 +78,141 @@ CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Outp
   tma_store_fence();
 }
 
+// Where a consumer warpgroup is in the pipelines of keys, values and dropout's masks, over all its work tiles.
+template <KernelConfig C>
+struct KeyPipelines {
+  using T = ForwardTraits<C>;
+
+  typename T::Storage& storage;
+  const PingPong<T>& ping_pong;
+  const bool drops;
+  PipelineState<C.stages> at_k, at_v;
+  PipelineState<1> at_mask;
+
+  CUTE_DEVICE void release_k() {
+    storage.pipeline_k.consumer_release(at_k);
+    at_k.advance();
+  }
+  CUTE_DEVICE void release_v() {
+    storage.pipeline_v.consumer_release(at_v);
+    at_v.advance();
+  }
+  CUTE_DEVICE void release_mask() {
+    storage.pipeline_mask.consumer_release(at_mask);
+    at_mask.advance();
+  }
+
+  // Skips key tiles from `n` down to `until`: other warpgroups see them, this one does not.
+  CUTE_DEVICE void skip(int& n, int until) {
+    CUTE_NO_UNROLL
+    for (; n >= until; --n) {
+      storage.pipeline_k.consumer_wait(at_k);
+      release_k();
+      if constexpr (T::kPingPong) {
+        ping_pong.wait();
+        ping_pong.arrive();
+      }
+      storage.pipeline_v.consumer_wait(at_v);
+      release_v();
+      if (drops) {
+        storage.pipeline_mask.consumer_wait(at_mask);
+        release_mask();
+      }
+    }
+  }
+
+  // Rounds P (MMA,1,1) to the operand of P V, with dropped elements set to 0.
+  template <class Weights, class Rounded>
+  CUTE_DEVICE void round(const Weights& tSrS, Rounded& tSrP, int thread) {
+    convert(tSrS, tSrP);
+    if constexpr (C.has_mask_warpgroup()) {
+      if (!drops) return;
+      storage.pipeline_mask.consumer_wait(at_mask);
+      apply_keep_mask(tSrP, storage.keep_mask[thread / 32], thread % 32);
+      release_mask();
+    }
+  }
+};
+
+// A warp's rows of a work tile: the online softmax over their scores, and their statistics.
+template <KernelConfig C>
+struct WarpRows {
+  using T = ForwardTraits<C>;
+  using Softmax = typename T::Softmax;
+
+  const ForwardParams& params;
+  const WorkTile<T::kGroups>& work;
+  const QueryTile& tile;  // of the warp's head
+  const ForwardRules<true> rules;
+  const int stand;  // key position of the tile's first query
+  Softmax softmax;
+  typename Softmax::Total totals[2];
+
+  CUTE_DEVICE WarpRows(const ForwardParams& params, const WorkTile<T::kGroups>& work, const QueryTile& tile)
+      : params(params),
+        work(work),
+        tile(tile),
+        rules(params.p, tile.batch, tile.head),
+        stand(tile.row + work.seq.shift()),
+        softmax(rules.scale_log2()) {}
+
+  // Online-softmax step: raw scores (rows,columns) of a tile whose first key is `key` become weights. Returns whether
+  // earlier sums were rescaled; then O is to be multiplied by `factors`. `at`: coordinates of scores.
+  template <bool kMasked, class Scores, class Coordinates, class Factors>
+  CUTE_DEVICE bool step(Scores scores, const Coordinates& at, int key, Factors& factors) {
+    // Columns whose exponentials run before the wait for P V; more would delay what follows the wait.
+    constexpr int kEarly = 4;
+    if constexpr (C.rich() && !kMasked) {
+      if (const SoftmaxCap& cap = params.cap; cap.is_possible) {
+        const auto magnitudes = Softmax::magnitudes(scores);
+        const bool suits = cap.suits(magnitudes);
+        const bool fits = __all_sync(~0u, suits & softmax.fits_limit(magnitudes, cap.most_weight));
+        if (fits || __all_sync(~0u, suits)) return capped_step(scores, cap, fits, factors);
+      }
+    }
+    if constexpr (C.rich()) rules.apply(scores, at, stand, key);
+    if constexpr (kMasked) BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
+    fill(factors, 1.f);
+    const bool rescaled = softmax.update_max(scores, factors, UnitFactor{}, [&]() __attribute__((always_inline)) {
+      softmax.begin_exponentials(scores, kEarly);
+    });
+    softmax.end_exponentials(scores, kEarly);
+    return rescaled;
+  }
+
+  // Finalizes the row sums and writes LSE and row max; O follows.
+  template <class Coordinates>
+  CUTE_DEVICE void finalize(const Coordinates& at) {
+    const FwdParams& p = params.p;
+    cutlass::Array<float, 2> lse;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      totals[r] = softmax.template finalize<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
+      lse[r] = totals[r].lse;
+    }
+    store_row_stats(p, work.seq, work.of_results(p, tile), softmax, lse, at);
+  }
+
+ private:
+  // A step of small scores, whose softcap is part of the softmax's scale. `fits`: no row needs a new reference.
+  template <class Scores, class Factors>
+  CUTE_DEVICE bool capped_step(Scores& scores, const SoftmaxCap& cap, bool fits, Factors& factors) {
+    constexpr int kAll = decltype(size<1>(scores))::value;  // all exponentials before the wait hide its latency
+    auto begin_exponentials = [&]() __attribute__((always_inline)) {
+      softmax.begin_exponentials(scores, kAll, cap.weight);
+    };
+    fill(factors, 1.f);
+    bool rescaled = false;
+    if (fits) {
+      begin_exponentials();
+    } else {
+      rescaled = softmax.update_max(scores, factors, cap.factor, begin_exponentials);
+    }
+    softmax.end_exponentials(scores, kAll);
+    return rescaled;
+  }
+};
+
 // A consumer warpgroup: 64 rows of every work tile of the CTA.
 template <KernelConfig C>
 CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
@@ -102,11 +237,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   Tensor at =
       rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
   const PingPong<T> ping_pong(group);
-  PipelineState<C.stages> at_k, at_v;
   PipelineState<T::kStagesQ> at_q;
-  PipelineState<1> at_mask;
+  KeyPipelines<C> pipes{storage, ping_pong, C.has_mask_warpgroup() && p.rules.rng != nullptr};
   constexpr Int<C.block_n> all_keys;
-  const bool drops = C.has_mask_warpgroup() && p.rules.rng != nullptr;
   for (;; at_q.advance()) {
     storage.pipeline_q.consumer_wait(at_q);
     const WorkTile<T::kGroups>& work = storage.work[at_q.count % T::kWorkTiles];
@@ -114,9 +247,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     const QueryTile& tile = tile_of_head<C>(params, work.tile, thread / 32 * 16);  // of the warp
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
     const KvInterval<C.block_n> tiles{work.of_group[group], work.keys.first};
-    const ForwardRules<true> rules(p, tile.batch, tile.head);
-    const int stand = tile.row + work.seq.shift();  // key position of the tile's first query
-    typename T::Softmax softmax(rules.scale_log2());
+    WarpRows<C> rows(params, work, tile);
 
     // The accumulators of a tile's first `keys` keys.
     auto scores_of = [&](auto keys) __attribute__((always_inline)) {
@@ -127,107 +258,26 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
     // Issues S = Q K^T of a tile's first `keys` keys, in ping-pong order.
     auto start_scores = [&](auto keys) __attribute__((always_inline)) {
       typename T::template MmaQK<decltype(keys)::value> mma;
-      Tensor all_k = make_tensor(make_smem_ptr(storage.k[at_k.stage()]), typename T::LayoutK{});  // (key,dim)
+      Tensor all_k = make_tensor(make_smem_ptr(storage.k[pipes.at_k.stage()]), typename T::LayoutK{});  // (key,dim)
       Tensor k = local_tile(all_k, Shape<decltype(keys), Int<C.head_dim>>{}, make_coord(0, 0));  // (key,dim)
       Tensor tSrK = mma.get_slice(group * 128).partition_fragment_B(k);  // (MMA,1,MMA_K)
       Tensor acc = scores_of(keys);  // (MMA,1,1)
       // After this wait K of the tile is in shared memory.
-      storage.pipeline_k.consumer_wait(at_k);
+      storage.pipeline_k.consumer_wait(pipes.at_k);
       if constexpr (T::kPingPong) ping_pong.wait();
       start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
     };
 
-    // Columns whose exponentials run before the wait for P V; more would delay what follows the wait.
-    constexpr int kEarly = 4;
-
-    // Online-softmax step of tile n: raw scores become weights. Returns whether earlier sums were rescaled; then O is
-    // to be multiplied by `factors`.
+    // Raw scores of tile n become weights.
     auto softmax_step = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
-      Tensor scores = rows_of(scores_of(keys));  // (rows,columns)
-      const int key = tiles.first_key(n);
-      if constexpr (C.rich() && !decltype(masked)::value) {
-        if (const SoftmaxCap& cap = params.cap; cap.is_possible) {
-          const auto magnitudes = T::Softmax::magnitudes(scores);
-          const bool suits = cap.suits(magnitudes);
-          const bool fits = __all_sync(~0u, suits & softmax.fits_limit(magnitudes, cap.most_weight));
-          if (fits || __all_sync(~0u, suits)) {
-            constexpr int kAll = decltype(size<1>(scores))::value;  // all exponentials before the wait hide its latency
-            auto begin_exponentials = [&]() __attribute__((always_inline)) {
-              softmax.begin_exponentials(scores, kAll, cap.weight);
-            };
-            fill(factors, 1.f);
-            bool rescaled = false;
-            if (fits) {
-              begin_exponentials();
-            } else {
-              rescaled = softmax.update_max(scores, factors, cap.factor, begin_exponentials);
-            }
-            softmax.end_exponentials(scores, kAll);
-            return rescaled;
-          }
-        }
-      }
-      if constexpr (C.rich()) rules.apply(scores, at, stand, key);
-      if constexpr (decltype(masked)::value) BandMask(work.seq, p.band).hide(scores, at, tile.row, key);
-      fill(factors, 1.f);
-      const bool rescaled = softmax.update_max(scores, factors, UnitFactor{}, [&]() __attribute__((always_inline)) {
-        softmax.begin_exponentials(scores, kEarly);
-      });
-      softmax.end_exponentials(scores, kEarly);
-      return rescaled;
+      return rows.template step<decltype(masked)::value>(rows_of(scores_of(keys)), at, tiles.first_key(n), factors);
     };
 
-    // Rounds P to the operand of P V, with dropped elements set to 0.
-    auto round = [&]() __attribute__((always_inline)) {
-      convert(tSrS, tSrP);
-      if constexpr (C.has_mask_warpgroup()) {
-        if (!drops) return;
-        storage.pipeline_mask.consumer_wait(at_mask);
-        apply_keep_mask(tSrP, storage.keep_mask[thread / 32], thread % 32);
-        storage.pipeline_mask.consumer_release(at_mask);
-        at_mask.advance();
-      }
-    };
-
-    // Skips key tiles down to `until`: other warpgroups see them, this one does not.
     int n = work.key_tiles - 1;
-    auto skip = [&](int until) {
-      CUTE_NO_UNROLL
-      for (; n >= until; --n) {
-        storage.pipeline_k.consumer_wait(at_k);
-        storage.pipeline_k.consumer_release(at_k);
-        at_k.advance();
-        if constexpr (T::kPingPong) {
-          ping_pong.wait();
-          ping_pong.arrive();
-        }
-        storage.pipeline_v.consumer_wait(at_v);
-        storage.pipeline_v.consumer_release(at_v);
-        at_v.advance();
-        if (drops) {
-          storage.pipeline_mask.consumer_wait(at_mask);
-          storage.pipeline_mask.consumer_release(at_mask);
-          at_mask.advance();
-        }
-      }
-    };
-
-    // Finalizes the row sums and writes LSE and row max; O follows.
-    typename T::Softmax::Total totals[2];
-    auto finalize = [&]() __attribute__((always_inline)) {
-      cutlass::Array<float, 2> lse;
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        totals[r] = softmax.template finalize<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
-        lse[r] = totals[r].lse;
-      }
-      store_row_stats(p, work.seq, work.of_results(p, tile), softmax, lse, at);
-    };
-
     clear(tOrO);
     if (!tiles.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
-      skip(tiles.end);
+      pipes.skip(n, tiles.end);
       // With one buffer of Q, the next Q is loaded from the last S product on. With more, a branch in each step would
       // cost more than it gains.
       constexpr bool kReleasesEarly = T::kStagesQ == 1;
@@ -238,8 +288,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         start_scores(keys);
         if constexpr (T::kPingPong) ping_pong.arrive();
         wait_products<0>(tSrS);
-        storage.pipeline_k.consumer_release(at_k);
-        at_k.advance();
+        pipes.release_k();
         release_queries();
         softmax_step(n, keys, masked, factors);
         CUTE_UNROLL
@@ -252,22 +301,20 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       } else {
         begin(all_keys, true_type{});
       }
-      round();
+      pipes.round(tSrS, tSrP, thread);
       // S of tile n and P V of tile n + 1 run while the other warpgroup computes exponentials.
       auto step = [&](auto masked) __attribute__((always_inline)) {
         start_scores(all_keys);
-        storage.pipeline_v.consumer_wait(at_v);
-        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
+        storage.pipeline_v.consumer_wait(pipes.at_v);
+        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(pipes.at_v.stage()), tOrO);
         if constexpr (T::kPingPong) ping_pong.arrive();
         wait_products<1>(tSrS);
-        storage.pipeline_k.consumer_release(at_k);
-        at_k.advance();
+        pipes.release_k();
         release_queries();
         const bool rescaled = softmax_step(n, all_keys, masked, factors);
         wait_products<0>(tOrO);
-        storage.pipeline_v.consumer_release(at_v);
-        at_v.advance();
-        round();
+        pipes.release_v();
+        pipes.round(tSrS, tSrP, thread);
         if (rescaled) {
           CUTE_UNROLL
           for (int i = 0; i < size(output); ++i) output(i) *= factors(i % 2);
@@ -282,26 +329,25 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         }
       }
       if (!kReleasesEarly) storage.pipeline_q.consumer_release(at_q);
-      storage.pipeline_v.consumer_wait(at_v);
-      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(at_v.stage()), tOrO);
-      finalize();
+      storage.pipeline_v.consumer_wait(pipes.at_v);
+      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(pipes.at_v.stage()), tOrO);
+      rows.finalize(at);
       wait_products<0>(tOrO);
-      storage.pipeline_v.consumer_release(at_v);
-      at_v.advance();
+      pipes.release_v();
     } else {
       storage.pipeline_q.consumer_release(at_q);
-      finalize();
+      rows.finalize(at);
     }
-    skip(0);
+    pipes.skip(n, 0);
 
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) softmax.normalize(output, r, totals[r]);
+    for (int r = 0; r < 2; ++r) rows.softmax.normalize(output, r, rows.totals[r]);
     const PipelineState<1> at_out{at_q.count};
     const int group =
         cutlass::canonical_warp_group_idx() - 1;  // recomputed: kept through the loop it would take a register
-    wait_for_room<C>(storage, group, at_out, at_v);
+    wait_for_room<C>(storage, group, at_out, pipes.at_v);
     if (p.num_splits == 1) {
-      store_output<C>(T::output(storage, group, at_v.count), tOrO, thread);
+      store_output<C>(T::output(storage, group, pipes.at_v.count), tOrO, thread);
     } else {
       store_split<C>(params, work, tile, mma_pv, tOrO, thread);
     }

@@ -4,6 +4,7 @@
 
 #include "core/layout/kv_tiles.h"
 #include "core/workspace.h"
+#include "kernels/ampere/kv_loads.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/dropout.h"
@@ -77,8 +78,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   const HeadRows from_q(p.q, tile.batch, tile.head, seq.q.offset, p.head_dim);
   const HeadRows from_k(p.k, tile.batch, head_k, seq.k.offset, p.head_dim);
   const HeadRows from_v(p.v, tile.batch, head_k, seq.k.offset, p.head_dim_v);
-  // Copies of K and V go from the last tile down. With two stages, tile n - 1 lands while the warps work on tile n;
-  // with one, V(n) lands while they work on K(n), and K(n - 1) while they work on V(n).
   auto load_k = [&](int n, int stage) {
     if (n >= tiles.begin)
       load_tile<kThreads, C.block_n, C.head_dim>(storage.k[stage], from_k, tiles.first_key(n), keys);
@@ -87,10 +86,9 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     if (n >= tiles.begin)
       load_tile<kThreads, C.block_n, C.head_dim_v>(storage.v[stage], from_v, tiles.first_key(n), keys);
   };
+  const KvLoads<C.stages, decltype(load_k), decltype(load_v)> loads{load_k, load_v};
   if (!tiles.empty()) load_tile<kThreads, C.block_m, C.head_dim>(storage.q, from_q, tile.row, {0, seq.q.length});
-  load_k(tiles.end - 1, 0);
-  if constexpr (C.stages == 2) load_v(tiles.end - 1, 0);
-  cp_async_fence();
+  loads.start(tiles.end - 1);
 
   const typename T::OperandQ q(storage.q, warp);
   const typename T::OperandK k(storage.k[0], 0);
@@ -113,16 +111,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
 
-    // After this barrier K(n), with two stages V(n) too, is visible to all, and nobody still reads tile n + 1.
-    cp_async_wait<0>();
-    __syncthreads();
-    if constexpr (C.stages == 2) {
-      load_k(n - 1, stage ^ 1);
-      load_v(n - 1, stage ^ 1);
-    } else {
-      load_v(n, 0);
-    }
-    cp_async_fence();
+    loads.before_scores(n, stage);
     gemm<C.dtype>(tSrS, q, k.at(stage * int(sizeof(storage.k[0]))));
     scale_and_cap(scores, p);
     if (slope != 0.f) lower_by_distance(scores, at, slope, tile.row + seq.shift(), tiles.first_key(n));
@@ -131,13 +120,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     softmax.exponentiate(scores, 0, size<1>(scores));
     if (p.rules.rng != nullptr) drop(scores, at, dropout, tile.row, tiles.first_key(n));
 
-    if constexpr (C.stages == 1) {
-      // After this barrier V(n) is visible to all, and nobody still reads K(n).
-      cp_async_wait<0>();
-      __syncthreads();
-      load_k(n - 1, 0);
-      cp_async_fence();
-    }
+    loads.before_values(n);
     gemm<C.dtype>(tOrO, as_operand_a(tSrS), v.at(stage * int(sizeof(storage.v[0]))));
   }
 
