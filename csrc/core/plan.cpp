@@ -35,11 +35,13 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
 BwdPlan make_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
   if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
+  const bool l2_throttle = needs_l2_throttle(config, p, gpu);
+  const DqAccumulate order = dq_accumulate(config, p, l2_throttle);
   return {.splits = splits,
           .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
-          .dq_accumulate = dq_accumulate(config, p, gpu),
-          .order = key_order(config, p, splits, gpu),
-          .l2_throttle = needs_l2_throttle(config, p, gpu),
+          .dq_accumulate = order,
+          .order = key_order(config, p, splits, order, gpu),
+          .l2_throttle = l2_throttle,
           .resident = resident(config, gpu)};
 }
 
