@@ -59,6 +59,9 @@ Entry read_entry(const std::string& text) {
       throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N behind a kernel's id, got " + word);
     }
   }
+  if (entry.given.any() && (entry.kernel->op != Op::Fwd || entry.kernel->arch != Arch::Sm90)) {
+    throw std::invalid_argument("flash_cute: num_splits and pack_gqa are those of Hopper's forward, got " + text);
+  }
   return entry;
 }
 

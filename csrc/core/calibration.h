@@ -12,8 +12,8 @@ namespace flash_cute {
 
 // From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id,
 // and what is given of forward's plan, if so: " num_splits=2 pack_gqa=1". An empty string ends that. Returns the lines
-// that held until now. Throws std::invalid_argument for a line without " = ", an id that is not in configs.def, or a
-// number below 1; then the lines of before still hold.
+// that held until now. Throws std::invalid_argument for a line without " = ", an id that is not in configs.def, a number
+// below 1 or for another kernel than Hopper's forward; then the lines of before still hold.
 std::string set_calibration(std::string lines);
 
 // The bucket of a problem, given as introspect.h takes it. A bucket is a line of text: GPU, op, dtype, head dims, mask,
