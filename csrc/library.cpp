@@ -79,7 +79,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("attend_kvcache(" + kAttendKvcache + ")" + kOutAndLse).c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("kernels() -> str");
-  m.def("limit_kernels(str ids) -> str");
+  m.def("limit_kernels(str lines) -> str");
   m.def("set_calibration(str lines) -> str");
   m.def("calibration_bucket(str problem) -> str");
   m.def("describe_kernels() -> str");

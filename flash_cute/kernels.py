@@ -269,17 +269,41 @@ def nearest(
 
 
 @contextmanager
-def only(*ids: str) -> Iterator[None]:
+def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) -> Iterator[None]:
     """Inside, CUDA calls of this thread take kernels with these ids, or raise RuntimeError with the
     reasons; later so does their backward. Plans and explanations go by it, too. What torch.compile
-    has compiled runs its backward without it.
+    has compiled runs its backward without it. Inside of another ``only``, what is not given stays
+    as it is there.
+
+    Args:
+        ids: of kernels; all if none is given.
+        num_splits: into how many parts kernels of forward cut the keys, in place of their estimate.
+            Results differ in their last bits, and each number is deterministic. Only Hopper's can
+            have more than 1: no more than tiles of keys, and no more than fill two waves.
+        pack_gqa: how many query heads of a group share a tile of queries in kernels of forward, in
+            place of their estimate, which is as many as can: a power of two up to that.
+
+    Backward and decoding cut their work as always.
 
     Raises:
-        ValueError: there is no kernel of an id.
+        ValueError: there is no kernel of an id, nothing is given, or a number is none from 1 on.
+
+    Example::
+
+        with kernels.only(num_splits=1):
+            whole = kernels.plan(problem)
     """
+    for name, number in (("num_splits", num_splits), ("pack_gqa", pack_gqa)):
+        if number is not None and not is_count(number):
+            raise ValueError(f"{name} is {number!r}; expected a whole number from 1 on")
     known = {kernel.id for kernel in kernels()}
-    if not ids or not known.issuperset(ids):
+    if not known.issuperset(ids) or (not ids and num_splits is None and pack_gqa is None):
         unknown = ", ".join(i for i in ids if i not in known) or "nothing"
         raise ValueError(f"{unknown} is no kernel's id; kernels() lists them")
-    with limits.limited("\n".join(ids)):
+    with limits.limited(limits.inside(ids, num_splits, pack_gqa)):
         yield
+
+
+def is_count(number: object) -> bool:
+    """Whether it is a number of splits or heads that the library can read."""
+    return type(number) is int and 1 <= number < 2**31

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "api/tensors.h"
+#include "core/calibration.h"
 #include "core/registry.h"
 
 namespace flash_cute {
@@ -9,7 +10,7 @@ namespace flash_cute {
 // Enqueues the kernel on the current stream of q's GPU. Its workspace is freed in stream order.
 template <Op op>
 void run(const Kernel<op>& kernel, const Problem<op>& problem, const View& q) {
-  const Plan<op> plan = make_plan(kernel.config, problem, device(q.device));
+  const Plan<op> plan = plan_of_call<op>(kernel.config, problem, device(q.device));
   Arena size;
   lay_out(size, kernel.config, problem, plan);
   Tensor memory;

@@ -30,11 +30,10 @@ bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const De
   return double(bytes_of_query(f)) * f.seqlen_q > kOfL2 * gpu.l2_bytes;
 }
 
-DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
-  if (config.arch != Arch::Sm90) return DqAccumulate::Atomic;
-  if (needs_l2_throttle(config, p, gpu)) return DqAccumulate::Atomic;
+  if (config.arch != Arch::Sm90 || l2_throttle) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
@@ -55,14 +54,14 @@ static KeyOrder order_of_sm80(const KernelConfig& config, const BwdProblem& p) {
   return {.heads_together = heads};
 }
 
-KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, const Device& gpu) {
+KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, DqAccumulate order,
+                   const Device& gpu) {
   constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
   const auto cached = static_cast<int64_t>(kL2Kept * gpu.l2_bytes);
   const int start_together = gpu.sms / 16 * 16;  // tiles: one an SM, but a number that divides well
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
   if (config.arch != Arch::Sm90) return order_of_sm80(config, p);
-  const DqAccumulate order = dq_accumulate(config, p, gpu);
   const bool in_turns = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;

@@ -11,13 +11,14 @@ namespace flash_cute {
 // Zeros cost a pass at memory speed. FirstStores saves it where queries see few keys; with many keys all tiles would go
 // at the first one's pace (sooner so with GQA under a mask, and in windows). The L2 throttle excludes semaphores: both
 // use BwdWorkspace::dq_semaphores.
-DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, const Device& gpu);
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle);
 
 // Whether CTAs are throttled to stay near each other: tiles of equal length that walk through more queries, dO and dQ
 // than L2 holds. The 2-CTA backward and serialized sums do not gain by it.
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu);
 
 // docs/kernels/backward_order.md has the reasons.
-KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& splits, const Device& gpu);
+KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& splits, DqAccumulate order,
+                   const Device& gpu);
 
 }  // namespace flash_cute

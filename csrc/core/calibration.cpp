@@ -17,9 +17,14 @@
 namespace flash_cute {
 namespace {
 
+struct Entry {
+  const KernelConfig* kernel = nullptr;
+  FwdGiven given;
+};
+
 struct Table {
   std::string lines;
-  std::map<std::string, const KernelConfig*> kernels;  // by bucket
+  std::map<std::string, Entry> entries;  // by bucket
 };
 
 struct Current {
@@ -41,6 +46,23 @@ const KernelConfig* kernel_named(const std::string& id) {
     if (row.config.id() == id) return &row.config;
   }
   throw std::invalid_argument("flash_cute: the calibration names " + id + ", which is no kernel's id");
+}
+
+// "ID", or "ID num_splits=2 pack_gqa=1".
+Entry read_entry(const std::string& text) {
+  std::stringstream words(text);
+  std::string word;
+  words >> word;
+  Entry entry{kernel_named(word), {}};
+  while (words >> word) {
+    if (!take(entry.given, word)) {
+      throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N behind a kernel's id, got " + word);
+    }
+  }
+  if (entry.given.any() && (entry.kernel->op != Op::Fwd || entry.kernel->arch != Arch::Sm90)) {
+    throw std::invalid_argument("flash_cute: num_splits and pack_gqa are those of Hopper's forward, got " + text);
+  }
+  return entry;
 }
 
 // The power of two that is not above it, as text: "2^12"; "0" for 0.
@@ -102,10 +124,10 @@ std::string set_calibration(std::string lines) {
     if (at == std::string::npos) {
       throw std::invalid_argument("flash_cute: expected a bucket, \" = \" and a kernel's id, got " + line);
     }
-    table->kernels[line.substr(0, at)] = kernel_named(line.substr(at + std::strlen(kSeparator)));
+    table->entries[line.substr(0, at)] = read_entry(line.substr(at + std::strlen(kSeparator)));
   }
   table->lines = std::move(lines);
-  const bool any = !table->kernels.empty();
+  const bool any = !table->entries.empty();
   Current& now = current();
   const std::lock_guard lock(now.mutex);
   const std::shared_ptr<const Table> before = std::exchange(now.table, std::move(table));
@@ -120,24 +142,35 @@ std::string calibration_bucket(std::string problem) {
   return bucket<Op::Decode>(asked.decode, asked.gpu);
 }
 
+// No kernel if there is none.
 template <Op op>
-const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu) {
+static Entry entry_of(const Problem<op>& problem, const Device& gpu) {
   Current& now = current();
-  if (!now.is_set.load(std::memory_order_relaxed) || splits_are_given<op>(problem)) return nullptr;
+  if (!now.is_set.load(std::memory_order_relaxed) || splits_are_given<op>(problem)) return {};
   std::shared_ptr<const Table> table;
   {
     const std::lock_guard lock(now.mutex);
     table = now.table;
   }
   const std::string all = bucket<op>(problem, gpu);
-  auto found = table->kernels.find(all);
-  if (found == table->kernels.end()) found = table->kernels.find(all.substr(0, all.find(kRest)));
-  return found == table->kernels.end() ? nullptr : found->second;
+  auto found = table->entries.find(all);
+  if (found == table->entries.end()) found = table->entries.find(all.substr(0, all.find(kRest)));
+  return found == table->entries.end() ? Entry{} : found->second;
+}
+
+template <Op op>
+const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu) {
+  return entry_of<op>(problem, gpu).kernel;
 }
 
 template const KernelConfig* calibrated<Op::Fwd>(const FwdProblem&, const Device&);
 template const KernelConfig* calibrated<Op::Bwd>(const BwdProblem&, const Device&);
 template const KernelConfig* calibrated<Op::Decode>(const DecodeProblem&, const Device&);
+
+FwdGiven calibrated_with(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
+  const Entry entry = entry_of<Op::Fwd>(problem, gpu);
+  return entry.kernel != nullptr && same_kernel(*entry.kernel, config) ? entry.given : FwdGiven{};
+}
 
 bool same_kernel(const KernelConfig& a, const KernelConfig& b) {
   static_assert(std::has_unique_object_representations_v<KernelConfig>);

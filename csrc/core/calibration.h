@@ -5,13 +5,15 @@
 #include <string>
 
 #include "core/heuristics.h"
+#include "core/limit.h"
 #include "core/refusal.h"
 
 namespace flash_cute {
 
-// From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id.
-// An empty string ends that. Returns the lines that held until now. Throws std::invalid_argument for a line without
-// " = " or an id that is not in configs.def; then the lines of before still hold.
+// From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id,
+// and what is given of forward's plan, if so: " num_splits=2 pack_gqa=1". An empty string ends that. Returns the lines
+// that held until now. Throws std::invalid_argument for a line without " = ", an id that is not in configs.def, a number
+// below 1 or for another kernel than Hopper's forward; then the lines of before still hold.
 std::string set_calibration(std::string lines);
 
 // The bucket of a problem, given as introspect.h takes it. A bucket is a line of text: GPU, op, dtype, head dims, mask,
@@ -22,6 +24,9 @@ std::string calibration_bucket(std::string problem);
 // split_size: its results must not depend on the batch.
 template <Op op>
 const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu);
+
+// What was measured with this kernel to suit such a call; nothing where another kernel, or none, was the fastest.
+FwdGiven calibrated_with(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
 bool same_kernel(const KernelConfig& a, const KernelConfig& b);
 
@@ -35,6 +40,17 @@ auto best(const Kernels& kernels, const Fits& fits, const Problem<op>& problem, 
     }
   }
   return preferred(kernels, fits, weighed(problem), gpu);
+}
+
+// The plan of a call of this thread, with what its limit gives, else what was measured.
+template <Op op>
+Plan<op> plan_of_call(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
+  if constexpr (op == Op::Fwd) {
+    const FwdGiven& asked = given_by_limit();
+    return make_plan(config, problem, gpu, asked.any() ? asked : calibrated_with(config, problem, gpu));
+  } else {
+    return make_plan(config, problem, gpu);
+  }
 }
 
 }  // namespace flash_cute

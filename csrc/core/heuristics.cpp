@@ -96,11 +96,34 @@ int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
   return heads;
 }
 
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
+bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads) {
+  return heads >= 1 && pack_gqa(config, problem) % heads == 0;
+}
+
+// Tiles of queries, of a CTA or of a cluster, of one sequence and head.
+static int row_tiles(const KernelConfig& config, const FwdProblem& one) {
+  return detail::ceil_div(one.seqlen_q, config.block_m * config.cluster);
+}
+
+// How many CTAs, or clusters, run at once.
+static double resident_ctas_of(const KernelConfig& config, int sms) {
+  return std::max(1, sms / config.cluster);
+}
+
+int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
+  constexpr int kMaxSplits = 64, kWaves = 2;
+  if (config.arch != Arch::Sm90 || (!problem.dense() && config.cluster > 1)) return 1;
+  const FwdProblem one = one_sequence(problem);
+  const double all = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
+  const double of_waves = all > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / all, 1) : kMaxSplits;
+  const int most = std::min(kMaxSplits, detail::ceil_div(one.seqlen_k, config.block_n));
+  return std::max(1, static_cast<int>(std::min<double>(most, of_waves)));
+}
+
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and combine reads.
   constexpr double kKernel = 3, kNumber = 1 / 3e5;
-  constexpr int kMaxSplits = 64, kWaves = 2;  // waves that splits may fill
   constexpr double kEmptyRow = 0.6;  // of a row's time: an empty row draws less power
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
@@ -108,11 +131,9 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
   const bool banded = one.band.left < Band::kUnbounded || one.band.right < Band::kUnbounded;
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
-  const int rows = config.block_m * config.cluster;
-  const int tiles = (one.seqlen_q + rows - 1) / rows;
-  const int heads = pack_gqa(config, problem);
+  const int rows = config.block_m * config.cluster, tiles = row_tiles(config, one);
   const double all = double(tiles) * (problem.heads / heads) * problem.batch;
-  const double resident_ctas = std::max(1, sms / config.cluster);
+  const double resident_ctas = resident_ctas_of(config, sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
   const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * filled_rows : 1;
   auto cost_with = [&](int splits) {
@@ -125,10 +146,9 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   };
   const double whole = cost_with(1);
   SplitCost best{whole, 1};
-  if (config.arch != Arch::Sm90) return best;
   const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
-  const int most = std::min(kMaxSplits, (one.seqlen_k + config.block_n - 1) / config.block_n);
-  for (int splits = 2; splits <= most && (splits - 1) * all < kWaves * resident_ctas; ++splits) {
+  const int most = most_splits(config, problem, heads, sms);
+  for (int splits = 2; splits <= most; ++splits) {
     const double cost = cost_with(splits) + (kKernel + merging * splits) * a_microsecond(config, sms);
     if (cost < best.cost && cost < kWorthwhile * whole) best = {cost, splits};
   }
@@ -189,7 +209,7 @@ double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gp
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
-  return cheapest_splits(config, problem, gpu.sms).cost;
+  return cheapest_splits(config, problem, pack_gqa(config, problem), gpu.sms).cost;
 }
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,

@@ -12,17 +12,23 @@ namespace flash_cute {
 // for GPUs with more or less shared memory: there the first that fits is best.
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
-// Query heads of a group that share a tile of queries in Hopper's forward (pack_gqa), so that short sequences fill it.
+// Query heads of a group that share a tile of queries in Hopper's forward (pack_gqa), so that short sequences fill it:
+// as many as can. A tile then has all queries of its heads, and the kernel can do any power of two up to that number.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
+bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
 
-// Cost of a forward on `sms` multiprocessors, to compare alternatives by, with the best number of splits. The host does
-// not know packed lengths: their mean stands for them, and clusters cost infinity there, as short sequences would idle
-// some of their CTAs.
+// How many splits of the keys a forward may have, with so many heads a tile: none without a tile of keys, and none that
+// would wait for two whole waves of others. 1 for kernels without splits.
+int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
+
+// Cost of a forward on `sms` multiprocessors with so many heads a tile, to compare alternatives by, with the best number
+// of splits. The host does not know packed lengths: their mean stands for them, and clusters cost infinity there, as
+// short sequences would idle some of their CTAs.
 struct SplitCost {
   double cost;
   int num_splits;
 };
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/built.h"
+#include "core/calibration.h"
 #include "core/json.h"
 #include "core/limit.h"
 #include "core/verdicts.h"
@@ -80,9 +81,9 @@ JsonObject describe(const DecodePlan& plan) {
       .number("l2_fraction", plan.l2_fraction);
 }
 
-template <class P>
-std::string planned(const KernelConfig& config, const P& problem, const Device& gpu) {
-  const auto plan = make_plan(config, problem, gpu);
+template <Op op>
+std::string planned(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
+  const Plan<op> plan = plan_of_call<op>(config, problem, gpu);
   return describe(plan)
       .raw("kernel", describe(config).str())
       .integer("workspace_bytes", workspace_bytes(config, problem, plan))
@@ -127,11 +128,11 @@ std::string describe_gpu(int64_t index) {
 std::string plan(std::string problem) {
   const Asked asked = read(problem);
   const FwdProblem& fwd = asked.bwd.fwd;
-  if (asked.op == "fwd") return planned(choose<Op::Fwd>(asked, fwd).config(), fwd, asked.gpu);
-  if (asked.op == "bwd") return planned(choose<Op::Bwd>(asked, asked.bwd).config(), asked.bwd, asked.gpu);
+  if (asked.op == "fwd") return planned<Op::Fwd>(choose<Op::Fwd>(asked, fwd).config(), fwd, asked.gpu);
+  if (asked.op == "bwd") return planned<Op::Bwd>(choose<Op::Bwd>(asked, asked.bwd).config(), asked.bwd, asked.gpu);
   const CacheChoice choice = choose_for_cache(asked);
-  if (choice.forward.chosen != nullptr) return planned(choice.forward.config(), asked.decode.fwd, asked.gpu);
-  return planned(choice.decode.config(), asked.decode, asked.gpu);
+  if (choice.forward.chosen != nullptr) return planned<Op::Fwd>(choice.forward.config(), asked.decode.fwd, asked.gpu);
+  return planned<Op::Decode>(choice.decode.config(), asked.decode, asked.gpu);
 }
 
 std::string explain(std::string problem) {

@@ -1,17 +1,22 @@
 #include "core/limit.h"
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 #include <vector>
 
+#include "core/heuristics.h"
+#include "core/refusal.h"
 #include "core/rows.h"
 
 namespace flash_cute {
 namespace {
 
 struct Limit {
-  std::string ids;
+  std::string lines;
+  bool of_kernels = false;  // whether a line is an id
   std::vector<KernelConfig> kernels;  // with these ids
+  FwdGiven given;
 };
 
 Limit& limit() {
@@ -29,20 +34,48 @@ bool is_listed(const std::string& lines, const std::string& id) {
   return false;
 }
 
-std::string limit_kernels(std::string ids) {
-  std::vector<KernelConfig> kernels;
-  if (!ids.empty()) {
+std::string limit_kernels(std::string lines) {
+  Limit next;
+  std::stringstream in(lines);
+  for (std::string line; std::getline(in, line);) next.of_kernels |= !take(next.given, line);
+  if (next.of_kernels) {
     for (const Row& row : rows_of_configs()) {
-      if (is_listed(ids, row.config.id())) kernels.push_back(row.config);
+      if (is_listed(lines, row.config.id())) next.kernels.push_back(row.config);
     }
   }
-  limit().kernels = std::move(kernels);
-  return std::exchange(limit().ids, std::move(ids));
+  next.lines = std::move(lines);
+  return std::exchange(limit(), std::move(next)).lines;
 }
 
-bool within_limit(const KernelConfig& config) {
-  const Limit& here = limit();
-  return here.ids.empty() || std::find(here.kernels.begin(), here.kernels.end(), config) != here.kernels.end();
+const FwdGiven& given_by_limit() {
+  return limit().given;
 }
+
+template <Op op>
+std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
+  const Limit& here = limit();
+  std::string reasons;
+  if (here.of_kernels && std::find(here.kernels.begin(), here.kernels.end(), config) == here.kernels.end()) {
+    add_reason(reasons, "not one of the kernels that this thread is limited to");
+  }
+  if constexpr (op == Op::Fwd) {
+    auto add = [&](const char* name, int given, const char* most, int heads_or_splits) {
+      add_reason(reasons, name + (" is " + std::to_string(given)) + ", and it takes " + most + "up to " +
+                              std::to_string(heads_or_splits) + " for this call");
+    };
+    const auto& [num_splits, heads] = here.given;
+    if (heads > 0 && !may_pack(config, problem, heads)) {
+      add("pack_gqa", heads, "powers of two ", pack_gqa(config, problem));
+    } else if (num_splits > 0) {
+      const int most = most_splits(config, problem, heads > 0 ? heads : pack_gqa(config, problem), gpu.sms);
+      if (num_splits > most) add("num_splits", num_splits, "", most);
+    }
+  }
+  return reasons;
+}
+
+template std::string beyond_limit<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);
+template std::string beyond_limit<Op::Bwd>(const KernelConfig&, const BwdProblem&, const Device&);
+template std::string beyond_limit<Op::Decode>(const KernelConfig&, const DecodeProblem&, const Device&);
 
 }  // namespace flash_cute

@@ -1,21 +1,29 @@
-// Which kernels a thread's calls may take.
+// Which kernels a thread's calls may take, and what is asked of forward's plans.
 #pragma once
 
 #include <string>
 
 #include "core/config.h"
+#include "core/device.h"
+#include "core/given.h"
+#include "core/problem.h"
 
 namespace flash_cute {
 
 // Whether a kernel's id is one of the lines.
 bool is_listed(const std::string& lines, const std::string& id);
 
-// From now on calls of this thread take only kernels with these ids, one a line; any kernel if there is none. Returns
-// the ids that held until now. Other threads have limits of their own: flash_cute/limits.py
-// carries a limit into autograd's.
-std::string limit_kernels(std::string ids);
+// From now on calls of this thread take only kernels with these ids, one a line; any kernel if there is none. Lines of
+// given.h ask for num_splits and pack_gqa of forward: kernels that cannot do them are not taken either. Returns the
+// lines that held until now. Throws std::invalid_argument for a bad line of these; then the lines of before still hold.
+// Other threads have limits of their own: flash_cute/limits.py carries a limit into autograd's.
+std::string limit_kernels(std::string lines);
 
-// Whether this thread's calls may take the kernel.
-bool within_limit(const KernelConfig& config);
+// What this thread asks of forward's plans.
+const FwdGiven& given_by_limit();
+
+// Why this thread's calls may not take the kernel; empty if they may.
+template <Op op>
+std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu);
 
 }  // namespace flash_cute

@@ -24,9 +24,10 @@ int heads_of_l2(const FwdProblem& p, int pack_gqa, const Device& gpu) {
 
 }  // namespace
 
-FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device& gpu) {
-  const int heads = pack_gqa(config, p);
-  return {.num_splits = cheapest_splits(config, p, gpu.sms).num_splits,
+FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device& gpu, const FwdGiven& given) {
+  const int heads = may_pack(config, p, given.pack_gqa) ? given.pack_gqa : pack_gqa(config, p);
+  const bool may_split = given.num_splits >= 1 && given.num_splits <= most_splits(config, p, heads, gpu.sms);
+  return {.num_splits = may_split ? given.num_splits : cheapest_splits(config, p, heads, gpu.sms).num_splits,
           .pack_gqa = heads,
           .heads_together = heads_of_l2(p, heads, gpu),
           .resident = resident(config, gpu)};
@@ -35,11 +36,13 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
 BwdPlan make_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
   if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
+  const bool l2_throttle = needs_l2_throttle(config, p, gpu);
+  const DqAccumulate order = dq_accumulate(config, p, l2_throttle);
   return {.splits = splits,
           .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
-          .dq_accumulate = dq_accumulate(config, p, gpu),
-          .order = key_order(config, p, splits, gpu),
-          .l2_throttle = needs_l2_throttle(config, p, gpu),
+          .dq_accumulate = order,
+          .order = key_order(config, p, splits, order, gpu),
+          .l2_throttle = l2_throttle,
           .resident = resident(config, gpu)};
 }
 

@@ -100,7 +100,7 @@ template Refusal refusal<Op::Bwd>(const KernelConfig&, const BwdProblem&, const 
 template Refusal refusal<Op::Decode>(const KernelConfig&, const DecodeProblem&, const Device&);
 
 void add_reason(std::string& reasons, const std::string& reason) {
-  reasons += (reasons.empty() ? "" : "; ") + reason;
+  reasons += (reasons.empty() || reason.empty() ? "" : "; ") + reason;
 }
 
 std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,

@@ -27,7 +27,6 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
                     const Device& device);
 
 // Why no call may take the kernel now, whatever the problem: for lists of reasons.
-constexpr const char* kBeyondLimit = "not one of the kernels that this thread is limited to";
 constexpr const char* kNotBuilt = "not in this build of the library";
 
 void add_reason(std::string& reasons, const std::string& reason);

@@ -56,14 +56,15 @@ template <Op op>
 static std::string reasons(const Kernel<op>& kernel, const Problem<op>& problem, const Device& device) {
   const KernelConfig& config = kernel.config;
   std::string all = explain(refusal<op>(config, problem, device), config, forward_of(problem), device);
-  if (!within_limit(config)) add_reason(all, kBeyondLimit);
+  add_reason(all, beyond_limit<op>(config, problem, device));
   return all;
 }
 
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) {
-    return !refusal<op>(kernel.config, problem, device).any() && within_limit(kernel.config);
+    return !refusal<op>(kernel.config, problem, device).any() &&
+           beyond_limit<op>(kernel.config, problem, device).empty();
   };
   return best<op>(kernels, fits, problem, device);
 }

@@ -42,7 +42,7 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
     if (config.op != op) continue;
     std::string refused = explain(refusal<op>(config, problem, asked.gpu), config, forward_of(problem), asked.gpu);
     if (asked.built_only && !is_listed(built, config.id())) add_reason(refused, kNotBuilt);
-    if (!within_limit(config)) add_reason(refused, kBeyondLimit);
+    add_reason(refused, beyond_limit<op>(config, problem, asked.gpu));
     choice.verdicts.push_back({&row, refused, ""});
   }
   auto fits = [&](const Row& row) {

@@ -57,6 +57,6 @@ def show(path: Path | None) -> dict[str, object]:
     loaded = calibration.load(path, kernels.gpu() if can_use_cuda() else None)
     return {
         "file": str(path or calibration.default_path()),
-        "kernels": loaded.kernels,
+        "kernels": {bucket: str(choice) for bucket, choice in loaded.kernels.items()},
         "misses": [{"what": miss.what, "reason": miss.reason} for miss in loaded.misses],
     }

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from flash_cute import kernels
+from flash_cute import kernels, limits
 from flash_cute.kernels import GPUS, Gpu, Problem
 from flash_cute.tuning import calibration, rules
+from flash_cute.tuning.choice import Choice
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
 from flash_cute.tuning.report import Report
 
@@ -30,8 +31,12 @@ def autotune(
 ) -> Report:
     """Measures every kernel that can do the problems, and writes a calibration file if it pays.
 
+    Where the usual kernel of a forward has few tiles, it and its alternatives are also measured
+    with the values of ``num_splits`` and ``pack_gqa`` that they can have: powers of two.
+
     Calls use the file after :func:`flash_cute.kernels.use_calibration`, never by themselves. While
-    this runs, no call of this process uses a calibration.
+    this runs, no call of this process uses a calibration, and :func:`flash_cute.kernels.only`
+    around it holds for nothing.
 
     Args:
         problems: dense calls, full or causal, to which rules are fitted.
@@ -42,7 +47,7 @@ def autotune(
             left out.
         path: the file; by default ``$FLASH_CUTE_CALIBRATION``, or
             ``~/.cache/flash_cute/calibration.json``. What it holds of other buckets stays.
-        rounds: turns of each kernel, interleaved; the median counts.
+        rounds: turns of each choice, interleaved; the median counts.
         clock: where times come from; by default CUDA events on the current GPU.
         gpu: what the times of another clock are of: a :class:`flash_cute.kernels.Gpu`, or a name in
             ``flash_cute.kernels.GPUS``.
@@ -80,7 +85,7 @@ def autotune(
     for problem in everything:
         check_plain(problem)
     measured = []
-    with calibration.set_aside():
+    with calibration.set_aside(), limits.limited(""):
         for done, problem in enumerate(everything):
             if progress:
                 progress(done, len(everything), problem)
@@ -95,7 +100,7 @@ def autotune(
     )  # fmt: skip
     if not report.pays:
         return report
-    buckets = {bucket: {"kernel": kernel} for bucket, kernel in found.items()}
+    buckets = {bucket: choice.entry for bucket, choice in found.items()}
     return replace(report, path=calibration.store(facts, buckets, path))
 
 
@@ -104,10 +109,42 @@ def _measure(problem: Problem, clock: Clock, gpu: Gpu | str | None, rounds: int)
     fitting = [row.id for row in kernels.explain(problem, gpu) if row.verdict != "refused"]
     # Over a cache a kernel of forward is a candidate where it is the default alone.
     ids = [i for i in fitting if i == default or i.startswith(problem.op)]
-    times = clock.measure(problem, ids, rounds)
-    return rules.Measured(
-        problem, kernels.bucket(problem, gpu), default, {i: median(times[i]) for i in ids}
-    )
+    choices = {Choice(i): Choice(i) for i in ids}  # each, and the choice that is measured for it
+    if problem.op == "fwd":
+        for i in _alternatives(default, ids):
+            choices |= _with_numbers(problem, i, gpu)
+    times = clock.measure(problem, list(dict.fromkeys(choices.values())), rounds)
+    medians = {choice: median(times[timed]) for choice, timed in choices.items()}
+    return rules.Measured(problem, kernels.bucket(problem, gpu), Choice(default), medians)
+
+
+def _alternatives(default: str, ids: Sequence[str]) -> list[str]:
+    """Kernels for Hopper that differ from the usual one in the rows of their tiles alone."""
+    by_id = {kernel.id: kernel for kernel in kernels.kernels()}
+
+    def kind(i: str) -> tuple[object, ...]:
+        kernel = by_id[i]
+        return kernel.arch, kernel.tier, kernel.head_dim, kernel.head_dim_v
+
+    return [i for i in ids if by_id[i].arch == 90 and kind(i) == kind(default)]
+
+
+def _with_numbers(problem: Problem, kernel: str, gpu: Gpu | str | None) -> dict[Choice, Choice]:
+    """The kernel with each number that it can have for a forward, from 1 on in powers of two, and
+    the choice that is measured for it: where it is the estimate's, the kernel alone."""
+    with kernels.only(kernel):
+        estimate = kernels.plan(problem, gpu)
+    found: dict[Choice, Choice] = {}
+    for name in ("num_splits", "pack_gqa"):
+        for number in (1 << i for i in range(31)):
+            choice = Choice(kernel, **{name: number})
+            try:
+                with kernels.only(kernel, **choice.numbers):
+                    plan = kernels.plan(problem, gpu)
+            except RuntimeError:  # nor can it have more
+                break
+            found[choice] = Choice(kernel) if plan == estimate else choice
+    return found
 
 
 def _others(

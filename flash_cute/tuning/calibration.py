@@ -1,8 +1,9 @@
-"""The calibration file: which kernel was the fastest, per GPU, library and bucket of sizes.
+"""The calibration file: which choice was the fastest, per GPU, library and bucket of sizes.
 
 The file is JSON. Its sections are those of one GPU (name and SM count) and one build of the library
 (SHA-256 of the file); what was measured with another build says nothing about this one. Buckets
-are those of ``csrc/core/calibration.cpp``.
+are those of ``csrc/core/calibration.cpp``. The entry of a bucket has the id of a ``kernel``, and of
+Hopper's forward it may have ``num_splits`` and ``pack_gqa``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 
 from flash_cute import library
-from flash_cute.kernels import Gpu, kernels
+from flash_cute.kernels import Gpu, KernelConfig, is_count, kernels
+from flash_cute.tuning.choice import Choice
 
 VERSION = 1
 _log = logging.getLogger("flash_cute")
@@ -42,9 +44,9 @@ class Miss:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What of a file is for this library: kernels' ids by bucket; and what is not, and why."""
+    """What of a file is for this library: choices by bucket; and what is not, and why."""
 
-    kernels: dict[str, str]
+    kernels: dict[str, Choice]
     misses: tuple[Miss, ...] = ()
 
 
@@ -79,7 +81,7 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> 
     except (OSError, ValueError) as error:
         return Loaded({}, (Miss(str(path), str(error)),))
     found, misses = {}, []
-    known = {kernel.id for kernel in kernels()}
+    known = {kernel.id: kernel for kernel in kernels()}
     for name, section in sections.items():
         if section["library"] != library_hash():
             misses.append(Miss(name, "measured with another build of the library: tune again"))
@@ -87,19 +89,35 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> 
             misses.append(Miss(name, f"measured on another GPU than {gpu.name}, {gpu.sms} SMs"))
         else:
             for bucket, entry in section["buckets"].items():
-                if entry["kernel"] in known:
-                    found[bucket] = entry["kernel"]
+                choice = Choice(entry["kernel"], entry.get("num_splits"), entry.get("pack_gqa"))
+                if reason := _nonsense(choice, known):
+                    misses.append(Miss(bucket, reason))
                 else:
-                    misses.append(Miss(bucket, f"{entry['kernel']} is no kernel's id"))
+                    found[bucket] = choice
     return Loaded(found, tuple(misses))
 
 
+def _nonsense(choice: Choice, known: dict[str, KernelConfig]) -> str | None:
+    """Why no call can take what an entry says; None if some can."""
+    kernel, numbers = known.get(choice.kernel), choice.numbers
+    if kernel is None:
+        return f"{choice.kernel} is no kernel's id"
+    if numbers and (kernel.op, kernel.arch) != ("fwd", 90):
+        return f"num_splits and pack_gqa are those of Hopper's forward, not of {kernel.id}"
+    for name, number in numbers.items():
+        if not is_count(number):
+            return f"{name} is {number!r}; expected a whole number from 1 on"
+    return None
+
+
 def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
-    """From now on calls and plans of this process prefer the kernels that a file names.
+    """From now on calls and plans of this process prefer the kernels that a file names, with the
+    ``num_splits`` and ``pack_gqa`` that it gives.
 
     It takes the place of what was in use before; a file of which nothing can be used leaves
-    nothing in use. Results stay within their bounds, but their last bits may change with the
-    kernel. Misses go to the logger ``flash_cute`` as warnings. Arguments are :func:`load`'s.
+    nothing in use. Results stay within their bounds, but their last bits may change with kernel,
+    ``num_splits`` and ``pack_gqa``. Misses go to the logger ``flash_cute`` as warnings. Arguments
+    are :func:`load`'s.
 
     Example::
 
@@ -110,7 +128,7 @@ def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None 
     loaded = load(path, gpu)
     for miss in loaded.misses:
         _log.warning("calibration not used: %s", miss)
-    lines = "\n".join(f"{bucket} = {kernel}" for bucket, kernel in loaded.kernels.items())
+    lines = "\n".join(f"{bucket} = {choice}" for bucket, choice in loaded.kernels.items())
     torch.ops.flash_cute.set_calibration(lines)
     return loaded
 

@@ -10,19 +10,22 @@ import torch
 from flash_cute import kernels
 from flash_cute.cli.profiled import call_of
 from flash_cute.kernels import Problem
+from flash_cute.tuning.choice import Choice
 from flash_cute.utils.timing import time_calls
 
 
 class Clock(Protocol):
-    """Times kernels; :class:`CudaClock`, or a made-up one in tests."""
+    """Times choices; :class:`CudaClock`, or a made-up one in tests."""
 
-    def measure(self, problem: Problem, ids: Sequence[str], rounds: int) -> dict[str, list[float]]:
-        """Milliseconds of each kernel, ``rounds`` of each, in the order of the rounds."""
+    def measure(
+        self, problem: Problem, choices: Sequence[Choice], rounds: int
+    ) -> dict[Choice, list[float]]:
+        """Milliseconds of each choice, ``rounds`` of each, in the order of the rounds."""
         ...
 
 
 class CudaClock:
-    """CUDA events on the current GPU. In each round every kernel has its turn, in an order that
+    """CUDA events on the current GPU. In each round every choice has its turn, in an order that
     moves on by one, so that clocks and temperature are the same for all.
 
     Raises:
@@ -37,7 +40,9 @@ class CudaClock:
             )
         self.calls = calls  # of a turn: its time is their median
 
-    def measure(self, problem: Problem, ids: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    def measure(
+        self, problem: Problem, choices: Sequence[Choice], rounds: int
+    ) -> dict[Choice, list[float]]:
         check_plain(problem)
         device = torch.device("cuda", torch.cuda.current_device())
         call = call_of(
@@ -48,14 +53,14 @@ class CudaClock:
         )  # fmt: skip
         # A kernel of forward over a cache is taken in place of one of decoding: those stay allowed.
         rest = [kernel.id for kernel in kernels.kernels() if kernel.op == problem.op == "decode"]
-        times: dict[str, list[float]] = {i: [] for i in ids}
+        times: dict[Choice, list[float]] = {choice: [] for choice in choices}
         for turn in range(rounds):
-            start = turn % len(ids)
-            for i in [*ids[start:], *ids[:start]]:
-                allowed = [i] if i.startswith(problem.op) else [i, *rest]
-                with kernels.only(*allowed):
+            start = turn % len(choices)
+            for choice in [*choices[start:], *choices[:start]]:
+                others = [] if choice.kernel.startswith(problem.op) else rest
+                with kernels.only(choice.kernel, *others, **choice.numbers):
                     warmup = 3 if turn == 0 else 1
-                    times[i].append(time_calls(call, self.calls, device, warmup).median)
+                    times[choice].append(time_calls(call, self.calls, device, warmup).median)
         return times
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_cute.kernels import Problem
+from flash_cute.tuning.choice import Choice
 
 LEAST_GAIN = 1.01  # geomean of the speedups, below which nothing is changed
 WORST = 0.98  # speedup of any shape, below which nothing is changed
@@ -15,11 +16,11 @@ WORST = 0.98  # speedup of any shape, below which nothing is changed
 
 @dataclass(frozen=True)
 class Gain:
-    """One shape with the kernel of the library's estimates, and with the calibrated one."""
+    """One shape with the choice of the library's estimates, and with the calibrated one."""
 
     problem: Problem
-    before: str
-    after: str
+    before: Choice
+    after: Choice
     before_ms: float
     after_ms: float
 
@@ -41,9 +42,9 @@ def pays(speedups: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """``rules`` are kernels by bucket; ``gains`` are of shapes that they were not fitted to."""
+    """``rules`` are choices by bucket; ``gains`` are of shapes that they were not fitted to."""
 
-    rules: dict[str, str]
+    rules: dict[str, Choice]
     gains: tuple[Gain, ...]
     measured: int  # problems
     seconds: float  # that tuning took
@@ -63,10 +64,10 @@ class Report:
 
     def __str__(self) -> str:
         """Rules, then a line a shape, then geomeans, in milliseconds."""
-        lines = [f"{bucket} = {kernel}" for bucket, kernel in sorted(self.rules.items())]
+        lines = [f"{bucket} = {self.rules[bucket]}" for bucket in sorted(self.rules)]
         lines = ["rules:", *(lines or ["none"]), "shapes that were not fitted:"]
         for gain in self.gains:
-            same = "same kernel" if gain.after == gain.before else f"{gain.before} -> {gain.after}"
+            same = "same choice" if gain.after == gain.before else f"{gain.before} -> {gain.after}"
             times = f"{gain.before_ms:.4f} -> {gain.after_ms:.4f} ms, {gain.speedup:.3f}x"
             lines.append(f"{gain.problem}: {times}, {same}")
         before = geomean(gain.before_ms for gain in self.gains)

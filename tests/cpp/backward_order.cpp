@@ -59,8 +59,12 @@ BwdProblem draw_problem(Draw& draw, const KernelConfig& config) {
   return p;
 }
 
+DqAccumulate dq_accumulate_of(const KernelConfig& config, const BwdProblem& p) {
+  return dq_accumulate(config, p, needs_l2_throttle(config, p, kGpu));
+}
+
 KeyOrder order_of(const KernelConfig& config, const BwdProblem& p) {
-  return key_order(config, p, cheapest_query_splits(config, p.fwd, kGpu.sms), kGpu);
+  return key_order(config, p, cheapest_query_splits(config, p.fwd, kGpu.sms), dq_accumulate_of(config, p), kGpu);
 }
 
 }  // namespace
@@ -139,7 +143,7 @@ TEST_CASE("sums are serialized if they must be deterministic, and only then") {
   for (int n = 0; n < 2000; ++n) {
     const KernelConfig config = draw_config(draw);
     const BwdProblem p = draw_problem(draw, config);
-    const DqAccumulate order = dq_accumulate(config, p, kGpu);
+    const DqAccumulate order = dq_accumulate_of(config, p);
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK((order == DqAccumulate::Serialized) == p.deterministic);

@@ -2,9 +2,11 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "core/plan.h"
 #include "core/rows.h"
 #include "draw.h"
 
@@ -95,9 +97,9 @@ TEST_CASE("a mask does not cost more") {
     FwdProblem p = draw_problem(draw, config);
     CAPTURE(config.id());
     CAPTURE(p);
-    const double whole = cheapest_splits(config, p, 132).cost;
+    const double whole = cheapest_splits(config, p, pack_gqa(config, p), 132).cost;
     p.band.right = 0;
-    CHECK(0.95 * cheapest_splits(config, p, 132).cost <= whole);
+    CHECK(0.95 * cheapest_splits(config, p, pack_gqa(config, p), 132).cost <= whole);
   }
 }
 
@@ -107,7 +109,7 @@ TEST_CASE("forward's splits have keys, and are Hopper's alone") {
   for (int n = 0; n < 3000; ++n) {
     const KernelConfig config = any_of(draw, Op::Fwd);
     const FwdProblem p = draw_problem(draw, config);
-    const int splits = cheapest_splits(config, p, 132).num_splits;
+    const int splits = cheapest_splits(config, p, pack_gqa(config, p), 132).num_splits;
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK(splits >= 1);
@@ -126,7 +128,7 @@ TEST_CASE("packed sequences are not for clusters") {
     p.varlen.cu_q = p.varlen.cu_k = &somewhere;
     p.total_q = int64_t(p.batch) * p.seqlen_q;
     p.total_k = int64_t(p.batch) * p.seqlen_k;
-    CHECK(std::isinf(cheapest_splits(config, p, 132).cost) == (config.cluster > 1));
+    CHECK(std::isinf(cheapest_splits(config, p, pack_gqa(config, p), 132).cost) == (config.cluster > 1));
   }
 }
 
@@ -149,6 +151,37 @@ TEST_CASE("heads share a tile of queries if they fit and the group is theirs") {
     CHECK(pack_gqa(config, p) == 1);
   }
   CHECK(shared > 100);
+}
+
+TEST_CASE("a plan has what is given if the kernel can do it, else the estimate") {
+  Draw draw;
+  const Device gpu = h100();
+  int split = 0, packed = 0, passed_over = 0;
+  for (int n = 0; n < 3000; ++n) {
+    const KernelConfig config = any_of(draw, Op::Fwd);
+    const FwdProblem p = draw_problem(draw, config);
+    const FwdPlan free = make_plan(config, p, gpu);
+    const FwdGiven given{draw.from(0, 70), draw.of({0, 1, 2, 3, 4, 8})};
+    const FwdPlan plan = make_plan(config, p, gpu, given);
+    CAPTURE(config.id());
+    CAPTURE(p);
+    CAPTURE(given.num_splits);
+    CAPTURE(given.pack_gqa);
+    CHECK(plan.pack_gqa == (may_pack(config, p, given.pack_gqa) ? given.pack_gqa : free.pack_gqa));
+    CHECK(free.pack_gqa % plan.pack_gqa == 0);
+    const int most = most_splits(config, p, plan.pack_gqa, gpu.sms);
+    CHECK(cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits <= most);
+    const bool can = given.num_splits >= 1 && given.num_splits <= most;
+    CHECK(plan.num_splits == (can ? given.num_splits : cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits));
+    CHECK((most == 1 || config.arch == Arch::Sm90));
+    CHECK((most - 1) * config.block_n < std::max(1, p.seqlen_k));
+    split += can && given.num_splits > 1;
+    packed += plan.pack_gqa < free.pack_gqa;
+    passed_over += !can && given.num_splits > 0;
+  }
+  CHECK(split > 10);
+  CHECK(packed > 10);
+  CHECK(passed_over > 10);
 }
 
 TEST_CASE("the first row that fits, or the cheapest of its alternatives, is preferred") {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import checks
@@ -9,6 +10,7 @@ import pytest
 import torch
 from planned import plan
 
+from flash_cute import kernels
 from flash_cute.testing import bounds, memory
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
 
@@ -97,6 +99,75 @@ def test_heads_that_share_tiles_of_sequences_end_to_end(cuda, is_causal):
 def test_heads_that_share_tiles_write_the_outputs_only(cuda, seqlen_q):
     case = Case(batch=2, heads=8, heads_k=2, seqlen_q=seqlen_q, seqlen_k=9_000, dim=128, dtype=BF16)
     check_outputs_only(make_inputs(case, cuda))
+
+
+GIVEN = {
+    "one query": Case(batch=1, heads=16, heads_k=2, seqlen_q=1, seqlen_k=1000, dim=128, dtype=BF16),
+    "few queries": Case(heads=8, seqlen_q=17, seqlen_k=900, heads_k=2, dtype=BF16, is_causal=True),
+    "a tile": Case(heads=4, heads_k=2, seqlen_q=64, seqlen_k=2000, dim=96, dtype=torch.float16),
+    "two tiles": Case(batch=1, heads=6, seqlen_q=130, seqlen_k=777, dim=192, dim_v=128, dtype=BF16),
+    "window": Case(
+        heads=8, heads_k=1, seqlen_q=15, seqlen_k=1500, dim=256, dtype=BF16, window=(700, 0)
+    ),
+    "rules": Case(
+        heads=16, heads_k=4, seqlen_q=9, seqlen_k=800, dtype=BF16, softcap=5.0, alibi="batch",
+        sink=True, is_causal=True,
+    ),
+    "sequences": VarlenCase(
+        heads=8, heads_k=2, lengths_q=(17, 0, 32, 1, 9), lengths_k=(3000, 300, 5, 0, 100), dim=128,
+        dtype=BF16, is_causal=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_parts_and_heads_that_are_given(cuda, name):
+    """All numbers that a kernel for Hopper can have, also those that are never estimated."""
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    case = GIVEN[name]
+    inputs = make_inputs(case, cuda)
+    oracle = bounds.forward_oracle(inputs)
+    options = {
+        "causal": case.is_causal, "window_size": case.window,
+        "softcap": case.softcap > 0, "alibi": bool(case.alibi),
+    }  # fmt: skip
+    if inputs.lengths:
+        options |= {"varlen": True, "total_q": len(inputs.q), "total_k": len(inputs.k)}
+        options |= {"seqlen_q": max(case.lengths_q), "seqlen_k": max(case.lengths_k)}
+        options |= {"batch": len(case.lengths_q)}
+    else:
+        options |= {"seqlen_q": case.seqlen_q, "seqlen_k": case.seqlen_k, "batch": case.batch}
+    problem = kernels.Problem(
+        "fwd", case.dtype, heads=case.heads, heads_k=case.heads_k, head_dim=case.dim,
+        head_dim_v=case.dim_v, **options,
+    )  # fmt: skip
+    verdicts = kernels.explain(problem)
+    seen = set()
+    for kernel in [x.id for x in verdicts if x.verdict != "refused" and "_sm90_" in x.id]:
+        for num_splits, pack_gqa in itertools.product((1, 2, 3, 5, 8, 13, 64), (1, 2, 4, 8)):
+            with kernels.only(kernel, num_splits=num_splits, pack_gqa=pack_gqa):
+                try:
+                    planned = kernels.plan(problem)
+                except RuntimeError:  # it cannot have these
+                    with pytest.raises(RuntimeError, match="and it takes"):
+                        inputs.forward()
+                    continue
+                assert planned.kernel.id == kernel
+                assert (planned.num_splits, planned.pack_gqa) == (num_splits, pack_gqa)
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                out, lse, _, _ = inputs.forward()
+                peak = torch.cuda.max_memory_allocated() - before
+                again = inputs.forward()
+            bounds.check_forward(out, lse, oracle)
+            bounds.check_same_bits("out of a second call", again[0], out)
+            bounds.check_same_bits("softmax_lse of a second call", again[1], lse)
+            assert peak >= planned.workspace_bytes
+            seen.add((num_splits, pack_gqa))
+    assert {1, 2, 3} <= {num_splits for num_splits, _ in seen}
+    grouped = case.heads_k is not None and name != "two tiles"
+    assert ({1, 2} if grouped else {1}) <= {pack_gqa for _, pack_gqa in seen}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

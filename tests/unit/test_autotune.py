@@ -15,7 +15,7 @@ from flash_cute import kernels
 from flash_cute.cli import app as cli
 from flash_cute.cli import tune
 from flash_cute.kernels import GPUS, Problem
-from flash_cute.tuning import Gain, Report, calibration, rules
+from flash_cute.tuning import Choice, Gain, Report, calibration, rules
 from flash_cute.tuning.clock import CudaClock, check_plain
 
 SHAPES = [
@@ -32,7 +32,7 @@ def without_calibration():
 
 
 class MadeUpClock:
-    """``cost(problem, id)`` in milliseconds, with noise of some per mille, and calls counted."""
+    """``cost(problem, choice)`` in milliseconds, with noise of some per mille; it counts calls."""
 
     def __init__(self, cost, noise=0.002):
         self.cost, self.noise, self.calls, self.random = cost, noise, [], random.Random()
@@ -40,14 +40,14 @@ class MadeUpClock:
     def noisy(self):
         return self.random.uniform(1, 1 + self.noise)
 
-    def measure(self, problem, ids, rounds):
-        self.calls.append((problem, tuple(ids), rounds))
+    def measure(self, problem, choices, rounds):
+        self.calls.append((problem, tuple(choices), rounds))
         return {
-            i: [
-                self.cost(problem, i) * self.random.uniform(1, 1 + self.noise)
+            choice: [
+                self.cost(problem, choice) * self.random.uniform(1, 1 + self.noise)
                 for _ in range(rounds)
             ]
-            for i in ids
+            for choice in choices
         }
 
 
@@ -66,10 +66,10 @@ WINNER = others(SHAPES[0])[0]
 def cost_with(factor, applies=lambda problem: True, winner=WINNER):
     """The winner takes `factor` of the default's time where it applies; all others three times."""
 
-    def cost(problem, i):
-        if i == winner and default_of(problem) != winner:
+    def cost(problem, choice):
+        if choice.kernel == winner and default_of(problem) != winner:
             return factor if applies(problem) else 1.0
-        return 1.0 if i == default_of(problem) else 3.0
+        return 1.0 if choice.kernel == default_of(problem) else 3.0
 
     return cost
 
@@ -82,8 +82,8 @@ def tuned(tmp_path, cost, shapes=SHAPES, **options):
 
 def test_a_kernel_that_is_faster_is_written_and_used(tmp_path):
     report, path = tuned(tmp_path, cost_with(0.8))
-    changed = [x for x in report.gains if x.before != WINNER]
-    assert changed and {x.after for x in changed} == {WINNER}
+    changed = [x for x in report.gains if x.before != Choice(WINNER)]
+    assert changed and {x.after for x in changed} == {Choice(WINNER)}
     assert all(1.24 < x.speedup < 1.26 for x in changed)
     assert report.pays and report.path == path
     for shape in SHAPES:
@@ -134,9 +134,9 @@ def test_a_gain_that_other_shapes_do_not_have_is_no_rule(tmp_path):
 
 
 def test_a_loss_on_shapes_never_seen_writes_nothing(tmp_path):
-    def cost(problem, i):
+    def cost(problem, choice):
         is_late = problem.seqlen_q in (1472, 2944, 5888)  # of the report alone
-        return cost_with(1.05 if is_late else 0.8)(problem, i)
+        return cost_with(1.05 if is_late else 0.8)(problem, choice)
 
     report, path = tuned(tmp_path, cost)
     assert report.rules and report.worst < 0.98
@@ -146,8 +146,8 @@ def test_a_loss_on_shapes_never_seen_writes_nothing(tmp_path):
 def test_a_rule_for_a_part_of_the_calls_keeps_to_it(tmp_path):
     """Calls of batch 4 gain, those of batch 1 lose: the buckets of the first alone get a rule."""
 
-    def cost(problem, i):
-        return cost_with(0.8 if problem.batch == 4 else 1.2)(problem, i)
+    def cost(problem, choice):
+        return cost_with(0.8 if problem.batch == 4 else 1.2)(problem, choice)
 
     report, _ = tuned(tmp_path, cost)
     assert report.rules and all(" | " in bucket for bucket in report.rules)
@@ -173,23 +173,121 @@ def test_decoding(tmp_path):
     ]
     winner = others(shapes[0])[0]
     report, _ = tuned(tmp_path, cost_with(0.7, winner=winner), shapes)
-    assert set(report.rules.values()) == {winner}
+    assert set(report.rules.values()) == {Choice(winner)}
+
+
+FEW_QUERIES = [
+    Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=n, causal=True) for n in (4096, 8192)
+]
+
+
+def measured_of(problem, tmp_path):
+    clock = MadeUpClock(lambda problem, choice: 1.0)
+    flash_cute.autotune([problem], clock=clock, gpu="h100", path=tmp_path / "x.json")
+    (choices,) = [choices for shape, choices, _ in clock.calls if shape == problem]
+    assert len(set(choices)) == len(choices)
+    return choices
+
+
+def test_parts_and_shared_tiles_are_measured_where_tiles_are_few(tmp_path):
+    """Of the usual kernel and its alternatives, each plan once: the estimates are the kernel's."""
+    problem = FEW_QUERIES[1]
+    default, free = default_of(problem), kernels.plan(problem, "h100")
+    choices = measured_of(problem, tmp_path)
+    assert {x.kernel for x in choices} == {default, *others(problem)}
+    of_default = [x.numbers for x in choices if x.kernel == default]
+    splits = [x["num_splits"] for x in of_default if "num_splits" in x]
+    heads = [x["pack_gqa"] for x in of_default if "pack_gqa" in x]
+    assert splits == [n for n in (1, 2, 4, 8, 16, 32) if n != free.num_splits]
+    assert heads == [1, 2] and free.pack_gqa == 4
+    assert of_default[0] == {} and len(of_default) == 1 + len(splits) + len(heads)
+    assert {x.kernel.split("_m")[0] for x in choices if x.numbers} == {default.split("_m")[0]}
+    plans = []
+    for choice in choices:
+        with kernels.only(choice.kernel, **choice.numbers):
+            plans.append(kernels.plan(problem, "h100"))
+    assert len(set(plans)) == len(plans)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(SHAPES[0], batch=64),
+        replace(FEW_QUERIES[0], op="bwd", head_dim=64),
+        replace(FEW_QUERIES[0], op="decode"),
+        replace(FEW_QUERIES[0], dtype=torch.float32),
+    ],
+)
+def test_elsewhere_kernels_alone_are_measured(problem, tmp_path):
+    assert all(choice.numbers == {} for choice in measured_of(problem, tmp_path))
+
+
+@pytest.mark.parametrize("numbers", [{"num_splits": 2}, {"pack_gqa": 1}])
+def test_numbers_that_are_faster_are_written_and_used(numbers, tmp_path):
+    def cost(problem, choice):
+        return 0.8 if choice == Choice(default_of(problem), **numbers) else 1.0
+
+    report, path = tuned(tmp_path, cost, FEW_QUERIES)
+    default = default_of(FEW_QUERIES[0])
+    assert list(report.rules.values()) == [Choice(default, **numbers)]
+    ((name, number),) = numbers.items()
+    assert f"= {default} {name}={number}" in str(report)
+    assert f"{default} -> {default} {name}={number}" in str(report)
+    for shape in FEW_QUERIES:
+        assert getattr(kernels.plan(shape, "h100"), name) != number
+    assert kernels.use_calibration(path).kernels == report.rules
+    for shape in FEW_QUERIES:
+        assert getattr(kernels.plan(shape, "h100"), name) == number
+
+
+def test_estimates_that_are_the_fastest_are_no_rule(tmp_path):
+    """Whatever differs from them is slower."""
+    report, path = tuned(tmp_path, lambda _, x: 1.1 if x.numbers else 1.0, FEW_QUERIES)
+    assert report.rules == {} and not path.exists()
+
+
+@pytest.mark.parametrize(("factor", "numbers"), [(0.795, {}), (0.7, {"num_splits": 4})])
+def test_numbers_have_to_gain_over_the_estimates_of_their_kernel(factor, numbers, tmp_path):
+    winner = others(FEW_QUERIES[0])[0]
+
+    def cost(problem, choice):
+        if choice == Choice(winner, num_splits=4):
+            return factor
+        return 0.8 if choice.kernel == winner else 1.0
+
+    report, _ = tuned(tmp_path, cost, FEW_QUERIES)
+    assert set(report.rules.values()) == {Choice(winner, **numbers)}
+
+
+def test_a_limit_around_it_changes_nothing(tmp_path):
+    cost = cost_with(0.8)
+    free, path = tuned(tmp_path, cost)
+    path.unlink()
+    with kernels.only(others(SHAPES[0])[1], num_splits=2):
+        limited, _ = tuned(tmp_path, cost)
+        assert kernels.plan(SHAPES[0], "h100").num_splits == 2
+    assert limited.rules == free.rules
+    assert [x.after for x in limited.gains] == [x.after for x in free.gains]
 
 
 def test_rules_as_the_library_applies_them():
     problem = SHAPES[0]
     bucket = kernels.bucket(problem, "h100")
-    known = {"fwd_a": 2.0, "fwd_b": 1.0}
-    measured = rules.Measured(problem, bucket, "fwd_a", known)
-    assert rules.apply({}, measured).after == "fwd_a"
-    assert rules.apply({measured.coarse: "fwd_b"}, measured).speedup == 2.0
-    finer = {measured.coarse: "fwd_b", bucket: "fwd_a"}
-    assert rules.apply(finer, measured).after == "fwd_a"
-    assert rules.apply({bucket: "fwd_c"}, measured).after == "fwd_a"
+    a, b, c = map(Choice, ("fwd_a", "fwd_b", "fwd_c"))
+    measured = rules.Measured(problem, bucket, a, {a: 2.0, b: 1.0, replace(b, num_splits=2): 0.5})
+    assert rules.apply({}, measured).after == a
+    assert rules.apply({measured.coarse: b}, measured).speedup == 2.0
+    finer = {measured.coarse: b, bucket: a}
+    assert rules.apply(finer, measured).after == a
+    assert rules.apply({bucket: c}, measured).after == a
+    assert rules.apply({bucket: replace(b, num_splits=2)}, measured).speedup == 4.0
+    assert rules.apply({bucket: replace(b, num_splits=4)}, measured).after == b
+    assert rules.apply({bucket: replace(c, num_splits=2)}, measured).after == a
 
 
 def test_geomean_and_worst():
-    gains = [Gain(SHAPES[0], "a", "b", 2.0, 1.0), Gain(SHAPES[1], "a", "b", 0.97, 1.0)]
+    a, b = Choice("a"), Choice("b")
+    gains = [Gain(SHAPES[0], a, b, 2.0, 1.0), Gain(SHAPES[1], a, b, 0.97, 1.0)]
     report = Report({}, tuple(gains), 2, 0.0, None)
     assert report.geomean == pytest.approx((2 * 0.97) ** 0.5)
     assert report.worst == 0.97 and not report.pays
@@ -256,7 +354,8 @@ def test_show(tmp_path):
     found = json.loads(result.output)
     assert found["file"] == str(path)
     if not kernels.can_use_cuda():
-        assert found["kernels"] == report.rules and found["misses"] == []
+        rules_as_text = {bucket: str(choice) for bucket, choice in report.rules.items()}
+        assert found["kernels"] == rules_as_text and found["misses"] == []
     path.write_text("{")
     found = json.loads(CliRunner().invoke(cli.app, ["tune", "--show", "--path", str(path)]).output)
     assert found["kernels"] == {} and "Expecting property name" in found["misses"][0]["reason"]
@@ -305,9 +404,11 @@ def test_a_call_runs_the_calibrated_kernel(cuda):
 
 def test_the_clock_times_every_kernel(cuda):
     problem = Problem(batch=1, heads=2, seqlen_q=256, head_dim=64)
-    ids = [x.id for x in kernels.explain(problem) if x.verdict != "refused"]
-    times = CudaClock(calls=2).measure(problem, ids, 3)
-    assert list(times) == ids
+    choices = [Choice(x.id) for x in kernels.explain(problem) if x.verdict != "refused"]
+    if torch.cuda.get_device_capability(cuda) == (9, 0):
+        choices.append(Choice(kernels.plan(problem).kernel.id, num_splits=2))
+    times = CudaClock(calls=2).measure(problem, choices, 3)
+    assert list(times) == choices
     assert all(len(x) == 3 and min(x) > 0 for x in times.values())
 
 

@@ -6,17 +6,18 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
 
 from flash_cute import kernels
 from flash_cute.kernels import GPUS, Problem
-from flash_cute.tuning import calibration
+from flash_cute.tuning import Choice, calibration
 
 PROBLEM = Problem(batch=4, heads=32, heads_k=8, seqlen_q=4096, causal=True)
 H100 = GPUS["h100"]
@@ -162,19 +163,85 @@ def test_decoding_that_was_measured_is_preferred_to_forward():
     assert kernels.plan(problem, "h100").kernel.id == kernel
 
 
-@pytest.mark.parametrize("lines", ["a bucket", "a bucket = no_kernel"])
-def test_a_bad_line_changes_nothing(lines):
+FEW_QUERIES = Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=8192)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3, 8])
+@pytest.mark.parametrize("pack_gqa", [None, 1, 2, 4])
+def test_a_plan_takes_the_calibrated_numbers(num_splits, pack_gqa):
+    bucket = kernels.bucket(FEW_QUERIES, "h100")
+    packing = [i for i in fitting(FEW_QUERIES) if i.endswith("_m128_n128_s2_w8_c1_x1")]
+    assert len(packing) == 2
+    for kernel in packing:
+        choice = Choice(kernel, num_splits, pack_gqa)
+        use((bucket, choice))
+        measured = kernels.plan(FEW_QUERIES, "h100")
+        use()
+        assert measured.kernel.id == kernel and choice.numbers.items() <= vars(measured).items()
+        if choice.numbers:
+            with kernels.only(kernel, **choice.numbers):
+                assert measured == kernels.plan(FEW_QUERIES, "h100")
+
+
+def test_numbers_that_a_call_cannot_have_are_passed_over():
+    bucket, free = kernels.bucket(FEW_QUERIES, "h100"), kernels.plan(FEW_QUERIES, "h100")
+    for choice in (
+        Choice(free.kernel.id, num_splits=64),  # more than fill two waves
+        Choice(free.kernel.id, pack_gqa=3),
+        Choice(free.kernel.id, pack_gqa=8),
+        Choice(free.kernel.id, 1000, 16),
+    ):
+        use((bucket, choice))
+        assert kernels.plan(FEW_QUERIES, "h100") == free
+    use((bucket, Choice(free.kernel.id, 2, 3)))
+    plan = kernels.plan(FEW_QUERIES, "h100")
+    assert (plan.num_splits, plan.pack_gqa) == (2, free.pack_gqa)
+
+
+def test_calibrated_numbers_are_those_of_their_kernel():
+    bucket, free = kernels.bucket(FEW_QUERIES, "h100"), kernels.plan(FEW_QUERIES, "h100")
+    kernel = others(FEW_QUERIES)[0]
+    use((bucket, Choice(kernel, num_splits=2)))
+    with kernels.only(free.kernel.id):
+        assert kernels.plan(FEW_QUERIES, "h100") == free
+    with kernels.only(kernel):
+        assert kernels.plan(FEW_QUERIES, "h100").num_splits == 2
+
+
+def test_numbers_of_a_limit_come_before_the_calibration():
+    bucket, free = kernels.bucket(FEW_QUERIES, "h100"), kernels.plan(FEW_QUERIES, "h100")
+    use((bucket, Choice(free.kernel.id, 2, 1)))
+    with kernels.only(num_splits=3):
+        plan = kernels.plan(FEW_QUERIES, "h100")
+    assert (plan.num_splits, plan.pack_gqa) == (3, free.pack_gqa)
+
+
+BAD_LINES = {
+    "a bucket": "a bucket",
+    "no kernel": "a bucket = no_kernel",
+    "nothing": "a bucket = ",
+    "below 1": "a bucket = {fwd} num_splits=0",
+    "no number": "a bucket = {fwd} pack_gqa=two",
+    "too large": "a bucket = {fwd} pack_gqa=99999999999",
+    "no name": "a bucket = {fwd} 2",
+    "another name": "a bucket = {fwd} order=2",
+    "backward": "a bucket = bwd_sm80_bf16_plain_d64x64_m64_n128_s2_w4_c2 num_splits=2",
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_changes_nothing(name):
     kernel = others(PROBLEM)[0]
     use((kernels.bucket(PROBLEM, "h100"), kernel))
-    with pytest.raises((RuntimeError, ValueError), match=r"a bucket|no_kernel"):
-        torch.ops.flash_cute.set_calibration(lines)
+    with pytest.raises((RuntimeError, ValueError), match=r"a bucket|kernel|num_splits"):
+        torch.ops.flash_cute.set_calibration(BAD_LINES[name].format(fwd=kernel))
     assert kernels.plan(PROBLEM, "h100").kernel.id == kernel
 
 
 def stored(path, gpu=H100):
     rules = {kernels.bucket(PROBLEM, gpu): {"kernel": others(PROBLEM)[0]}}
     calibration.store(gpu, rules, path)
-    return {bucket: entry["kernel"] for bucket, entry in rules.items()}
+    return {bucket: Choice(entry["kernel"]) for bucket, entry in rules.items()}
 
 
 def test_a_file_is_used_from_then_on(tmp_path):
@@ -184,7 +251,7 @@ def test_a_file_is_used_from_then_on(tmp_path):
     assert calibration.load(path) == calibration.Loaded(rules)
     assert kernels.plan(PROBLEM, "h100").kernel.id == planned
     assert kernels.use_calibration(path) == calibration.Loaded(rules)
-    assert [kernels.plan(PROBLEM, "h100").kernel.id] == list(rules.values())
+    assert [Choice(kernels.plan(PROBLEM, "h100").kernel.id)] == list(rules.values())
     calibration.stop_using()
     assert kernels.plan(PROBLEM, "h100").kernel.id == planned
 
@@ -241,6 +308,42 @@ def test_an_unknown_kernel_is_a_miss(tmp_path):
     assert loaded.misses == (calibration.Miss("a", "no_kernel is no kernel's id"),)
 
 
+def test_numbers_are_stored_and_used(tmp_path):
+    path, free = tmp_path / "calibration.json", kernels.plan(FEW_QUERIES, "h100")
+    choice = Choice(free.kernel.id, num_splits=2)
+    assert choice.entry == {"kernel": free.kernel.id, "num_splits": 2}
+    calibration.store(H100, {kernels.bucket(FEW_QUERIES, "h100"): choice.entry}, path)
+    (used,) = kernels.use_calibration(path).kernels.values()
+    assert used == choice and str(used) == f"{free.kernel.id} num_splits=2"
+    assert kernels.plan(FEW_QUERIES, "h100").num_splits == 2 != free.num_splits
+
+
+NONSENSE = {
+    "none": ({"num_splits": 0}, "num_splits is 0; expected a whole number"),
+    "text": ({"pack_gqa": "2"}, "pack_gqa is '2'; expected a whole number"),
+    "flag": ({"pack_gqa": True}, "pack_gqa is True; expected a whole number"),
+    "fraction": ({"num_splits": 2.0}, "num_splits is 2.0; expected a whole number"),
+    "too large": ({"num_splits": 2**31}, "num_splits is 2147483648; expected a whole number"),
+    "list": ({"num_splits": [2]}, r"num_splits is \[2\]; expected a whole number"),
+    "older kernel": (
+        {"kernel": next(x.id for x in kernels.kernels() if x.arch == 80), "num_splits": 2},
+        "those of Hopper's forward, not of fwd_sm80",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_numbers_that_no_call_can_have_are_a_miss(name, tmp_path):
+    entry, reason = NONSENSE[name]
+    path, free = tmp_path / "calibration.json", kernels.plan(FEW_QUERIES, "h100")
+    bucket = kernels.bucket(FEW_QUERIES, "h100")
+    calibration.store(H100, {bucket: {"kernel": free.kernel.id, **entry}}, path)
+    loaded = kernels.use_calibration(path)
+    assert loaded.kernels == {} and [miss.what for miss in loaded.misses] == [bucket]
+    assert re.search(reason, loaded.misses[0].reason)
+    assert kernels.plan(FEW_QUERIES, "h100") == free
+
+
 def write(path, writer):
     for i in range(5):
         calibration.store(H100, {f"{writer} {i}": {"kernel": fitting(PROBLEM)[0]}}, path)
@@ -270,7 +373,7 @@ print(kernels.plan(problem, "h100").kernel.id)
 @pytest.mark.parametrize("named", [False, True])
 def test_the_variable_is_read_at_import(named, tmp_path):
     path = tmp_path / "calibration.json"
-    (kernel,) = stored(path).values()
+    ((kernel, _, _),) = map(astuple, stored(path).values())
     environment = {x: y for x, y in os.environ.items() if x != "FLASH_CUTE_CALIBRATION"}
     environment |= {"FLASH_CUTE_CALIBRATION": str(path)} if named else {"HOME": str(tmp_path)}
     ended = subprocess.run(

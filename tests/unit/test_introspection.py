@@ -202,6 +202,109 @@ def test_a_limit_holds_for_the_backward_of_its_calls(monkeypatch):
     assert ids and calls == 2 * [ids, ""]
 
 
+FEW_QUERIES = k.Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=8192)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 33, 64])
+@pytest.mark.parametrize("pack_gqa", [1, 2, 4])
+def test_parts_and_shared_tiles_may_be_given(num_splits, pack_gqa):
+    """The memory of parts is that of the number given, and the other estimates follow it."""
+    free = k.plan(FEW_QUERIES, "h100")
+    assert free.pack_gqa == 4 and free.num_splits > 1
+    most = -(-2 * 132 // (32 // pack_gqa))  # which fill two waves
+    with k.only(free.kernel.id, num_splits=num_splits, pack_gqa=pack_gqa):
+        if num_splits > most:
+            with pytest.raises(RuntimeError, match=f"num_splits is {num_splits}, .* up to {most} "):
+                k.plan(FEW_QUERIES, "h100")
+            return
+        plan = k.plan(FEW_QUERIES, "h100")
+    assert (plan.kernel, plan.num_splits, plan.pack_gqa) == (free.kernel, num_splits, pack_gqa)
+    rows = 0 if num_splits == 1 else num_splits * 32 * 16
+    assert plan.workspace_bytes == 4 * rows * (128 + 1)
+    with k.only(pack_gqa=pack_gqa):
+        assert k.plan(FEW_QUERIES, "h100").pack_gqa == pack_gqa
+
+
+def test_the_estimate_given_is_the_plan():
+    free = k.plan(FEW_QUERIES, "h100")
+    with k.only(free.kernel.id, num_splits=free.num_splits, pack_gqa=free.pack_gqa):
+        assert k.plan(FEW_QUERIES, "h100") == free
+
+
+CANNOT = {
+    "groups": (FEW_QUERIES, "pack_gqa", 3, "powers of two up to 4"),
+    "many queries": (replace(FEW_QUERIES, seqlen_q=65), "pack_gqa", 2, "powers of two up to 1"),
+    "dropout": (replace(FEW_QUERIES, dropout=True), "pack_gqa", 2, "powers of two up to 1"),
+    "few keys": (replace(FEW_QUERIES, seqlen_k=60), "num_splits", 2, "up to 1"),
+    "many tiles": (A_CALL, "num_splits", 2, "up to 1"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_no_kernel_can_is_refused(name):
+    problem, asked, number, most = CANNOT[name]
+    fitting = [row.id for row in k.explain(problem, "h100") if row.verdict != "refused"]
+    with k.only(**{asked: number}):
+        with pytest.raises(RuntimeError, match="no kernel for this call") as error:
+            k.plan(problem, "h100")
+        reasons = {row.id: row.reason for row in k.explain(problem, "h100")}
+    assert f"{asked} is {number}, and it takes {most} for this call" in str(error.value)
+    assert all(reasons[id].startswith(f"{asked} is {number}, ") for id in fitting)
+
+
+def test_older_gpus_have_neither():
+    with k.only(num_splits=1, pack_gqa=1):
+        assert k.plan(FEW_QUERIES, "a100").kernel.arch == 80
+    for given in ({"num_splits": 2}, {"pack_gqa": 2}):
+        with k.only(**given), pytest.raises(RuntimeError, match=r"is 2, and it takes .*up to 1"):
+            k.plan(FEW_QUERIES, "a100")
+
+
+def test_a_limit_inside_of_another_keeps_what_it_does_not_name():
+    free = k.plan(FEW_QUERIES, "h100")
+    rows = k.explain(FEW_QUERIES, "h100")
+    other = next(x.id for x in rows if x.verdict == "fits" and "_sm90_" in x.id)
+    with k.only(other, num_splits=2):
+        with k.only(num_splits=3):
+            assert k.plan(FEW_QUERIES, "h100").kernel.id == other
+            assert k.plan(FEW_QUERIES, "h100").num_splits == 3
+        with k.only(free.kernel.id, pack_gqa=2):
+            plan = k.plan(FEW_QUERIES, "h100")
+            assert (plan.kernel.id, plan.num_splits, plan.pack_gqa) == (free.kernel.id, 2, 2)
+        assert k.plan(FEW_QUERIES, "h100").num_splits == 2
+    assert k.plan(FEW_QUERIES, "h100") == free and limits.current() == ""
+
+
+@pytest.mark.parametrize("name", ["num_splits", "pack_gqa"])
+@pytest.mark.parametrize("number", [0, -1, True, 2.0, "2", 2**31])
+def test_numbers_that_are_none(name, number):
+    with pytest.raises(ValueError, match=f"{name} is {number!r}"), k.only(**{name: number}):
+        pass
+
+
+@pytest.mark.parametrize("line", ["num_splits=0", "num_splits=", "pack_gqa=2x", "splits=2", "="])
+def test_a_bad_limit_changes_nothing(line):
+    with k.only(num_splits=2):
+        with pytest.raises((RuntimeError, ValueError), match="expected num_splits=N or pack_gqa=N"):
+            ops.limit_kernels(line)
+        assert k.plan(FEW_QUERIES, "h100").num_splits == 2
+
+
+def test_backward_and_decoding_cut_their_work_as_always():
+    for problem in (replace(A_CALL, op="bwd"), replace(FEW_QUERIES, op="decode", seqlen_q=1)):
+        free = k.plan(problem, "h100")
+        with k.only(num_splits=2, pack_gqa=2):
+            assert k.plan(problem, "h100") == free
+
+
+def test_a_forward_over_a_cache_has_what_is_asked_for():
+    chunk = k.Problem("decode", heads=32, heads_k=8, seqlen_q=100, seqlen_k=8192)
+    assert k.plan(chunk, "h100").kernel.op == "fwd"
+    with k.only(num_splits=3):
+        plan = k.plan(chunk, "h100")
+    assert plan.kernel.op == "fwd" and plan.num_splits == 3
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -36,6 +36,29 @@ def problems(draw: st.DrawFn) -> k.Problem:
     )  # fmt: skip
 
 
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    problems().filter(lambda problem: problem.op == "fwd"),
+    st.integers(1, 70), st.integers(1, 9), st.sampled_from(["h100", "a100"]),
+)  # fmt: skip
+def test_a_plan_of_forward_has_what_is_asked_for(problem, num_splits, pack_gqa, gpu):
+    try:
+        free = k.plan(problem, gpu)
+    except RuntimeError:
+        return
+    for asked in ({"num_splits": num_splits}, {"pack_gqa": pack_gqa}, {"num_splits": 1}):
+        with k.only(free.kernel.id, **asked):
+            try:
+                plan = k.plan(problem, gpu)
+            except RuntimeError as error:
+                ((name, number),) = asked.items()
+                assert number > 1
+                assert f"{free.kernel.id}: {name} is {number}, and it takes" in str(error)
+                continue
+        assert {name: getattr(plan, name) for name in asked} == asked
+        assert plan.pack_gqa <= free.pack_gqa and free.pack_gqa % plan.pack_gqa == 0
+
+
 @settings(max_examples=500, deadline=None, database=None)
 @given(problems(), st.sampled_from(["h100", "h100", *k.GPUS]))
 def test_a_problem_is_planned_or_refused_with_a_reason(problem, gpu):
