@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_cute import flash_attn_varlen_func
@@ -49,6 +50,8 @@ def ways(candidates: Mapping[str, Candidate], x: Inputs) -> dict[str, Work]:
         with_grad = ours.forward(CASE, replace(x, **leaves))
         works[f"{OURS} with grad"] = with_grad
         works[f"{OURS} backward"] = through_autograd(with_grad, [*leaves.values()], x.dout)
+        nothing = Work(partial(Nothing.apply, *leaves.values()), lambda out: (out,))
+        works["empty backward"] = through_autograd(nothing, [*leaves.values()], x.dout)
         works[f"{OURS} varlen"] = varlen(x)
         for feature in _CACHED:
             name = f"{OURS} kvcache {feature}".rstrip()
@@ -66,6 +69,19 @@ def beside(name: str) -> str:
     if name.endswith("SDPA"):
         return OURS
     return "fa3 lengths" if "varlen" in name or "kvcache" in name else "fa3"
+
+
+class Nothing(torch.autograd.Function):
+    """A function of q, k and v that computes nothing: what autograd itself costs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return ctx.saved_tensors
 
 
 def through_autograd(forward: Work, leaves: list[torch.Tensor], dout: torch.Tensor) -> Work:
