@@ -5,10 +5,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <utility>
 
 #include "api/tensors.h"
+#include "core/problem.h"
 
 namespace flash_cute {
 
@@ -44,7 +46,7 @@ struct Score {
   std::optional<double> softmax_scale;
   bool is_causal;
   int64_t window_size_left, window_size_right;
-  double softcap;
+  ElementRule element;
   std::optional<View> alibi_slopes;  // [h] or [b, h]
   std::optional<View> sink;          // [h]
   double dropout_p;
@@ -74,12 +76,21 @@ struct BwdArguments {
   bool deterministic;
 };
 
+// Every op with scores has these arguments, in this place.
+inline ElementRule take_element_rule(Stack& in) {
+  const double softcap = in.take<double>();
+  const ElementRule rule{.softcap = static_cast<float>(softcap)};
+  FC_CHECK(softcap == 0 || (rule.softcap > 0 && std::isfinite(rule.softcap)), "softcap is ", softcap,
+           "; expected 0, or a number that fp32 holds");
+  return rule;
+}
+
 inline Score take_score(Stack& in) {
   return {in.take<std::optional<double>>(),
           in.take<bool>(),
           in.take<int64_t>(),
           in.take<int64_t>(),
-          in.take<double>(),
+          take_element_rule(in),
           in.optional_view(),
           in.optional_view(),
           in.take<double>(),

@@ -49,9 +49,7 @@ int drop_below_of(double dropout_p) {
 
 ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
   ScoreRules rules;
-  rules.softcap = static_cast<float>(score.softcap);
-  FC_CHECK(score.softcap == 0 || (rules.softcap > 0 && std::isfinite(rules.softcap)), "softcap is ", score.softcap,
-           "; expected 0, or a number that fp32 holds");
+  rules.element = score.element;
   if (score.alibi_slopes) {
     const View& slopes = *score.alibi_slopes;
     check_device(slopes, q, "alibi_slopes");

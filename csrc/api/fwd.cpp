@@ -83,7 +83,7 @@ void into(StableIValue* stack, bool varlen) {
 }  // namespace
 
 void run_forward(FwdProblem p, const View& q, const View& v) {
-  if (p.row_max.ptr != nullptr && p.rules.softcap > 0) {
+  if (p.row_max.ptr != nullptr && p.rules.element.on()) {
     run_for_row_max(p, q, v);
     p.row_max = {};
   }

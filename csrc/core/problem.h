@@ -38,9 +38,16 @@ struct Varlen {
   const int* used_k = nullptr;  // [batch], may be null
 };
 
+// What becomes of each score alone. ScoreMod, in kernels/common/score_mod.h, is its arithmetic.
+struct ElementRule {
+  float softcap = 0.f;  // scores become softcap * tanh(score / softcap); 0: off
+
+  constexpr bool on() const { return softcap > 0.f; }
+};
+
 // Score rules of the Rich tier, beside the scale and the band.
 struct ScoreRules {
-  float softcap = 0.f;              // scores become softcap * tanh(score / softcap); 0: off
+  ElementRule element;
   const float* alibi = nullptr;     // slope of head h of sequence b, at b * alibi_batch + h; null: off
   int64_t alibi_batch = 0;
   const int64_t* rng = nullptr;     // {seed, offset} of dropout; null: off
@@ -95,8 +102,7 @@ struct FwdProblem {
 
   // The cheapest tier that can do it. A negative scale turns maxima into minima, which only Rich handles.
   Tier tier() const {
-    const bool plain =
-        rules.softcap == 0.f && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
+    const bool plain = !rules.element.on() && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
     return plain ? Tier::Plain : Tier::Rich;
   }
 };

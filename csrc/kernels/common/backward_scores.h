@@ -89,17 +89,18 @@ class ScoreGradients {
   CUTE_DEVICE void ruled(Scores& s, Scores& dp, const float* lse_log2, const float* row_dot, int head,
                          int query) const {
     const ScoreRules& rules = p_.rules;
-    const bool capped = rules.softcap > 0.f, drops = C.has_dropout() && rules.rng != nullptr;
+    const ScoreMod mod(p_);
+    const bool modified = mod.on(), drops = C.has_dropout() && rules.rng != nullptr;
     float scale = p_.softmax_scale;  // of scores
-    if (capped) {
+    if (modified) {
       if (drops) each(s, head, query, [&](int r, int c, bool keep) { dp(r, c) = keep ? dp(r, c) : 0.f; });
       subtract(dp, row_dot);
-      const float inner = scale / rules.softcap;
-      scale = rules.softcap;
+      const float inner = mod.inner();
+      scale = mod.outer();
       CUTE_UNROLL
       for (int i = 0; i < size(s); ++i) {
-        s(i) = Softcap::value(s(i) * inner);
-        dp(i) *= Softcap::derivative(s(i));
+        s(i) = mod.value(s(i) * inner);
+        dp(i) *= mod.derivative(s(i));
       }
     } else if (!drops) {
       subtract(dp, row_dot);
@@ -117,7 +118,7 @@ class ScoreGradients {
       scale = 1.f;
     }
     exponentiate(s, lse_log2, scale * kLog2e);
-    if (drops && !capped) {
+    if (drops && !modified) {
       each(s, head, query, [&](int r, int c, bool keep) {
         const float lost = s(r, c) * row_dot[coords_.query + Coords::across(c)];
         s(r, c) = keep ? s(r, c) : 0.f;

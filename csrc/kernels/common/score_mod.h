@@ -1,5 +1,5 @@
-// What softcap and ALiBi make of a score, and what of its gradient: their only arithmetic on a GPU. The loops over
-// tiles are in forward_rules.h, backward_scores.h and sm80/fp32/rules.h. flash_cute/reference.py has the definitions.
+// What rules make of a score, and what of its gradient: their only arithmetic on a GPU. The loops over tiles are in
+// forward_rules.h and backward_scores.h. flash_cute/reference.py has the definitions.
 #pragma once
 
 #include "core/problem.h"
@@ -57,6 +57,87 @@ struct Softcap {
   CUTE_DEVICE static float value_fp32(float x) { return tanhf(x); }
   // Of value(x) by x.
   CUTE_DEVICE static float derivative(float value) { return 1.f - value * value; }
+};
+
+// The element-wise rule of a call, for kernels: a product x of query and key becomes the score outer() * value(x *
+// inner()). Without a rule it becomes x * softmax_scale. Another rule is added here and in ElementRule alone.
+class ScoreMod {
+ public:
+  CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : cap_(p.rules.element.softcap), scale_(p.softmax_scale) {}
+
+  CUTE_DEVICE bool on() const { return cap_ > 0.f; }
+  CUTE_DEVICE float inner() const { return scale_ / cap_; }
+  CUTE_DEVICE float outer() const { return cap_; }
+  CUTE_DEVICE float value(float x) const { return Softcap::value(x); }
+  CUTE_DEVICE float derivative(float value) const { return Softcap::derivative(value); }
+
+  // Products become scores without the factor rest(); without a rule they change sign where the scale is negative. The
+  // shortcut is for small scores, the usual case, and takes registers.
+  template <bool kShortcuts, class Scores>
+  CUTE_DEVICE void apply(Scores&& scores) const {
+    if (on()) {
+      if (kShortcuts && SmallTanh::suits(scores, inner())) {
+        const SmallTanh factor(inner());
+        CUTE_UNROLL
+        for (int i = 0; i < size(scores); ++i) scores(i) *= factor(scores(i));
+        return;
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = value(scores(i) * inner());
+    } else if (scale_ < 0.f) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = -scores(i);
+    }
+  }
+  CUTE_DEVICE float rest() const { return on() ? outer() : fabsf(scale_); }
+  CUTE_DEVICE float rest_log2() const { return on() ? outer() * kLog2e : positive_scale_log2(scale_); }
+
+  // Of fp32 inputs: products become scores, to the last bits of fp32.
+  template <class Scores>
+  CUTE_DEVICE void apply_fp32(Scores&& scores) const {
+    if (on()) {
+      const float inside = inner();
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = outer() * Softcap::value_fp32(scores(i) * inside);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) *= scale_;
+    }
+  }
+  // 1 / outer(), or 0 without a rule: the derivative of a value of 0 is 1.
+  CUTE_DEVICE float inverse_outer() const { return on() ? 1.f / outer() : 0.f; }
+
+ private:
+  float cap_, scale_;
+};
+
+// A rule that is fused into the softmax's scale: softcap, for scores that are small and have no other rule. Order is
+// kept, so maxima are of raw scores. Computed on the host, as kernels have no registers for it.
+struct SoftmaxCap {
+  bool is_possible = false;
+  float reach = 0.f;  // scores up to here are small
+  SmallTanh factor{0.f};  // of a score
+  SmallTanh weight{0.f};  // times the softmax's scale
+  float most_weight = 0.f;  // the largest weight: at score 0
+
+  // Not if the row max is an output: it must be exact.
+  static SoftmaxCap of(const FwdProblem& p) {
+    constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still below kHuge
+    const float cap = p.rules.element.softcap, inner = p.softmax_scale / cap;
+    const bool is_alone = p.rules.alibi == nullptr && p.row_max.ptr == nullptr;
+    if (!(0.f < cap && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
+    const SmallTanh factor(inner), weight = factor.times(cap * kLog2e);
+    return {true, SmallTanh::kSmall / inner, factor, weight, weight(0.f)};
+  }
+
+  // Whether scores of these OnlineSoftmax::magnitudes() are small, as far as this thread knows.
+  template <class Tops>
+  CUTE_DEVICE bool suits(const Tops& magnitudes) const {
+    bool does = true;
+    CUTE_UNROLL
+    for (int r = 0; r < Tops::kElements; ++r) does &= magnitudes[r] <= reach;
+    return does;
+  }
 };
 
 // A scaled score with a bias; `distance`, not negative, is from the query's position to the key. The derivative is 1.

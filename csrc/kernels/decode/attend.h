@@ -54,7 +54,8 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
   Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
   constexpr int kRows = decltype(size<0>(at))::value;
   const int first_column = get<1>(at(0, 0));
-  OnlineSoftmax<kRows> softmax(rule_scale_log2(f.rules.softcap, f.softmax_scale, f.rules.alibi != nullptr));
+  const ScoreMod mod(f);
+  OnlineSoftmax<kRows> softmax(rule_scale_log2(mod, f.rules.alibi != nullptr));
   const BandMask mask(seq, f.band);
   const RowSpan queries = queries_of(p, split, C.block_m);
   const TileRange tiles = key_tiles(seq, f.band, queries.first, queries.last - queries.first, T::kKeys);
@@ -93,7 +94,7 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
     };
     gemm_registers(mma, tSrS, queries_of, k.at(stage * T::kStageBytes));
     apply_rules<false>(
-        scores, f.rules.softcap, f.softmax_scale, f.rules.alibi != nullptr, [&](int r) { return slope[r]; },
+        scores, mod, f.rules.alibi != nullptr, [&](int r) { return slope[r]; },
         [&](int r) { return float(query[r] + seq.shift() - column); });
     if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
     fill(factors, 1.f);

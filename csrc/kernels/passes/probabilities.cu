@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
   const SeqInfo seq(p, batch);
   const BandMask mask(seq, p.band);
   const Dropout dropout(p.rules, int64_t(batch) * p.heads + head);
+  const ScoreMod mod(p);
   const float slope = slope_of(p.rules, batch, head);
   const bool exists = row < seq.q.length;
   auto vector = [&](const TensorView& m, int at_head, int64_t at_row) {
@@ -38,8 +39,7 @@ __global__ void __launch_bounds__(kThreads) probabilities(const __grid_constant_
       const Element* from = vector(p.k, head / (p.heads / p.heads_k), seq.k.offset + key);
       float score = 0.f;
       for (int i = 0; i < p.head_dim; ++i) score += query[i] * float(from[i]);
-      score *= p.softmax_scale;
-      if (p.rules.softcap > 0.f) score = p.rules.softcap * Softcap::value_fp32(score / p.rules.softcap);
+      mod.apply_fp32(make_tensor(&score, Int<1>{}));
       weight = expf(Alibi::value(score, slope, float(abs(row + seq.shift() - key))) - lse);
       if (p.rules.rng != nullptr && !dropout.keeps(dropout.bits(row, key), row / 8 % 4, key / 8 % 4)) weight = -weight;
     }

@@ -13,7 +13,6 @@
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/sink_grad.h"
 #include "kernels/sm80/fp32/mma.h"
-#include "kernels/sm80/fp32/rules.h"
 
 namespace flash_cute::sm80::fp32 {
 
@@ -69,8 +68,9 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
                                int shift, float slope, const Dropout& dropout) {
   constexpr int kColumns = decltype(size<1>(s))::value;
   const ScoreRules& rules = p.fwd.rules;
-  const float inverse_cap = rules.softcap > 0.f ? 1.f / rules.softcap : 0.f;
-  scale_and_cap(s, p.fwd);
+  const ScoreMod mod(p.fwd);
+  const float inverse = mod.inverse_outer();
+  mod.apply_fp32(s);
   uint32_t keep_bits = ~0u;
   if (rules.rng != nullptr) {
     keep_bits = 0;
@@ -85,12 +85,12 @@ CUTE_DEVICE void differentiate(Scores&& s, Scores&& dp, const BwdProblem& p, con
     for (int c = 0; c < kColumns; ++c) {
       const int step = 8 * r - column_offset(c);
       const RowStatistics& row = row_stats[kKeys ? c : r];
-      const float in_caps = s(r, c) * inverse_cap;
+      const float value = s(r, c) * inverse;
       const float score = Alibi::value(s(r, c), slope, float(abs(kKeys ? ahead - step : ahead + step)));
       const float weight = exp2_approx((score - row.lse) * kLog2e);
       const bool keep = keep_bits >> (2 * c + r) & 1;
       s(r, c) = keep ? weight : 0.f;
-      dp(r, c) = weight * ((keep ? dp(r, c) * rules.keep_scale : 0.f) - row.dot) * Softcap::derivative(in_caps);
+      dp(r, c) = weight * ((keep ? dp(r, c) * rules.keep_scale : 0.f) - row.dot) * mod.derivative(value);
     }
   }
 }

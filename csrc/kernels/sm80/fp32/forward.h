@@ -14,7 +14,6 @@
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm80/fp32/mma.h"
-#include "kernels/sm80/fp32/rules.h"
 
 namespace flash_cute::sm80::fp32 {
 
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
 
     loads.before_scores(n, stage);
     gemm<C.dtype>(tSrS, q, k.at(stage * int(sizeof(storage.k[0]))));
-    scale_and_cap(scores, p);
+    ScoreMod(p).apply_fp32(scores);
     if (slope != 0.f) lower_by_distance(scores, at, slope, tile.row + seq.shift(), tiles.first_key(n));
     if (!tiles.full(n)) mask.hide(scores, at, tile.row, tiles.first_key(n));
     softmax.update_max(scores, output);
