@@ -27,7 +27,7 @@ from flash_cute import flash_attn_varlen_func
 from flash_cute.integrations import sdpa
 
 from . import report, timing
-from .rivals import OURS, Candidate, FlashCute, Work, describe, load
+from .rivals import LOADERS, OURS, Candidate, FlashCute, Work, describe, load
 from .suites import Case, Inputs, make_inputs
 
 CASE = Case.parse("bf16 b1 h16/16 q128 k128 d128/128 full")
@@ -175,11 +175,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.batches < _LEAST_BATCHES:
         parser.error(f"--batches {options.batches}: at least {_LEAST_BATCHES} are needed")
+    if options.calls < 1:
+        parser.error(f"--calls {options.calls}: at least 1 is needed")
+    rivals = options.rivals.split(",")
+    if unknown := [name for name in rivals if name not in LOADERS]:
+        parser.error(f"--rivals: unknown {unknown}, known: {sorted(LOADERS)}")
     try:
         device = timing.use_device(options.device)
     except ValueError as error:
         parser.error(str(error))
-    candidates, missing = load([OURS, *options.rivals.split(",")], device)
+    candidates, missing = load([OURS, *rivals], device)
     works = ways(candidates, make_inputs(CASE, device, seed=0))
     costs = measure(works, options.batches, options.calls, device)
     for name in costs:

@@ -32,6 +32,7 @@ from flash_cute.problem import OPS, Problem
 
 __all__ = [
     "GPUS",
+    "MOST_SPLITS",
     "OPS",
     "Gpu",
     "KernelConfig",
@@ -76,6 +77,9 @@ GPUS = {
         Gpu("h200", 90, 232_448, 132, 4917, 60 << 20),
     )
 }
+
+
+MOST_SPLITS = 64  # of the keys, in a call of Hopper's forward
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,9 @@ def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
     return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
 
 
-def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+def use_calibration(
+    path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = None
+) -> Loaded:
     """:func:`flash_cute.tuning.use_calibration`: calls prefer the kernels that a file names."""
     from flash_cute.tuning import calibration
 
@@ -225,6 +231,10 @@ def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None 
 
 
 def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
+    if not isinstance(problem, Problem):
+        raise ValueError(f"problem is {problem!r}; expected a kernels.Problem")
+    if gpu is not None and not isinstance(gpu, (Gpu, str, int)):
+        raise ValueError(f"gpu is {gpu!r}; expected a Gpu, one of {list(GPUS)}, or an index")
     request = problem.request()
     if gpu is None:
         gpu = torch.cuda.current_device() if can_use_cuda() else "h100"
@@ -233,11 +243,16 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
             raise ValueError(f"gpu is {gpu}, and this build has no CUDA; give one of {list(GPUS)}")
         return json.dumps(request | {"device": gpu, "built_only": True})
     if isinstance(gpu, str):
-        if gpu not in GPUS:
-            raise ValueError(f"gpu is {gpu!r}; expected one of {list(GPUS)}, or a Gpu")
-        gpu = GPUS[gpu]
+        gpu = named(gpu)
     facts = {f"gpu_{f.name}": getattr(gpu, f.name) for f in fields(gpu) if f.name != "name"}
     return json.dumps(request | facts)
+
+
+def named(gpu: str) -> Gpu:
+    """The GPU of :data:`GPUS`; ValueError for another name."""
+    if gpu not in GPUS:
+        raise ValueError(f"gpu is {gpu!r}; expected one of {list(GPUS)}, or a Gpu")
+    return GPUS[gpu]
 
 
 def nearest(
@@ -273,7 +288,8 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
     """Inside, CUDA calls of this thread take kernels with these ids, or raise RuntimeError with the
     reasons; later so does their backward. Plans and explanations go by it, too. What torch.compile
     has compiled runs its backward without it. Inside of another ``only``, what is not given stays
-    as it is there.
+    as it is there. It is left by the thread that entered it, the last one first: not across an
+    ``await`` or a generator's ``yield``.
 
     Args:
         ids: of kernels; all if none is given.
@@ -283,10 +299,11 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
         pack_gqa: how many query heads of a group share a tile of queries in kernels of forward, in
             place of their estimate, which is as many as can: a power of two up to that.
 
-    Backward and decoding cut their work as always.
+    Backward and decoding cut their work as always. Where either number is given, those of a
+    calibration are not used.
 
     Raises:
-        ValueError: there is no kernel of an id, nothing is given, or a number is none from 1 on.
+        ValueError: there is no kernel of an id, nothing is given, or a number is no int from 1 on.
 
     Example::
 
@@ -295,11 +312,17 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
     """
     for name, number in (("num_splits", num_splits), ("pack_gqa", pack_gqa)):
         if number is not None and not is_count(number):
-            raise ValueError(f"{name} is {number!r}; expected a whole number from 1 on")
-    known = {kernel.id for kernel in kernels()}
-    if not known.issuperset(ids) or (not ids and num_splits is None and pack_gqa is None):
-        unknown = ", ".join(i for i in ids if i not in known) or "nothing"
-        raise ValueError(f"{unknown} is no kernel's id; kernels() lists them")
+            raise ValueError(f"{name} is {number!r}; expected a whole number from 1 to 2^31 - 1")
+    if not ids and num_splits is None and pack_gqa is None:
+        raise ValueError(
+            "only() was given nothing; expected ids of kernels, num_splits or pack_gqa"
+        )
+    known = [kernel.id for kernel in kernels()]
+    if unknown := [i for i in ids if i not in known]:
+        raise ValueError(
+            f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Several ids "
+            "are several arguments"
+        )
     with limits.limited(limits.inside(ids, num_splits, pack_gqa)):
         yield
 

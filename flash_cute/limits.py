@@ -17,7 +17,7 @@ _here = threading.local()
 
 def current() -> str:
     """This thread's limit; empty in what torch.compile traces."""
-    return "" if torch.compiler.is_compiling() else getattr(_here, "limit", "")
+    return "" if torch.compiler.is_compiling() else _of_thread()
 
 
 def inside(ids: Sequence[str], num_splits: int | None = None, pack_gqa: int | None = None) -> str:
@@ -29,14 +29,14 @@ def inside(ids: Sequence[str], num_splits: int | None = None, pack_gqa: int | No
         name, is_number, _ = line.partition("=")
         return given[name] is None if is_number else not ids
 
-    return "\n".join([*ids, *asked, *filter(stays, current().splitlines())])
+    return "\n".join([*ids, *asked, *filter(stays, _of_thread().splitlines())])
 
 
 @contextmanager
 def limited(limit: str) -> Iterator[None]:
     """Inside, calls of this thread keep to the limit, or raise RuntimeError with the reasons; so
     does their backward, wherever it runs."""
-    before = current()
+    before = _of_thread()
     _limit(limit)
     try:
         yield
@@ -47,6 +47,10 @@ def limited(limit: str) -> Iterator[None]:
 def again(limit: str) -> AbstractContextManager[None]:
     """The same of the limit that held when a call's forward ran."""
     return nullcontext() if limit == current() else limited(limit)
+
+
+def _of_thread() -> str:
+    return getattr(_here, "limit", "")
 
 
 def _limit(limit: str) -> None:

@@ -72,6 +72,17 @@ class Problem:
             size = getattr(self, name)
             if size is not None and (type(size) is not int or size < least.get(name, 0)):
                 raise ValueError(f"{name} is {size!r}; expected an int >= {least.get(name, 0)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and type(value) is not bool:
+                raise ValueError(f"{field.name} is {value!r}; expected True or False")
+        window = self.window_size
+        if not (
+            isinstance(window, tuple)
+            and len(window) == 2
+            and all(isinstance(x, int) for x in window)
+        ):
+            raise ValueError(f"window_size is {window!r}; expected two ints")
         if self.heads % (self.heads_k or self.heads):
             raise ValueError(
                 f"heads is {self.heads}; expected a multiple of heads_k, {self.heads_k}"

@@ -80,8 +80,8 @@ struct BwdArguments {
 inline ElementRule take_element_rule(Stack& in) {
   const double softcap = in.take<double>();
   const ElementRule rule{.softcap = static_cast<float>(softcap)};
-  FC_CHECK(softcap == 0 || (rule.softcap > 0 && std::isfinite(rule.softcap)), "softcap is ", softcap,
-           "; expected 0, or a number that fp32 holds");
+  FC_CHECK(softcap == 0 || (softcap > 0 && std::isnormal(rule.softcap)), "softcap is ", softcap,
+           "; expected 0, or a positive normal number of fp32");
   return rule;
 }
 

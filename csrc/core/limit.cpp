@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -72,6 +73,20 @@ std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem,
     }
   }
   return reasons;
+}
+
+void NoKernel::add(const std::string& id, const std::string& cannot, const std::string& beyond_limit) {
+  std::string reasons = cannot;
+  add_reason(reasons, beyond_limit);
+  const std::string line = "\n  " + id + ": " + reasons;
+  all_ += line;
+  if (cannot.empty()) limited_ += line;
+}
+
+void NoKernel::raise() const {
+  const char* const message = "flash_cute: no kernel for this call";
+  if (limited_.empty()) throw std::runtime_error(message + all_);
+  throw std::runtime_error(message + (" within kernels.only(), which alone keeps these from it:" + limited_));
 }
 
 template std::string beyond_limit<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);

@@ -26,4 +26,17 @@ const FwdGiven& given_by_limit();
 template <Op op>
 std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu);
 
+// The error of a call that no kernel takes: the reasons of each, or where the thread's limit alone keeps some from it,
+// the reasons of those.
+class NoKernel {
+ public:
+  // A kernel, why it cannot do the call, and beyond_limit().
+  void add(const std::string& id, const std::string& cannot, const std::string& beyond_limit);
+  // Throws std::runtime_error.
+  [[noreturn]] void raise() const;
+
+ private:
+  std::string all_, limited_;  // a line each
+};
+
 }  // namespace flash_cute

@@ -1,7 +1,5 @@
 #include "core/registry.h"
 
-#include <stdexcept>
-
 #include "core/calibration.h"
 #include "core/limit.h"
 #include "core/refusal.h"
@@ -51,15 +49,6 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels() {
   return kernels;
 }
 
-// Why the kernel may not do the problem; empty if it may.
-template <Op op>
-static std::string reasons(const Kernel<op>& kernel, const Problem<op>& problem, const Device& device) {
-  const KernelConfig& config = kernel.config;
-  std::string all = explain(refusal<op>(config, problem, device), config, forward_of(problem), device);
-  add_reason(all, beyond_limit<op>(config, problem, device));
-  return all;
-}
-
 template <Op op>
 const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   auto fits = [&](const Kernel<op>& kernel) {
@@ -72,11 +61,13 @@ const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
   if (const Kernel<op>* kernel = find(kernels, problem, device)) return *kernel;
-  std::string message = "flash_cute: no kernel for this call";
+  NoKernel none;
   for (const Kernel<op>& kernel : kernels) {
-    message += "\n  " + kernel.config.id() + ": " + reasons(kernel, problem, device);
+    const KernelConfig& config = kernel.config;
+    none.add(config.id(), explain(refusal<op>(config, problem, device), config, forward_of(problem), device),
+             beyond_limit<op>(config, problem, device));
   }
-  throw std::runtime_error(message);
+  none.raise();
 }
 
 template const Kernel<Op::Fwd>* find(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);

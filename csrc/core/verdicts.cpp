@@ -3,12 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <stdexcept>
 
 #include "core/built.h"
 #include "core/calibration.h"
 #include "core/heuristics.h"
-#include "core/limit.h"
 #include "core/refusal.h"
 
 namespace flash_cute {
@@ -20,10 +18,8 @@ static std::string three_digits(double value) {
 }
 
 const KernelConfig& Choice::config() const {
-  if (chosen != nullptr) return chosen->config;
-  std::string message = "flash_cute: no kernel for this call";
-  for (const Verdict& v : verdicts) message += "\n  " + v.row->config.id() + ": " + v.refused;
-  throw std::runtime_error(message);
+  if (chosen == nullptr) none.raise();
+  return chosen->config;
 }
 
 void Choice::pass_over(const std::string& reason) {
@@ -42,7 +38,9 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
     if (config.op != op) continue;
     std::string refused = explain(refusal<op>(config, problem, asked.gpu), config, forward_of(problem), asked.gpu);
     if (asked.built_only && !is_listed(built, config.id())) add_reason(refused, kNotBuilt);
-    add_reason(refused, beyond_limit<op>(config, problem, asked.gpu));
+    const std::string beyond = beyond_limit<op>(config, problem, asked.gpu);
+    choice.none.add(config.id(), refused, beyond);
+    add_reason(refused, beyond);
     choice.verdicts.push_back({&row, refused, ""});
   }
   auto fits = [&](const Row& row) {

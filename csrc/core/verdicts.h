@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/asked.h"
+#include "core/limit.h"
 #include "core/rows.h"
 
 namespace flash_cute {
@@ -19,6 +20,7 @@ struct Verdict {
 struct Choice {
   std::vector<Verdict> verdicts;
   const Row* chosen = nullptr;
+  NoKernel none;  // the error if none was chosen
 
   // Throws std::runtime_error with the reasons of each if none was chosen.
   const KernelConfig& config() const;

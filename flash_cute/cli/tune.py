@@ -30,7 +30,9 @@ def parse(text: str) -> Problem:
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise typer.BadParameter(
-            f"{text!r}: expected, for example, 'fwd bf16 b4 h32/8 q4096 k4096 d128/128 causal'"
+            f"{text!r}: expected, for example, 'fwd bf16 b4 h32/8 q4096 k4096 d128/128 causal': "
+            "[fwd|bwd|decode] DTYPE bBATCH hHEADS[/HEADS_K] qLENGTH [kLENGTH] dDIM[/DIM_V] "
+            "[full|causal]"
         )
     given = {name: x for name, x in match.groupdict().items() if x is not None}
     op, name, mask = given.pop("op", "fwd"), given.pop("dtype"), given.pop("mask", "full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from flash_cute import kernels, limits
-from flash_cute.kernels import GPUS, Gpu, Problem
+from flash_cute.kernels import Gpu, Problem, named
 from flash_cute.tuning import calibration, rules
 from flash_cute.tuning.choice import Choice
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
@@ -59,7 +60,9 @@ def autotune(
     Raises:
         RuntimeError: there is no GPU, and no clock is given; or no kernel can do a problem.
         NotImplementedError: a problem has options that the tuner does not measure.
-        ValueError: there is no problem, rounds is below 1, or ``gpu`` does not go with ``clock``.
+        ValueError: there is no problem, or something else than problems; rounds is below 1;
+            ``path`` cannot be written; ``gpu`` is unknown, or does not go with ``clock``; or the
+            clock gave a time that is not above 0.
 
     Example::
 
@@ -69,15 +72,21 @@ def autotune(
         print(autotune(shapes, path="calibration.json"))
         kernels.use_calibration("calibration.json")
     """
+    for name, some in (("problems", problems), ("validation", validation), ("unseen", unseen)):
+        if some is not None and not (
+            isinstance(some, Sequence) and all(isinstance(x, Problem) for x in some)
+        ):
+            raise ValueError(f"{name} is {some!r}; expected a sequence of Problem")
     if not problems:
         raise ValueError("problems is empty; expected at least one Problem")
-    if rounds < 1:
-        raise ValueError(f"rounds is {rounds}; expected at least 1")
+    if not kernels.is_count(rounds):
+        raise ValueError(f"rounds is {rounds!r}; expected an int of at least 1")
+    path = calibration.checked_path(path)
     if (clock is None) != (gpu is None):
         raise ValueError("gpu goes with clock: give both, or neither for the current GPU")
     began = time.perf_counter()
     clock = CudaClock() if clock is None else clock
-    facts = kernels.gpu() if gpu is None else GPUS[gpu] if isinstance(gpu, str) else gpu
+    facts = kernels.gpu() if gpu is None else named(gpu) if isinstance(gpu, str) else gpu
     fitted = list(dict.fromkeys(problems))
     checks = _others(validation, fitted, _VALIDATION, gpu, ())
     judged = _others(unseen, fitted, _UNSEEN, gpu, checks)
@@ -114,6 +123,8 @@ def _measure(problem: Problem, clock: Clock, gpu: Gpu | str | None, rounds: int)
         for i in _alternatives(default, ids):
             choices |= _with_numbers(problem, i, gpu)
     times = clock.measure(problem, list(dict.fromkeys(choices.values())), rounds)
+    if bad := [t for some in times.values() for t in some if not 0 < t < math.inf]:
+        raise ValueError(f"clock gave {bad[0]!r} for {problem}; expected milliseconds above 0")
     medians = {choice: median(times[timed]) for choice, timed in choices.items()}
     return rules.Measured(problem, kernels.bucket(problem, gpu), Choice(default), medians)
 

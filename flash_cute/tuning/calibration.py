@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +25,18 @@ from typing import Any
 import torch
 
 from flash_cute import library
-from flash_cute.kernels import Gpu, KernelConfig, is_count, kernels
+from flash_cute.kernels import MOST_SPLITS, OPS, Gpu, KernelConfig, is_count, kernels, named
 from flash_cute.tuning.choice import Choice
 
 VERSION = 1
+_ENTRY = ("kernel", "num_splits", "pack_gqa")
+_SIZE = r"(?:0|2\^\d+)"
+_BUCKET = re.compile(
+    r"sm\d+ SMs(?P<sms>\d+) GB/s\d+"
+    rf" (?P<op>{'|'.join(OPS)}) (?P<dtype>fp16|bf16|tf32|tf32x3) d\d+/\d+"
+    r" (?:full|causal|window) (?:dense|packed|pages)(?: rich)?(?: dropout)?(?: deterministic)?"
+    rf" q{_SIZE}(?: \| k{_SIZE} heads{_SIZE} group{_SIZE})?"
+)
 _log = logging.getLogger("flash_cute")
 
 
@@ -67,15 +76,20 @@ def section_name(gpu: Gpu) -> str:
     return f"{gpu.name}, {gpu.sms} SMs, library {library_hash()[:16]}"
 
 
-def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = None) -> Loaded:
     """Reads a file; what cannot be used is a miss, never an error.
 
     Args:
         path: the file; by default :func:`default_path`.
-        gpu: sections of other GPUs are misses; by default those of all GPUs count, and each holds
-            for calls on its GPU alone.
+        gpu: a :class:`flash_cute.kernels.Gpu`, or a name in ``flash_cute.kernels.GPUS``: sections
+            of other GPUs are misses. By default those of all GPUs count: a bucket names the SMs
+            and the memory's speed of the GPUs whose calls it is for.
+
+    Raises:
+        ValueError: the GPU is unknown.
     """
     path = default_path() if path is None else Path(path)
+    gpu = named(gpu) if isinstance(gpu, str) else gpu
     try:
         sections = _read(path)
     except (OSError, ValueError) as error:
@@ -89,28 +103,45 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> 
             misses.append(Miss(name, f"measured on another GPU than {gpu.name}, {gpu.sms} SMs"))
         else:
             for bucket, entry in section["buckets"].items():
-                choice = Choice(entry["kernel"], entry.get("num_splits"), entry.get("pack_gqa"))
-                if reason := _nonsense(choice, known):
+                if reason := _nonsense(bucket, section["sms"], entry, known):
                     misses.append(Miss(bucket, reason))
                 else:
-                    found[bucket] = choice
+                    found[bucket] = Choice(**entry)
     return Loaded(found, tuple(misses))
 
 
-def _nonsense(choice: Choice, known: dict[str, KernelConfig]) -> str | None:
-    """Why no call can take what an entry says; None if some can."""
-    kernel, numbers = known.get(choice.kernel), choice.numbers
+def _nonsense(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig]) -> str | None:
+    """Why no call can take what an entry of a section says; None if some can."""
+    parts = _BUCKET.fullmatch(bucket)
+    if parts is None:
+        return "it is no bucket; kernels.bucket(problem) prints a call's"
+    if int(parts["sms"]) != sms:
+        return f"a bucket of GPUs with {parts['sms']} SMs in a section of one with {sms}"
+    if not isinstance(entry, dict) or not isinstance(entry.get("kernel"), str):
+        return f'its entry is {entry!r}; expected {{"kernel": ID}}'
+    if unknown := [name for name in entry if name not in _ENTRY]:
+        return f"its entry has {', '.join(unknown)}; expected {', '.join(_ENTRY)} alone"
+    kernel = known.get(entry["kernel"])
     if kernel is None:
-        return f"{choice.kernel} is no kernel's id"
+        return f"{entry['kernel']} is no kernel's id"
+    if (kernel.op, kernel.dtype) != (parts["op"], parts["dtype"]):
+        return f"{kernel.id} does not do {parts['op']} in {parts['dtype']}"
+    numbers = {name: entry[name] for name in _ENTRY[1:] if entry.get(name) is not None}
     if numbers and (kernel.op, kernel.arch) != ("fwd", 90):
         return f"num_splits and pack_gqa are those of Hopper's forward, not of {kernel.id}"
     for name, number in numbers.items():
         if not is_count(number):
-            return f"{name} is {number!r}; expected a whole number from 1 on"
+            return f"{name} is {number!r}; expected a whole number from 1 to 2^31 - 1"
+    if numbers.get("num_splits", 1) > MOST_SPLITS:
+        return f"num_splits is {numbers['num_splits']}; at most {MOST_SPLITS} are possible"
+    if numbers.get("pack_gqa", 1).bit_count() != 1:
+        return f"pack_gqa is {numbers['pack_gqa']}; expected a power of two"
     return None
 
 
-def use_calibration(path: str | os.PathLike[str] | None = None, gpu: Gpu | None = None) -> Loaded:
+def use_calibration(
+    path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = None
+) -> Loaded:
     """From now on calls and plans of this process prefer the kernels that a file names, with the
     ``num_splits`` and ``pack_gqa`` that it gives.
 
@@ -146,6 +177,18 @@ def set_aside() -> Iterator[None]:
         yield
     finally:
         torch.ops.flash_cute.set_calibration(before)
+
+
+def checked_path(path: str | os.PathLike[str] | None) -> Path:
+    """Where :func:`store` would write; ValueError if it could not."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path is {path!r}; expected a file's name")
+    found = default_path() if path is None else Path(path)
+    folder = next(x for x in (found.parent, *found.absolute().parents) if x.exists())
+    is_taken = found.exists() and not found.is_file()
+    if is_taken or "\0" in str(found) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"path is {str(path)!r}; expected a file that can be written")
+    return found
 
 
 def store(
@@ -190,6 +233,8 @@ def _replace(path: Path, text: str) -> None:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sections; ValueError says why it is no calibration file."""
+    if path.exists() and not path.is_file():  # reading a pipe would wait
+        raise ValueError("it is no regular file")
     try:
         content = json.loads(path.read_text())
     except RecursionError:
@@ -198,8 +243,11 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if version != VERSION:
         raise ValueError(f"no calibration file of version {VERSION}: its version is {version!r}")
     sections = content.get("sections")
-    if not isinstance(sections, dict) or not all(map(_is_section, sections.values())):
-        raise ValueError("a section has no gpu, sms, library and buckets with a kernel each")
+    if not isinstance(sections, dict):
+        raise ValueError(f"its sections are {sections!r}; expected an object")
+    for name, section in sections.items():
+        if not _is_section(section):
+            raise ValueError(f"section {name!r} has no texts gpu and library, int sms, and buckets")
     return sections
 
 
@@ -207,6 +255,4 @@ def _is_section(section: Any) -> bool:
     if not isinstance(section, dict) or not isinstance(section.get("buckets"), dict):
         return False
     texts = all(isinstance(section.get(name), str) for name in ("gpu", "library"))
-    entries = section["buckets"].values()
-    kernels_named = all(isinstance(e, dict) and isinstance(e.get("kernel"), str) for e in entries)
-    return texts and type(section.get("sms")) is int and kernels_named
+    return texts and type(section.get("sms")) is int

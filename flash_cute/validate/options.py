@@ -59,8 +59,8 @@ def check(
     _known("softcap", softcap)
     if softcap != 0.0 and not _FP32_LEAST <= softcap < _FP32_END:
         raise ValueError(
-            f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a number "
-            "that fp32 holds"
+            f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
+            "positive normal number of fp32"
         )
     _number(names.dropout_p, dropout_p)
     _known(names.dropout_p, dropout_p)

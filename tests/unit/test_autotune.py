@@ -295,7 +295,13 @@ def test_geomean_and_worst():
 
 REFUSED = {
     "no problem": (dict(problems=[]), ValueError, "problems is empty"),
+    "one problem": (dict(problems=SHAPES[0]), ValueError, "problems is Problem"),
+    "unseen": (dict(unseen=["b1"]), ValueError, "unseen is .*; expected a sequence of Problem"),
     "rounds": (dict(rounds=0), ValueError, "rounds is 0"),
+    "half a round": (dict(rounds=2.5), ValueError, "rounds is 2.5"),
+    "rounds as text": (dict(rounds="3"), ValueError, "rounds is '3'"),
+    "path": (dict(path="/"), ValueError, "path is '/'; expected a file"),
+    "another gpu": (dict(gpu="b200"), ValueError, "gpu is 'b200'; expected one of"),
     "gpu alone": (dict(clock=None), ValueError, "gpu goes with clock"),
     "window": (
         dict(problems=[replace(SHAPES[0], window_size=(8, 8))]), NotImplementedError, "options",
@@ -314,6 +320,14 @@ def test_refused_before_anything_is_measured(name, tmp_path):
     with pytest.raises(error, match=message):
         flash_cute.autotune(**given)
     assert clock.calls == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_are_none_are_refused(time, tmp_path):
+    clock = MadeUpClock(lambda problem, choice: time, noise=0)
+    with pytest.raises(ValueError, match=r"clock gave .*; expected milliseconds above 0"):
+        flash_cute.autotune(SHAPES[:1], clock=clock, gpu="h100", path=tmp_path / "x.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(kernels.can_use_cuda(), reason="there is a GPU")

@@ -261,7 +261,7 @@ BAD = {
     "no object": ("[]", "no calibration file of version 1"),
     "another version": ('{"version": 7, "sections": {}}', "its version is 7"),
     "no text": (b"\xff\xfe\x00", "codec can't decode"),
-    "foreign": ('{"version": 1, "sections": {"x": {"gpu": 3}}}', "a section has no gpu"),
+    "foreign": ('{"version": 1, "sections": {"x": {"gpu": 3}}}', "section 'x' has no texts gpu"),
     "nested": ("[" * 100_000, "nested too deeply"),
 }
 
@@ -301,11 +301,95 @@ def test_a_foreign_section_is_a_miss(tmp_path):
 
 def test_an_unknown_kernel_is_a_miss(tmp_path):
     path = tmp_path / "calibration.json"
-    calibration.store(H100, {"a": {"kernel": "no_kernel"}}, path)
+    bucket = kernels.bucket(FEW_QUERIES, H100)
+    calibration.store(H100, {bucket: {"kernel": "no_kernel"}}, path)
     rules = stored(path)
     loaded = calibration.load(path)
     assert loaded.kernels == rules
-    assert loaded.misses == (calibration.Miss("a", "no_kernel is no kernel's id"),)
+    assert loaded.misses == (calibration.Miss(bucket, "no_kernel is no kernel's id"),)
+
+
+def test_a_section_that_is_none_is_named(tmp_path):
+    path = tmp_path / "calibration.json"
+    for section in ({"gpu": "x", "sms": True, "library": "y", "buckets": {}}, [], None):
+        path.write_text(json.dumps({"version": 1, "sections": {"mine": section}}))
+        assert "section 'mine' has no texts gpu" in calibration.load(path).misses[0].reason
+    path.write_text('{"version": 1, "sections": []}')
+    assert "expected an object" in calibration.load(path).misses[0].reason
+
+
+def test_a_pipe_is_a_miss(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    assert "no regular file" in kernels.use_calibration(path).misses[0].reason
+
+
+ANY_BUCKET = kernels.bucket(PROBLEM, "h100")
+NO_RULES = {
+    "word": ("foo", None, "kernels.bucket"),
+    "power": (ANY_BUCKET.replace("q2^12", "q2^x"), None, "kernels.bucket"),
+    "two lines": (f"{ANY_BUCKET}\n{ANY_BUCKET}", None, "kernels.bucket"),
+    "SMs": (ANY_BUCKET.replace("SMs132", "SMs108"), None, "108 SMs in a section of one with 132"),
+    "no entry": (ANY_BUCKET, 5, 'expected {"kernel": ID}'),
+    "no kernel": (ANY_BUCKET, {"num_splits": 2}, 'expected {"kernel": ID}'),
+    "misspelt": (ANY_BUCKET, {"num_split": 2}, "has num_split; expected kernel, num_splits"),
+    "op": (ANY_BUCKET.replace(" fwd ", " bwd "), None, "does not do bwd in bf16"),
+    "dtype": (ANY_BUCKET.replace("bf16", "fp16"), None, "does not do fwd in fp16"),
+    "splits": (ANY_BUCKET, {"num_splits": 65}, "num_splits is 65; at most 64 are possible"),
+    "pack": (ANY_BUCKET, {"pack_gqa": 3}, "pack_gqa is 3; expected a power of two"),
+}
+
+
+@pytest.mark.parametrize("name", NO_RULES)
+def test_what_no_call_can_take_is_a_miss(name, tmp_path):
+    bucket, entry, reason = NO_RULES[name]
+    path, free = tmp_path / "calibration.json", kernels.plan(PROBLEM, "h100")
+    named = entry is None or (isinstance(entry, dict) and name != "no kernel")
+    whole = {"kernel": free.kernel.id, **(entry or {})} if named else entry
+    calibration.store(H100, {bucket: whole}, path)
+    (miss,) = kernels.use_calibration(path).misses
+    assert miss.what == bucket and reason in miss.reason
+    assert kernels.plan(PROBLEM, "h100") == free
+
+
+def test_buckets_of_all_kinds_of_calls_are_taken(tmp_path):
+    path = tmp_path / "calibration.json"
+    rules = {}
+    for problem in PROBLEMS.values():
+        whole = kernels.bucket(problem, "h100")
+        kernel = next(i for i in fitting(problem) if i.startswith(problem.op))
+        rules |= {whole: {"kernel": kernel}, whole.partition(" | ")[0]: {"kernel": kernel}}
+    calibration.store(H100, rules, path)
+    loaded = calibration.load(path)
+    assert loaded.misses == () and loaded.kernels.keys() == rules.keys()
+
+
+def test_a_gpu_may_be_given_by_name(tmp_path):
+    path = tmp_path / "calibration.json"
+    assert kernels.use_calibration(path, "h100").misses  # there is no file
+    rules = stored(path)
+    assert calibration.load(path, "h100").kernels == rules
+    with pytest.raises(ValueError, match="gpu is 'b200'; expected one of"):
+        kernels.use_calibration(path, "b200")
+
+
+@pytest.mark.parametrize("path", ["", 5, "a/missing\0name"])
+def test_a_path_that_cannot_be_written_is_refused_at_once(path, tmp_path):
+    with pytest.raises(ValueError, match="path is"):
+        calibration.checked_path(path)
+    with pytest.raises(ValueError, match="expected a file that can be written"):
+        calibration.checked_path(tmp_path)
+
+
+def test_most_splits_are_most():
+    long = replace(FEW_QUERIES, batch=1, heads=1, heads_k=1, seqlen_k=1 << 20)
+    with kernels.only(num_splits=kernels.MOST_SPLITS):
+        assert kernels.plan(long, "h100").num_splits == kernels.MOST_SPLITS
+    with (
+        kernels.only(num_splits=kernels.MOST_SPLITS + 1),
+        pytest.raises(RuntimeError, match=f"up to {kernels.MOST_SPLITS} for this call"),
+    ):
+        kernels.plan(long, "h100")
 
 
 def test_numbers_are_stored_and_used(tmp_path):
@@ -344,9 +428,14 @@ def test_numbers_that_no_call_can_have_are_a_miss(name, tmp_path):
     assert kernels.plan(FEW_QUERIES, "h100") == free
 
 
+def bucket_of(writer, number):
+    problem = replace(PROBLEM, seqlen_q=1 << writer, seqlen_k=1 << number)
+    return kernels.bucket(problem, H100)
+
+
 def write(path, writer):
     for i in range(5):
-        calibration.store(H100, {f"{writer} {i}": {"kernel": fitting(PROBLEM)[0]}}, path)
+        calibration.store(H100, {bucket_of(writer, i): {"kernel": fitting(PROBLEM)[0]}}, path)
 
 
 def test_sixteen_writers_lose_nothing(tmp_path):
@@ -358,7 +447,7 @@ def test_sixteen_writers_lose_nothing(tmp_path):
     while any(writer.is_alive() for writer in writers):  # a reader never sees half a file
         assert not path.exists() or calibration.load(path).misses == ()
     assert [writer.exitcode for writer in writers] == [0] * 16
-    expected = {f"{writer} {i}" for writer in range(16) for i in range(5)}
+    expected = {bucket_of(writer, i) for writer in range(16) for i in range(5)}
     assert set(calibration.load(path).kernels) == expected
     assert sorted(x.name for x in tmp_path.iterdir()) == [path.name, f"{path.name}.lock"]
 

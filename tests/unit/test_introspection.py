@@ -184,9 +184,44 @@ def test_a_limit_is_one_of_its_thread():
         other.start()
         other.join()
     assert seen == [free] == [k.plan(A_CALL, "h100").kernel.id]
-    for ids in ((), ("fwd",), (free, "x")):
+    for ids in (("fwd",), (free, "x"), (4,), (["fwd"],)):
         with pytest.raises(ValueError, match="no kernel's id"), k.only(*ids):
             pass
+    with pytest.raises(ValueError, match="was given nothing"), k.only():
+        pass
+
+
+def test_a_limit_within_a_compiled_function_ends_with_it():
+    @torch.compile(backend="eager")
+    def limited(x):
+        with k.only(num_splits=3):
+            return x + 1
+
+    with k.only(num_splits=2):
+        assert limited(torch.ones(2)).tolist() == [2, 2]
+        assert k.plan(FEW_QUERIES, "h100").num_splits == 2
+
+
+def test_an_error_of_a_limit_names_the_kernels_that_it_keeps_from_the_call():
+    fitting = [row.id for row in k.explain(A_CALL, "h100") if row.verdict != "refused"]
+    with k.only(num_splits=64), pytest.raises(RuntimeError, match=r"within kernels\.only") as error:
+        k.plan(A_CALL, "h100")
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines[: len(fitting)]] == fitting
+    with k.only("bwd_sm80_bf16_plain_d64x64_m64_n128_s2_w4_c2"):
+        with pytest.raises(RuntimeError, match="limited to") as error:
+            k.plan(A_CALL, "h100")
+        assert "shared memory" not in str(error.value)
+
+
+def test_problems_of_the_wrong_kind_are_refused():
+    for wrong in ({"causal": "no"}, {"softcap": 1}, {"window_size": 5}, {"window_size": (1,)}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; expected"):
+            k.Problem(**wrong)
+    with pytest.raises(ValueError, match=r"expected a kernels\.Problem"):
+        k.plan(None, "h100")
+    with pytest.raises(ValueError, match=r"gpu is 1\.5; expected"):
+        k.plan(A_CALL, 1.5)
 
 
 def test_a_limit_holds_for_the_backward_of_its_calls(monkeypatch):
