@@ -93,9 +93,13 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
       return rQ(_, _, step % T::kSlots);
     };
     gemm_registers(mma, tSrS, queries_of, k.at(stage * T::kStageBytes));
-    apply_rules<false>(
-        scores, mod, f.rules.alibi != nullptr, [&](int r) { return slope[r]; },
-        [&](int r) { return float(query[r] + seq.shift() - column); });
+    if (f.rules.alibi == nullptr) {  // a branch in apply_rules() alone would cost registers
+      mod.apply<false>(scores);
+    } else {
+      apply_rules<false>(
+          scores, mod, true, [&](int r) { return slope[r]; },
+          [&](int r) { return float(query[r] + seq.shift() - column); });
+    }
     if (!tiles.full(tile)) mask.hide_from(scores, [&](int r) { return query[r]; }, column);
     fill(factors, 1.f);
     // The first tile has no output to rescale.
