@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_cute import kernels, tiled_ops, validate
+from flash_cute import tiled_ops, validate
 from flash_cute.cpu import streaming
 from flash_cute.ops import autocast
-from flash_cute.tiled_sizes import DEFAULT_BLOCK, check_shared_memory, check_sizes
+from flash_cute.tiled_sizes import DEFAULT_BLOCK, check_sizes
 
 
 def flash_attention_forward(
@@ -215,6 +215,4 @@ def _checked(tensors: dict[str, Tensor], bc: int, br: int, use_half: bool) -> st
             if x.stride(-1) != 1:
                 raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous()")
         validate.cuda(q, q)
-        smem = kernels.gpu(q.get_device()).smem_optin
-        check_shared_memory(bc, br, q.shape[-1], 2 if use_half else q.element_size(), smem)
     return streaming.Tile(br, bc)

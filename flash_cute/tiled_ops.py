@@ -18,6 +18,7 @@ from flash_cute import kernels, limits, ops, plan_log
 from flash_cute.cpu import streaming
 from flash_cute.ops import autograd
 from flash_cute.ops.when_imported import when_imported
+from flash_cute.tiled_sizes import check_shared_memory
 
 _library = torch.library.Library("flash_cute", "FRAGMENT")
 _library.define(
@@ -49,6 +50,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bo
             sums, maxima = sums.squeeze(-1), maxima.squeeze(-1)
             lse = maxima + sums.log()
         return (out.to(q.dtype), lse, *((sums, maxima) if return_stats else (None, None)))
+    _check_room(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     precision = ops.allow_tf32(q)
     with internals.below_autograd(), kernels.only(kernel(qkv, "fwd", tile)):
@@ -71,6 +73,7 @@ def _bwd(
                 lse.flatten(0, 1).unsqueeze(-1), q.shape[-1] ** -0.5, tile,
             )  # fmt: skip
         return tuple(x.unflatten(0, q.shape[:2]).to(q.dtype) for x in gradients)
+    _check_room(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -78,6 +81,12 @@ def _bwd(
     with internals.below_autograd(), kernels.only(kernel(qkv, "bwd", tile)):
         dq, dk, dv, *_ = ops.bwd(dout, *qkv, out, lse.contiguous(), allow_tf32=ops.allow_tf32(q))
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
+
+
+def _check_room(q: Tensor, tile: streaming.Tile) -> None:
+    """Refuses a tile that is larger than the shared memory of q's GPU."""
+    there = kernels.gpu(q.get_device()).smem_optin
+    check_shared_memory(tile.keys, tile.rows, q.shape[-1], q.element_size(), there)
 
 
 def _folded(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from kernel_hash import (
 )
 
 # Parts of the time, in this order; what a stage leaves is the next one's. The rest is for the end.
-SHARES = {"repeats": 0.03, "tests": 0.70, "memcheck": 0.07, "fuzz": 0.17}
+SHARES = {"repeats": 0.05, "tests": 0.70, "memcheck": 0.05, "fuzz": 0.17}
 _BYTES_OF_TESTS = 12 * 2**30  # of GPU memory, that a process of tests may need
 _MOST_FAILURES, _MOST_CHARACTERS = 40, 300  # in the record
 

@@ -80,13 +80,13 @@ void NoKernel::add(const std::string& id, const std::string& cannot, const std::
   add_reason(reasons, beyond_limit);
   const std::string line = "\n  " + id + ": " + reasons;
   all_ += line;
-  if (cannot.empty()) limited_ += line;
+  if (cannot.empty()) able_ += line;
 }
 
 void NoKernel::raise() const {
   const char* const message = "flash_cute: no kernel for this call";
-  if (limited_.empty()) throw std::runtime_error(message + all_);
-  throw std::runtime_error(message + (" within kernels.only(), which alone keeps these from it:" + limited_));
+  if (able_.empty() || !given_by_limit().any()) throw std::runtime_error(message + all_);
+  throw std::runtime_error(message + (" within kernels.only(); without it these could do it:" + able_));
 }
 
 template std::string beyond_limit<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);

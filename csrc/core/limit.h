@@ -26,8 +26,8 @@ const FwdGiven& given_by_limit();
 template <Op op>
 std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu);
 
-// The error of a call that no kernel takes: the reasons of each, or where the thread's limit alone keeps some from it,
-// the reasons of those.
+// The error of a call that no kernel takes: the reasons of each, or where the numbers that the thread asks for keep some
+// from it, of those that could do it.
 class NoKernel {
  public:
   // A kernel, why it cannot do the call, and beyond_limit().
@@ -36,7 +36,7 @@ class NoKernel {
   [[noreturn]] void raise() const;
 
  private:
-  std::string all_, limited_;  // a line each
+  std::string all_, able_;  // a line each
 };
 
 }  // namespace flash_cute
