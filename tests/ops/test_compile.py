@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_cute
+from flash_cute import kernels
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -179,3 +180,16 @@ def test_a_cache_that_is_too_small_under_dynamic_shapes(of_data):
         else:  # the graph is there, and asks when it runs
             with pytest.raises(RuntimeError):
                 compiled(q, cache, new, n)
+
+
+def test_a_limit_within_a_compiled_function_ends_with_it():
+    problem = kernels.Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=8192)
+
+    @torch.compile(backend="eager")
+    def limited(x: torch.Tensor) -> torch.Tensor:
+        with kernels.only(num_splits=3):
+            return x + 1
+
+    with kernels.only(num_splits=2):
+        assert limited(torch.ones(2)).tolist() == [2, 2]
+        assert kernels.plan(problem, "h100").num_splits == 2

@@ -191,17 +191,6 @@ def test_a_limit_is_one_of_its_thread():
         pass
 
 
-def test_a_limit_within_a_compiled_function_ends_with_it():
-    @torch.compile(backend="eager")
-    def limited(x):
-        with k.only(num_splits=3):
-            return x + 1
-
-    with k.only(num_splits=2):
-        assert limited(torch.ones(2)).tolist() == [2, 2]
-        assert k.plan(FEW_QUERIES, "h100").num_splits == 2
-
-
 def test_an_error_of_a_limit_names_the_kernels_that_it_keeps_from_the_call():
     fitting = [row.id for row in k.explain(A_CALL, "h100") if row.verdict != "refused"]
     with k.only(num_splits=64), pytest.raises(RuntimeError, match=r"within kernels\.only") as error:
