@@ -233,8 +233,6 @@ def use_calibration(
 def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
     if not isinstance(problem, Problem):
         raise ValueError(f"problem is {problem!r}; expected a kernels.Problem")
-    if gpu is not None and not isinstance(gpu, (Gpu, str, int)):
-        raise ValueError(f"gpu is {gpu!r}; expected a Gpu, one of {list(GPUS)}, or an index")
     request = problem.request()
     if gpu is None:
         gpu = torch.cuda.current_device() if can_use_cuda() else "h100"
@@ -242,17 +240,17 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
         if not has_cuda_kernels():
             raise ValueError(f"gpu is {gpu}, and this build has no CUDA; give one of {list(GPUS)}")
         return json.dumps(request | {"device": gpu, "built_only": True})
-    if isinstance(gpu, str):
-        gpu = named(gpu)
+    gpu = as_gpu(gpu)
     facts = {f"gpu_{f.name}": getattr(gpu, f.name) for f in fields(gpu) if f.name != "name"}
     return json.dumps(request | facts)
 
 
-def named(gpu: str) -> Gpu:
-    """The GPU of :data:`GPUS`; ValueError for another name."""
-    if gpu not in GPUS:
+def as_gpu(gpu: Gpu | str) -> Gpu:
+    """A GPU, or that of a name in :data:`GPUS`; ValueError for anything else."""
+    found = GPUS.get(gpu) if isinstance(gpu, str) else gpu
+    if not isinstance(found, Gpu):
         raise ValueError(f"gpu is {gpu!r}; expected one of {list(GPUS)}, or a Gpu")
-    return GPUS[gpu]
+    return found
 
 
 def nearest(

@@ -72,10 +72,9 @@ class Problem:
             size = getattr(self, name)
             if size is not None and (type(size) is not int or size < least.get(name, 0)):
                 raise ValueError(f"{name} is {size!r}; expected an int >= {least.get(name, 0)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and type(value) is not bool:
-                raise ValueError(f"{field.name} is {value!r}; expected True or False")
+        for name in _FLAGS:
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         window = self.window_size
         if not (
             isinstance(window, tuple)
@@ -170,3 +169,6 @@ def _is_aligned(x: Tensor) -> bool:
     first = x.storage_offset() * element if internals.is_fake(x) else x.data_ptr()
     bytes_at = [first, *(stride * element for stride in x.stride()[:-1])]
     return x.stride(-1) == 1 and all(at % 16 == 0 for at in bytes_at)
+
+
+_FLAGS = tuple(field.name for field in fields(Problem) if field.type == "bool")

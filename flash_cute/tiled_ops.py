@@ -85,8 +85,13 @@ def _bwd(
 
 def _check_room(q: Tensor, tile: streaming.Tile) -> None:
     """Refuses a tile that is larger than the shared memory of q's GPU."""
-    there = kernels.gpu(q.get_device()).smem_optin
+    there = _shared_memory(q.get_device())
     check_shared_memory(tile.keys, tile.rows, q.shape[-1], q.element_size(), there)
+
+
+@cache
+def _shared_memory(gpu: int) -> int:
+    return kernels.gpu(gpu).smem_optin
 
 
 def _folded(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from only_cuda import runs_on_cuda
 
 from flash_cute import library
 from flash_cute.testing import cases, kernels, kvcache
+from flash_cute.tuning import calibration
 
 MakeInputs = Callable[..., cases.Inputs]
 HAS_CUDA = library.can_use_cuda()
@@ -75,6 +76,13 @@ def cuda() -> Iterator[str]:
     yield "cuda"
     if torch.cuda.memory_reserved() > 2**32:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def without_calibration() -> Iterator[None]:
+    """What a test puts into use ends with it."""
+    with calibration.set_aside():
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from flash_cute import kernels, limits
-from flash_cute.kernels import Gpu, Problem, named
+from flash_cute.kernels import Gpu, Problem, as_gpu
 from flash_cute.tuning import calibration, rules
 from flash_cute.tuning.choice import Choice
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
@@ -72,13 +72,7 @@ def autotune(
         print(autotune(shapes, path="calibration.json"))
         kernels.use_calibration("calibration.json")
     """
-    for name, some in (("problems", problems), ("validation", validation), ("unseen", unseen)):
-        if some is not None and not (
-            isinstance(some, Sequence) and all(isinstance(x, Problem) for x in some)
-        ):
-            raise ValueError(f"{name} is {some!r}; expected a sequence of Problem")
-    if not problems:
-        raise ValueError("problems is empty; expected at least one Problem")
+    _check_problems(problems=problems, validation=validation, unseen=unseen)
     if not kernels.is_count(rounds):
         raise ValueError(f"rounds is {rounds!r}; expected an int of at least 1")
     path = calibration.checked_path(path)
@@ -86,7 +80,7 @@ def autotune(
         raise ValueError("gpu goes with clock: give both, or neither for the current GPU")
     began = time.perf_counter()
     clock = CudaClock() if clock is None else clock
-    facts = kernels.gpu() if gpu is None else named(gpu) if isinstance(gpu, str) else gpu
+    facts = kernels.gpu() if gpu is None else as_gpu(gpu)
     fitted = list(dict.fromkeys(problems))
     checks = _others(validation, fitted, _VALIDATION, gpu, ())
     judged = _others(unseen, fitted, _UNSEEN, gpu, checks)
@@ -111,6 +105,16 @@ def autotune(
         return report
     buckets = {bucket: choice.entry for bucket, choice in found.items()}
     return replace(report, path=calibration.store(facts, buckets, path))
+
+
+def _check_problems(**given: Sequence[Problem] | None) -> None:
+    for name, some in given.items():
+        if some is None and name != "problems":
+            continue
+        if not (isinstance(some, Sequence) and all(isinstance(x, Problem) for x in some)):
+            raise ValueError(f"{name} is {some!r}; expected a sequence of Problem")
+    if not given["problems"]:
+        raise ValueError("problems is empty; expected at least one Problem")
 
 
 def _measure(problem: Problem, clock: Clock, gpu: Gpu | str | None, rounds: int) -> rules.Measured:

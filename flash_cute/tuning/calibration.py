@@ -25,15 +25,14 @@ from typing import Any
 import torch
 
 from flash_cute import library
-from flash_cute.kernels import MOST_SPLITS, OPS, Gpu, KernelConfig, is_count, kernels, named
+from flash_cute.kernels import MOST_SPLITS, Gpu, KernelConfig, as_gpu, is_count, kernels
 from flash_cute.tuning.choice import Choice
 
 VERSION = 1
 _ENTRY = ("kernel", "num_splits", "pack_gqa")
 _SIZE = r"(?:0|2\^\d+)"
 _BUCKET = re.compile(
-    r"sm\d+ SMs(?P<sms>\d+) GB/s\d+"
-    rf" (?P<op>{'|'.join(OPS)}) (?P<dtype>fp16|bf16|tf32|tf32x3) d\d+/\d+"
+    r"sm\d+ SMs(?P<sms>\d+) GB/s\d+ (?P<op>\w+) (?P<dtype>\w+) d\d+/\d+"
     r" (?:full|causal|window) (?:dense|packed|pages)(?: rich)?(?: dropout)?(?: deterministic)?"
     rf" q{_SIZE}(?: \| k{_SIZE} heads{_SIZE} group{_SIZE})?"
 )
@@ -89,7 +88,7 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
         ValueError: the GPU is unknown.
     """
     path = default_path() if path is None else Path(path)
-    gpu = named(gpu) if isinstance(gpu, str) else gpu
+    gpu = None if gpu is None else as_gpu(gpu)
     try:
         sections = _read(path)
     except (OSError, ValueError) as error:
@@ -198,8 +197,11 @@ def store(
 
     Writers wait for each other at a lock beside the file, and readers see the old file or the new
     one. A file that cannot be read is kept as ``NAME.unreadable``, and a new one begun.
+
+    Raises:
+        ValueError: the path cannot be written.
     """
-    path = default_path() if path is None else Path(path)
+    path = checked_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -25,10 +25,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def without_calibration():
-    with calibration.set_aside():
-        yield
+pytestmark = pytest.mark.usefixtures("without_calibration")
 
 
 class MadeUpClock:
