@@ -64,6 +64,8 @@ TESTS = [
     "tests/systems/test_layer_transforms.py",
     "tests/systems/test_fp8_attention.py",
     "tests/systems/test_hardware.py",
+    "tests/systems/test_hardware_batch.py",
+    "tests/systems/test_hardware_memory.py",
     "tests/distributed/test_interfaces.py",
     "tests/distributed/test_disagreement.py",
 ]
