@@ -148,6 +148,10 @@ struct BackwardTraits {
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kDqColumns>, Int<C.block_n>>,
                            kManyQueries ? GMMA::Major::K : GMMA::Major::MN, GMMA::Major::MN>(),
       std::conditional_t<kRowsOfDq, Down, Across>{}));
+  static_assert(tile_size<1>(MmaScores<C.head_dim>{}) == C.block_m &&
+                    tile_size<1>(MmaKeys<C.head_dim>{}) == C.head_dim &&
+                    tile_size<1>(MmaQ{}) == kDqColumns * (kRowsOfDq ? 1 : kGroups),
+                "no wgmma of so many columns: cmake/units.cmake");
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
   // Where a warpgroup's sums of dQ lie, in accumulator order: four numbers of a thread, then those of the next thread.
