@@ -297,7 +297,8 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
         pack_gqa: how many query heads of a group share a tile of queries in kernels of forward, in
             place of their estimate, which is as many as can: a power of two up to that.
 
-    Backward and decoding cut their work as always. Where either number is given, those of a
+    Kernels of backward and of decoding cut their work as always. Over a cache either kind may be
+    the choice, those of forward with these numbers. Where either number is given, those of a
     calibration are not used.
 
     Raises:
@@ -326,5 +327,5 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
 
 
 def is_count(number: object) -> bool:
-    """Whether it is a number of splits or heads that the library can read."""
+    """Whether it is an int from 1 to 2^31 - 1."""
     return type(number) is int and 1 <= number < 2**31

@@ -26,7 +26,7 @@ class Problem:
 
     Raises:
         ValueError: a size is negative or heads are no multiple of heads_k; the op or the dtype is
-            unknown.
+            unknown; a flag is no bool, window_size not two ints, or softmax_scale no number.
     """
 
     op: str = "fwd"
@@ -77,11 +77,12 @@ class Problem:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         window = self.window_size
         if not (
-            isinstance(window, tuple)
-            and len(window) == 2
-            and all(isinstance(x, int) for x in window)
+            isinstance(window, tuple) and len(window) == 2 and all(type(x) is int for x in window)
         ):
             raise ValueError(f"window_size is {window!r}; expected two ints")
+        scale = self.softmax_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise ValueError(f"softmax_scale is {scale!r}; expected a number")
         if self.heads % (self.heads_k or self.heads):
             raise ValueError(
                 f"heads is {self.heads}; expected a multiple of heads_k, {self.heads_k}"

@@ -168,6 +168,7 @@ template const KernelConfig* calibrated<Op::Bwd>(const BwdProblem&, const Device
 template const KernelConfig* calibrated<Op::Decode>(const DecodeProblem&, const Device&);
 
 FwdGiven calibrated_with(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
+  if (config.arch != Arch::Sm90) return {};
   const Entry entry = entry_of<Op::Fwd>(problem, gpu);
   return entry.kernel != nullptr && same_kernel(*entry.kernel, config) ? entry.given : FwdGiven{};
 }

@@ -52,19 +52,21 @@ const FwdGiven& given_by_limit() {
   return limit().given;
 }
 
+bool is_allowed(const KernelConfig& config) {
+  const Limit& here = limit();
+  return !here.of_kernels || std::find(here.kernels.begin(), here.kernels.end(), config) != here.kernels.end();
+}
+
 template <Op op>
 std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
-  const Limit& here = limit();
   std::string reasons;
-  if (here.of_kernels && std::find(here.kernels.begin(), here.kernels.end(), config) == here.kernels.end()) {
-    add_reason(reasons, "not one of the kernels that this thread is limited to");
-  }
+  if (!is_allowed(config)) add_reason(reasons, "not one of the kernels that this thread is limited to");
   if constexpr (op == Op::Fwd) {
-    auto add = [&](const char* name, int given, const char* most, int heads_or_splits) {
-      add_reason(reasons, name + (" is " + std::to_string(given)) + ", and it takes " + most + "up to " +
+    auto add = [&](const char* name, int number, const char* most, int heads_or_splits) {
+      add_reason(reasons, name + (" is " + std::to_string(number)) + ", and it takes " + most + "up to " +
                               std::to_string(heads_or_splits) + " for this call");
     };
-    const auto& [num_splits, heads] = here.given;
+    const auto& [num_splits, heads] = given_by_limit();
     if (heads > 0 && !may_pack(config, problem, heads)) {
       add("pack_gqa", heads, "powers of two ", pack_gqa(config, problem));
     } else if (num_splits > 0) {
@@ -75,12 +77,12 @@ std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem,
   return reasons;
 }
 
-void NoKernel::add(const std::string& id, const std::string& cannot, const std::string& beyond_limit) {
+void NoKernel::add(const KernelConfig& config, const std::string& cannot, const std::string& beyond_limit) {
   std::string reasons = cannot;
   add_reason(reasons, beyond_limit);
-  const std::string line = "\n  " + id + ": " + reasons;
+  const std::string line = "\n  " + config.id() + ": " + reasons;
   all_ += line;
-  if (cannot.empty()) able_ += line;
+  if (cannot.empty() && is_allowed(config)) able_ += line;
 }
 
 void NoKernel::raise() const {

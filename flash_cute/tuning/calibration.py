@@ -30,9 +30,10 @@ from flash_cute.tuning.choice import Choice
 
 VERSION = 1
 _ENTRY = ("kernel", "num_splits", "pack_gqa")
-_SIZE = r"(?:0|2\^\d+)"
+_COUNT = "[0-9]{1,9}"
+_SIZE = rf"(?:0|2\^{_COUNT})"
 _BUCKET = re.compile(
-    r"sm\d+ SMs(?P<sms>\d+) GB/s\d+ (?P<op>\w+) (?P<dtype>\w+) d\d+/\d+"
+    rf"sm{_COUNT} SMs(?P<sms>{_COUNT}) GB/s{_COUNT} (?P<op>\w+) (?P<dtype>\w+) d{_COUNT}/{_COUNT}"
     r" (?:full|causal|window) (?:dense|packed|pages)(?: rich)?(?: dropout)?(?: deterministic)?"
     rf" q{_SIZE}(?: \| k{_SIZE} heads{_SIZE} group{_SIZE})?"
 )
@@ -110,7 +111,8 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
 
 
 def _nonsense(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig]) -> str | None:
-    """Why no call can take what an entry of a section says; None if some can."""
+    """What is wrong with an entry of a section by its words alone; None if nothing is. Whether a
+    call can take its kernel and numbers is asked in the call."""
     parts = _BUCKET.fullmatch(bucket)
     if parts is None:
         return "it is no bucket; kernels.bucket(problem) prints a call's"
@@ -183,10 +185,15 @@ def checked_path(path: str | os.PathLike[str] | None) -> Path:
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path is {path!r}; expected a file's name")
     found = default_path() if path is None else Path(path)
-    folder = next(x for x in (found.parent, *found.absolute().parents) if x.exists())
-    is_taken = found.exists() and not found.is_file()
-    if is_taken or "\0" in str(found) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"path is {str(path)!r}; expected a file that can be written")
+    try:
+        folder = next(x for x in (found.parent, *found.absolute().parents) if x.exists())
+        is_taken = found.exists() and not found.is_file()
+        can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not is_taken
+    except OSError:  # a folder that may not be searched
+        can_write = False
+    can_write &= "\0" not in str(found)
+    if not can_write:
+        raise ValueError(f"path is {str(found)!r}; expected a file that can be written")
     return found
 
 

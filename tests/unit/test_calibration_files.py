@@ -110,6 +110,8 @@ def test_a_pipe_is_a_miss(tmp_path):
 ANY_BUCKET = kernels.bucket(PROBLEM, "h100")
 NO_RULES = {
     "word": ("foo", None, "kernels.bucket"),
+    "digits": (ANY_BUCKET.replace("SMs132", "SMs" + 5000 * "1"), None, "kernels.bucket"),
+    "other digits": (ANY_BUCKET.replace("SMs132", "SMs\u0661\u0663\u0662"), None, "kernels.bucket"),
     "power": (ANY_BUCKET.replace("q2^12", "q2^x"), None, "kernels.bucket"),
     "two lines": (f"{ANY_BUCKET}\n{ANY_BUCKET}", None, "kernels.bucket"),
     "SMs": (ANY_BUCKET.replace("SMs132", "SMs108"), None, "108 SMs in a section of one with 132"),
@@ -162,6 +164,13 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(path, tmp_path):
         calibration.checked_path(path)
     with pytest.raises(ValueError, match="expected a file that can be written"):
         calibration.checked_path(tmp_path)
+
+
+def test_a_path_below_a_file_is_refused_at_once(tmp_path):
+    program = tmp_path / "program"
+    program.touch(0o777)
+    with pytest.raises(ValueError, match="expected a file that can be written"):
+        calibration.checked_path(program / "calibration.json")
 
 
 def test_most_splits_are_most():

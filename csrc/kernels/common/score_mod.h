@@ -1,5 +1,5 @@
-// What rules make of a score, and what of its gradient: their only arithmetic on a GPU. The loops over tiles are in
-// forward_rules.h and backward_scores.h. flash_cute/reference.py has the definitions.
+// What rules make of a score, and what of its gradient: their only arithmetic on a GPU. flash_cute/reference.py has the
+// definitions.
 #pragma once
 
 #include "core/problem.h"
@@ -60,7 +60,7 @@ struct Softcap {
 };
 
 // The element-wise rule of a call, for kernels: a product x of query and key becomes the score outer() * value(x *
-// inner()). Without a rule it becomes x * softmax_scale. Another rule is added here and in ElementRule alone.
+// inner()). Without a rule it becomes x * softmax_scale. How to add another one: docs/architecture.md.
 class ScoreMod {
  public:
   CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : cap_(p.rules.element.softcap), scale_(p.softmax_scale) {}
@@ -92,7 +92,7 @@ class ScoreMod {
   CUTE_DEVICE float rest() const { return on() ? outer() : fabsf(scale_); }
   CUTE_DEVICE float rest_log2() const { return on() ? outer() * kLog2e : positive_scale_log2(scale_); }
 
-  // Of fp32 inputs: products become scores, to the last bits of fp32.
+  // Products become scores, to the last bits of fp32.
   template <class Scores>
   CUTE_DEVICE void apply_fp32(Scores&& scores) const {
     if (on()) {
