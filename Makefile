@@ -18,6 +18,7 @@ JOBS := 2
 # From their packages, wherever those are installed.
 CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
 NINJA = $$($(BIN)/python -I -c "import ninja; print(ninja.BIN_DIR)")/ninja
+CLANG_FORMAT = $(BIN)/python -I -c "from clang_format import clang_format; clang_format()"
 
 export PYTHONPATH := $(CURDIR)
 ifndef FLASH_CUTE_LIBRARY
@@ -47,7 +48,7 @@ lint: $(VENV)/torch
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+	$(CLANG_FORMAT) --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
 ifdef FLASH_CUTE_LIBRARY
 build: $(VENV)/torch

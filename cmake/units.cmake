@@ -1,5 +1,6 @@
-# Groups the rows of csrc/configs.def into translation units, one for each (op, arch, 16 bits or fp32, tier, head dims):
-# the first kernel of a unit costs most of the time to compile, further ones little.
+# Groups the rows of csrc/configs.def into translation units, one for each (op, arch, 16 bits or fp32, head dims): a third
+# of the time to compile goes to headers and templates that the kernels of a unit share. Hopper's tiers are units of their
+# own: compiled together, some kernels get other registers.
 
 set(FLASH_CUTE_ROWS ".*" CACHE STRING "regular expression: only rows of configs.def that match are built")
 set(FLASH_CUTE_GENERATED "${CMAKE_BINARY_DIR}/generated")
@@ -44,7 +45,10 @@ foreach(row IN LISTS rows)
   if(NOT ${arch}_flags)
     continue()
   endif()
-  string(REPLACE "/" "_" unit "${op}_${folder}_${tier}_d${head_dims}")
+  string(REPLACE "/" "_" unit "${op}_${folder}_d${head_dims}")
+  if(arch STREQUAL "sm90")
+    string(APPEND unit "_${tier}")
+  endif()
   list(APPEND units "${unit}")
   list(APPEND built "${row}")
   list(APPEND ${unit}_rows "${row}")
