@@ -65,7 +65,7 @@ void run_in_pages(DecodeProblem p, const Kernel<Op::Fwd>& kernel, const View& q)
     p.fwd.varlen.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
   }
   if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(q)));
-  run(kernel, p.fwd, make_plan(kernel.config, p.fwd, device(q.device), given_by_limit()), q);
+  run(kernel, p.fwd, make_plan(kernel.config, p.fwd, device(q.device), overrides_of_limit()), q);
 }
 
 // Runs the kernel over a cache that takes least time.

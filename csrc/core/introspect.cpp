@@ -139,7 +139,7 @@ std::string plan(std::string problem) {
   if (choice.forward.chosen != nullptr) {
     const KernelConfig& forward = choice.forward.config();
     return planned<Op::Fwd>(forward, asked.decode.fwd,
-                            make_plan(forward, asked.decode.fwd, asked.gpu, given_by_limit()));
+                            make_plan(forward, asked.decode.fwd, asked.gpu, overrides_of_limit()));
   }
   const KernelConfig& decode = choice.decode.config();
   return planned<Op::Decode>(decode, asked.decode, plan_of_call<Op::Decode>(decode, asked.decode, asked.gpu));

@@ -17,7 +17,7 @@ struct Limit {
   std::string lines;
   bool of_kernels = false;  // whether a line is an id
   std::vector<KernelConfig> kernels;  // with these ids
-  FwdGiven given;
+  FwdOverrides overrides;
 };
 
 Limit& limit() {
@@ -38,7 +38,7 @@ bool is_listed(const std::string& lines, const std::string& id) {
 std::string limit_kernels(std::string lines) {
   Limit next;
   std::stringstream in(lines);
-  for (std::string line; std::getline(in, line);) next.of_kernels |= !take(next.given, line);
+  for (std::string line; std::getline(in, line);) next.of_kernels |= !parse_override(next.overrides, line);
   if (next.of_kernels) {
     for (const Row& row : rows_of_configs()) {
       if (is_listed(lines, row.config.id())) next.kernels.push_back(row.config);
@@ -48,8 +48,8 @@ std::string limit_kernels(std::string lines) {
   return std::exchange(limit(), std::move(next)).lines;
 }
 
-const FwdGiven& given_by_limit() {
-  return limit().given;
+const FwdOverrides& overrides_of_limit() {
+  return limit().overrides;
 }
 
 bool is_allowed(const KernelConfig& config) {
@@ -66,7 +66,7 @@ std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem,
       add_reason(reasons, name + (" is " + std::to_string(number)) + ", and it takes " + most + "up to " +
                               std::to_string(heads_or_splits) + " for this call");
     };
-    const auto& [num_splits, heads] = given_by_limit();
+    const auto& [num_splits, heads] = overrides_of_limit();
     if (heads > 0 && !may_pack(config, problem, heads)) {
       add("pack_gqa", heads, "powers of two ", pack_gqa(config, problem));
     } else if (num_splits > 0) {
@@ -87,7 +87,7 @@ void NoKernel::add(const KernelConfig& config, const std::string& cannot, const 
 
 void NoKernel::raise() const {
   const char* const message = "flash_cute: no kernel for this call";
-  if (able_.empty() || !given_by_limit().any()) throw std::runtime_error(message + all_);
+  if (able_.empty() || !overrides_of_limit().any()) throw std::runtime_error(message + all_);
   throw std::runtime_error(message + (" within kernels.only(); without it these could do it:" + able_));
 }
 
