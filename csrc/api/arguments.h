@@ -1,5 +1,5 @@
 // The arguments of the ops as C++ values. Each reader takes them off the dispatcher's stack in the order in which
-// csrc/library.cpp lists them in the schemas.
+// csrc/library.cpp lists them in the schemas, and checks none: tensors that are still on the stack would never be freed.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -42,13 +42,25 @@ class Stack {
   StableIValue* next_;
 };
 
+// The parameters of the element-wise rule, in the order of the schemas.
+struct ElementArguments {
+  double softcap;
+
+  ElementRule rule() const {
+    const ElementRule rule{.softcap = static_cast<float>(softcap)};
+    FC_CHECK(softcap == 0 || (softcap > 0 && std::isnormal(rule.softcap)), "softcap is ", softcap,
+             "; expected 0, or a positive normal number of fp32");
+    return rule;
+  }
+};
+
 struct Score {
   std::optional<double> softmax_scale;
   bool is_causal;
   int64_t window_size_left, window_size_right;
-  ElementRule element;
+  ElementArguments element;
   std::optional<View> alibi_slopes;  // [h] or [b, h]
-  std::optional<View> sink;          // [h]
+  std::optional<View> sink;  // [h]
   double dropout_p;
   std::optional<View> rng;  // [2]
 };
@@ -76,13 +88,8 @@ struct BwdArguments {
   bool deterministic;
 };
 
-// Every op with scores has these arguments, in this place.
-inline ElementRule take_element_rule(Stack& in) {
-  const double softcap = in.take<double>();
-  const ElementRule rule{.softcap = static_cast<float>(softcap)};
-  FC_CHECK(softcap == 0 || (softcap > 0 && std::isnormal(rule.softcap)), "softcap is ", softcap,
-           "; expected 0, or a positive normal number of fp32");
-  return rule;
+inline ElementArguments take_element(Stack& in) {
+  return {in.take<double>()};
 }
 
 inline Score take_score(Stack& in) {
@@ -90,7 +97,7 @@ inline Score take_score(Stack& in) {
           in.take<bool>(),
           in.take<int64_t>(),
           in.take<int64_t>(),
-          take_element_rule(in),
+          take_element(in),
           in.optional_view(),
           in.optional_view(),
           in.take<double>(),

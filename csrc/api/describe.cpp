@@ -49,7 +49,7 @@ int drop_below_of(double dropout_p) {
 
 ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
   ScoreRules rules;
-  rules.element = score.element;
+  rules.element = score.element.rule();
   if (score.alibi_slopes) {
     const View& slopes = *score.alibi_slopes;
     check_device(slopes, q, "alibi_slopes");

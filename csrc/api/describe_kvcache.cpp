@@ -122,7 +122,7 @@ KvcacheArguments take_kvcache(Stack& in, bool joins) {
              .is_causal = in.take<bool>(),
              .window_size_left = in.take<int64_t>(),
              .window_size_right = in.take<int64_t>(),
-             .element = take_element_rule(in),
+             .element = take_element(in),
              .alibi_slopes = in.optional_view(),
              .sink = in.optional_view(),
              .dropout_p = 0,

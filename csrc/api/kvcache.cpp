@@ -23,7 +23,7 @@ namespace {
 // keys are parted, it is always decoding: results must not depend on the batch.
 const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfig& decode, const Device& gpu) {
   if (p.cache.leftpad != nullptr || !p.even_splits()) return nullptr;
-  const Kernel<Op::Fwd>* kernel = find(fwd_kernels(), p.fwd, gpu);
+  const Kernel<Op::Fwd>* kernel = find_over_cache(p.fwd, gpu);
   const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
   if (measured != nullptr && same_kernel(*measured, decode)) return nullptr;
   const bool cheaper =
@@ -65,7 +65,7 @@ void run_in_pages(DecodeProblem p, const Kernel<Op::Fwd>& kernel, const View& q)
     p.fwd.varlen.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
   }
   if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(q)));
-  run(kernel, p.fwd, q);
+  run(kernel, p.fwd, make_plan(kernel.config, p.fwd, device(q.device), overrides_of_limit()), q);
 }
 
 // Runs the kernel over a cache that takes least time.

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include "api/api.h"
 #include "api/arguments.h"
@@ -45,8 +46,9 @@ struct Call {
 };
 
 Call take_call(Stack& in) {
-  const lab::Kernel& kernel = lab::find(in.take<std::string>());
-  return {kernel, in.view(), in.view(), in.view(), in.view()};
+  const auto name = in.take<std::string>();
+  View q = in.view(), k = in.view(), v = in.view(), out = in.view();  // all, before find() may throw
+  return {lab::find(name), std::move(q), std::move(k), std::move(v), std::move(out)};
 }
 
 lab::ForwardKernelArgs arguments(const Call& call) {

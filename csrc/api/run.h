@@ -9,8 +9,7 @@ namespace flash_cute {
 
 // Enqueues the kernel on the current stream of q's GPU. Its workspace is freed in stream order.
 template <Op op>
-void run(const Kernel<op>& kernel, const Problem<op>& problem, const View& q) {
-  const Plan<op> plan = plan_of_call<op>(kernel.config, problem, device(q.device));
+void run(const Kernel<op>& kernel, const Problem<op>& problem, const Plan<op>& plan, const View& q) {
   Arena size;
   lay_out(size, kernel.config, problem, plan);
   Tensor memory;
@@ -19,6 +18,12 @@ void run(const Kernel<op>& kernel, const Problem<op>& problem, const View& q) {
   const Workspace<op> workspace = lay_out(arena, kernel.config, problem, plan);
   const cudaError_t error = kernel.launch({problem, plan, workspace}, current_stream(q));
   if (error != cudaSuccess) check_launch(kernel.config.id().c_str(), error);
+}
+
+// The same with the plan of a call of this thread.
+template <Op op>
+void run(const Kernel<op>& kernel, const Problem<op>& problem, const View& q) {
+  run(kernel, problem, plan_of_call<op>(kernel.config, problem, device(q.device)), q);
 }
 
 }  // namespace flash_cute

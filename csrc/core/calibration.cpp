@@ -19,7 +19,7 @@ namespace {
 
 struct Entry {
   const KernelConfig* kernel = nullptr;
-  FwdGiven given;
+  FwdOverrides overrides;
 };
 
 struct Table {
@@ -55,11 +55,11 @@ Entry read_entry(const std::string& text) {
   words >> word;
   Entry entry{kernel_named(word), {}};
   while (words >> word) {
-    if (!take(entry.given, word)) {
+    if (!parse_override(entry.overrides, word)) {
       throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N behind a kernel's id, got " + word);
     }
   }
-  if (entry.given.any() && (entry.kernel->op != Op::Fwd || entry.kernel->arch != Arch::Sm90)) {
+  if (entry.overrides.any() && (entry.kernel->op != Op::Fwd || entry.kernel->arch != Arch::Sm90)) {
     throw std::invalid_argument("flash_cute: num_splits and pack_gqa are those of Hopper's forward, got " + text);
   }
   return entry;
@@ -167,9 +167,10 @@ template const KernelConfig* calibrated<Op::Fwd>(const FwdProblem&, const Device
 template const KernelConfig* calibrated<Op::Bwd>(const BwdProblem&, const Device&);
 template const KernelConfig* calibrated<Op::Decode>(const DecodeProblem&, const Device&);
 
-FwdGiven calibrated_with(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
+FwdOverrides calibrated_overrides(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
+  if (config.arch != Arch::Sm90) return {};
   const Entry entry = entry_of<Op::Fwd>(problem, gpu);
-  return entry.kernel != nullptr && same_kernel(*entry.kernel, config) ? entry.given : FwdGiven{};
+  return entry.kernel != nullptr && same_kernel(*entry.kernel, config) ? entry.overrides : FwdOverrides{};
 }
 
 bool same_kernel(const KernelConfig& a, const KernelConfig& b) {

@@ -11,7 +11,7 @@
 namespace flash_cute {
 
 // From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id,
-// and what is given of forward's plan, if so: " num_splits=2 pack_gqa=1". An empty string ends that. Returns the lines
+// and overrides of forward's plan, if any: " num_splits=2 pack_gqa=1". An empty string ends that. Returns the lines
 // that held until now. Throws std::invalid_argument for a line without " = ", an id that is not in configs.def, a number
 // below 1 or for another kernel than Hopper's forward; then the lines of before still hold.
 std::string set_calibration(std::string lines);
@@ -26,7 +26,7 @@ template <Op op>
 const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu);
 
 // What was measured with this kernel to suit such a call; nothing where another kernel, or none, was the fastest.
-FwdGiven calibrated_with(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
+FwdOverrides calibrated_overrides(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
 bool same_kernel(const KernelConfig& a, const KernelConfig& b);
 
@@ -46,8 +46,8 @@ auto best(const Kernels& kernels, const Fits& fits, const Problem<op>& problem, 
 template <Op op>
 Plan<op> plan_of_call(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
   if constexpr (op == Op::Fwd) {
-    const FwdGiven& asked = given_by_limit();
-    return make_plan(config, problem, gpu, asked.any() ? asked : calibrated_with(config, problem, gpu));
+    const FwdOverrides& of_limit = overrides_of_limit();
+    return make_plan(config, problem, gpu, of_limit.any() ? of_limit : calibrated_overrides(config, problem, gpu));
   } else {
     return make_plan(config, problem, gpu);
   }

@@ -82,8 +82,7 @@ JsonObject describe(const DecodePlan& plan) {
 }
 
 template <Op op>
-std::string planned(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
-  const Plan<op> plan = plan_of_call<op>(config, problem, gpu);
+std::string planned(const KernelConfig& config, const Problem<op>& problem, const Plan<op>& plan) {
   return describe(plan)
       .raw("kernel", describe(config).str())
       .integer("workspace_bytes", workspace_bytes(config, problem, plan))
@@ -125,14 +124,25 @@ std::string describe_gpu(int64_t index) {
       .str();
 }
 
+// Of a call of the op itself.
+template <Op op>
+static std::string planned(const Asked& asked, const Problem<op>& problem) {
+  const KernelConfig& config = choose<op>(asked, problem).config();
+  return planned<op>(config, problem, plan_of_call<op>(config, problem, asked.gpu));
+}
+
 std::string plan(std::string problem) {
   const Asked asked = read(problem);
-  const FwdProblem& fwd = asked.bwd.fwd;
-  if (asked.op == "fwd") return planned<Op::Fwd>(choose<Op::Fwd>(asked, fwd).config(), fwd, asked.gpu);
-  if (asked.op == "bwd") return planned<Op::Bwd>(choose<Op::Bwd>(asked, asked.bwd).config(), asked.bwd, asked.gpu);
+  if (asked.op == "fwd") return planned<Op::Fwd>(asked, asked.bwd.fwd);
+  if (asked.op == "bwd") return planned<Op::Bwd>(asked, asked.bwd);
   const CacheChoice choice = choose_for_cache(asked);
-  if (choice.forward.chosen != nullptr) return planned<Op::Fwd>(choice.forward.config(), asked.decode.fwd, asked.gpu);
-  return planned<Op::Decode>(choice.decode.config(), asked.decode, asked.gpu);
+  if (choice.forward.chosen != nullptr) {
+    const KernelConfig& forward = choice.forward.config();
+    return planned<Op::Fwd>(forward, asked.decode.fwd,
+                            make_plan(forward, asked.decode.fwd, asked.gpu, overrides_of_limit()));
+  }
+  const KernelConfig& decode = choice.decode.config();
+  return planned<Op::Decode>(decode, asked.decode, plan_of_call<Op::Decode>(decode, asked.decode, asked.gpu));
 }
 
 std::string explain(std::string problem) {

@@ -17,7 +17,7 @@ struct Limit {
   std::string lines;
   bool of_kernels = false;  // whether a line is an id
   std::vector<KernelConfig> kernels;  // with these ids
-  FwdGiven given;
+  FwdOverrides overrides;
 };
 
 Limit& limit() {
@@ -38,7 +38,7 @@ bool is_listed(const std::string& lines, const std::string& id) {
 std::string limit_kernels(std::string lines) {
   Limit next;
   std::stringstream in(lines);
-  for (std::string line; std::getline(in, line);) next.of_kernels |= !take(next.given, line);
+  for (std::string line; std::getline(in, line);) next.of_kernels |= !parse_override(next.overrides, line);
   if (next.of_kernels) {
     for (const Row& row : rows_of_configs()) {
       if (is_listed(lines, row.config.id())) next.kernels.push_back(row.config);
@@ -48,23 +48,25 @@ std::string limit_kernels(std::string lines) {
   return std::exchange(limit(), std::move(next)).lines;
 }
 
-const FwdGiven& given_by_limit() {
-  return limit().given;
+const FwdOverrides& overrides_of_limit() {
+  return limit().overrides;
+}
+
+bool is_allowed(const KernelConfig& config) {
+  const Limit& here = limit();
+  return !here.of_kernels || std::find(here.kernels.begin(), here.kernels.end(), config) != here.kernels.end();
 }
 
 template <Op op>
 std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
-  const Limit& here = limit();
   std::string reasons;
-  if (here.of_kernels && std::find(here.kernels.begin(), here.kernels.end(), config) == here.kernels.end()) {
-    add_reason(reasons, "not one of the kernels that this thread is limited to");
-  }
+  if (!is_allowed(config)) add_reason(reasons, "not one of the kernels that this thread is limited to");
   if constexpr (op == Op::Fwd) {
-    auto add = [&](const char* name, int given, const char* most, int heads_or_splits) {
-      add_reason(reasons, name + (" is " + std::to_string(given)) + ", and it takes " + most + "up to " +
+    auto add = [&](const char* name, int number, const char* most, int heads_or_splits) {
+      add_reason(reasons, name + (" is " + std::to_string(number)) + ", and it takes " + most + "up to " +
                               std::to_string(heads_or_splits) + " for this call");
     };
-    const auto& [num_splits, heads] = here.given;
+    const auto& [num_splits, heads] = overrides_of_limit();
     if (heads > 0 && !may_pack(config, problem, heads)) {
       add("pack_gqa", heads, "powers of two ", pack_gqa(config, problem));
     } else if (num_splits > 0) {
@@ -75,17 +77,17 @@ std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem,
   return reasons;
 }
 
-void NoKernel::add(const std::string& id, const std::string& cannot, const std::string& beyond_limit) {
+void NoKernel::add(const KernelConfig& config, const std::string& cannot, const std::string& beyond_limit) {
   std::string reasons = cannot;
   add_reason(reasons, beyond_limit);
-  const std::string line = "\n  " + id + ": " + reasons;
+  const std::string line = "\n  " + config.id() + ": " + reasons;
   all_ += line;
-  if (cannot.empty()) able_ += line;
+  if (cannot.empty() && is_allowed(config)) able_ += line;
 }
 
 void NoKernel::raise() const {
   const char* const message = "flash_cute: no kernel for this call";
-  if (able_.empty() || !given_by_limit().any()) throw std::runtime_error(message + all_);
+  if (able_.empty() || !overrides_of_limit().any()) throw std::runtime_error(message + all_);
   throw std::runtime_error(message + (" within kernels.only(); without it these could do it:" + able_));
 }
 

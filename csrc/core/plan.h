@@ -4,8 +4,8 @@
 
 #include "core/config.h"
 #include "core/device.h"
-#include "core/given.h"
 #include "core/layout/fast_divmod.h"
+#include "core/overrides.h"
 #include "core/problem.h"
 
 namespace flash_cute {
@@ -104,9 +104,10 @@ struct PlanOf<Op::Decode> {
 template <Op op>
 using Plan = typename PlanOf<op>::type;
 
-// The plan of a problem that the kernel can do; an estimate stands where it cannot do what is given. Throws
+// The plan of a problem that the kernel can do; an estimate stands where it cannot do an override. Throws
 // std::runtime_error if its work has too many parts to number.
-FwdPlan make_plan(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdGiven& given = {});
+FwdPlan make_plan(const KernelConfig& config, const FwdProblem& problem, const Device& gpu,
+                  const FwdOverrides& overrides = {});
 BwdPlan make_plan(const KernelConfig& config, const BwdProblem& problem, const Device& gpu);
 DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu);
 

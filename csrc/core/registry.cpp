@@ -50,27 +50,28 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels() {
 }
 
 template <Op op>
-const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
-  auto fits = [&](const Kernel<op>& kernel) {
-    return !refusal<op>(kernel.config, problem, device).any() &&
-           beyond_limit<op>(kernel.config, problem, device).empty();
-  };
-  return best<op>(kernels, fits, problem, device);
+static bool can_do(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
+  return !refusal<op>(config, problem, device).any() && beyond_limit<op>(config, problem, device).empty();
+}
+
+const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device) {
+  auto fits = [&](const Kernel<Op::Fwd>& kernel) { return can_do<Op::Fwd>(kernel.config, problem, device); };
+  return preferred(fwd_kernels(), fits, problem, device);
 }
 
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
-  if (const Kernel<op>* kernel = find(kernels, problem, device)) return *kernel;
+  auto fits = [&](const Kernel<op>& kernel) { return can_do<op>(kernel.config, problem, device); };
+  if (const Kernel<op>* kernel = best<op>(kernels, fits, problem, device)) return *kernel;
   NoKernel none;
   for (const Kernel<op>& kernel : kernels) {
     const KernelConfig& config = kernel.config;
-    none.add(config.id(), explain(refusal<op>(config, problem, device), config, forward_of(problem), device),
+    none.add(config, explain(refusal<op>(config, problem, device), config, forward_of(problem), device),
              beyond_limit<op>(config, problem, device));
   }
   none.raise();
 }
 
-template const Kernel<Op::Fwd>* find(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
 template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const BwdProblem&, const Device&);
 template const Kernel<Op::Decode>& select(const std::vector<Kernel<Op::Decode>>&, const DecodeProblem&, const Device&);

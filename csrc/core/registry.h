@@ -30,12 +30,12 @@ const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 const std::vector<Kernel<Op::Decode>>& decode_kernels();
 
-// Of the kernels that can do the problem the calibrated one (calibration.h), else the one that heuristics.h prefers;
-// null if none can.
-template <Op op>
-const Kernel<op>* find(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
+// Of forward's kernels that can do a problem over a cache the one that heuristics.h prefers; null if none can. What was
+// measured of calls of forward (calibration.h) does not count.
+const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device);
 
-// The same, but throws std::runtime_error that lists why each one cannot.
+// Of the kernels that can do a call the calibrated one (calibration.h), else the one that heuristics.h prefers. Throws
+// NoKernel's error (limit.h) if none can.
 template <Op op>
 const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
 

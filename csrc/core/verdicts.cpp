@@ -30,7 +30,7 @@ void Choice::pass_over(const std::string& reason) {
 }
 
 template <Op op>
-Choice choose(const Asked& asked, const Problem<op>& problem) {
+Choice choose(const Asked& asked, const Problem<op>& problem, bool over_cache) {
   Choice choice;
   const std::string built = kernels();
   for (const Row& row : rows_of_configs()) {
@@ -39,7 +39,7 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
     std::string refused = explain(refusal<op>(config, problem, asked.gpu), config, forward_of(problem), asked.gpu);
     if (asked.built_only && !is_listed(built, config.id())) add_reason(refused, kNotBuilt);
     const std::string beyond = beyond_limit<op>(config, problem, asked.gpu);
-    choice.none.add(config.id(), refused, beyond);
+    choice.none.add(config, refused, beyond);
     add_reason(refused, beyond);
     choice.verdicts.push_back({&row, refused, ""});
   }
@@ -48,8 +48,9 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
                        [&](const Verdict& v) { return v.row == &row && v.refused.empty(); });
   };
   const auto& weighed_problem = weighed(problem);
-  choice.chosen = best<op>(rows_of_configs(), fits, problem, asked.gpu);
-  const KernelConfig* const measured = calibrated<op>(problem, asked.gpu);
+  choice.chosen = over_cache ? preferred(rows_of_configs(), fits, weighed_problem, asked.gpu)
+                             : best<op>(rows_of_configs(), fits, problem, asked.gpu);
+  const KernelConfig* const measured = over_cache ? nullptr : calibrated<op>(problem, asked.gpu);
   for (Verdict& v : choice.verdicts) {
     if (measured != nullptr && same_kernel(v.row->config, *measured) && !v.refused.empty()) {
       add_reason(v.refused, "the calibration names it in vain");
@@ -72,15 +73,15 @@ Choice choose(const Asked& asked, const Problem<op>& problem) {
   return choice;
 }
 
-template Choice choose<Op::Fwd>(const Asked&, const FwdProblem&);
-template Choice choose<Op::Bwd>(const Asked&, const BwdProblem&);
-template Choice choose<Op::Decode>(const Asked&, const DecodeProblem&);
+template Choice choose<Op::Fwd>(const Asked&, const FwdProblem&, bool);
+template Choice choose<Op::Bwd>(const Asked&, const BwdProblem&, bool);
+template Choice choose<Op::Decode>(const Asked&, const DecodeProblem&, bool);
 
 CacheChoice choose_for_cache(const Asked& asked) {
   const DecodeProblem& p = asked.decode;
   CacheChoice choice{choose<Op::Decode>(asked, p), {}};
   if (choice.decode.chosen == nullptr || p.cache.leftpad != nullptr || !p.even_splits()) return choice;
-  choice.forward = choose<Op::Fwd>(asked, p.fwd);
+  choice.forward = choose<Op::Fwd>(asked, p.fwd, true);
   Choice& forward = choice.forward;
   if (forward.chosen == nullptr) return choice;
   const KernelConfig &of_forward = forward.chosen->config, &of_decode = choice.decode.chosen->config;

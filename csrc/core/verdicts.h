@@ -22,15 +22,15 @@ struct Choice {
   const Row* chosen = nullptr;
   NoKernel none;  // the error if none was chosen
 
-  // Throws std::runtime_error with the reasons of each if none was chosen.
+  // Throws NoKernel's error if none was chosen.
   const KernelConfig& config() const;
   // The chosen one fits, but is not taken, for this reason.
   void pass_over(const std::string& reason);
 };
 
-// As find() of core/registry.h, but over all rows, and with the reasons.
+// As select() of core/registry.h, or with over_cache find_over_cache(), but of all rows, and with the reasons.
 template <Op op>
-Choice choose(const Asked& asked, const Problem<op>& problem);
+Choice choose(const Asked& asked, const Problem<op>& problem, bool over_cache = false);
 
 // A cache is read by decoding's kernels, or by those of Hopper's forward where these take less time.
 struct CacheChoice {

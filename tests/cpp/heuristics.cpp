@@ -161,23 +161,24 @@ TEST_CASE("a plan has what is given if the kernel can do it, else the estimate")
     const KernelConfig config = any_of(draw, Op::Fwd);
     const FwdProblem p = draw_problem(draw, config);
     const FwdPlan free = make_plan(config, p, gpu);
-    const FwdGiven given{draw.from(0, 70), draw.of({0, 1, 2, 3, 4, 8})};
-    const FwdPlan plan = make_plan(config, p, gpu, given);
+    const FwdOverrides overrides{draw.from(0, 70), draw.of({0, 1, 2, 3, 4, 8})};
+    const FwdPlan plan = make_plan(config, p, gpu, overrides);
     CAPTURE(config.id());
     CAPTURE(p);
-    CAPTURE(given.num_splits);
-    CAPTURE(given.pack_gqa);
-    CHECK(plan.pack_gqa == (may_pack(config, p, given.pack_gqa) ? given.pack_gqa : free.pack_gqa));
+    CAPTURE(overrides.num_splits);
+    CAPTURE(overrides.pack_gqa);
+    CHECK(plan.pack_gqa == (may_pack(config, p, overrides.pack_gqa) ? overrides.pack_gqa : free.pack_gqa));
     CHECK(free.pack_gqa % plan.pack_gqa == 0);
     const int most = most_splits(config, p, plan.pack_gqa, gpu.sms);
     CHECK(cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits <= most);
-    const bool can = given.num_splits >= 1 && given.num_splits <= most;
-    CHECK(plan.num_splits == (can ? given.num_splits : cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits));
+    const bool can = overrides.num_splits >= 1 && overrides.num_splits <= most;
+    CHECK(plan.num_splits ==
+          (can ? overrides.num_splits : cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits));
     CHECK((most == 1 || config.arch == Arch::Sm90));
     CHECK((most - 1) * config.block_n < std::max(1, p.seqlen_k));
-    split += can && given.num_splits > 1;
+    split += can && overrides.num_splits > 1;
     packed += plan.pack_gqa < free.pack_gqa;
-    passed_over += !can && given.num_splits > 0;
+    passed_over += !can && overrides.num_splits > 0;
   }
   CHECK(split > 10);
   CHECK(packed > 10);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from functools import partial
 
@@ -189,6 +190,18 @@ def test_out_overloads_write_into_inference_tensors_anywhere(device):
             out, lse = (torch.full_like(x, NAN) for x in (expected, expected_lse))
         torch.ops.flash_cute.fwd.out(**given, out=out, softmax_lse=lse)
         assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, 1e-40])
+def test_an_error_frees_what_the_op_was_given(cuda, softcap):
+    q = torch.randn(1, 8, 2, 16, device=cuda, dtype=torch.float16)
+    before = torch.cuda.memory_allocated()
+    slopes, sink = torch.ones(2, device=cuda), torch.zeros(2, device=cuda)
+    with pytest.raises(RuntimeError, match="softcap is"):
+        torch.ops.flash_cute.fwd(q, q, q, softcap=softcap, alibi_slopes=slopes, sink=sink)
+    del slopes, sink
+    gc.collect()  # the error's frames
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_more_tiles_than_a_grid_holds(cuda):

@@ -127,6 +127,19 @@ def test_decoding_that_was_measured_is_preferred_to_forward():
     assert kernels.plan(problem, "h100").kernel.id == kernel
 
 
+def test_what_was_measured_of_forward_is_not_for_calls_over_a_cache():
+    problem = replace(PROBLEM, op="decode", batch=1, causal=False, seqlen_q=128, seqlen_k=65536)
+    plan, rows = kernels.plan(problem, "h100"), kernels.explain(problem, "h100")
+    assert plan.kernel.op == "fwd" and plan.num_splits > 2
+    forward = replace(problem, op="fwd")
+    taken = []
+    for kernel in [i for i in fitting(forward) if "_sm90_" in i]:
+        use((kernels.bucket(forward, "h100"), Choice(kernel, num_splits=2)))
+        taken.append(kernels.plan(forward, "h100").num_splits)
+        assert kernels.plan(problem, "h100") == plan and kernels.explain(problem, "h100") == rows
+    assert 2 in taken
+
+
 @pytest.mark.parametrize("num_splits", [None, 1, 3, 8])
 @pytest.mark.parametrize("pack_gqa", [None, 1, 2, 4])
 def test_a_plan_takes_the_calibrated_numbers(num_splits, pack_gqa):

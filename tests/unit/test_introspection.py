@@ -199,6 +199,22 @@ def test_an_error_of_a_limit_names_the_kernels_that_it_keeps_from_the_call():
     assert [line.split(":")[0].strip() for line in lines[: len(fitting)]] == fitting
 
 
+def test_an_error_of_a_limit_to_some_kernels_says_what_keeps_these_from_the_call():
+    rows = k.explain(A_CALL, "h100")
+    fits = next(row for row in rows if row.verdict != "refused")
+    refuses = next(row for row in rows if row.verdict == "refused")
+    for ids in ([fits.id], [fits.id, refuses.id]):
+        with k.only(*ids, num_splits=64), pytest.raises(RuntimeError) as error:
+            k.plan(A_CALL, "h100")
+        lines = str(error.value).splitlines()
+        assert lines[0].endswith("within kernels.only(); without it these could do it:")
+        assert [line.split(":")[0].strip() for line in lines[1:]] == [fits.id]
+    with k.only(refuses.id, num_splits=2), pytest.raises(RuntimeError) as error:
+        k.plan(A_CALL, "h100")
+    assert f"\n  {refuses.id}: {refuses.reason}" in str(error.value)
+    assert "within kernels.only" not in str(error.value)
+
+
 def test_problems_of_the_wrong_kind_are_refused():
     for wrong in (
         {"causal": "no"}, {"softcap": 1}, {"window_size": 5}, {"window_size": (1,)},

@@ -63,11 +63,11 @@ struct Softcap {
 // inner()). Without a rule it becomes x * softmax_scale. How to add another one: docs/architecture.md.
 class ScoreMod {
  public:
-  CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : cap_(p.rules.element.softcap), scale_(p.softmax_scale) {}
+  CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : rule_(p.rules.element), scale_(p.softmax_scale) {}
 
-  CUTE_DEVICE bool on() const { return cap_ > 0.f; }
-  CUTE_DEVICE float inner() const { return scale_ / cap_; }
-  CUTE_DEVICE float outer() const { return cap_; }
+  CUTE_DEVICE bool on() const { return rule_.on(); }
+  CUTE_DEVICE float inner() const { return scale_ / rule_.softcap; }
+  CUTE_DEVICE float outer() const { return rule_.softcap; }
   CUTE_DEVICE float value(float x) const { return Softcap::value(x); }
   CUTE_DEVICE float derivative(float value) const { return Softcap::derivative(value); }
 
@@ -108,7 +108,8 @@ class ScoreMod {
   CUTE_DEVICE float inverse_outer() const { return on() ? 1.f / outer() : 0.f; }
 
  private:
-  float cap_, scale_;
+  ElementRule rule_;
+  float scale_;
 };
 
 // A rule that is fused into the softmax's scale: softcap, for scores that are small and have no other rule. Order is
@@ -123,9 +124,10 @@ struct SoftmaxCap {
   // Not if the row max is an output: it must be exact.
   static SoftmaxCap of(const FwdProblem& p) {
     constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still below kHuge
-    const float cap = p.rules.element.softcap, inner = p.softmax_scale / cap;
+    const ElementRule& rule = p.rules.element;
+    const float cap = rule.softcap, inner = p.softmax_scale / cap;
     const bool is_alone = p.rules.alibi == nullptr && p.row_max.ptr == nullptr;
-    if (!(0.f < cap && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
+    if (!(rule.on() && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
     const SmallTanh factor(inner), weight = factor.times(cap * kLog2e);
     return {true, SmallTanh::kSmall / inner, factor, weight, weight(0.f)};
   }

@@ -1,11 +1,11 @@
-#include "core/given.h"
+#include "core/overrides.h"
 
 #include <charconv>
 #include <stdexcept>
 
 namespace flash_cute {
 
-bool take(FwdGiven& given, const std::string& word) {
+bool parse_override(FwdOverrides& overrides, const std::string& word) {
   const size_t at = word.find('=');
   if (at == std::string::npos) return false;
   const std::string name = word.substr(0, at);
@@ -17,7 +17,7 @@ bool take(FwdGiven& given, const std::string& word) {
     throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N, N a whole number from 1 on, got " +
                                 word);
   }
-  (name == "num_splits" ? given.num_splits : given.pack_gqa) = number;
+  (name == "num_splits" ? overrides.num_splits : overrides.pack_gqa) = number;
   return true;
 }
 
