@@ -60,7 +60,7 @@ FwdProblem read_problem(JsonFields& in) {
   p.total_k = in.integer("total_k", int64_t(p.batch) * p.seqlen_k, 0, INT64_MAX / 2);
   p.band = {window("window_size_left"), window("window_size_right")};
   p.softmax_scale = static_cast<float>(in.number("softmax_scale", 1));
-  if (in.flag("softcap")) p.rules.element.softcap = 1.f;
+  p.rules.element = ElementRule::named([&](const char* name) { return in.flag(name); });
   if (in.flag("alibi")) p.rules.alibi = &kSomeSlope;
   if (in.flag("dropout")) {
     p.rules.rng = &kSomeState;

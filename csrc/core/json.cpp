@@ -61,13 +61,14 @@ class Reader {
 JsonFields::JsonFields(const std::string& text) {
   Reader in(text);
   in.expect('{');
-  while (in.peek() != '}') {
-    const std::string name = in.quoted();
-    in.expect(':');
-    fields_[name] = in.value();
-    if (!in.take(',')) break;
+  if (!in.take('}')) {
+    do {
+      const std::string name = in.quoted();
+      in.expect(':');
+      if (!fields_.emplace(name, in.value()).second) fail(name + " is there twice in " + text);
+    } while (in.take(','));
+    in.expect('}');
   }
-  in.expect('}');
   if (in.peek() != '\0') fail("something follows the object in " + text);
 }
 

@@ -43,6 +43,12 @@ struct ElementRule {
   float softcap = 0.f;  // scores become softcap * tanh(score / softcap); 0: off
 
   constexpr bool on() const { return softcap > 0.f; }
+
+  // Of a call that is planned by its sizes: `has` says whether the call has the parameter of this name.
+  template <class Has>
+  static ElementRule named(const Has& has) {
+    return {.softcap = has("softcap") ? 1.f : 0.f};
+  }
 };
 
 // Score rules of the Rich tier, beside the scale and the band.

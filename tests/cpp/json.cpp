@@ -50,7 +50,7 @@ TEST_CASE("fields that nobody asks for are refused") {
 
 TEST_CASE("what is no flat object is refused") {
   for (const char* text : {"", "[]", "{", "{\"a\"}", "{\"a\": }", "{\"a\": 1", "{\"a\": 1} 2", "{\"a\": \"1}", "{a: 1}",
-                           "{\"a\": \"\\n\"}", "{\"a\": 1 \"b\": 2}"}) {
+                           "{\"a\": \"\\n\"}", "{\"a\": 1 \"b\": 2}", "{\"a\": 1,}", "{,}", "{\"a\": 1, \"a\": 1}"}) {
     CAPTURE(text);
     CHECK_THROWS_AS(JsonFields{text}, std::invalid_argument);
   }

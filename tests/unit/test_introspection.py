@@ -376,6 +376,8 @@ def test_bad_gpus():
         ('{"op": }', "expected a value"),
         ('{"op": "fwd"} x', "something follows"),
         ('{"op": "fw', "no end"),
+        ('{"op": "fwd",}', "expected '\"'"),
+        ('{"batch": 1, "batch": 2}', "batch is there twice"),
         ('{"op": 3}', "expected a string"),
         ('{"op": "fwd", "batches": 3}', "no field is called batches"),
         ('{"batch": "3"}', "expected a number"),
