@@ -6,6 +6,7 @@ Those that take `cuda` exist there alone.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,16 @@ def cuda() -> Iterator[str]:
     yield "cuda"
     if torch.cuda.memory_reserved() > 2**32:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def no_garbage() -> Iterator[None]:
+    """For tests that read torch.cuda.memory_allocated(): what earlier ones left in cycles of
+    references is freed before the test, nothing of that kind within it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

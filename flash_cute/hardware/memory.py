@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -166,6 +167,7 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
     """The cost of a step on CUDA, from the peaks of two and of three samples; weights are shared
     with the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
     peaks = []
+    gc.collect()  # garbage that a step happens to free would make its peak look lower
     with rng_kept(device):
         for batch in MEASURED_BATCHES:
             torch.cuda.synchronize(device)

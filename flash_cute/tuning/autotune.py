@@ -49,7 +49,7 @@ def autotune(
         path: the file; by default ``$FLASH_CUTE_CALIBRATION``, or
             ``~/.cache/flash_cute/calibration.json``. What it holds of other buckets stays.
         rounds: turns of each choice, interleaved; the median counts.
-        clock: where times come from; by default CUDA events on the current GPU.
+        clock: where times come from; by default :class:`flash_cute.tuning.clock.CudaClock`.
         gpu: what the times of another clock are of: a :class:`flash_cute.kernels.Gpu`, or a name in
             ``flash_cute.kernels.GPUS``.
         progress: called with problems done, their number, and the problem that is next.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,8 @@ from flash_cute.cli.profiled import call_of
 from flash_cute.kernels import Problem
 from flash_cute.tuning.choice import Choice
 from flash_cute.utils.timing import time_calls
+
+_REPLAYS = 3  # of a turn: its time is their median
 
 
 class Clock(Protocol):
@@ -25,7 +27,8 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """CUDA events on the current GPU. In each round every choice has its turn, in an order that
+    """CUDA events around replays of a CUDA graph of ``calls`` calls, on the current GPU: what the
+    host takes for a call does not count. In each round every choice has its turn, in an order that
     moves on by one, so that clocks and temperature are the same for all.
 
     Raises:
@@ -38,7 +41,7 @@ class CudaClock:
                 "tuning measures kernels on a GPU, and there is none here, or this build of "
                 "flash_cute has no CUDA: run it where the kernels will run"
             )
-        self.calls = calls  # of a turn: its time is their median
+        self.calls = calls  # of a graph
 
     def measure(
         self, problem: Problem, choices: Sequence[Choice], rounds: int
@@ -53,15 +56,31 @@ class CudaClock:
         )  # fmt: skip
         # A kernel of forward over a cache is taken in place of one of decoding: those stay allowed.
         rest = [kernel.id for kernel in kernels.kernels() if kernel.op == problem.op == "decode"]
+        graphs, pool = {}, torch.cuda.graph_pool_handle()
+        for choice in choices:
+            others = [] if choice.kernel.startswith(problem.op) else rest
+            with kernels.only(choice.kernel, *others, **choice.numbers):
+                graphs[choice] = _captured(call, self.calls, pool)
         times: dict[Choice, list[float]] = {choice: [] for choice in choices}
         for turn in range(rounds):
             start = turn % len(choices)
             for choice in [*choices[start:], *choices[:start]]:
-                others = [] if choice.kernel.startswith(problem.op) else rest
-                with kernels.only(choice.kernel, *others, **choice.numbers):
-                    warmup = 3 if turn == 0 else 1
-                    times[choice].append(time_calls(call, self.calls, device, warmup).median)
+                timing = time_calls(graphs[choice].replay, _REPLAYS, device, warmup=1)
+                times[choice].append(timing.median / self.calls)
         return times
+
+
+def _captured(call: Callable[[], Any], calls: int, pool: Any) -> torch.cuda.CUDAGraph:
+    """Graphs of a pool share memory: they run one after the other, and nobody reads results."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # what only a first call does is no part of the graph
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        for _ in range(calls):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 def check_plain(problem: Problem) -> None:

@@ -244,6 +244,7 @@ def test_ring_of_one_device():
     torch.testing.assert_close(ring(x, mask)[:, :2], ring(x[:, :2]))
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_million_tokens(cuda):
     """C1b: forward takes less than 12 times the input's bytes; rows equal fp32 softmax."""
     torch.manual_seed(0)

@@ -190,6 +190,7 @@ def test_compiled_backward_follows_torchs_switch(device):
     assert asked == [False, True]
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_deterministic_backward_takes_linear_memory(cuda):
     """Twice the lengths take at most 2.2 times the memory, whatever a tile is."""
     peaks = []

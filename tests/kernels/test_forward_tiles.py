@@ -120,6 +120,7 @@ GIVEN = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", GIVEN)
 def test_parts_and_heads_that_are_given(cuda, name):
     """All numbers that a kernel for Hopper can have, also those that are never estimated."""

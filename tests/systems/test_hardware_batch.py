@@ -101,6 +101,7 @@ def test_measured_steps_are_real_and_share_the_weights(monkeypatch: pytest.Monke
     assert all(torch.equal(state[name], x) for name, x in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_batch_fits_on_cuda(cuda, gibibyte: int):
     model = encoder().to(cuda)
     hal = HardwareAbstractionLayer([torch.device(cuda)])

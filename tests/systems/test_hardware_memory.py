@@ -148,6 +148,7 @@ def test_estimate_names_its_unit():
     assert "in bytes" in HardwareAbstractionLayer.estimate_memory_usage.__doc__
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (65536, 256)), (encoder, (256, 256, 64))])
 def test_estimate_is_within_a_tenth_of_cuda_s_peak(cuda, make: Make, shape: tuple[int, ...]):
     model = make().to(cuda)

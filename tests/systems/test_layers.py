@@ -197,6 +197,7 @@ def test_no_score_matrix_on_the_cpu(layer_and_options, masked):
     assert 4 * x.numel() <= max(allocations) < 2000 * 2000 * 4 / 4
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_no_score_matrix_on_cuda(layer_and_options, cuda):
     layer = layer_and_options[0](device=cuda, dtype=torch.bfloat16)
     x = tokens(cuda, 32_768, torch.bfloat16, batch=1)

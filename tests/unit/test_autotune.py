@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from flash_cute.cli import app as cli
 from flash_cute.cli import tune
 from flash_cute.kernels import GPUS, Problem
 from flash_cute.tuning import Choice, Gain, Report, calibration, rules
+from flash_cute.tuning import clock as clocks
 from flash_cute.tuning.clock import CudaClock, check_plain
 
 SHAPES = [
@@ -421,6 +424,27 @@ def test_the_clock_times_every_kernel(cuda):
     times = CudaClock(calls=2).measure(problem, choices, 3)
     assert list(times) == choices
     assert all(len(x) == 3 and min(x) > 0 for x in times.values())
+
+
+@pytest.mark.parametrize("op", ["fwd", "bwd", "decode"])
+def test_the_clock_leaves_out_what_the_host_takes(cuda, monkeypatch, op):
+    host, call_of = [], clocks.call_of
+
+    def slow_call_of(*sizes):
+        call = call_of(*sizes)
+
+        def slow():
+            host.append(time.sleep(0.1))
+            return call()
+
+        return slow
+
+    monkeypatch.setattr(clocks, "call_of", slow_call_of)
+    problem = Problem(op, batch=1, heads=2, seqlen_q=64, head_dim=64)
+    choice = Choice(kernels.plan(problem).kernel.id)
+    times = CudaClock(calls=2).measure(problem, [choice], 5)
+    assert len(host) == 1 + 2  # a first one, and those of the graph
+    assert len(times[choice]) == 5 and 0 < median(times[choice]) < 50
 
 
 def test_gpus_that_are_known_have_names():

@@ -84,6 +84,7 @@ def test_the_estimate_of_memory(use_half):
     assert not use_half or 0.45 < estimate["total_memory"] / whole < 0.56
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("use_half", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 16, 1024, 64), (1, 4, 8192, 128), (2, 8, 2048, 256)])
 def test_the_estimate_is_what_is_allocated(cuda, sizes, use_half):
