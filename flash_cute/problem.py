@@ -13,6 +13,7 @@ from flash_cute.fp8 import DTYPES as FP8_DTYPES
 
 OPS = ("fwd", "bwd", "decode")
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_FP32_END = 2.0**128
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Problem:
 
     Raises:
         ValueError: a size is negative or heads are no multiple of heads_k; the op or the dtype is
-            unknown; a flag is no bool, window_size not two ints, or softmax_scale no number.
+            unknown; a flag is no bool, window_size not two ints, or softmax_scale no number that
+            fp32 holds; or num_splits and split_size are both given.
     """
 
     op: str = "fwd"
@@ -83,6 +85,13 @@ class Problem:
         scale = self.softmax_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise ValueError(f"softmax_scale is {scale!r}; expected a number")
+        if not abs(scale) < _FP32_END:
+            raise ValueError(f"softmax_scale is {scale!r}; expected a number that fp32 holds")
+        if self.num_splits and self.split_size:
+            raise ValueError(
+                f"num_splits is {self.num_splits} and split_size {self.split_size}; "
+                "give one of them"
+            )
         if self.heads % (self.heads_k or self.heads):
             raise ValueError(
                 f"heads is {self.heads}; expected a multiple of heads_k, {self.heads_k}"

@@ -88,6 +88,21 @@ struct BwdArguments {
   bool deterministic;
 };
 
+struct KvcacheArguments {
+  View q, k_cache, v_cache;
+  std::optional<View> k, v;
+  std::optional<View> rotary_cos, rotary_sin;  // [positions, rotary_dim / 2]
+  std::optional<View> cache_seqlens, cache_batch_idx, cache_leftpad;  // [b]
+  std::optional<View> block_table;  // [b, blocks]
+  std::optional<View> cu_seqlens_q;  // [b + 1]
+  int64_t max_seqlen_q;
+  std::optional<View> cu_seqlens_k_new;  // [b + 1]
+  std::optional<View> rotary_seqlens;  // [b]
+  Score score;
+  bool rotary_interleaved;
+  int64_t num_splits, split_size;
+};
+
 inline ElementArguments take_element(Stack& in) {
   return {in.take<double>()};
 }
@@ -135,6 +150,45 @@ inline BwdArguments take_bwd(Stack& in, bool varlen) {
   const bool deterministic = in.take<bool>();
   fwd.allow_tf32 = in.take<bool>();
   return {dout, std::move(fwd), out, softmax_lse, dlse, deterministic};
+}
+
+// With `joins` those of new keys, values and rotary embedding, too.
+inline KvcacheArguments take_kvcache(Stack& in, bool joins) {
+  auto of_new_keys = [&] { return joins ? in.optional_view() : std::nullopt; };
+  KvcacheArguments a{
+      .q = in.view(),
+      .k_cache = in.view(),
+      .v_cache = in.view(),
+      .k = of_new_keys(),
+      .v = of_new_keys(),
+      .rotary_cos = of_new_keys(),
+      .rotary_sin = of_new_keys(),
+      .cache_seqlens = in.optional_view(),
+      .cache_batch_idx = in.optional_view(),
+      .cache_leftpad = in.optional_view(),
+      .block_table = in.optional_view(),
+      .cu_seqlens_q = in.optional_view(),
+      .max_seqlen_q = in.take<int64_t>(),
+      .cu_seqlens_k_new = of_new_keys(),
+      .rotary_seqlens = of_new_keys(),
+      .score = {},
+      .rotary_interleaved = false,
+      .num_splits = 0,
+      .split_size = 0,
+  };
+  a.score = {.softmax_scale = in.take<std::optional<double>>(),
+             .is_causal = in.take<bool>(),
+             .window_size_left = in.take<int64_t>(),
+             .window_size_right = in.take<int64_t>(),
+             .element = take_element(in),
+             .alibi_slopes = in.optional_view(),
+             .sink = in.optional_view(),
+             .dropout_p = 0,
+             .rng = {}};
+  if (joins) a.rotary_interleaved = in.take<bool>();
+  a.num_splits = in.take<int64_t>();
+  a.split_size = in.take<int64_t>();
+  return a;
 }
 
 }  // namespace flash_cute

@@ -95,44 +95,6 @@ void check_supported(const KvcacheArguments& a) {
 
 }  // namespace
 
-KvcacheArguments take_kvcache(Stack& in, bool joins) {
-  auto of_new_keys = [&] { return joins ? in.optional_view() : std::nullopt; };
-  KvcacheArguments a{
-      .q = in.view(),
-      .k_cache = in.view(),
-      .v_cache = in.view(),
-      .k = of_new_keys(),
-      .v = of_new_keys(),
-      .rotary_cos = of_new_keys(),
-      .rotary_sin = of_new_keys(),
-      .cache_seqlens = in.optional_view(),
-      .cache_batch_idx = in.optional_view(),
-      .cache_leftpad = in.optional_view(),
-      .block_table = in.optional_view(),
-      .cu_seqlens_q = in.optional_view(),
-      .max_seqlen_q = in.take<int64_t>(),
-      .cu_seqlens_k_new = of_new_keys(),
-      .rotary_seqlens = of_new_keys(),
-      .score = {},
-      .rotary_interleaved = false,
-      .num_splits = 0,
-      .split_size = 0,
-  };
-  a.score = {.softmax_scale = in.take<std::optional<double>>(),
-             .is_causal = in.take<bool>(),
-             .window_size_left = in.take<int64_t>(),
-             .window_size_right = in.take<int64_t>(),
-             .element = take_element(in),
-             .alibi_slopes = in.optional_view(),
-             .sink = in.optional_view(),
-             .dropout_p = 0,
-             .rng = {}};
-  if (joins) a.rotary_interleaved = in.take<bool>();
-  a.num_splits = in.take<int64_t>();
-  a.split_size = in.take<int64_t>();
-  return a;
-}
-
 void check_cached_queries(const FwdProblem& f) {
   FC_CHECK(f.total_q < int64_t{1} << 31, "q has ", f.total_q, " rows; at most 2^31 - 1 are supported over a cache");
   checked_int(int64_t(f.seqlen_q) * (f.heads / f.heads_k), "max_seqlen_q * heads / heads_k");

@@ -17,18 +17,24 @@ struct FwdResults {
   std::optional<View> row_max, softmax;
 };
 
-void select_and_run(const FwdProblem& p, const View& q) {
-  run(select(fwd_kernels(), p, device(q.device)), p, q);
+void select_and_run(const FwdProblem& p, const View& q, bool over_cache) {
+  const Device& gpu = device(q.device);
+  if (over_cache) {
+    const auto& kernel = select_over_cache(p, gpu);
+    run(kernel, p, plan_over_cache(kernel.config, p, gpu), q);
+  } else {
+    run(select(fwd_kernels(), p, gpu), p, q);
+  }
 }
 
 // Row maxima under a softcap cost a launch of their own: a kernel that has to know them rounds differently, and out and
 // lse must not depend on what else is returned.
-void run_for_row_max(FwdProblem p, const View& q, const View& v) {
+void run_for_row_max(FwdProblem p, const View& q, const View& v, bool over_cache) {
   const Tensor out = allocate_out(q, v), softmax_lse = allocate_row_stats(q);
   p.out = tensor_view(View(out), "out");
   p.lse = row_stats(View(softmax_lse), "softmax_lse", q);
   p.softmax = nullptr;
-  select_and_run(p, q);
+  select_and_run(p, q, over_cache);
 }
 
 // With its results the problem is whole.
@@ -82,12 +88,12 @@ void into(StableIValue* stack, bool varlen) {
 
 }  // namespace
 
-void run_forward(FwdProblem p, const View& q, const View& v) {
-  if (p.row_max.ptr != nullptr && p.rules.element.on()) {
-    run_for_row_max(p, q, v);
+void run_forward(FwdProblem p, const View& q, const View& v, bool over_cache) {
+  if (p.row_max.ptr != nullptr && p.rules.element.softcap > 0.f) {
+    run_for_row_max(p, q, v, over_cache);
     p.row_max = {};
   }
-  select_and_run(p, q);
+  select_and_run(p, q, over_cache);
 }
 
 void fwd(StableIValue* stack, uint64_t, uint64_t) {

@@ -6,8 +6,8 @@
 
 namespace flash_cute {
 
-// Of q and v the shapes count: keys may have been laid out anew.
-void run_forward(FwdProblem p, const View& q, const View& v);
+// Of q and v the shapes count: over a cache keys have been laid out anew.
+void run_forward(FwdProblem p, const View& q, const View& v, bool over_cache = false);
 
 // The same where keys and values of packed sequences lie in pages.
 void attend_pages(const FwdProblem& p, const View& q, const View& k, const View& v);

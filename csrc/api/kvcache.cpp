@@ -31,13 +31,6 @@ const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfi
   return cheaper ? kernel : nullptr;
 }
 
-// Whether the kernels over a cache can read it: they move vectors of 16 bytes.
-bool has_vectors(const DecodeProblem& p) {
-  const FwdProblem& f = p.fwd;
-  const bool q = f.q.vectors || p.rotary.cos != nullptr;
-  return q && f.k.vectors && f.v.vectors && f.head_dim % 8 == 0 && f.head_dim_v % 8 == 0;
-}
-
 // Runs a kernel that reads no pages on keys that are laid out anew, `rows` for each sequence.
 void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k, const View& v) {
   FwdProblem f = p.fwd;
@@ -53,7 +46,7 @@ void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k
   f.seqlen_k = rows;
   f.total_k = int64_t(f.batch) * rows;
   f.varlen.used_k = to.lengths;
-  run_forward(f, q, v);
+  run_forward(f, q, v, true);
 }
 
 // Runs a kernel of forward on a cache.
@@ -65,7 +58,7 @@ void run_in_pages(DecodeProblem p, const Kernel<Op::Fwd>& kernel, const View& q)
     p.fwd.varlen.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
   }
   if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(q)));
-  run(kernel, p.fwd, make_plan(kernel.config, p.fwd, device(q.device), overrides_of_limit()), q);
+  run(kernel, p.fwd, plan_over_cache(kernel.config, p.fwd, device(q.device)), q);
 }
 
 // Runs the kernel over a cache that takes least time.
@@ -92,11 +85,11 @@ void attend_cache(StableIValue* stack, bool joins) {
     rotated = allocate_out(a.q, a.q);
     p.fwd.q = tensor_view(View(rotated), "q");
   }
-  if (p.fwd.head_dim % 8 != 0 || p.fwd.head_dim_v % 8 != 0) {
+  if (!p.whole_vectors()) {
     if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(a.q)));
     run_gathered(p, p.fwd.seqlen_k, a.q, a.k_cache, a.v_cache);
   } else {
-    FC_CHECK(has_vectors(p), "q and the caches must have vectors on 16-byte boundaries");
+    FC_CHECK(p.has_vectors(), "q and the caches must have vectors on 16-byte boundaries");
     run_cached(p, a.q);
   }
   in.put(out, softmax_lse);
@@ -119,7 +112,7 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
   p.unrotated_q = a.q;
   const bool is_16_bit = a.dtype == DType::FP16 || a.dtype == DType::BF16;
   Tensor out, softmax_lse;  // of what only gives row maxima or probabilities
-  if (is_16_bit && a.rules.rng == nullptr && a.varlen.used_q == nullptr && has_vectors(p)) {
+  if (is_16_bit && a.rules.rng == nullptr && a.varlen.used_q == nullptr && p.has_vectors()) {
     p.fwd.row_max = {};
     p.fwd.softmax = nullptr;
     run_cached(p, q);

@@ -1,6 +1,6 @@
 // Tensors as the kernels see them, and the checks that keep every access inside them.
 //
-// flash_cute/validate.py has already given a caller of the public functions a typed error with advice; what is checked
+// flash_cute/validate/ has already given a caller of the public functions a typed error with advice; what is checked
 // here protects direct calls of the ops.
 #pragma once
 

@@ -1,6 +1,7 @@
 #include "core/asked.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "core/json.h"
@@ -60,6 +61,7 @@ FwdProblem read_problem(JsonFields& in) {
   p.total_k = in.integer("total_k", int64_t(p.batch) * p.seqlen_k, 0, INT64_MAX / 2);
   p.band = {window("window_size_left"), window("window_size_right")};
   p.softmax_scale = static_cast<float>(in.number("softmax_scale", 1));
+  if (!std::isfinite(p.softmax_scale)) throw std::invalid_argument("flash_cute: softmax_scale is not finite in fp32");
   p.rules.element = ElementRule::named([&](const char* name) { return in.flag(name); });
   if (in.flag("alibi")) p.rules.alibi = &kSomeSlope;
   if (in.flag("dropout")) {
@@ -107,6 +109,9 @@ Asked read(const std::string& problem) {
     if (in.flag("leftpad")) d.cache.leftpad = &kSomewhere;
     d.num_splits = static_cast<int>(in.integer("num_splits", 0, 0, kMost));
     d.split_size = static_cast<int>(in.integer("split_size", 0, 0, kMost));
+    if (d.num_splits > 0 && d.split_size > 0) {
+      throw std::invalid_argument("flash_cute: num_splits and split_size are given; expected one of them at most");
+    }
     d.fwd = p;
   }
   asked.bwd.fwd = p;

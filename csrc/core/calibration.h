@@ -53,4 +53,9 @@ Plan<op> plan_of_call(const KernelConfig& config, const Problem<op>& problem, co
   }
 }
 
+// Of forward over a cache: what was measured of calls of forward does not count.
+inline FwdPlan plan_over_cache(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
+  return make_plan(config, problem, gpu, overrides_of_limit());
+}
+
 }  // namespace flash_cute

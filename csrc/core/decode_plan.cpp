@@ -76,8 +76,8 @@ static void one_cluster_per_tile(DecodeParams& p, const KernelConfig& config, in
 static bool fits_l2(const DecodeProblem& p, const Device& gpu) {
   constexpr double kRoom = 0.8;  // of L2
   const FwdProblem& f = p.fwd;
-  const int64_t numbers = int64_t(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
-  return double(numbers) * element_bytes(f.dtype) <= kRoom * gpu.l2_bytes;
+  const double numbers = double(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
+  return numbers * element_bytes(f.dtype) <= kRoom * gpu.l2_bytes;
 }
 
 // Fraction of K/V loads with evict_normal; the rest use evict_first. A cache that fits into L2 may be hit by the next

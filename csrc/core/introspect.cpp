@@ -1,5 +1,8 @@
 #include "core/introspect.h"
 
+#include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "core/built.h"
@@ -114,6 +117,8 @@ std::string describe_kernels() {
 }
 
 std::string describe_gpu(int64_t index) {
+  if (index < 0 || index > INT32_MAX)
+    throw std::invalid_argument("flash_cute: there is no GPU " + std::to_string(index));
   const Device& gpu = device(static_cast<int>(index));
   return JsonObject()
       .integer("capability", gpu.capability)
@@ -138,8 +143,7 @@ std::string plan(std::string problem) {
   const CacheChoice choice = choose_for_cache(asked);
   if (choice.forward.chosen != nullptr) {
     const KernelConfig& forward = choice.forward.config();
-    return planned<Op::Fwd>(forward, asked.decode.fwd,
-                            make_plan(forward, asked.decode.fwd, asked.gpu, overrides_of_limit()));
+    return planned<Op::Fwd>(forward, asked.decode.fwd, plan_over_cache(forward, asked.decode.fwd, asked.gpu));
   }
   const KernelConfig& decode = choice.decode.config();
   return planned<Op::Decode>(decode, asked.decode, plan_of_call<Op::Decode>(decode, asked.decode, asked.gpu));

@@ -1,8 +1,8 @@
 #include "core/json.h"
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
+#include <locale>
+#include <sstream>
 #include <stdexcept>
 
 namespace flash_cute {
@@ -16,11 +16,14 @@ class Reader {
  public:
   explicit Reader(const std::string& text) : text_(text) {}
 
-  // The next character that is no blank; 0 at the end.
-  char peek() {
+  // Whether there is nothing but blanks.
+  bool at_end() {
     while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t')) ++at_;
-    return at_ < text_.size() ? text_[at_] : '\0';
+    return at_ == text_.size();
   }
+
+  // The next character that is no blank; 0 at the end.
+  char peek() { return at_end() ? '\0' : text_[at_]; }
 
   bool take(char c) {
     if (peek() != c) return false;
@@ -69,7 +72,7 @@ JsonFields::JsonFields(const std::string& text) {
     } while (in.take(','));
     in.expect('}');
   }
-  if (in.peek() != '\0') fail("something follows the object in " + text);
+  if (!in.at_end()) fail("something follows the object in " + text);
 }
 
 const std::string* JsonFields::find(const std::string& name) {
@@ -94,19 +97,19 @@ bool JsonFields::flag(const std::string& name) {
 double JsonFields::number(const std::string& name, double otherwise) {
   const std::string* const value = find(name);
   if (value == nullptr) return otherwise;
-  char* end = nullptr;
-  const double parsed = std::strtod(value->c_str(), &end);
-  if (end != value->c_str() + value->size() || !std::isfinite(parsed)) {
-    fail(name + " is " + *value + "; expected a number");
-  }
+  std::istringstream in(*value);
+  in.imbue(std::locale::classic());
+  double parsed = 0;
+  if (!(in >> parsed) || !in.eof() || !std::isfinite(parsed)) fail(name + " is " + *value + "; expected a number");
   return parsed;
 }
 
 int64_t JsonFields::integer(const std::string& name, int64_t otherwise, int64_t least, int64_t most) {
   const double value = number(name, static_cast<double>(otherwise));
   if (value != std::floor(value) || value < static_cast<double>(least) || value > static_cast<double>(most)) {
-    fail(name + " is " + fields_[name] + "; expected an integer in [" + std::to_string(least) + ", " +
-         std::to_string(most) + "]");
+    const std::string given = has(name) ? fields_[name] : std::to_string(otherwise);
+    fail(name + " is " + given + "; expected an integer in [" + std::to_string(least) + ", " + std::to_string(most) +
+         "]");
   }
   return static_cast<int64_t>(value);
 }
@@ -135,9 +138,11 @@ JsonObject& JsonObject::text(const char* name, const std::string& value) {
 
 JsonObject& JsonObject::number(const char* name, double value) {
   if (!std::isfinite(value)) return raw(name, "null");
-  char digits[32];
-  std::snprintf(digits, sizeof digits, "%.9g", value);
-  return raw(name, digits);
+  std::ostringstream digits;
+  digits.imbue(std::locale::classic());
+  digits.precision(9);
+  digits << value;
+  return raw(name, digits.str());
 }
 
 }  // namespace flash_cute

@@ -153,6 +153,13 @@ struct DecodeProblem {
     return cache.lengths == nullptr && cache.leftpad == nullptr && fwd.dense() && added.cu == nullptr && fwd.batch > 0;
   }
 
+  // Whether head dims are whole vectors of 16 bytes; else keys are laid out anew, for a kernel of forward.
+  constexpr bool whole_vectors() const { return fwd.head_dim % 8 == 0 && fwd.head_dim_v % 8 == 0; }
+  // Whether decoding's kernels can read all: they move such vectors.
+  constexpr bool has_vectors() const {
+    return whole_vectors() && (fwd.q.vectors || rotary.cos != nullptr) && fwd.k.vectors && fwd.v.vectors;
+  }
+
   constexpr bool even_splits() const { return num_splits == 0 && split_size == 0; }
 
   // Whether a pass first appends keys or rotates queries.

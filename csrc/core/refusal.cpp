@@ -68,6 +68,15 @@ static bool asks_for_fp32_gradients(const BwdProblem& p) {
   return p.fp32_gradients;
 }
 
+template <class P>
+static bool lacks_vectors(const P&) {
+  return false;
+}
+
+static bool lacks_vectors(const DecodeProblem& p) {
+  return !p.has_vectors();
+}
+
 template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
   const FwdProblem& problem = forward_of(asked);
@@ -92,6 +101,7 @@ Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Devi
       .dropout = problem.rules.rng != nullptr && (!config.has_dropout() || keys_shifted),
       .splits = hopper && asks_for_splits(asked),
       .fp32_gradients = !hopper && asks_for_fp32_gradients(asked),
+      .vectors = lacks_vectors(asked),
   };
 }
 
@@ -130,6 +140,7 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
   add(refusal.splits, "splits keys by itself: takes no num_splits and no split_size");
   add(refusal.fp32_gradients, "rounds gradients to the dtype of q, k and v; Hopper's kernels leave them in fp32");
+  add(refusal.vectors, "reads vectors of 8 numbers on 16-byte boundaries");
   return reasons;
 }
 

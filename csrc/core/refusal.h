@@ -11,11 +11,11 @@ namespace flash_cute {
 
 struct Refusal {
   bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, splits,
-      fp32_gradients;
+      fp32_gradients, vectors;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || splits || fp32_gradients;
+           dropout || splits || fp32_gradients || vectors;
   }
 };
 

@@ -54,15 +54,9 @@ static bool can_do(const KernelConfig& config, const Problem<op>& problem, const
   return !refusal<op>(config, problem, device).any() && beyond_limit<op>(config, problem, device).empty();
 }
 
-const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device) {
-  auto fits = [&](const Kernel<Op::Fwd>& kernel) { return can_do<Op::Fwd>(kernel.config, problem, device); };
-  return preferred(fwd_kernels(), fits, problem, device);
-}
-
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
-  auto fits = [&](const Kernel<op>& kernel) { return can_do<op>(kernel.config, problem, device); };
-  if (const Kernel<op>* kernel = best<op>(kernels, fits, problem, device)) return *kernel;
+[[noreturn]] static void raise_no_kernel(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem,
+                                         const Device& device) {
   NoKernel none;
   for (const Kernel<op>& kernel : kernels) {
     const KernelConfig& config = kernel.config;
@@ -70,6 +64,23 @@ const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<o
              beyond_limit<op>(config, problem, device));
   }
   none.raise();
+}
+
+const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device) {
+  auto fits = [&](const Kernel<Op::Fwd>& kernel) { return can_do<Op::Fwd>(kernel.config, problem, device); };
+  return preferred(fwd_kernels(), fits, problem, device);
+}
+
+const Kernel<Op::Fwd>& select_over_cache(const FwdProblem& problem, const Device& device) {
+  if (const Kernel<Op::Fwd>* kernel = find_over_cache(problem, device)) return *kernel;
+  raise_no_kernel(fwd_kernels(), problem, device);
+}
+
+template <Op op>
+const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
+  auto fits = [&](const Kernel<op>& kernel) { return can_do<op>(kernel.config, problem, device); };
+  if (const Kernel<op>* kernel = best<op>(kernels, fits, problem, device)) return *kernel;
+  raise_no_kernel(kernels, problem, device);
 }
 
 template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);

@@ -34,6 +34,9 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels();
 // measured of calls of forward (calibration.h) does not count.
 const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device);
 
+// The same where no other kernel would do: throws NoKernel's error (limit.h) if none can.
+const Kernel<Op::Fwd>& select_over_cache(const FwdProblem& problem, const Device& device);
+
 // Of the kernels that can do a call the calibrated one (calibration.h), else the one that heuristics.h prefers. Throws
 // NoKernel's error (limit.h) if none can.
 template <Op op>

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
+#include <iomanip>
+#include <locale>
+#include <sstream>
 
 #include "core/built.h"
 #include "core/calibration.h"
@@ -12,9 +14,10 @@
 namespace flash_cute {
 
 static std::string three_digits(double value) {
-  char digits[32];
-  std::snprintf(digits, sizeof digits, "%.3f", value);
-  return digits;
+  std::ostringstream digits;
+  digits.imbue(std::locale::classic());
+  digits << std::fixed << std::setprecision(3) << value;
+  return digits.str();
 }
 
 const KernelConfig& Choice::config() const {
@@ -80,6 +83,13 @@ template Choice choose<Op::Decode>(const Asked&, const DecodeProblem&, bool);
 CacheChoice choose_for_cache(const Asked& asked) {
   const DecodeProblem& p = asked.decode;
   CacheChoice choice{choose<Op::Decode>(asked, p), {}};
+  if (!p.whole_vectors()) {
+    FwdProblem gathered = p.fwd;
+    gathered.pages = {};
+    choice.forward = choose<Op::Fwd>(asked, gathered, true);
+    choice.decode.none.add(choice.forward.none);  // the error if no kernel of either kind can do it
+    return choice;
+  }
   if (choice.decode.chosen == nullptr || p.cache.leftpad != nullptr || !p.even_splits()) return choice;
   choice.forward = choose<Op::Fwd>(asked, p.fwd, true);
   Choice& forward = choice.forward;

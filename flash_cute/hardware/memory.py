@@ -167,9 +167,9 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
     """The cost of a step on CUDA, from the peaks of two and of three samples; weights are shared
     with the model, not copied, if they are on ``device``. torch's statistics of peaks are reset."""
     peaks = []
-    gc.collect()  # garbage that a step happens to free would make its peak look lower
     with rng_kept(device):
         for batch in MEASURED_BATCHES:
+            gc.collect()  # garbage that a step happens to free would make its peak look lower
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)

@@ -62,7 +62,8 @@ class Loaded:
 def default_path() -> Path:
     """``$FLASH_CUTE_CALIBRATION``, or ``~/.cache/flash_cute/calibration.json``."""
     named = os.environ.get("FLASH_CUTE_CALIBRATION")
-    return Path(named or "~/.cache/flash_cute/calibration.json").expanduser()
+    # A home that nobody has stays as it is written: there is no such file then.
+    return Path(os.path.expanduser(named or "~/.cache/flash_cute/calibration.json"))
 
 
 @cache

@@ -4,7 +4,9 @@
 
 #include <cmath>
 #include <limits>
+#include <locale>
 #include <stdexcept>
+#include <string>
 
 using namespace flash_cute;
 
@@ -30,7 +32,7 @@ TEST_CASE("fields that are not there have the default") {
 }
 
 TEST_CASE("values of other kinds are refused by the name of the field") {
-  JsonFields in(R"({"a": 1.5, "b": "text", "c": true, "d": 9, "e": nan, "f": 12x})");
+  JsonFields in(R"({"a": 1.5, "b": "text", "c": true, "d": 9, "e": nan, "f": 12x, "g": 0x1, "h": 1e999})");
   auto refuses = [](const auto& call, const char* message) { CHECK_THROWS_WITH(call(), doctest::Contains(message)); };
   refuses([&] { in.text("a", ""); }, "a is 1.5; expected a string");
   refuses([&] { in.flag("b"); }, "b is \"text\"; expected a bool");
@@ -40,6 +42,9 @@ TEST_CASE("values of other kinds are refused by the name of the field") {
   refuses([&] { in.integer("d", 0, 10, 11); }, "d is 9; expected an integer in [10, 11]");
   refuses([&] { in.number("e", 0); }, "e is nan; expected a number");
   refuses([&] { in.number("f", 0); }, "f is 12x; expected a number");
+  refuses([&] { in.number("g", 0); }, "g is 0x1; expected a number");
+  refuses([&] { in.number("h", 0); }, "h is 1e999; expected a number");
+  refuses([&] { in.integer("none", 0, 1, 9); }, "none is 0; expected an integer in [1, 9]");
 }
 
 TEST_CASE("fields that nobody asks for are refused") {
@@ -72,4 +77,20 @@ TEST_CASE("JSON has no infinity, and quotes are escaped") {
   JsonObject out;
   out.number("cost", std::numeric_limits<double>::infinity()).text("why", R"(a "b" \ c)").raw("list", "[1]");
   CHECK(out.str() == R"({"cost": null, "why": "a \"b\" \\ c", "list": [1]})");
+}
+
+TEST_CASE("numbers have a decimal point, whatever the locale is") {
+  struct Comma : std::numpunct<char> {
+    char do_decimal_point() const override { return ','; }
+    std::string do_grouping() const override { return "\3"; }
+  };
+  const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Comma));
+  JsonObject out;
+  out.number("scale", 1234.5).integer("batch", 123456);
+  JsonFields in(out.str());
+  const double scale = in.number("scale", 0), batch = in.number("batch", 0);
+  std::locale::global(before);
+  CHECK(out.str() == R"({"scale": 1234.5, "batch": 123456})");
+  CHECK(scale == 1234.5);
+  CHECK(batch == 123456);
 }

@@ -416,6 +416,22 @@ def test_a_call_runs_the_calibrated_kernel(cuda):
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
+def test_a_cache_of_an_odd_head_dim_takes_nothing_that_was_measured_of_forward(cuda):
+    """Its keys are laid out anew for forward; results must not depend on the batch, buckets do."""
+    q = torch.randn(1, 64, 8, 100, device=cuda, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 900, 8, 100, device=cuda, dtype=torch.bfloat16)
+    problem = Problem.of(q, k, v)
+    expected = flash_cute.flash_attn_with_kvcache(q, k, v)
+    seen = []
+    for kernel in [x.id for x in kernels.explain(problem) if x.verdict == "fits"]:
+        torch.ops.flash_cute.set_calibration(f"{kernels.bucket(problem, kernels.gpu())} = {kernel}")
+        out = flash_cute.flash_attn_with_kvcache(q, k, v)
+        seen.append(flash_cute.flash_attn_func(q, k, v))
+        torch.ops.flash_cute.set_calibration("")
+        assert torch.equal(out, expected), kernel
+    assert not all(torch.equal(of_forward, expected) for of_forward in seen)
+
+
 def test_the_clock_times_every_kernel(cuda):
     problem = Problem(batch=1, heads=2, seqlen_q=256, head_dim=64)
     choices = [Choice(x.id) for x in kernels.explain(problem) if x.verdict != "refused"]

@@ -90,6 +90,15 @@ def test_plans_over_caches_are_the_ones_explained():
         assert k.plan(problem, "h100").kernel.id == chosen(problem)
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_keys_of_odd_head_dims_are_laid_out_for_forward(page_size):
+    problem = k.Problem(
+        "decode", heads=8, seqlen_q=1, seqlen_k=4096, head_dim=100, page_size=page_size
+    )
+    assert k.plan(problem, "h100").kernel.id == chosen(problem)
+    assert k.plan(problem, "h100").kernel.op == "fwd"
+
+
 @pytest.mark.parametrize(
     ("change", "id", "words"),
     [
@@ -109,6 +118,10 @@ def test_plans_over_caches_are_the_ones_explained():
          "splits keys by itself"),
         ({"op": "decode", "page_size": 12, "seqlen_q": 200}, "fwd_sm90_bf16_plain_d128",
          "none of 12 rows"),
+        ({"op": "decode", "unaligned": True}, "decode_sm80_bf16_rich_d128", "16-byte boundaries"),
+        ({"op": "decode", "head_dim": 100}, "decode_sm80_bf16_rich_d128", "vectors of 8 numbers"),
+        ({"op": "decode", "head_dim": 100, "page_size": 16}, "fwd_sm90_bf16_plain_d128",
+         "vectors on 16-byte boundaries"),
     ],
 )  # fmt: skip
 def test_reasons(change, id, words):
@@ -353,6 +366,8 @@ def test_a_forward_over_a_cache_has_what_is_asked_for():
         ({"heads_k": 0}, "heads_k is 0"),
         ({"heads_k": 5}, "heads is 16; expected a multiple"),
         ({"seqlen_q": 2.0}, "seqlen_q is 2.0"),
+        ({"softmax_scale": 1e300}, "softmax_scale is 1e\\+300"),
+        ({"op": "decode", "num_splits": 2, "split_size": 64}, "num_splits is 2 and split_size 64"),
     ],
 )
 def test_bad_problems(change, words):
@@ -375,6 +390,11 @@ def test_bad_gpus():
         ("{", "expected '\"'"),
         ('{"op": }', "expected a value"),
         ('{"op": "fwd"} x', "something follows"),
+        ('{"op": "fwd"}\0x', "something follows"),
+        ('{"batch": 0x10}', "expected a number"),
+        ('{"softmax_scale": 1e300}', "softmax_scale is not finite"),
+        ('{"heads": 0}', "heads_k is 0"),
+        ('{"op": "decode", "num_splits": 2, "split_size": 64}', "num_splits and split_size"),
         ('{"op": "fw', "no end"),
         ('{"op": "fwd",}', "expected '\"'"),
         ('{"batch": 1, "batch": 2}', "batch is there twice"),

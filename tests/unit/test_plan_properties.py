@@ -27,12 +27,15 @@ OF_OP = {
 def problems(draw: st.DrawFn) -> k.Problem:
     op, heads_k = draw(st.sampled_from(k.OPS)), draw(HEADS)
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+    options = {name: draw(values) for name, values in OF_OP[op].items()}
+    if options.get("num_splits"):
+        options["split_size"] = 0  # a call has one of them at most
     return k.Problem(
         op, dtype, draw(st.integers(0, 8) | SIZES), heads_k * draw(HEADS), heads_k,
         draw(SIZES), draw(SIZES), draw(DIMS), draw(DIMS) if draw(RARE) else None,
         window_size=(draw(BOUNDS), draw(BOUNDS)), softmax_scale=-1.0 if draw(RARE) else 1.0,
         **{name: draw(RARE) for name in FLAGS},
-        **{name: draw(values) for name, values in OF_OP[op].items()},
+        **options,
     )  # fmt: skip
 
 

@@ -60,7 +60,8 @@ struct Softcap {
 };
 
 // The element-wise rule of a call, for kernels: a product x of query and key becomes the score outer() * value(x *
-// inner()). Without a rule it becomes x * softmax_scale. How to add another one: docs/architecture.md.
+// inner()), without a rule x * softmax_scale. outer() is above 0; value is odd, and derivative(value(0)) is 1. What names
+// Softcap or SmallTanh here is softcap's: another rule needs its own (docs/architecture.md).
 class ScoreMod {
  public:
   CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : rule_(p.rules.element), scale_(p.softmax_scale) {}
@@ -69,6 +70,7 @@ class ScoreMod {
   CUTE_DEVICE float inner() const { return scale_ / rule_.softcap; }
   CUTE_DEVICE float outer() const { return rule_.softcap; }
   CUTE_DEVICE float value(float x) const { return Softcap::value(x); }
+  CUTE_DEVICE float value_fp32(float x) const { return Softcap::value_fp32(x); }
   CUTE_DEVICE float derivative(float value) const { return Softcap::derivative(value); }
 
   // Products become scores without the factor rest(); without a rule they change sign where the scale is negative. The
@@ -98,7 +100,7 @@ class ScoreMod {
     if (on()) {
       const float inside = inner();
       CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) = outer() * Softcap::value_fp32(scores(i) * inside);
+      for (int i = 0; i < size(scores); ++i) scores(i) = outer() * value_fp32(scores(i) * inside);
     } else {
       CUTE_UNROLL
       for (int i = 0; i < size(scores); ++i) scores(i) *= scale_;
@@ -127,7 +129,7 @@ struct SoftmaxCap {
     const ElementRule& rule = p.rules.element;
     const float cap = rule.softcap, inner = p.softmax_scale / cap;
     const bool is_alone = p.rules.alibi == nullptr && p.row_max.ptr == nullptr;
-    if (!(rule.on() && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
+    if (!(0.f < cap && cap < kMost && p.softmax_scale > 0.f && is_alone && SmallTanh::usual(inner))) return {};
     const SmallTanh factor(inner), weight = factor.times(cap * kLog2e);
     return {true, SmallTanh::kSmall / inner, factor, weight, weight(0.f)};
   }
