@@ -13,7 +13,6 @@ from flash_cute.fp8 import DTYPES as FP8_DTYPES
 
 OPS = ("fwd", "bwd", "decode")
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_FP32_END = 2.0**128
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Problem:
         scale = self.softmax_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise ValueError(f"softmax_scale is {scale!r}; expected a number")
-        if not abs(scale) < _FP32_END:
+        if not abs(scale) <= torch.finfo(torch.float32).max:
             raise ValueError(f"softmax_scale is {scale!r}; expected a number that fp32 holds")
         if self.num_splits and self.split_size:
             raise ValueError(
@@ -111,7 +110,8 @@ class Problem:
         **options: Any,
     ) -> Problem:  # fmt: skip
         """Of packed q (total_q, heads, dim), k and v, with ``sequences`` what the op varlen_fwd
-        takes behind them. Over pages in 16 bits it is a call over a cache."""
+        takes behind them. Over pages in 16 bits it is a call over a cache, but where vectors do
+        not begin on 16-byte boundaries: keys are then laid out anew."""
         cu_seqlens_q, _, longest_q, longest_k, _, used_q, *_ = sequences
         block_table = sequences[7] if len(sequences) > 7 else None
         sizes: dict[str, Any] = {
@@ -123,7 +123,8 @@ class Problem:
         if block_table is None:
             return cls(op, seqlen_k=longest_k, total_k=len(k), **sizes)
         page_size, capacity = k.shape[1], block_table.shape[1] * k.shape[1]
-        if q.dtype in _SIXTEEN_BITS and used_q is None and not sizes.get("dropout"):
+        is_gathered = used_q is not None or sizes.get("dropout") or sizes["unaligned"]
+        if q.dtype in _SIXTEEN_BITS and not is_gathered:
             return cls("decode", seqlen_k=capacity, page_size=page_size, lengths=True, **sizes)
         return cls(op, seqlen_k=min(longest_k, capacity), **sizes)
 

@@ -82,7 +82,7 @@ def cuda() -> Iterator[str]:
 @pytest.fixture
 def no_garbage() -> Iterator[None]:
     """For tests that read torch.cuda.memory_allocated(): what earlier ones left in cycles of
-    references is freed before the test, nothing of that kind within it."""
+    references is freed before the test, not by chance within it."""
     gc.collect()
     gc.disable()
     yield

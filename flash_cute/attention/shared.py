@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -15,18 +16,21 @@ from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.core.padding import check_mask
 
 
-class Held:
-    """Something that copies of a module share, and that is not saved with it."""
+class GroupOfLayer:
+    """A group that copies of a module share, and that is not saved with it."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
         self.id = _id_of(value)
 
-    def __deepcopy__(self, memo: Any) -> Held:
+    @property
+    def value(self) -> Any:
+        return _GROUPS[self.id]
+
+    def __deepcopy__(self, memo: Any) -> GroupOfLayer:
         return self
 
     def __reduce__(self) -> Any:
-        return Held, (None,)
+        return GroupOfLayer, (None,)
 
 
 class SharedAttention(MultiHeadAttention):
@@ -42,7 +46,7 @@ class SharedAttention(MultiHeadAttention):
             config.score(), config.device, config.dtype,
         )  # fmt: skip
         self.config = config
-        self._group = Held(group)
+        self._group = GroupOfLayer(group)
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
         options = self.score | {"dropout_p": self.dropout if self.training else 0}
@@ -159,6 +163,7 @@ def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> Attenti
 
 
 _GROUPS: list[Any] = []  # of layers: a graph can name a group by a number alone
+atexit.register(_GROUPS.clear)  # why: flash_cute/distributed/groups.py
 
 
 _PLANS: dict[str, Any] = {}  # of graphs
@@ -187,6 +192,7 @@ def _equal_plan(
 
 
 _CONTEXTS: dict[tuple[int, Any, str], Any] = {}
+atexit.register(_CONTEXTS.clear)
 
 
 def context(size: int, group: Any, strategy: str) -> Any:

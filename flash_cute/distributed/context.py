@@ -71,7 +71,6 @@ class ContextParallel:
             )
         _one_of("strategy", strategy, ("auto", *STRATEGIES))
         _one_of("layout", layout, ("auto", *LAYOUTS))
-        self.mesh = mesh
         self._is_2d = mesh is not None and mesh.ndim == 2
         if (strategy == "two_dimensional") > self._is_2d:
             raise ValueError(
@@ -79,19 +78,32 @@ class ContextParallel:
                 "init_device_mesh('cuda', (ring, ulysses))"
             )
         if mesh is not None:
-            self.group: Any = groups.group_of_all(mesh, timeout)
+            group: Any = groups.group_of_all(mesh, timeout)
         elif ranks is not None:
-            self.group = ranks
+            group = ranks
         else:
             is_there = dist.is_available() and dist.is_initialized()
-            self.group = dist.group.WORLD if is_there else None
-        self.size = 1 if self.group is None else dist.get_world_size(self.group)
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+            group = dist.group.WORLD if is_there else None
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         self.strategy, self.layout, self.head_groups = strategy, layout, head_groups
         self.check, self.links = check, links or Links()
-        self.name = groups.register(self.group, mesh)
-        self._hosts = None if self.size == 1 else groups.group_of_hosts(self.group, timeout)
+        self.name = groups.register(group, mesh, timeout)
         _CONTEXTS[self.name] = self
+
+    @property
+    def group(self) -> Any:
+        """The process group of all ranks; None for a process alone."""
+        return groups.held(self.name).group
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The DeviceMesh that this was made of, if it was."""
+        return groups.held(self.name).mesh
+
+    @property
+    def _hosts(self) -> Any:
+        return groups.held(self.name).hosts
 
     def plan(
         self,

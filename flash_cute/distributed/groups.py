@@ -1,7 +1,12 @@
-"""The process groups of a :class:`ContextParallel`, found by its name inside of ops."""
+"""The process groups of a :class:`ContextParallel`, found by its name inside of ops.
+
+They are held here alone, until the interpreter exits: a group has threads as long as anything
+refers to it, and those of gloo abort a process whose interpreter has ended.
+"""
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,37 +38,62 @@ class Groups:
     inner_rank: int
 
 
-# By name. They live as long as the process, like torch's groups do.
-_MESHES: dict[str, tuple[Groups, Groups, Groups | None]] = {}
+@dataclass(frozen=True)
+class Held:
+    """What a :class:`ContextParallel` communicates in.
+
+    Attributes:
+        group: of all that share tokens.
+        hosts: the same ranks, for tensors on the CPU; None if there is one rank.
+        mesh: that it was given, or None.
+        over_tokens, over_heads, both: for strategies of one dimension, ulysses, and of two.
+    """
+
+    group: Any
+    hosts: Any
+    mesh: DeviceMesh | None
+    over_tokens: Groups
+    over_heads: Groups
+    both: Groups | None
 
 
-def register(group: Any, mesh: DeviceMesh | None) -> str:
-    """Names the groups that strategies of one dimension, ulysses, and of two, use."""
+_HELD: dict[str, Held] = {}  # by name
+atexit.register(_HELD.clear)
+
+
+def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> str:
+    """Holds the groups of a :class:`ContextParallel`; returns its name."""
     size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
-    group = None if size == 1 else group
-    over_tokens = Groups(size, rank, group, group, rank, None, 0)
-    over_heads = Groups(size, rank, group, None, 0, group, rank)
+    whole = None if size == 1 else group
+    over_tokens = Groups(size, rank, whole, whole, rank, None, 0)
+    over_heads = Groups(size, rank, whole, None, 0, whole, rank)
     both = None
     if mesh is not None and mesh.ndim == 2:
         outer, inner = (None if mesh.size(i) == 1 else mesh.get_group(i) for i in (0, 1))
         both = Groups(
-            size, rank, group, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
+            size, rank, whole, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
         )
-    name = f"cp{len(_MESHES)}"
-    _MESHES[name] = (over_tokens, over_heads, both)
+    hosts = None if whole is None else group_of_hosts(whole, timeout)
+    name = f"cp{len(_HELD)}"
+    _HELD[name] = Held(group, hosts, mesh, over_tokens, over_heads, both)
     return name
+
+
+def held(name: str) -> Held:
+    """What a :class:`ContextParallel` of this name communicates in."""
+    return _HELD[name]
 
 
 def groups_of(plan: Plan) -> Groups:
     """Those that a plan's strategy communicates in."""
-    over_tokens, over_heads, both = _MESHES[plan.context]
+    here = _HELD[plan.context]
     if plan.strategy == "ulysses":
-        return over_heads
+        return here.over_heads
     if plan.strategy == "two_dimensional":
-        assert both is not None
-        return both
-    return over_tokens
+        assert here.both is not None
+        return here.both
+    return here.over_tokens
 
 
 def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:

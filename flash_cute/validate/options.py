@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import validate
 
-_FP32_LEAST, _FP32_END = 2.0**-126, 2.0**128  # of positive normal numbers
+_FP32_LEAST, _FP32_MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class Names(NamedTuple):
@@ -47,8 +47,8 @@ def check(
     if softmax_scale is not None:
         _number("softmax_scale", softmax_scale)
         if not (
-            validate.allowed(softmax_scale > -_FP32_END)
-            and validate.allowed(softmax_scale < _FP32_END)
+            validate.allowed(softmax_scale >= -_FP32_MOST)
+            and validate.allowed(softmax_scale <= _FP32_MOST)
         ):
             raise ValueError(
                 f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number that "
@@ -57,7 +57,7 @@ def check(
     _window(window_size, names.window_size)
     _number("softcap", softcap)
     _known("softcap", softcap)
-    if softcap != 0.0 and not _FP32_LEAST <= softcap < _FP32_END:
+    if softcap != 0.0 and not _FP32_LEAST <= softcap <= _FP32_MOST:
         raise ValueError(
             f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
             "positive normal number of fp32"

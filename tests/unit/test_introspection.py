@@ -367,6 +367,7 @@ def test_a_forward_over_a_cache_has_what_is_asked_for():
         ({"heads_k": 5}, "heads is 16; expected a multiple"),
         ({"seqlen_q": 2.0}, "seqlen_q is 2.0"),
         ({"softmax_scale": 1e300}, "softmax_scale is 1e\\+300"),
+        ({"softmax_scale": -(2.0**128) * (1 - 2.0**-26)}, "expected a number that fp32 holds"),
         ({"op": "decode", "num_splits": 2, "split_size": 64}, "num_splits is 2 and split_size 64"),
     ],
 )
