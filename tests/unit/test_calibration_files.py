@@ -251,6 +251,12 @@ print(kernels.plan(problem, "h100").kernel.id)
 """
 
 
+def test_a_home_that_nobody_has_is_a_miss(monkeypatch):
+    monkeypatch.setenv("FLASH_CUTE_CALIBRATION", "~nobody-of-this-name/calibration.json")
+    loaded = calibration.load()
+    assert not loaded.kernels and "nobody-of-this-name" in str(loaded.misses[0])
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_the_variable_is_read_at_import(named, tmp_path):
     path = tmp_path / "calibration.json"
