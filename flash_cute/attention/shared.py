@@ -191,8 +191,7 @@ def _equal_plan(
     return _PLANS.setdefault(plan.key, plan).key
 
 
-_CONTEXTS: dict[tuple[int, Any, str], Any] = {}
-atexit.register(_CONTEXTS.clear)
+_CONTEXTS: dict[tuple[int, int, str], Any] = {}
 
 
 def context(size: int, group: Any, strategy: str) -> Any:
@@ -200,7 +199,7 @@ def context(size: int, group: Any, strategy: str) -> Any:
     from flash_cute.distributed import ContextParallel
 
     whole = dist.group.WORLD if group is None else group
-    kind = (size, whole, strategy)
+    kind = (size, _id_of(whole), strategy)
     if kind not in _CONTEXTS:
         of_all = dist.get_process_group_ranks(whole)
         if size != len(of_all):

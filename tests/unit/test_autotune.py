@@ -2,82 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import random
-import time
 from dataclasses import replace
-from statistics import median
 
 import pytest
 import torch
+from made_up_clock import SHAPES, WINNER, MadeUpClock, cost_with, default_of, others, tuned
 from typer.testing import CliRunner
 
 import flash_cute
 from flash_cute import kernels
 from flash_cute.cli import app as cli
-from flash_cute.cli import tune
-from flash_cute.kernels import GPUS, Problem
+from flash_cute.kernels import Problem
 from flash_cute.tuning import Choice, Gain, Report, calibration, rules
-from flash_cute.tuning import clock as clocks
-from flash_cute.tuning.clock import CudaClock, check_plain
-
-SHAPES = [
-    Problem(batch=batch, heads=16, seqlen_q=n, causal=True)
-    for batch in (1, 4)
-    for n in (1024, 2048, 4096)
-]
-
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
-
-
-class MadeUpClock:
-    """``cost(problem, choice)`` in milliseconds, with noise of some per mille; it counts calls."""
-
-    def __init__(self, cost, noise=0.002):
-        self.cost, self.noise, self.calls, self.random = cost, noise, [], random.Random()
-
-    def noisy(self):
-        return self.random.uniform(1, 1 + self.noise)
-
-    def measure(self, problem, choices, rounds):
-        self.calls.append((problem, tuple(choices), rounds))
-        return {
-            choice: [
-                self.cost(problem, choice) * self.random.uniform(1, 1 + self.noise)
-                for _ in range(rounds)
-            ]
-            for choice in choices
-        }
-
-
-def default_of(problem):
-    return kernels.plan(problem, "h100").kernel.id
-
-
-def others(problem):
-    rows = kernels.explain(problem, "h100")
-    return [x.id for x in rows if x.verdict == "fits" and x.id.startswith(problem.op)]
-
-
-WINNER = others(SHAPES[0])[0]
-
-
-def cost_with(factor, applies=lambda problem: True, winner=WINNER):
-    """The winner takes `factor` of the default's time where it applies; all others three times."""
-
-    def cost(problem, choice):
-        if choice.kernel == winner and default_of(problem) != winner:
-            return factor if applies(problem) else 1.0
-        return 1.0 if choice.kernel == default_of(problem) else 3.0
-
-    return cost
-
-
-def tuned(tmp_path, cost, shapes=SHAPES, **options):
-    path = tmp_path / "calibration.json"
-    report = flash_cute.autotune(shapes, path=path, clock=MadeUpClock(cost), gpu="h100", **options)
-    return report, path
 
 
 def test_a_kernel_that_is_faster_is_written_and_used(tmp_path):
@@ -338,130 +276,3 @@ def test_without_a_gpu_it_is_refused(tmp_path):
     result = CliRunner().invoke(cli.app, ["tune", str(SHAPES[0]), "--path", str(path)])
     assert result.exit_code == 1 and "there is none here" in result.output
     assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        *SHAPES[:1],
-        Problem("decode", torch.float16, 3, 8, 2, 1, 99, 64),
-        Problem("bwd", torch.float32, heads=4, seqlen_q=7, head_dim=192, head_dim_v=128),
-    ],
-)
-def test_shapes_are_read_as_they_are_printed(problem):
-    assert str(tune.parse(str(problem))) == str(problem)
-    check_plain(tune.parse(str(problem)))
-
-
-def test_shapes_are_read_as_benchmarks_write_them():
-    assert tune.parse("bf16 b4 h32/8 q512 k1024 d64/64 full") == Problem(
-        batch=4, heads=32, heads_k=8, seqlen_q=512, seqlen_k=1024, head_dim=64, head_dim_v=64
-    )
-    result = CliRunner().invoke(cli.app, ["tune", "b4 h16 q1024"])
-    assert result.exit_code == 2 and "expected, for example" in result.output
-
-
-def test_show(tmp_path):
-    report, path = tuned(tmp_path, cost_with(0.8))
-    result = CliRunner().invoke(cli.app, ["tune", "--show", "--path", str(path)])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
-    assert found["file"] == str(path)
-    if not kernels.can_use_cuda():
-        rules_as_text = {bucket: str(choice) for bucket, choice in report.rules.items()}
-        assert found["kernels"] == rules_as_text and found["misses"] == []
-    path.write_text("{")
-    found = json.loads(CliRunner().invoke(cli.app, ["tune", "--show", "--path", str(path)]).output)
-    assert found["kernels"] == {} and "Expecting property name" in found["misses"][0]["reason"]
-
-
-def test_shapes_or_show():
-    for arguments in ([], [str(SHAPES[0]), "--show"]):
-        result = CliRunner().invoke(cli.app, ["tune", *arguments])
-        assert result.exit_code == 2 and "give shapes to measure" in result.output
-
-
-def test_lab():
-    result = CliRunner().invoke(cli.app, ["lab", "progression", "--help"])
-    assert result.exit_code == 0 and "flash-cute lab progression" in result.output
-    assert "--plot" in result.output
-    assert CliRunner().invoke(cli.app, ["lab", "list"]).exit_code == 0
-
-
-def test_a_gpu_is_tuned_and_used(cuda, tmp_path):
-    path = tmp_path / "calibration.json"
-    shapes = [Problem(op, batch=2, heads=8, seqlen_q=512, head_dim=64) for op in ("fwd", "bwd")]
-    shapes.append(Problem("decode", batch=2, heads=8, heads_k=2, seqlen_q=1, seqlen_k=2048))
-    shapes.append(Problem("decode", batch=2, heads=8, heads_k=2, seqlen_q=600, seqlen_k=2048))
-    report = flash_cute.autotune(shapes, path=path, rounds=3)
-    assert report.measured >= 3 * len(shapes) - 2
-    assert all(gain.before_ms > 0 and gain.after_ms > 0 for gain in report.gains)
-    assert path.exists() == report.pays
-
-
-def test_a_call_runs_the_calibrated_kernel(cuda):
-    """Which no test on the CPU can see: the choice in csrc/core/registry.cpp."""
-    q = torch.randn(2, 300, 8, 64, device=cuda, dtype=torch.bfloat16)
-    problem = Problem.of(q, q, q)
-    expected = flash_cute.flash_attn_func(q, q, q)
-    gpu = kernels.gpu()
-    rows = kernels.explain(problem)
-    for kernel in [x.id for x in rows if x.verdict == "fits"]:
-        torch.ops.flash_cute.set_calibration(f"{kernels.bucket(problem, gpu)} = {kernel}")
-        out = flash_cute.flash_attn_func(q, q, q)
-        torch.ops.flash_cute.set_calibration("")
-        with kernels.only(kernel):
-            alone = flash_cute.flash_attn_func(q, q, q)
-        assert torch.equal(out, alone), kernel
-        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
-
-
-def test_a_cache_of_an_odd_head_dim_takes_nothing_that_was_measured_of_forward(cuda):
-    """Its keys are laid out anew for forward; results must not depend on the batch, buckets do."""
-    q = torch.randn(1, 64, 8, 100, device=cuda, dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, 900, 8, 100, device=cuda, dtype=torch.bfloat16)
-    problem = Problem.of(q, k, v)
-    expected = flash_cute.flash_attn_with_kvcache(q, k, v)
-    seen = []
-    for kernel in [x.id for x in kernels.explain(problem) if x.verdict == "fits"]:
-        torch.ops.flash_cute.set_calibration(f"{kernels.bucket(problem, kernels.gpu())} = {kernel}")
-        out = flash_cute.flash_attn_with_kvcache(q, k, v)
-        seen.append(flash_cute.flash_attn_func(q, k, v))
-        torch.ops.flash_cute.set_calibration("")
-        assert torch.equal(out, expected), kernel
-    assert not all(torch.equal(of_forward, expected) for of_forward in seen)
-
-
-def test_the_clock_times_every_kernel(cuda):
-    problem = Problem(batch=1, heads=2, seqlen_q=256, head_dim=64)
-    choices = [Choice(x.id) for x in kernels.explain(problem) if x.verdict != "refused"]
-    if torch.cuda.get_device_capability(cuda) == (9, 0):
-        choices.append(Choice(kernels.plan(problem).kernel.id, num_splits=2))
-    times = CudaClock(calls=2).measure(problem, choices, 3)
-    assert list(times) == choices
-    assert all(len(x) == 3 and min(x) > 0 for x in times.values())
-
-
-@pytest.mark.parametrize("op", ["fwd", "bwd", "decode"])
-def test_the_clock_leaves_out_what_the_host_takes(cuda, monkeypatch, op):
-    host, call_of = [], clocks.call_of
-
-    def slow_call_of(*sizes):
-        call = call_of(*sizes)
-
-        def slow():
-            host.append(time.sleep(0.1))
-            return call()
-
-        return slow
-
-    monkeypatch.setattr(clocks, "call_of", slow_call_of)
-    problem = Problem(op, batch=1, heads=2, seqlen_q=64, head_dim=64)
-    choice = Choice(kernels.plan(problem).kernel.id)
-    times = CudaClock(calls=2).measure(problem, [choice], 5)
-    assert len(host) == 1 + 2  # a first one, and those of the graph
-    assert len(times[choice]) == 5 and 0 < median(times[choice]) < 50
-
-
-def test_gpus_that_are_known_have_names():
-    assert calibration.section_name(GPUS["a100"]).startswith("a100, 108 SMs, library ")

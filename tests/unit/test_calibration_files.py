@@ -251,6 +251,10 @@ print(kernels.plan(problem, "h100").kernel.id)
 """
 
 
+def test_gpus_that_are_known_have_names():
+    assert calibration.section_name(GPUS["a100"]).startswith("a100, 108 SMs, library ")
+
+
 def test_a_home_that_nobody_has_is_a_miss(monkeypatch):
     monkeypatch.setenv("FLASH_CUTE_CALIBRATION", "~nobody-of-this-name/calibration.json")
     loaded = calibration.load()

@@ -40,6 +40,11 @@ def test_the_module_and_its_help():
         assert len(run(name, "--help") if name != "fuzz" else name) > 0
 
 
+def test_the_laboratory_s_progression_has_a_plot():
+    help = run("lab", "progression", "--help")
+    assert "flash-cute lab progression" in help and "--plot" in help
+
+
 def test_the_laboratory():
     listed = run("lab", "list").splitlines()
     assert listed == [str(config) for config in get_kernels_to_build()]
