@@ -58,14 +58,6 @@ def test_padding_between_tokens(name):
     both(name, {"input_ids": tokens(3, 12), "attention_mask": mask}, mask)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", DECODERS)
-def test_packed_positions(name, batch):
-    position_ids = torch.cat([torch.arange(n) for n in (5, 1, 7)])[None].expand(batch, -1)
-    inputs = {"input_ids": tokens(batch, 13), "position_ids": position_ids, "use_cache": False}
-    both(name, inputs)
-
-
 def test_packed_with_lengths():
     cu = torch.tensor([0, 5, 13], dtype=torch.int32)
     positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
@@ -276,6 +268,24 @@ class TestRefusals:
         q = torch.randn(1, 2, 4, 8)
         with pytest.raises(NotImplementedError, match="position_bias"):
             integration.attention(torch.nn.Module(), q, q, q, None, position_bias=torch.ones(1))
+
+
+@pytest.mark.parametrize("release", ["5.19.9", "5.17.0", "4.57.3", "4.57.0.dev0"])
+def test_older_releases_are_refused(release, monkeypatch):
+    integration.unregister()
+    monkeypatch.setattr("transformers.__version__", release)
+    with pytest.raises(ImportError, match=rf"transformers {release} is installed.*5\.20"):
+        integration.register()
+    with pytest.raises(ValueError, match="flash_cute"):
+        model("llama", "flash_cute")
+
+
+@pytest.mark.parametrize("release", ["5.20.0", "5.24.0", "5.100.1", "6.0.0.dev0"])
+def test_releases_that_are_supported(release, monkeypatch):
+    integration.unregister()
+    monkeypatch.setattr("transformers.__version__", release)
+    integration.register()
+    assert model("llama", "flash_cute").config._attn_implementation == "flash_cute"
 
 
 def test_unregister():
