@@ -83,16 +83,17 @@ def sdpa_backward(
     rng = philox_seed.view(torch.int64) if dropout_p else None
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     saved = accept.rows(*(x.transpose(1, 2) for x in (grad_out, query, key, value, out)))
-    written = accept.rows(*(x.transpose(1, 2) for x in grads))
+    rows = tuple(x.transpose(1, 2) for x in grads)
+    written = accept.rows(*rows)
     with internals.below_versions():  # as in _dense
         _BWD_OUT(
             *saved, logsumexp.contiguous(), None, scale, is_causal, -1, -1, 0.0, None, None,
             dropout_p, rng, deterministic(False), ops.allow_tf32(query),
             dq=written[0], dk=written[1], dv=written[2],
         )  # fmt: skip
-    for x, y in zip(grads, written, strict=True):
-        if x.data_ptr() != y.data_ptr():  # those without contiguous rows
-            x.copy_(y.transpose(1, 2))
+    for x, y in zip(rows, written, strict=True):
+        if x is not y:  # those without contiguous rows
+            x.copy_(y)
     return grads  # type: ignore[return-value]
 
 
