@@ -74,8 +74,11 @@ class Narrow:
         if q.dtype not in DTYPES or k.dtype not in DTYPES:
             name, x = ("q", q) if q.dtype not in DTYPES else ("k", k)
             if not any(x.dtype in DTYPES for x in (q, k, v)):
+                names = ("q_descale", "k_descale", "v_descale", "out_dtype")
+                given = zip(names, (*descales, out_dtype), strict=True)
                 raise ValueError(
-                    f"descales and out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
+                    f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
+                    f"out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
                 )
             raise TypeError(
                 f"{name} has dtype {x.dtype}; with fp8, q and k are of {_listed(DTYPES)}, and v is "
