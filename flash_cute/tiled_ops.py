@@ -7,7 +7,7 @@ functions are in :mod:`flash_cute.tiled`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def kernel(qkv: tuple[Tensor, Tensor, Tensor], op: str, tile: streaming.Tile) ->
     return found
 
 
-@cache
+@lru_cache(maxsize=256)
 def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, limit: str) -> str:
     """kernels.nearest(), which takes a millisecond, under a limit of the thread that holds."""
     return kernels.nearest(problem, tile.rows, tile.keys, gpu)

@@ -124,6 +124,30 @@ def test_static_cache_without_mask():
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_static_cache_in_a_graph(name):
+    """Which is not told how much of the cache is in use, but by a mask."""
+    from transformers import StaticCache
+
+    ids = tokens(2, 10)
+    made, eager = model(name, "flash_cute"), model(name, "eager")
+    whole = torch.compile(made, fullgraph=True, backend="eager")
+    mask = torch.ones(2, 8, dtype=torch.long)
+    for each, options in ((whole, {"attention_mask": mask}), (whole, {}), (eager, {})):
+        cache = StaticCache(config=made.config, max_cache_len=32)
+        with torch.no_grad():
+            (eager if each is eager else made)(ids[:, :7], past_key_values=cache)
+            inputs = {"input_ids": ids[:, 7:8], "past_key_values": cache} | options
+            if each is whole and not options:
+                with pytest.raises(Exception, match="give attention_mask"):
+                    each(**inputs)
+                continue
+            logits = each(**inputs).logits
+        if each is whole:
+            got = logits
+    torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_continuous_batching(name):
     from transformers import ContinuousBatchingConfig, GenerationConfig
