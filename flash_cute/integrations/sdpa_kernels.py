@@ -263,6 +263,8 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Sequences of different lengths, also in pages; dense without ``cum_seq_q``."""
+    lost = {"seqused_k": seqused_k, "alibi_slopes": alibi_slopes, "block_table": block_table}
+    _refuse_gradients((query, key, value), lost)
     q, k, v = accept.rows(query, key, value)
     window = _bound(window_size_left), _bound(window_size_right)
     if block_table is not None:
@@ -291,6 +293,17 @@ def flash_forward(
             sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, False, None)
             out, lse, _, softmax = ops.varlen_fwd(q, k, v, *sequences, *options)
     return out, lse, *_of_dropout(rng, softmax, q)
+
+
+def _refuse_gradients(tensors: tuple[Tensor, ...], lost: dict[str, Tensor | None]) -> None:
+    """Of arguments that ATen's formula does not hand on to its backward, which would be wrong."""
+    given = [name for name, x in lost.items() if x is not None]
+    if given and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{', '.join(given)} given with tensors that require grad: ATen's backward of flash "
+            "attention is not told of it; call flash_cute.flash_attn_varlen_func, or under "
+            "torch.no_grad()"
+        )
 
 
 def _bound(x: int | None) -> int:
