@@ -259,7 +259,7 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
     return json.dumps(request | facts)
 
 
-def as_gpu(gpu: Gpu | str) -> Gpu:
+def as_gpu(gpu: Gpu | str | int) -> Gpu:
     """A GPU, or that of a name in :data:`GPUS`; ValueError for anything else."""
     found = GPUS.get(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(found, Gpu):

@@ -324,8 +324,11 @@ def kvcache_status(
         is_int = isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
         if not (is_int or isinstance(x, Tensor) or (x is None and name == "cache_seqlens")):
             raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int or an int32 tensor")
-        if is_int and not validate.allowed(abs(x) <= validate.INT64_MAX):
-            raise ValueError(f"{name} is {validate.shown(x)}; expected a length that fits int64")
+        fits = not isinstance(x, (int, torch.SymInt)) or validate.allowed(
+            abs(x) <= validate.INT64_MAX
+        )
+        if not fits:
+            raise ValueError(f"{name} does not fit int64; expected a length")
     if not isinstance(seqlen_new, Tensor):
         validate.count("seqlen_new", seqlen_new)
     num_blocks, page_size = k_cache.shape[:2]

@@ -106,7 +106,7 @@ def allowed(right: bool | torch.SymBool) -> bool:
     return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
-def shown(x: float) -> str:
+def shown(x: float | torch.SymInt) -> str:
     """``x`` in a message. A graph has numbers that no message can print."""
     return "a number of the graph" if internals.is_symbolic(x) else f"{x}"
 

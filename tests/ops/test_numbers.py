@@ -111,6 +111,7 @@ CALLS: dict[str, Call] = {
                 "name": "x", "capability": 90, "smem_optin": 1000, "sms": 10, "memory_gb_s": 10,
                 "l2_bytes": 10,
             },
+            "as_gpu": {"gpu": "h100"},
             "plan": {"problem": PROBLEM},
             "explain": {"problem": PROBLEM},
             "bucket": {"problem": PROBLEM},

@@ -99,13 +99,15 @@ def attention(
     if any(x is not None for x in (block_table, k_cache, v_cache)):
         pages = (k_cache, v_cache, block_table, cu_seq_lens_k)
         return _paged(q, k, v, pages, attention_mask, score, training), None
-    has_numbers = attention_mask is not None and attention_mask.dtype == torch.int32
+    numbers = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        numbers, attention_mask = attention_mask, None
     told = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    sequences = _sequences(told, None if has_numbers else attention_mask)
+    sequences = _sequences(told, attention_mask)
     if sequences is not None:
         return _packed(q, k, v, sequences, score | training), None
-    if has_numbers:
-        documents, attention_mask = of_numbers(attention_mask), None
+    if numbers is not None:
+        documents = of_numbers(numbers)
     else:
         seqlen_k = k.shape[1] if attention_mask is None else attention_mask.shape[1]
         mask = attention_mask
@@ -229,10 +231,10 @@ def _of_documents(
 ) -> Tensor:
     """Each document for itself; keys behind the queries' number are a static cache's room."""
     seqlen = q.shape[1]
-    rows = [documents.rows(x[:, :seqlen]) for x in (q, k, v)]
+    q_rows, k_rows, v_rows = (documents.rows(x[:, :seqlen]) for x in (q, k, v))
     longest = documents.longest
     out = functional.flash_attn_varlen_func(
-        *rows, documents.offsets, documents.offsets, longest, longest, **options
+        q_rows, k_rows, v_rows, documents.offsets, documents.offsets, longest, longest, **options
     )
     return documents.unpacked(out, len(q), seqlen)
 

@@ -100,7 +100,8 @@ def of_positions(
     Raises:
         ValueError: documents begin behind a cache, which belongs to one of them.
     """
-    told = [x for x in (position_ids, seq_idx) if _tells(x, batch, seqlen_q)]
+    given = [x for x in (position_ids, seq_idx) if x is not None]
+    told = [x for x in given if _tells(x, batch, seqlen_q)]
     if not told or seqlen_q == 1 or (seqlen_k != seqlen_q and not causal):
         return None
     own = None if mask is None else mask[:, -seqlen_q:]
@@ -121,9 +122,9 @@ def of_positions(
     return found
 
 
-def _tells(x: Tensor | None, batch: int, seqlen: int) -> bool:
+def _tells(x: Tensor, batch: int, seqlen: int) -> bool:
     """Whether it has a value for each query, which can be read."""
-    if x is None or x.dim() != 2 or x.shape[1] != seqlen or x.shape[0] not in (1, batch):
+    if x.dim() != 2 or x.shape[1] != seqlen or x.shape[0] not in (1, batch):
         return False
     return not (x.is_meta or internals.is_fake(x))
 
