@@ -28,11 +28,12 @@ below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def without_autograd(function: F) -> F:
-    """``function`` with its body below autograd's kernels: less dear than no_grad()."""
+    """``function``, which writes into new tensors alone, below autograd's kernels and those that
+    count versions: less dear than no_grad(), and results are no views, which nobody may write."""
 
     @wraps(function)
     def below(*args: Any, **named: Any) -> Any:
-        with below_autograd():
+        with below_versions():
             return function(*args, **named)
 
     return below  # type: ignore[return-value]

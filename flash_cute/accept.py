@@ -8,6 +8,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from flash_cute import validate
 
 # How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
 # not depend on it.
-_HINTS = {"num_splits": int, "pack_gqa": bool, "sm_margin": int}
+_HINTS = ("num_splits", "pack_gqa", "sm_margin")
 # Features that do not exist, with the values that ask for nothing.
 _ABSENT = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
@@ -116,10 +117,10 @@ def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
     """
     for name, x in named.items():
         if name in _HINTS:
-            if x is not None and not isinstance(integer(x), _HINTS[name]):
-                raise TypeError(
-                    f"{name} is {validate.kind_of(x)}; expected {_HINTS[name].__name__}"
-                )
+            if name == "pack_gqa" and not isinstance(x, (bool, NoneType)):
+                raise TypeError(f"{name} is {validate.kind_of(x)}; expected bool")
+            if name != "pack_gqa" and x is not None:
+                validate.count(name, integer(x))
         elif name in _ABSENT:
             if x is not None and x is not _ABSENT[name]:
                 raise NotImplementedError(

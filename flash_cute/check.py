@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flash_cute import ops
+from flash_cute import ops, validate
 from flash_cute.validate import _OF_BOTH, _OF_K, _OF_Q
 
 _asked = os.environ.get("FLASH_CUTE_CHECK", "")
@@ -48,7 +48,8 @@ def switched(on: bool = True) -> Iterator[None]:
             out = flash_cute.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512)
     """
     global _on
-    before, _on = _on, on
+    validate.flag("on", on)
+    before, _on = _on, bool(on)
     try:
         yield
     finally:

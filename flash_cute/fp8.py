@@ -7,7 +7,8 @@ is exact: the result is that of attention of the values given, as accurate as th
 Descales are FlashAttention-3's: the values meant are fp8 values times a descale, a number, a tensor
 of one element, or a tensor (batch, heads_k) whose kv heads speak for their group of query heads.
 Those of q and k that are numbers go into the scale of the softmax. Tensors, which the host does not
-read, multiply q, whose products are rounded to 16 bits once. ``v_descale`` multiplies out, in fp32.
+read, multiply q, whose products are rounded to bf16 once. fp16 has no room for them: with v in fp16
+attention is then computed in fp32. ``v_descale`` multiplies out, in fp32.
 """
 
 from __future__ import annotations
@@ -73,8 +74,11 @@ class Narrow:
         if q.dtype not in DTYPES or k.dtype not in DTYPES:
             name, x = ("q", q) if q.dtype not in DTYPES else ("k", k)
             if not any(x.dtype in DTYPES for x in (q, k, v)):
+                names = ("q_descale", "k_descale", "v_descale", "out_dtype")
+                given = zip(names, (*descales, out_dtype), strict=True)
                 raise ValueError(
-                    f"descales and out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
+                    f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
+                    f"out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
                 )
             raise TypeError(
                 f"{name} has dtype {x.dtype}; with fp8, q and k are of {_listed(DTYPES)}, and v is "
@@ -93,10 +97,12 @@ class Narrow:
                 "widen them first, q.to(torch.bfloat16)"
             )
         wide = next((x for x in (v.dtype, out_dtype) if x in WIDE_DTYPES), torch.bfloat16)
+        if wide == torch.float16 and any(isinstance(x, Tensor) for x in descales[:2]):
+            wide = torch.float32
         return cls(descales, wide, out_dtype or torch.bfloat16)
 
     def widen(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The same values in 16 bits."""
+        """The same values in the dtype that attention is computed in."""
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
     def descale(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flash_cute import limits
+from flash_cute import limits, validate
 from flash_cute.library import can_use_cuda, has_cuda_kernels
 from flash_cute.problem import OPS, Problem
 
@@ -57,7 +57,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What of a GPU decides about kernels; ``smem_optin`` is the bytes that one CTA can have."""
+    """What of a GPU decides about kernels; ``smem_optin`` is the bytes that one CTA can have.
+
+    Raises:
+        TypeError, ValueError: a number is no int >= 1, or the name no text.
+    """
 
     name: str
     capability: int  # 10 * major + minor
@@ -65,6 +69,12 @@ class Gpu:
     sms: int
     memory_gb_s: int
     l2_bytes: int  # of its L2 cache
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name is {validate.kind_of(self.name)}; expected a str")
+        for name in ("capability", "smem_optin", "sms", "memory_gb_s", "l2_bytes"):
+            validate.count(name, getattr(self, name), 1)
 
 
 GPUS = {
@@ -171,8 +181,11 @@ def gpu(index: int | None = None) -> Gpu:
     """A GPU that is there; None is the current one.
 
     Raises:
+        TypeError, ValueError: ``index`` is no int >= 0.
         RuntimeError: there is none, or this build has no CUDA.
     """
+    if index is not None:
+        validate.count("index", index)
     if not has_cuda_kernels():
         raise RuntimeError("this build of flash_cute has no CUDA, and knows no GPU")
     index = torch.cuda.current_device() if index is None else index
@@ -236,7 +249,8 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
     request = problem.request()
     if gpu is None:
         gpu = torch.cuda.current_device() if can_use_cuda() else "h100"
-    if isinstance(gpu, int):
+    if isinstance(gpu, int) and not isinstance(gpu, bool):
+        validate.count("gpu", gpu)
         if not has_cuda_kernels():
             raise ValueError(f"gpu is {gpu}, and this build has no CUDA; give one of {list(GPUS)}")
         return json.dumps(request | {"device": gpu, "built_only": True})
@@ -245,7 +259,7 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
     return json.dumps(request | facts)
 
 
-def as_gpu(gpu: Gpu | str) -> Gpu:
+def as_gpu(gpu: Gpu | str | int) -> Gpu:
     """A GPU, or that of a name in :data:`GPUS`; ValueError for anything else."""
     found = GPUS.get(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(found, Gpu):
@@ -263,8 +277,11 @@ def nearest(
     |log2(n / block_n)|``; among equals the planned one, then the first in order of preference.
 
     Raises:
+        TypeError, ValueError: a number of rows is no int >= 1.
         ValueError, RuntimeError: :func:`plan`'s.
     """
+    for name, rows in (("block_m", block_m), ("block_n", block_n)):
+        validate.count(name, rows, 1)
     planned = plan(problem, gpu).kernel.id
     by_id = {kernel.id: kernel for kernel in kernels()}
     fitting = [by_id[row.id] for row in explain(problem, gpu) if row.verdict != "refused"]

@@ -287,7 +287,8 @@ def flash_attn_combine(
     rows = math.prod(lead)
     partial_rows = (out_partial.reshape(parts, rows, dim), lse_partial.reshape(parts, rows))
     result, lse = ops.combine(*(x.contiguous() for x in partial_rows), out_dtype)
-    result, lse = result.view(*lead, dim), lse.view(lead)
+    with internals.below_versions():  # as no views, which nobody may write in every mode
+        result, lse = result.view(*lead, dim), lse.view(lead)
     if out is not None:
         validate_ops.output("out", out, result)
         result = out.copy_(result)
@@ -320,8 +321,16 @@ def kvcache_status(
             f"k_cache has {k_cache.dim()} dimensions, expected 4; block_table, if given, has 2"
         )
     for name, x in (("cache_seqlens", cache_seqlens), ("seqlen_new", seqlen_new)):
-        if not isinstance(x, (int, Tensor)) and (x is not None or name == "seqlen_new"):
+        is_int = isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+        if not (is_int or isinstance(x, Tensor) or (x is None and name == "cache_seqlens")):
             raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int or an int32 tensor")
+        fits = not isinstance(x, (int, torch.SymInt)) or validate.allowed(
+            abs(x) <= validate.INT64_MAX
+        )
+        if not fits:
+            raise ValueError(f"{name} does not fit int64; expected a length")
+    if not isinstance(seqlen_new, Tensor):
+        validate.count("seqlen_new", seqlen_new)
     num_blocks, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
     asked = capacity if cache_seqlens is None else cache_seqlens

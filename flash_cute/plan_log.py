@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import kernels, ops
+from flash_cute import kernels, ops, validate
 from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
 
 _asked = os.environ.get("FLASH_CUTE_LOG", "")
@@ -43,7 +43,8 @@ def is_on() -> bool:
 def switched(on: bool = True) -> Iterator[None]:
     """Inside, calls are logged, or not: in place of ``FLASH_CUTE_LOG``, for all threads."""
     global _on
-    before, _on = _on, on
+    validate.flag("on", on)
+    before, _on = _on, bool(on)
     try:
         yield
     finally:

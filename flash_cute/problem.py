@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.fp8 import DTYPES as FP8_DTYPES
+from flash_cute.validate import INT64_MAX
 
 OPS = ("fwd", "bwd", "decode")
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -25,9 +26,9 @@ class Problem:
     to: see :func:`flash_cute.flash_attn_func`.
 
     Raises:
-        ValueError: a size is negative or heads are no multiple of heads_k; the op or the dtype is
-            unknown; a flag is no bool, window_size not two ints, or softmax_scale no number that
-            fp32 holds; or num_splits and split_size are both given.
+        ValueError: a size is no int, negative, or beyond int64; heads are no multiple of heads_k;
+            the op or the dtype is unknown; a flag is no bool, window_size not two ints from -1 on,
+            or softmax_scale no number that fp32 holds; or num_splits and split_size are both given.
     """
 
     op: str = "fwd"
@@ -70,17 +71,23 @@ class Problem:
         sizes = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "page_size", "num_splits",
                  "split_size", *least)  # fmt: skip
         for name in sizes:
-            size = getattr(self, name)
-            if size is not None and (type(size) is not int or size < least.get(name, 0)):
-                raise ValueError(f"{name} is {size!r}; expected an int >= {least.get(name, 0)}")
+            size, at_least = getattr(self, name), least.get(name, 0)
+            if size is None and name in _MAY_BE_NONE:
+                continue
+            if type(size) is not int or not at_least <= size <= INT64_MAX:
+                raise ValueError(f"{name} is {size!r}; expected an int >= {at_least}")
         for name in _FLAGS:
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         window = self.window_size
         if not (
-            isinstance(window, tuple) and len(window) == 2 and all(type(x) is int for x in window)
+            isinstance(window, tuple)
+            and len(window) == 2
+            and all(type(x) is int and -1 <= x <= INT64_MAX for x in window)
         ):
-            raise ValueError(f"window_size is {window!r}; expected two ints")
+            raise ValueError(
+                f"window_size is {window!r}; expected two ints, -1 or counts that fit int64"
+            )
         scale = self.softmax_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise ValueError(f"softmax_scale is {scale!r}; expected a number")
@@ -182,4 +189,5 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(at % 16 == 0 for at in bytes_at)
 
 
+_MAY_BE_NONE = ("heads_k", "seqlen_k", "head_dim_v", "total_q", "total_k")
 _FLAGS = tuple(field.name for field in fields(Problem) if field.type == "bool")

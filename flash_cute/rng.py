@@ -24,7 +24,7 @@ def rng_state(
         int64 (2,): seed and offset. Nothing waits for the device.
 
     Raises:
-        TypeError: ``device`` names no device, or ``generator`` is no torch.Generator.
+        TypeError, ValueError: ``device`` names no device, or ``generator`` is no torch.Generator.
         ValueError: ``generator`` is on another kind of device.
         NotImplementedError: ``generator`` is given inside of torch.compile or torch.export.
 
@@ -39,6 +39,8 @@ def rng_state(
             f"device is {validate.kind_of(device)}; expected a torch.device, e.g. q.device; a "
             "generator goes by its name: generator="
         )
+    if isinstance(device, (str, int)):
+        _check_device(device)
     if generator is not None:
         check_generator("generator", generator, device)
         if torch.compiler.is_compiling():
@@ -48,6 +50,17 @@ def rng_state(
             )
         device = generator.device if device is None else device
     return torch.randint(-(2**63), 2**63 - 1, (2,), device=device, generator=generator)
+
+
+def _check_device(device: str | int) -> None:
+    if isinstance(device, int):
+        validate.count("device", device)
+    try:
+        torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"device is {device!r}, which is none: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def rng_of_call(

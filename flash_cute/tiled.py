@@ -180,6 +180,8 @@ def kernel_of(Q: Tensor, Bc: int = DEFAULT_BLOCK, Br: int = DEFAULT_BLOCK, op: s
 
         kernel_of(torch.randn(1, 4, 300, 64, device="cuda"), Bc=64, Br=128)
     """
+    check_sizes(Bc=Bc, Br=Br)
+    validate.tensor("Q", Q)
     x = Q.transpose(1, 2)
     return tiled_ops.kernel((x, x, x), op, streaming.Tile(Br, Bc))
 

@@ -7,7 +7,7 @@ functions are in :mod:`flash_cute.tiled`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ Results = tuple[Tensor | None, ...]
 # --- what they compute ---------------------------------------------------------------------------
 
 
+@internals.without_autograd
 def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bool) -> Results:
     """O (B, H, N, D) in q's dtype and the log-sum-exp of its rows (B, H, N); with ``return_stats``
     also the sums of exp(scores - m) and the maxima m."""
@@ -53,7 +54,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bo
     _check_room(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     precision = ops.allow_tf32(q)
-    with internals.below_autograd(), kernels.only(kernel(qkv, "fwd", tile)):
+    with kernels.only(kernel(qkv, "fwd", tile)):
         out, lse, maxima, _ = ops.fwd(*qkv, return_row_max=return_stats, allow_tf32=precision)
     if not return_stats:
         return out.transpose(1, 2), lse, None, None
@@ -61,6 +62,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bo
     return out.transpose(1, 2), lse, sums, maxima
 
 
+@internals.without_autograd
 def _bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: int, keys: int
 ) -> tuple[Tensor, ...]:
@@ -78,7 +80,7 @@ def _bwd(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     out, dout = out.transpose(1, 2), dout.transpose(1, 2)
-    with internals.below_autograd(), kernels.only(kernel(qkv, "bwd", tile)):
+    with kernels.only(kernel(qkv, "bwd", tile)):
         dq, dk, dv, *_ = ops.bwd(dout, *qkv, out, lse.contiguous(), allow_tf32=ops.allow_tf32(q))
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
 
@@ -110,7 +112,7 @@ def kernel(qkv: tuple[Tensor, Tensor, Tensor], op: str, tile: streaming.Tile) ->
     return found
 
 
-@cache
+@lru_cache(maxsize=256)
 def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, limit: str) -> str:
     """kernels.nearest(), which takes a millisecond, under a limit of the thread that holds."""
     return kernels.nearest(problem, tile.rows, tile.keys, gpu)

@@ -93,10 +93,7 @@ def estimate_memory_usage(
 def check_sizes(**sizes: int) -> None:
     """Refuses what is no int >= 1."""
     for name, size in sizes.items():
-        if type(size) is not int:
-            raise TypeError(f"{name} is {type(size).__name__}; expected an int >= 1")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; expected an int >= 1")
+        validate.count(name, size, 1)
 
 
 def check_shared_memory(bc: int, br: int, head_dim: int, element: int, there: int) -> None:

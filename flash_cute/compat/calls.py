@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_cute import accept
+from flash_cute import accept, validate
 from flash_cute.validate import ops as validate_ops
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,14 +42,44 @@ def raises_as_flash_attn(function: F) -> F:
 
 
 def window(x: Any) -> Any:
-    """Every negative bound is unbounded."""
+    """Every negative bound is unbounded. What is no pair is refused behind this."""
     x = accept.window(x)
-    return tuple(max(side, -1) if isinstance(side, int) else side for side in x)
+    if not isinstance(x, tuple):
+        return x
+    return tuple(
+        max(side, -1) if isinstance(side, int) and not isinstance(side, bool) else side
+        for side in x
+    )
+
+
+def sides(left: Any, right: Any) -> tuple[int, int]:
+    """The same of two arguments."""
+    for name, side in (("window_size_left", left), ("window_size_right", right)):
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {validate.kind_of(side)}; expected an int")
+        if not validate.allowed(side <= validate.INT64_MAX):
+            raise ValueError(f"{name} is {validate.shown(side)}; expected an int that fits int64")
+    return max(left, -1), max(right, -1)
+
+
+def kv_heads(qkv: Tensor, num_heads_q: int | None) -> int:
+    """Heads of k, and of v, in qkv (batch, seqlen, num_heads_q + 2 heads_k, dim)."""
+    if num_heads_q is None:
+        raise ValueError("num_heads_q is None; qkv of 4 dimensions needs it")
+    validate.count("num_heads_q", num_heads_q, 1)
+    rest = qkv.shape[2] - num_heads_q
+    if rest < 2 or rest % 2:
+        raise ValueError(
+            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, and those left for k and "
+            "v must be as many for each, and one at least"
+        )
+    return rest // 2
 
 
 def softcap(x: Any) -> Any:
     """A negative one is off."""
-    return 0.0 if isinstance(x, (int, float)) and x < 0 else x
+    is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return 0.0 if is_number and x < 0 else x
 
 
 def detached(x: Tensor | None) -> Tensor | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute import accept, kvcache, mha
+from flash_cute import accept, kvcache, mha, validate
 from flash_cute.compat import calls
+from flash_cute.validate import options as validate_options
 
 
 @calls.raises_as_flash_attn
@@ -77,10 +78,15 @@ def varlen_fwd(
             "flash_attn_with_kvcache(cache_leftpad=...)"
         )
     softcap = calls.softcap(softcap)
+    validate.flag("is_causal", is_causal)
+    validate.flag("zero_tensors", zero_tensors)
+    validate.flag("return_softmax", return_softmax)
+    validate.length("max_seqlen_k", max_seqlen_k)
+    validate_options.number("p_dropout", p_dropout)
     if seqused_k is not None and block_table is None:
-        if p_dropout or return_softmax:
+        if p_dropout != 0 or return_softmax:
             raise NotImplementedError(
-                "seqused_k is given with dropout or return_softmax; give offsets without gaps"
+                "seqused_k is given with p_dropout or return_softmax; give offsets without gaps"
             )
         rows = torch.arange(max_seqlen_k, dtype=torch.int32, device=k.device)
         pages = (cu_seqlens_k[:-1, None] + rows).clamp(max=max(len(k) - 1, 0))
@@ -88,7 +94,7 @@ def varlen_fwd(
             result, lse = kvcache.flash_attn_with_kvcache(
                 q, k[:, None], v[:, None], cache_seqlens=seqused_k, block_table=pages,
                 cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale,
-                causal=is_causal, window_size=calls.window((window_size_left, window_size_right)),
+                causal=is_causal, window_size=calls.sides(window_size_left, window_size_right),
                 softcap=softcap, alibi_slopes=alibi_slopes, return_softmax_lse=True,
             )  # fmt: skip
             state = q.new_zeros(2, dtype=torch.int64)
@@ -197,11 +203,13 @@ def fwd_kvcache(
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a cache, which k and v join; returns (out, softmax_lse)."""
+    validate.flag("is_causal", is_causal)
+    validate.flag("is_rotary_interleaved", is_rotary_interleaved)
     with torch.no_grad():
         result, lse = kvcache.flash_attn_with_kvcache(
             q, kcache, vcache, k, v, rotary_cos, rotary_sin, seqlens_k, cache_batch_idx, leftpad_k,
             None if block_table is None else block_table.contiguous(), softmax_scale, is_causal,
-            calls.window((window_size_left, window_size_right)), calls.softcap(softcap),
+            calls.sides(window_size_left, window_size_right), calls.softcap(softcap),
             is_rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip
         return calls.into("out", out, result), calls.outward_lse(lse)

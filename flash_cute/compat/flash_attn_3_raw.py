@@ -65,10 +65,12 @@ def _flash_attn_forward(
             ``seqused_q`` of dense queries or over a cache.
     """
     calls.no_metadata(scheduler_metadata)
+    validate.flag("rotary_interleaved", rotary_interleaved)
+    _check_lengths(max_seqlen_q, max_seqlen_k)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
-        "window_size": calls.window((window_size_left, window_size_right)),
+        "window_size": calls.sides(window_size_left, window_size_right),
         "softcap": calls.softcap(softcap),
         "qv": qv,
         "q_descale": q_descale,
@@ -147,12 +149,14 @@ def _flash_attn_backward(
     Raises:
         ValueError: one of ``dq``, ``dk`` and ``dv`` is None, or one of the offsets.
     """
+    _check_lengths(max_seqlen_q, max_seqlen_k)
+    validate.count("sm_margin", sm_margin)
     written = {"dq_": dq, "dk_": dk, "dv_": dv}
     for name, x in written.items():
         if x is None:
             raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]}, which is written")
     dout, q, k, v, out = accept.rows(dout, q, k, v, out)
-    left, right = calls.window((window_size_left, window_size_right))
+    left, right = calls.sides(window_size_left, window_size_right)
     score = mha_call.Score(None, 0.0, softmax_scale, is_causal, left, right, calls.softcap(softcap))
     op: Any = torch.ops.flash_cute.bwd
     sequences: tuple[Any, ...] = ()
@@ -173,3 +177,10 @@ def _flash_attn_backward(
         op, (dout, q, k, v, out, softmax_lse), sequences, score, written, deterministic,
         (None, None),
     )[3]  # fmt: skip
+
+
+def _check_lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    """Also where nothing reads them."""
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None:
+            validate.length(name, accept.integer(longest))

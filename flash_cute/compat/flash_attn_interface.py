@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
+from flash_cute import validate
 from flash_cute.compat import calls
 from flash_cute.compat.flash_attn_3_raw import _flash_attn_backward, _flash_attn_forward  # noqa: F401
 
@@ -49,6 +50,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_cute.flash_attn_func`; ``return_attn_probs`` returns (out, softmax_lse)."""
+    validate.flag("return_attn_probs", return_attn_probs)
     return flash_cute.flash_attn_func(
         q, k, v, **_options(softmax_scale, causal, window_size, softcap),
         deterministic=deterministic, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
@@ -75,6 +77,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen,
     num_heads_q + 2 heads_k, dim)."""
+    validate.flag("return_attn_probs", return_attn_probs)
     more: dict[str, Any] = {
         "deterministic": deterministic, "return_lse": return_attn_probs, "q_descale": q_descale,
         "k_descale": k_descale, "v_descale": v_descale, "attention_chunk": attention_chunk,
@@ -83,9 +86,7 @@ def flash_attn_qkvpacked_func(
     more |= _options(softmax_scale, causal, window_size, softcap)
     if qkv.dim() == 5:
         return flash_cute.flash_attn_qkvpacked_func(qkv, **more)
-    if num_heads_q is None:
-        raise ValueError("num_heads_q is None; qkv of 4 dimensions needs it")
-    heads_k = (qkv.shape[2] - num_heads_q) // 2
+    heads_k = calls.kv_heads(qkv, num_heads_q)
     return flash_cute.flash_attn_func(*qkv.split([num_heads_q, heads_k, heads_k], 2), **more)
 
 
@@ -116,6 +117,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_cute.flash_attn_varlen_func`; ``return_attn_probs`` returns (out, lse)."""
+    validate.flag("return_attn_probs", return_attn_probs)
     return flash_cute.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q,
         seqused_k=seqused_k, **_options(softmax_scale, causal, window_size, softcap),

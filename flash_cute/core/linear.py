@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_cute import validate
+
 LEVELS = ("conservative", "balanced", "aggressive")
 
 
@@ -31,7 +33,8 @@ class OptimizedLinear(nn.Linear):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: an unknown level.
+        TypeError: a size is no int, or ``bias`` no bool.
+        ValueError: an unknown level, or a negative size.
 
     Example::
 
@@ -54,6 +57,9 @@ class OptimizedLinear(nn.Linear):
             raise ValueError(
                 f"optimization_level is {optimization_level!r}; expected one of {', '.join(LEVELS)}"
             )
+        validate.count("in_features", in_features)
+        validate.count("out_features", out_features)
+        validate.flag("bias", bias)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.optimization_level = optimization_level
 

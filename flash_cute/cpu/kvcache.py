@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.cpu import varlen
 from flash_cute.cpu.forward import Outputs, attend
 from flash_cute.cpu.tiles import Options, compute_dtype
@@ -159,8 +160,9 @@ def fwd_kvcache(
         attend(queries[None], keys, values, options, part, index)
     out, lse = outputs.out, outputs.softmax_lse
     if cu_seqlens_q is None:
-        out = out.view(*q.shape[:-1], out.shape[-1])
-        lse = lse.view(heads, *q.shape[:2]).transpose(0, 1).contiguous()
+        with internals.below_versions():  # new tensors, and no views of them
+            out = out.view(*q.shape[:-1], out.shape[-1])
+            lse = lse.view(heads, *q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse
 
 

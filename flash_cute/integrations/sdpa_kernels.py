@@ -83,16 +83,17 @@ def sdpa_backward(
     rng = philox_seed.view(torch.int64) if dropout_p else None
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     saved = accept.rows(*(x.transpose(1, 2) for x in (grad_out, query, key, value, out)))
-    written = accept.rows(*(x.transpose(1, 2) for x in grads))
+    rows = tuple(x.transpose(1, 2) for x in grads)
+    written = accept.rows(*rows)
     with internals.below_versions():  # as in _dense
         _BWD_OUT(
             *saved, logsumexp.contiguous(), None, scale, is_causal, -1, -1, 0.0, None, None,
             dropout_p, rng, deterministic(False), ops.allow_tf32(query),
             dq=written[0], dk=written[1], dv=written[2],
         )  # fmt: skip
-    for x, y in zip(grads, written, strict=True):
-        if x.data_ptr() != y.data_ptr():  # those without contiguous rows
-            x.copy_(y.transpose(1, 2))
+    for x, y in zip(rows, written, strict=True):
+        if x is not y:  # those without contiguous rows
+            x.copy_(y)
     return grads  # type: ignore[return-value]
 
 
@@ -262,6 +263,8 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Sequences of different lengths, also in pages; dense without ``cum_seq_q``."""
+    lost = {"seqused_k": seqused_k, "alibi_slopes": alibi_slopes, "block_table": block_table}
+    _refuse_gradients((query, key, value), lost)
     q, k, v = accept.rows(query, key, value)
     window = _bound(window_size_left), _bound(window_size_right)
     if block_table is not None:
@@ -290,6 +293,17 @@ def flash_forward(
             sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, False, None)
             out, lse, _, softmax = ops.varlen_fwd(q, k, v, *sequences, *options)
     return out, lse, *_of_dropout(rng, softmax, q)
+
+
+def _refuse_gradients(tensors: tuple[Tensor, ...], lost: dict[str, Tensor | None]) -> None:
+    """Of arguments that ATen's formula does not hand on to its backward, which would be wrong."""
+    given = [name for name, x in lost.items() if x is not None]
+    if given and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{', '.join(given)} given with tensors that require grad: ATen's backward of flash "
+            "attention is not told of it; call flash_cute.flash_attn_varlen_func, or under "
+            "torch.no_grad()"
+        )
 
 
 def _bound(x: int | None) -> int:

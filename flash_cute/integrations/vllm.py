@@ -74,7 +74,8 @@ class Backend(flash_attn.FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True
+        """False: a row's last bits may depend on the batch that it is in."""
+        return False
 
     @classmethod
     def supports_combination(cls, *args: Any, **named: Any) -> str | None:

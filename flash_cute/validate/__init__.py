@@ -106,7 +106,7 @@ def allowed(right: bool | torch.SymBool) -> bool:
     return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
-def shown(x: float) -> str:
+def shown(x: float | torch.SymInt) -> str:
     """``x`` in a message. A graph has numbers that no message can print."""
     return "a number of the graph" if internals.is_symbolic(x) else f"{x}"
 
@@ -175,9 +175,21 @@ def strided(name: str, x: Tensor) -> None:
 
 
 def flag(name: str, x: Any) -> None:
-    """Refuses what is no bool, or an int that stands for one."""
-    if not isinstance(x, (bool, int)):
+    """Refuses what is no bool, or 0 or 1, which stand for one."""
+    if type(x) is bool:
+        return
+    if not isinstance(x, int):
         raise TypeError(f"{name} is {kind_of(x)}; expected a bool")
+    if x not in (0, 1):
+        raise ValueError(f"{name} is {x}; expected a bool")
+
+
+def count(name: str, x: Any, least: int = 0) -> None:
+    """Refuses what is no int from ``least`` on."""
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name} is {kind_of(x)}; expected an int >= {least}")
+    if not (allowed(x >= least) and allowed(x <= INT64_MAX)):
+        raise ValueError(f"{name} is {shown(x)}; expected an int >= {least} that fits int64")
 
 
 def packed(

@@ -120,9 +120,10 @@ def vectors(q: Tensor | None, k_cache: Tensor, v_cache: Tensor) -> None:
         if x is None or x.numel() == 0:
             continue
         steps = [step for n, step in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-        if x.data_ptr() % 16 or any(step % 8 for step in steps):
+        begin = (validate_ops.address(x) or 0) % 16
+        if begin or any(step % 8 for step in steps):
             raise ValueError(
-                f"{name} has strides {x.stride()} and starts at byte {x.data_ptr() % 16} of 16; on "
+                f"{name} has strides {x.stride()} and starts at byte {begin} of 16; on "
                 f"CUDA heads must start on 16-byte boundaries: call {name}.contiguous(), or clone()"
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import validate
 from flash_cute.rng import check_rng
 from flash_cute.validate import options as validate_options
@@ -156,10 +157,11 @@ def apart(outputs: Mapping[str, Tensor | None], bound: dict[str, Any]) -> None:
 def address(x: Tensor | None) -> int | None:
     """Where the elements of ``x`` begin; None if it has none, or no memory of its own: fake, meta
     and mapped tensors, and wrappers of others."""
-    if x is None or x.numel() == 0:
+    if x is None or x.numel() == 0 or (type(x) is not Tensor and internals.is_fake(x)):
         return None
     try:
-        return x.data_ptr() or None
+        place = x.data_ptr()
+        return None if place == x.storage_offset() * x.element_size() else place
     except RuntimeError:
         return None
 

@@ -45,7 +45,7 @@ def check(
     validate.flag(names.causal, causal)
     validate.flag("deterministic", deterministic)
     if softmax_scale is not None:
-        _number("softmax_scale", softmax_scale)
+        number("softmax_scale", softmax_scale)
         if not (
             validate.allowed(softmax_scale >= -_FP32_MOST)
             and validate.allowed(softmax_scale <= _FP32_MOST)
@@ -55,14 +55,14 @@ def check(
                 "fp32 holds"
             )
     _window(window_size, names.window_size)
-    _number("softcap", softcap)
+    number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0 and not _FP32_LEAST <= softcap <= _FP32_MOST:
         raise ValueError(
             f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
             "positive normal number of fp32"
         )
-    _number(names.dropout_p, dropout_p)
+    number(names.dropout_p, dropout_p)
     _known(names.dropout_p, dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(
@@ -81,7 +81,8 @@ def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
         raise NotImplementedError(f"{name} requires grad, and has no gradient; detach() it")
 
 
-def _number(name: str, x: Any) -> None:
+def number(name: str, x: Any) -> None:
+    """Refuses what is no number; a bool is none."""
     if isinstance(x, bool) or not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
 

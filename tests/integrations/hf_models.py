@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     BertConfig,
+    BioGptConfig,
     DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
@@ -18,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    OPTConfig,
     PhimoeConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -84,10 +86,25 @@ def config(name: str) -> Any:
             pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
             suppress_tokens=None, begin_suppress_tokens=None,
         )  # fmt: skip
+    if name == "opt":
+        return OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    if name == "biogpt":
+        return BioGptConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False, layerdrop=0.0,
+        )  # fmt: skip
     raise KeyError(name)
 
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "phimoe")
+DECODERS = (
+    "llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "phimoe", "opt", "biogpt",
+)  # fmt: skip
 ENCODERS = ("bert", "modernbert")
 _CLASSES = {
     "bert": AutoModel,
@@ -120,12 +137,27 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
 def results(made: Any, inputs: dict[str, Any], mask: Any = None) -> list[torch.Tensor]:
     """Logits (or hidden states) where ``mask`` is 1, and the gradients of all parameters."""
     made.zero_grad()
-    out = made(**inputs)
-    out = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    out = _output(made(**inputs))
     kept = out if mask is None else out[mask.bool()]
     weights = torch.randn(kept.shape, generator=torch.Generator().manual_seed(2))
     (kept * weights.to(kept)).sum().backward()
     return [kept.detach()] + [x.grad for x in made.parameters() if x.grad is not None]
+
+
+def results_one_by_one(
+    made: Any, ids: torch.Tensor, documents: list[list[range]], **inputs: Any
+) -> list[torch.Tensor]:
+    """:func:`results` of packed documents, each a range of a row of ``ids``, from one call each."""
+    made.zero_grad()
+    found = [(row, r) for row, ranges in enumerate(documents) for r in ranges]
+    kept = torch.cat([_output(made(ids[None, row, r], **inputs))[0] for row, r in found])
+    weights = torch.randn(kept.shape, generator=torch.Generator().manual_seed(2))
+    (kept * weights).sum().backward()
+    return [kept.detach()] + [x.grad for x in made.parameters() if x.grad is not None]
+
+
+def _output(out: Any) -> torch.Tensor:
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
 def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -365,3 +366,19 @@ def test_on_cuda(cuda, dtype, dropout_p):
     expected = flash_cute.flash_attn_func(*transposed, dropout_p, causal=True).transpose(1, 2)
     for x, y in zip(got, gradients(expected, qkv), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["seqused_k", "alibi_slopes"])
+def test_arguments_that_backward_is_not_told_of(device, name):
+    """Their gradients would be those of a call without them."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    q = torch.randn(18, 4, 16, dtype=dtype, device=device, requires_grad=True)
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
+    more = {"seqused_k": cu[1:] // 2, "alibi_slopes": torch.ones(4, device=device)}
+    call = partial(torch.ops.aten._flash_attention_forward, q, q, q, cu, cu, 9, 9, 0.0, False)
+    with sdpa.activated():
+        with pytest.raises(NotImplementedError, match=name):
+            call(False, **{name: more[name]})
+        with torch.no_grad():
+            call(False, **{name: more[name]})
+        call(False)[0].sum().backward()

@@ -58,14 +58,6 @@ def test_padding_between_tokens(name):
     both(name, {"input_ids": tokens(3, 12), "attention_mask": mask}, mask)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", DECODERS)
-def test_packed_positions(name, batch):
-    position_ids = torch.cat([torch.arange(n) for n in (5, 1, 7)])[None].expand(batch, -1)
-    inputs = {"input_ids": tokens(batch, 13), "position_ids": position_ids, "use_cache": False}
-    both(name, inputs)
-
-
 def test_packed_with_lengths():
     cu = torch.tensor([0, 5, 13], dtype=torch.int32)
     positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
@@ -130,6 +122,30 @@ def test_static_cache_without_mask():
             second = made(ids[:, 7:], cache=cache, use_cache=True).logits
         logits.append(torch.cat([first, second], 1))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_static_cache_in_a_graph(name):
+    """Which is not told how much of the cache is in use, but by a mask."""
+    from transformers import StaticCache
+
+    ids = tokens(2, 10)
+    made, eager = model(name, "flash_cute"), model(name, "eager")
+    whole = torch.compile(made, fullgraph=True, backend="eager")
+    mask = torch.ones(2, 8, dtype=torch.long)
+    for each, options in ((whole, {"attention_mask": mask}), (whole, {}), (eager, {})):
+        cache = StaticCache(config=made.config, max_cache_len=32)
+        with torch.no_grad():
+            (eager if each is eager else made)(ids[:, :7], past_key_values=cache)
+            inputs = {"input_ids": ids[:, 7:8], "past_key_values": cache} | options
+            if each is whole and not options:
+                with pytest.raises(Exception, match="give attention_mask"):
+                    each(**inputs)
+                continue
+            logits = each(**inputs).logits
+        if each is whole:
+            got = logits
+    torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -276,6 +292,24 @@ class TestRefusals:
         q = torch.randn(1, 2, 4, 8)
         with pytest.raises(NotImplementedError, match="position_bias"):
             integration.attention(torch.nn.Module(), q, q, q, None, position_bias=torch.ones(1))
+
+
+@pytest.mark.parametrize("release", ["5.19.9", "5.17.0", "4.57.3", "4.57.0.dev0"])
+def test_older_releases_are_refused(release, monkeypatch):
+    integration.unregister()
+    monkeypatch.setattr("transformers.__version__", release)
+    with pytest.raises(ImportError, match=rf"transformers {release} is installed.*5\.20"):
+        integration.register()
+    with pytest.raises(ValueError, match="flash_cute"):
+        model("llama", "flash_cute")
+
+
+@pytest.mark.parametrize("release", ["5.20.0", "5.24.0", "5.100.1", "6.0.0.dev0"])
+def test_releases_that_are_supported(release, monkeypatch):
+    integration.unregister()
+    monkeypatch.setattr("transformers.__version__", release)
+    integration.register()
+    assert model("llama", "flash_cute").config._attn_implementation == "flash_cute"
 
 
 def test_unregister():

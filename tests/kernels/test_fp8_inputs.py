@@ -131,6 +131,30 @@ def test_descales(device, kind, of_v):
     assert error(flash_cute.flash_attn_func(q, k, v), expected) > 0.05
 
 
+@pytest.mark.parametrize("of_v", [E5M2, *WIDE])
+@pytest.mark.parametrize("out_dtype", [None, torch.float16])
+@pytest.mark.parametrize("power", [16, -24])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_descales_that_fp16_does_not_hold(device, is_packed, power, out_dtype, of_v):
+    """Times q they leave its range; a scale of the softmax brings the scores back."""
+    q, k, v = inputs(device, E5M2, of_v, (2, 30, 4, 64), (2, 34, 2, 64))
+    descale, scale = torch.tensor([[1.0, 1.5], [0.75, 1.0]]) * 2.0**power, 2.0 ** -(power + 3)
+    expected = reference(q, k, v, (of_heads(descale, 2), 1.0, 1.0), scale)
+    options = {
+        "q_descale": descale.to(device), "softmax_scale": scale, "out_dtype": out_dtype,
+    }  # fmt: skip
+    if is_packed:
+        cu_q, cu_k = (
+            torch.tensor([0, n, 2 * n], dtype=torch.int32, device=device) for n in (30, 34)
+        )
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        out = flash_cute.flash_attn_varlen_func(*rows, cu_q, cu_k, 30, 34, **options)
+        out = out.unflatten(0, (2, 30))
+    else:
+        out = flash_cute.flash_attn_func(q, k, v, **options)
+    assert error(out, expected) < 0.01
+
+
 def test_numbers_are_exact(device):
     """Powers of two, too, wherever they go."""
     q, k, v = inputs(device, E5M2, E5M2)

@@ -210,6 +210,18 @@ def test_linear_under_autocast_and_compile(device, level):
     assert f"optimization_level='{level}'" in repr(layer)
 
 
+@pytest.mark.parametrize("name", ["in_features", "out_features"])
+@pytest.mark.parametrize(
+    ("size", "error"), [(True, TypeError), (1.5, TypeError), ("8", TypeError), (-1, ValueError)]
+)
+def test_sizes_of_a_linear_layer_are_looked_at(name, size, error):
+    sizes = {"in_features": 3, "out_features": 4} | {name: size}
+    with pytest.raises(error, match=f"{name} is .*expected an int >= 0"):
+        OptimizedLinear(**sizes)
+    with pytest.raises(TypeError, match="bias is str; expected a bool"):
+        OptimizedLinear(3, 4, bias="no")
+
+
 def test_linear_refuses_levels_and_widths():
     with pytest.raises(ValueError, match="'fast'; expected one of conservative, balanced, aggres"):
         OptimizedLinear(3, 4, optimization_level="fast")

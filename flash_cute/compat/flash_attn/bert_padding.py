@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_cute import validate
+
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Rows of x (rows, ...) by int64 (n,) indices, no two alike."""
@@ -13,6 +15,9 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """The way back: (first_axis_dim, ...) of zeros with ``values`` in the rows ``indices``."""
+    validate.count("first_axis_dim", first_axis_dim)
+    if len(indices) > first_axis_dim:
+        raise ValueError(f"first_axis_dim is {first_axis_dim}; indices names {len(indices)} rows")
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_copy(0, indices.long(), values)
 
@@ -63,6 +68,12 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The way back: (batch, seqlen, ...) of zeros with (total, ...) tokens at ``indices``."""
+    validate.count("batch", batch)
+    validate.count("seqlen", seqlen)
+    if len(indices) > batch * seqlen:
+        raise ValueError(
+            f"batch is {batch} and seqlen {seqlen}; indices names {len(indices)} tokens"
+        )
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 

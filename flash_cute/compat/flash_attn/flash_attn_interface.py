@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
+from flash_cute import validate
 from flash_cute.compat import calls
 from flash_cute.compat import flash_attn_2_cuda as flash_attn_gpu
 
@@ -29,7 +30,9 @@ def _call(
     **more: Any,
 ) -> Any:
     """``return_attn_probs`` without dropout returns no probabilities: they would be large."""
-    with_probs = bool(return_attn_probs) and dropout_p > 0
+    validate.flag("return_attn_probs", return_attn_probs)
+    is_number = isinstance(dropout_p, (int, float))  # others are refused behind this
+    with_probs = bool(return_attn_probs) and is_number and dropout_p > 0
     results = function(
         *tensors, dropout_p, softmax_scale, causal, calls.window(window_size),
         calls.softcap(softcap), calls.detached(alibi_slopes), deterministic, with_probs,

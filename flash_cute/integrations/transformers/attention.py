@@ -8,18 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import _torch_internals as internals
-from flash_cute import functional, kvcache
+from flash_cute import functional, kvcache, validate
 from flash_cute.core.padding import offsets, packing
+from flash_cute.integrations.transformers.documents import Documents, of_numbers, of_positions
 from flash_cute.validate import kvcache as validate_kvcache
 
 Options = dict[str, Any]
 _UNSAID: Any = "not given"  # by the layer, which then does not know its window
 
-# Arguments that change the result, and that no function here takes.
+# Arguments that change the result, and that no function here takes: those of layers of
+# transformers, and other libraries' names of those that are taken.
 _REFUSED = (
     "position_bias", "sinks", "attention_similarity", "indices", "block_indices", "score_mod",
+    "head_mask", "layer_head_mask", "alibi", "attn_bias", "attention_bias", "topk_indices",
 )  # fmt: skip
+_NAMES = {
+    "softmax_scale": "scaling", "scale": "scaling", "causal": "is_causal", "dropout_p": "dropout",
+    "window_size": "sliding_window", "sink": "s_aux", "learnable_sink": "s_aux",
+    "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k", "page_table": "block_table",
+}  # fmt: skip
 
 
 def attention(
@@ -42,6 +50,8 @@ def attention(
     block_table: Tensor | None = None,
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -55,6 +65,10 @@ def attention(
         s_aux: (heads,), logits of attention sinks.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: sequences laid end to end.
         block_table, k_cache, v_cache: pages of continuous batching, which key and value join.
+        position_ids: (batch or 1, seqlen_q); a token whose position is not above that of the one
+            before begins a document of its own, in any row of the batch, with padding or without.
+            Not read where the call says more: ``cu_seq_lens_q``, pages, a mask of numbers.
+        seq_idx: likewise, the number of each token's document.
         others: what does not concern attention; what does is refused by name.
 
     Returns:
@@ -62,8 +76,9 @@ def attention(
         keys that all see.
 
     Raises:
-        NotImplementedError, ValueError: biases, masks of 4 dimensions, weights as a result; and
-            what flash_cute refuses.
+        NotImplementedError, TypeError, ValueError: biases, masks of 4 dimensions, weights as a
+            result; arguments under other names, or without those that belong to them; documents
+            that begin behind a cache; and what flash_cute refuses.
     """
     _refuse(attention_mask, others)
     q, k, v = _in_one_dtype(module, *(x.transpose(1, 2) for x in (query, key, value)))
@@ -77,22 +92,33 @@ def attention(
         "softmax_scale": scaling,
         "causal": causal,
         "window_size": window,
-        "softcap": softcap or 0.0,
+        "softcap": 0.0 if softcap is None else softcap,
         "sink": s_aux,
     }
     training: Options = {"dropout_p": dropout, "deterministic": deterministic}
-    sequences = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if block_table is not None and k_cache is not None and v_cache is not None:
-        return _paged(q, k, v, k_cache, v_cache, block_table, cu_seq_lens_k, score), None
-    if attention_mask is None or attention_mask.dtype == torch.bool:
-        if all(x is not None for x in sequences) and attention_mask is None:
-            return _packed(q, k, v, sequences, score | training), None
-        if attention_mask is None:
-            return _dense(q, k, v, score, training), None
-        return _padded(q, k, v, attention_mask, score, training), None
-    if all(x is not None for x in sequences):
+    if any(x is not None for x in (block_table, k_cache, v_cache)):
+        pages = (k_cache, v_cache, block_table, cu_seq_lens_k)
+        return _paged(q, k, v, pages, attention_mask, score, training), None
+    numbers = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        numbers, attention_mask = attention_mask, None
+    told = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    sequences = _sequences(told, attention_mask)
+    if sequences is not None:
         return _packed(q, k, v, sequences, score | training), None
-    return _numbered(q, k, v, attention_mask, score, training), None
+    if numbers is not None:
+        documents = of_numbers(numbers)
+    else:
+        seqlen_k = k.shape[1] if attention_mask is None else attention_mask.shape[1]
+        mask = attention_mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask != 0
+        documents = of_positions(position_ids, seq_idx, mask, len(q), q.shape[1], seqlen_k, causal)
+    if documents is not None:
+        return _of_documents(q, k, v, documents, score | training), None
+    if attention_mask is None:
+        return _dense(q, k, v, score, training), None
+    return _padded(q, k, v, attention_mask, score, training), None
 
 
 def _refuse(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
@@ -102,6 +128,9 @@ def _refuse(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
                 f"{name} is given, which flash_cute does not compute; use "
                 "attn_implementation='sdpa' or 'eager'"
             )
+    for name, here in _NAMES.items():
+        if others.get(name) is not None:
+            raise TypeError(f"{name} is given, which layers of transformers call {here}; use that")
     if others.get("output_attentions"):
         raise ValueError(
             "output_attentions is True, and flash_cute keeps no attention weights; use "
@@ -133,6 +162,11 @@ def _window(
                 "graph then does not know; use attn_implementation='sdpa' with torch.compile"
             )
         sliding_window = None
+    if sliding_window is not None and not sliding_window >= 1:
+        raise ValueError(
+            f"sliding_window is {sliding_window}; expected None, or keys that a query sees, from 1 "
+            "(itself) on"
+        )
     side = -1 if sliding_window is None else sliding_window - 1
     return side, 0 if causal else side
 
@@ -145,7 +179,7 @@ def _in_one_dtype(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor) -> t
         if hasattr(config, "_is_quantized"):
             target = config.dtype
         else:
-            weights = (x.dtype for x in module.parameters() if x.is_floating_point())
+            weights = (x.dtype for x in module.parameters() if x.dtype in validate.DTYPES)
             target = next(weights, q.dtype)
     return q.to(target), k.to(target), v.to(target)
 
@@ -156,8 +190,34 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Options) -
     return functional.flash_attn_func(q, k, v, **score, **training)
 
 
+def _sequences(told: tuple, padding: Tensor | None) -> tuple | None:
+    """Offsets and longest lengths of q and k, if a call gives them; longest lengths that it does
+    not give are looked up, which waits for the GPU."""
+    cu_q, cu_k, longest_q, longest_k = told
+    if all(x is None for x in told):
+        return None
+    if cu_q is None or cu_k is None:
+        raise ValueError(
+            "of cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k some are given; "
+            "expected both offsets, or none of the four"
+        )
+    if padding is not None:
+        raise ValueError(
+            "cu_seq_lens_q and an attention_mask with padding are given; offsets are of tokens "
+            "without padding: leave attention_mask out"
+        )
+    if longest_q is None or longest_k is None:
+        if torch.compiler.is_compiling():
+            raise ValueError("max_length_q or max_length_k is None; graphs need both")
+        found = (int(x.diff().max()) if len(x) > 1 else 0 for x in (cu_q, cu_k))
+        longest_q, longest_k = (
+            y if x is None else x for x, y in zip((longest_q, longest_k), found, strict=True)
+        )
+    return cu_q, cu_k, longest_q, longest_k
+
+
 def _packed(q: Tensor, k: Tensor, v: Tensor, sequences: tuple, options: Options) -> Tensor:
-    """Sequences laid end to end; their batch is 1."""
+    """Sequences laid end to end."""
     cu_q, cu_k, longest_q, longest_k = sequences
     q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
     out = functional.flash_attn_varlen_func(
@@ -166,28 +226,17 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, sequences: tuple, options: Options)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def _numbered(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, score: Options, training: Options
+def _of_documents(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, options: Options
 ) -> Tensor:
-    """Tokens by the number of their sequence: no row of a batch shares one with another."""
-    if torch.compiler.is_compiling():
-        # How many there are is not to be known here; to compile, give cu_seq_lens.
-        internals.assert_in_graph(
-            (numbers[:, -1] == 1).all(),
-            "position_ids restart: under torch.compile packed sequences need cu_seq_lens_q, "
-            "cu_seq_lens_k, max_length_q and max_length_k",
-        )
-        return _dense(q, k, v, score, training)
-    found = getattr(numbers, "sequences", None)  # the layer before has looked
-    if found is None:
-        begins = torch.ones_like(numbers, dtype=torch.bool)
-        begins[:, 1:] = numbers.diff(dim=1) != 0
-        starts = begins.flatten().nonzero().flatten().int()
-        cu = torch.cat([starts, starts.new_tensor([numbers.numel()])])
-        found = (cu, int(cu.diff().max()))
-        numbers.sequences = found  # type: ignore[attr-defined]
-    cu, longest = found
-    return _packed(q, k, v, (cu, cu, longest, longest), score | training)
+    """Each document for itself; keys behind the queries' number are a static cache's room."""
+    seqlen = q.shape[1]
+    q_rows, k_rows, v_rows = (documents.rows(x[:, :seqlen]) for x in (q, k, v))
+    longest = documents.longest
+    out = functional.flash_attn_varlen_func(
+        q_rows, k_rows, v_rows, documents.offsets, documents.offsets, longest, longest, **options
+    )
+    return documents.unpacked(out, len(q), seqlen)
 
 
 def _padded(
@@ -235,14 +284,21 @@ def _paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    cu_seq_lens_k: Tensor | None,
+    pages: tuple,
+    attention_mask: Tensor | None,
     score: Options,
+    training: Options,
 ) -> Tensor:
     """One new token a sequence; transformers lays them end to end."""
-    assert cu_seq_lens_k is not None
+    k_cache, v_cache, block_table, cu_seq_lens_k = pages
+    if any(x is None for x in pages):
+        raise ValueError(
+            "of block_table, k_cache, v_cache and cu_seq_lens_k some are given; pages need all"
+        )
+    if attention_mask is not None or training["dropout_p"]:
+        raise NotImplementedError(
+            "block_table is given with attention_mask or dropout; over pages there is neither"
+        )
     q_new, k_new, v_new = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
     lengths = cu_seq_lens_k.diff()[: len(q_new)] - 1  # before the new one
     out = kvcache.flash_attn_with_kvcache(

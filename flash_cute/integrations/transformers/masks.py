@@ -49,7 +49,8 @@ def mask(
     [0, kv_length)`` by ``mask_function``, without the padding of ``attention_mask`` (batch, keys).
 
     Raises:
-        NotImplementedError: the mask is neither a band nor padding nor sequences laid end to end.
+        NotImplementedError: the mask is neither a band nor padding nor sequences laid end to end;
+            in a graph, a static cache without ``attention_mask``.
         ValueError: padding between tokens, under a window.
     """
     is_traced = torch.compiler.is_compiling()
@@ -62,6 +63,11 @@ def mask(
     if is_traced and "or_mask" in names:
         raise _refused("block_sequence_ids")
     is_causal = "bidirectional_mask_function" not in names
+    if is_traced and attention_mask is None and isinstance(q_offset, Tensor):
+        raise NotImplementedError(
+            "a static cache without attention_mask: a graph does not know how much of the cache is "
+            "in use; give attention_mask (batch, tokens so far)"
+        )
     if is_traced:
         if "and_mask" in names and attention_mask is None:
             return _numbers(mask_function, batch_size, q_length, device)

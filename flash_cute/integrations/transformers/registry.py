@@ -7,11 +7,13 @@ wrapped to find these.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash
 
@@ -20,6 +22,7 @@ from flash_cute.integrations.transformers.attention import attention
 from flash_cute.integrations.transformers.masks import mask
 
 NAME = "flash_cute"
+OLDEST = (5, 20)  # release of transformers
 _LOADER = "_lazy_imports"  # of functions by the name of an implementation
 _CHOICE = "_check_and_adjust_attn_implementation"  # of an implementation, by a model
 
@@ -29,12 +32,24 @@ def register() -> None:
     attention. Models that were made before take it by ``set_attn_implementation``.
 
     Raises:
-        ImportError: transformers is missing, or older than 5.20 and without what is needed.
+        ImportError: transformers is missing, or older than 5.20.
     """
+    _refuse_older_releases()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     _wrap(flash, _LOADER, _functions)
     _wrap(PreTrainedModel, _CHOICE, _choose)
+
+
+def _refuse_older_releases() -> None:
+    """Older ones give layers other arguments, which show in results alone, or not at all."""
+    release = tuple(int(x) for x in re.findall(r"\d+", transformers.__version__)[:2])
+    if release < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"transformers {transformers.__version__} is installed; flash_cute supports {oldest} "
+            f"and newer: pip install 'transformers>={oldest}'"
+        )
 
 
 def unregister() -> None:

@@ -5,10 +5,14 @@ Angles are applied in fp32. ``interleaved`` pairs dims (2i, 2i + 1), else (i, i 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flash_cute import accept, validate
+from flash_cute.compat import calls
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -51,7 +55,7 @@ def apply_rotary_emb(
 
     Args:
         x: (batch, seqlen, heads, dim), or (total, heads, dim) with ``cu_seqlens``.
-        cos, sin: (positions, rotary_dim / 2); behind the last one nothing is turned.
+        cos, sin: (positions, rotary_dim / 2); outside of these nothing is turned.
         inplace: x is written and returned.
         seqlen_offsets: position of each sequence's first token, an int or (batch,).
         cu_seqlens: int32 (batch + 1,), where sequences begin.
@@ -60,6 +64,14 @@ def apply_rotary_emb(
     Returns:
         x's shape and dtype.
     """
+    validate.flag("interleaved", interleaved)
+    validate.flag("inplace", inplace)
+    if not isinstance(seqlen_offsets, Tensor):
+        validate.count("seqlen_offsets", seqlen_offsets)
+    elif seqlen_offsets.is_floating_point() or seqlen_offsets.dtype == torch.bool:
+        raise TypeError(f"seqlen_offsets has dtype {seqlen_offsets.dtype}; expected integers")
+    if max_seqlen is not None:
+        validate.length("max_seqlen", accept.integer(max_seqlen))
     if cu_seqlens is None:
         positions = torch.arange(x.shape[1], device=x.device)
         if isinstance(seqlen_offsets, Tensor):
@@ -72,8 +84,8 @@ def apply_rotary_emb(
         sequence = sequence.clamp(max=max(len(cu_seqlens) - 2, 0))
         shift = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
         positions = rows - cu_seqlens[sequence] + shift
-    is_known = (positions < len(cos))[..., None]
-    places = positions.clamp(max=len(cos) - 1)
+    is_known = ((positions >= 0) & (positions < len(cos)))[..., None]
+    places = positions.clamp(0, len(cos) - 1)
     cos = torch.where(is_known, cos[places].float(), 1.0)
     sin = torch.where(is_known, sin[places].float(), 0.0)
     out = apply_rotary_emb_torch(x, cos, sin, interleaved)
@@ -98,10 +110,8 @@ def apply_rotary_emb_qkv_(
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        if num_heads_q is None:
-            raise ValueError("num_heads_q is None; qkv of 4 dimensions needs it")
-        heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
+        heads_k = calls.kv_heads(qkv, num_heads_q)
+        q, k, _ = qkv.split([qkv.shape[2] - 2 * heads_k, heads_k, heads_k], 2)
     options: dict[str, Any] = {"inplace": True, "seqlen_offsets": seqlen_offsets}
     apply_rotary_emb(q, cos, sin, interleaved, **options)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
@@ -122,6 +132,13 @@ def apply_rotary_emb_kv_(
     return kv
 
 
+def _check_base(name: str, x: Any) -> None:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
+    if not 0 < x < math.inf:
+        raise ValueError(f"{name} is {x}; expected a positive number")
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Turns q and k in place, with tables that grow as needed; with ``scale_base`` (512 is usual)
     it is XPos (arXiv 2212.10554)."""
@@ -138,6 +155,13 @@ class RotaryEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        validate.count("dim", dim, 2)
+        if dim % 2:
+            raise ValueError(f"dim is {dim}; expected a multiple of 2, as dims turn in pairs")
+        _check_base("base", base)
+        if scale_base is not None:
+            _check_base("scale_base", scale_base)
+        validate.flag("interleaved", interleaved)
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.scale_base = scale_base
         steps = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
@@ -161,7 +185,9 @@ class RotaryEmbedding(torch.nn.Module):
         if length is None:
             if isinstance(seqlen_offset, Tensor):
                 raise ValueError("max_seqlen is None; it is needed where seqlen_offset is a tensor")
+            validate.count("seqlen_offset", seqlen_offset)
             length = qkv.shape[1] + seqlen_offset
+        validate.count("max_seqlen", length)
         cos, sin, cos_k, sin_k = self._angles(length, qkv)
         if kv is None:
             return apply_rotary_emb_qkv_(
