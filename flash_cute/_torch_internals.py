@@ -176,6 +176,20 @@ def is_profiled() -> bool:
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
 
 
+def memory_events(profiled: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
+    """What the CPU's allocator did while this ran with ``profile_memory``, in the order of time:
+    (address, bytes), the bytes below 0 where memory was given back."""
+    left: list[Any] = list(profiled.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    found = []
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            fields = event.extra_fields
+            found.append((event.start_time_ns, len(found), fields.ptr, fields.alloc_size))
+    return [(address, size) for _, _, address, size in sorted(found)]
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 

@@ -258,6 +258,14 @@ def test_dispatch_mode_sees_every_op_and_backward_s():
     assert seen.count("aten.cos.default") == 1
 
 
+def test_memory_events_are_those_of_the_allocator():
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profiled:
+        kept = torch.ones(1000)
+        address = torch.ones(3000).data_ptr()
+    events = internals.memory_events(profiled)
+    assert events == [(kept.data_ptr(), 4000), (address, 12000), (address, -12000)]
+
+
 def test_samples_of_several_gradients():
     """They come off and on; a level that is not there has none."""
     x, seen = torch.randn(3, 4), []
