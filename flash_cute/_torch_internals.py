@@ -348,6 +348,13 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
+    """Gives the parameters of a deep copy the hooks on gradients that the module's have."""
+    for mine, its in zip(module.parameters(), copy.parameters(), strict=True):
+        for hook in (mine._backward_hooks or {}).values():
+            its.register_hook(hook)
+
+
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward inside of it is computed again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
