@@ -321,6 +321,10 @@ def scaled_mm(
     )
 
 
+# A tensor class with this as its ``__torch_function__`` is to ops what a Parameter is: a tensor,
+# whose results are plain.
+plain_torch_function = torch._C._disabled_torch_function_impl
+
 # --- modules and products ------------------------------------------------------------------------
 
 

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flash_cute.precision.fp8_convert import switch_fast_paths_off
-from flash_cute.precision.inputs import round_inputs_of
-from flash_cute.precision.packed import PackedEmbedding, PackedWeight, as_matrix
+from flash_cute.precision.inputs import round_inputs_of, scales_grow
+from flash_cute.precision.packed import (
+    PackedEmbedding,
+    PackedWeight,
+    as_bytes,
+    as_matrix,
+    from_bytes,
+)
 from flash_cute.precision.plan import (
     Plan,
     base_bytes,
@@ -117,8 +123,9 @@ class UltraPrecisionModule(nn.Module):
             round_inputs_of(self.model, self.config)
             switch_fast_paths_off(self.model)  # they would go past the layers, with nested tensors
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
-                with undisturbed(self.model), torch.no_grad():
-                    self.model(*batches(calibration)[0])
+                with undisturbed(self.model), scales_grow(self.model), torch.no_grad():
+                    for arguments in batches(calibration):
+                        self.model(*arguments)
         if device is not None:
             self.to(device)
 
@@ -140,11 +147,13 @@ class UltraPrecisionModule(nn.Module):
             layers[name] = LayerPrecision(blocks, bits, size, bits_of_values, error)
         return PrecisionStats(self._base_bytes, held_bytes(tensors(self)), layers)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"base_bytes": self._base_bytes, "measured": self._measured}
+    def get_extra_state(self) -> Tensor:
+        return as_bytes({"base_bytes": self._base_bytes, "measured": self._measured})
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self._base_bytes, self._measured = state["base_bytes"], dict(state["measured"])
+    def set_extra_state(self, state: Tensor) -> None:
+        saved = from_bytes(state, "_extra_state")
+        self._base_bytes = saved["base_bytes"]
+        self._measured = {name: (bits, error) for name, (bits, error) in saved["measured"].items()}
 
 
 def create_ultra_precision_module(
@@ -184,24 +193,32 @@ def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> 
     holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
     packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
     paths: dict[str, str] = {}
-    for path, module in list(holder.named_modules()):
+    made: dict[nn.Module, PackedEmbedding] = {}
+    for path, module in list(holder.named_modules(remove_duplicate=False)):
         for key, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in names:
                 name = names[id(parameter)]
-                place = _install(holder, path, key, packed[name])
+                place = _install(holder, path, key, packed[name], made)
                 paths.setdefault(name, place)
     measured = {n: (entropy(w), _relative_error(packed[n], w)) for n, w in weights.items()}
     return PackedCopy(holder["model"], paths, measured)
 
 
-def _install(holder: nn.Module, path: str, key: str, packed: PackedWeight) -> str:
-    """Puts a packed weight in a parameter's place, and says where it is now."""
+def _install(
+    holder: nn.Module,
+    path: str,
+    key: str,
+    packed: PackedWeight,
+    made: dict[nn.Module, PackedEmbedding],
+) -> str:
+    """Puts a packed weight in a parameter's place, and says where it is now. An embedding of
+    several names is replaced under each of them, by one module."""
     module = holder.get_submodule(path)
-    if is_plain_embedding(module):
+    if isinstance(module, nn.Embedding) and is_plain_embedding(module):
+        if module not in made:
+            made[module] = PackedEmbedding(packed, module)
         parent, _, name = path.rpartition(".")
-        holder.get_submodule(parent).add_module(
-            name, PackedEmbedding(packed).train(module.training)
-        )
+        holder.get_submodule(parent).add_module(name, made[module])
         return f"{path}.packed"
     delattr(module, key)
     module.register_buffer(key, torch.empty(0))

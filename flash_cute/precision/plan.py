@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from flash_cute import _torch_internals as internals
 from flash_cute.precision.allocate import BudgetError, Choice, allocate, uniform
 from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.quantize import Layout, restore, round_rows
@@ -26,6 +28,7 @@ BLOCKS = 4  # blocks of rows of a weight, of at least BLOCK_ROWS each
 BLOCK_ROWS = 64
 GROUP = 64  # columns that may share a scale
 SAMPLE_ROWS = 32  # rows of a block that errors are measured on
+FP16 = torch.finfo(torch.float16)
 OWN_FORMATS = {form.dtype: form for form in PrecisionFormat if form.dtype is not None}
 
 
@@ -41,6 +44,9 @@ class Plan:
 def packable(model: nn.Module) -> dict[str, Tensor]:
     """Weights that can be packed, by name: parameters of two dims or more, of any layer but RNNs
     and those that have parametrizations. A tied weight is there once, by its first name."""
+    for name, weight in model.named_parameters():
+        if weight.is_meta or isinstance(weight, UninitializedParameter):
+            raise ValueError(f"weights must have values, and {name} has none: make them first")
     kept = {
         id(parameter)
         for module in model.modules()
@@ -62,8 +68,16 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether its forward only looks rows up."""
-    return type(module) is nn.Embedding and module.max_norm is None
+    """Whether its forward only looks rows up, and nothing is hung on it that another module in its
+    place would not have."""
+    return (
+        type(module) is nn.Embedding
+        and module.max_norm is None
+        and internals.skipped_if_fused(module) is None
+        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and not any(True for _ in module.buffers())
+        and not any(True for _ in module.children())
+    )
 
 
 def tensors(model: nn.Module) -> list[Tensor]:
@@ -96,11 +110,23 @@ def layouts(weight: Tensor, config: PrecisionConfig, floor: int) -> list[Layout]
     ]
     if widest is PrecisionFormat.FP32:
         forms += [PrecisionFormat.FP16, PrecisionFormat.BF16]
+    if not _suits_fp16(weight):
+        wide = {PrecisionFormat.FP16: PrecisionFormat.BF16}
+        forms = list(dict.fromkeys(wide.get(form, form) for form in forms))
     cols = as_matrix(weight).shape[1]
     grouped = config.quantization_mode is not QuantizationMode.STATIC and cols > GROUP
     small = [form for form in forms if form.is_integer and form.bits <= 8]
     groups = small if grouped and cols % GROUP == 0 else []
     return [Layout(form) for form in forms] + [Layout(form, GROUP) for form in groups]
+
+
+def _suits_fp16(weight: Tensor) -> bool:
+    """Whether fp16 holds the largest value, and no row would be subnormal in it, or 0."""
+    if weight.dtype is torch.float16:
+        return True
+    peaks = as_matrix(weight.detach()).abs().amax(1)
+    least = torch.where(peaks > 0, peaks, FP16.max).amin()
+    return bool(peaks.amax() <= FP16.max) and bool(least >= FP16.tiny)
 
 
 def block_rows(weight: Tensor, whole: bool) -> list[int]:
