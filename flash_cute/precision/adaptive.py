@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from flash_cute import _torch_internals as internals
 from flash_cute.precision.fp8_convert import switch_fast_paths_off
 from flash_cute.precision.inputs import round_inputs_of, scales_grow
 from flash_cute.precision.packed import (
@@ -84,7 +85,7 @@ class UltraPrecisionModule(nn.Module):
     parametrizations and weights of fewer than 64 numbers are left as they are.
 
     - ``config``: PrecisionConfig, by default PrecisionConfig().
-    - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments;
+    - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments,
       on the device of ``model``. Strategies that need samples and get none make some up, for
       models that begin with Linear, Embedding or TransformerEncoderLayer.
     - ``device``: where the copy goes, by default where ``model`` is.
@@ -112,6 +113,7 @@ class UltraPrecisionModule(nn.Module):
             raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
         if config is not None and not isinstance(config, PrecisionConfig):
             raise TypeError(f"config must be a PrecisionConfig, not {type(config).__name__}")
+        device = None if device is None else torch.device(device)  # refused before any work
         self.config = PrecisionConfig() if config is None else replace(config)
         weights = packable(model)
         importance = error_weights(model, weights, self.config, calibration)
@@ -130,7 +132,8 @@ class UltraPrecisionModule(nn.Module):
             self.to(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        plain = torch.compiler.is_compiling() or internals.transformed()
+        if plain or not torch.is_grad_enabled():  # transforms know no hooks of saved tensors
             return self.model(*args, **kwargs)
         with weights_restored_in_backward():
             return self.model(*args, **kwargs)

@@ -275,3 +275,11 @@ def test_weights_without_values_are_refused():
     for model in (nn.Linear(64, 64, device="meta"), nn.LazyLinear(64)):
         with pytest.raises(ValueError, match="weights must have values, and weight has none"):
             create_ultra_precision_module(model)
+
+
+def test_transforms_of_packed_modules():
+    small, x = packed(nn.Sequential(nn.Linear(64, 64), nn.Tanh())), torch.randn(64)
+    rows = torch.autograd.functional.jacobian(small, x)
+    torch.testing.assert_close(torch.func.jacrev(small)(x), rows)
+    torch.testing.assert_close(torch.func.jacfwd(small)(x), rows)
+    torch.testing.assert_close(torch.func.vmap(small)(x.expand(3, 64)), small(x.expand(3, 64)))
