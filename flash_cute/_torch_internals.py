@@ -180,7 +180,7 @@ def memory_events(profiled: torch.autograd.profiler.profile) -> list[tuple[int, 
     """What the CPU's allocator did while this ran with ``profile_memory``, in the order of time:
     (address, bytes), the bytes below 0 where memory was given back."""
     left: list[Any] = list(profiled.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-    found = []
+    found: list[tuple[int, int, int, int]] = []
     while left:
         event = left.pop()
         left += event.children

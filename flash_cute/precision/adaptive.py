@@ -25,10 +25,11 @@ from flash_cute.precision.plan import (
     Plan,
     base_bytes,
     held_bytes,
+    held_tensors,
     is_plain_embedding,
     make_plan,
     packable,
-    tensors,
+    plain_tensors,
 )
 from flash_cute.precision.quantize import Layout
 from flash_cute.precision.saving import weights_restored_in_backward
@@ -82,7 +83,9 @@ class UltraPrecisionModule(nn.Module):
 
     Packed weights are buffers: they have no gradient, and no optimizer sees them. Inputs and the
     parameters that are left, biases and norms, have gradients as before. RNNs, weights that have
-    parametrizations and weights of fewer than 64 numbers are left as they are.
+    parametrizations, layers that keep tensors beside parameters and buffers (torch's old
+    weight_norm, spectral_norm, pruning), weights that a list holds besides, and weights of fewer
+    than 64 numbers are left as they are.
 
     - ``config``: PrecisionConfig, by default PrecisionConfig().
     - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments,
@@ -148,7 +151,7 @@ class UltraPrecisionModule(nn.Module):
             bits = 8 * size / packed.shape.numel()
             blocks = tuple(packed.layouts())
             layers[name] = LayerPrecision(blocks, bits, size, bits_of_values, error)
-        return PrecisionStats(self._base_bytes, held_bytes(tensors(self)), layers)
+        return PrecisionStats(self._base_bytes, held_bytes(held_tensors(self)), layers)
 
     def get_extra_state(self) -> Tensor:
         return as_bytes({"base_bytes": self._base_bytes, "measured": self._measured})
@@ -188,7 +191,8 @@ class PackedCopy:
 
 def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> PackedCopy:
     """Copies a model with weights packed as planned. Paths begin with ``model.``."""
-    memo: dict[int, Any] = {}
+    results = (x for module in model.modules() for x in plain_tensors(module) if not x.is_leaf)
+    memo: dict[int, Any] = {id(x): x.detach().clone() for x in results}
     names: dict[int, str] = {}
     for name, weight in weights.items():  # the copy gets an empty parameter for each
         empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)

@@ -110,8 +110,9 @@ def compare(
         layer = copy.deepcopy(layer).to(dtype)
         without_dropout(layer).train(trial.training)
     run, x = run_of(layer), trial.input(first.device, dtype)
+    weights = dict(layer.named_parameters())
     try:
-        given = results(run, x, dict(layer.named_parameters()), trial.gradients)
+        given = results(run, x, weights, trial)
         again = run(x) if trial.training else None
     except _REFUSALS:
         if trial.dtype is not None:
@@ -119,8 +120,7 @@ def compare(
         raise
     if again is not None and not torch.equal(again, given.out):
         return
-    weights = dict(layer.named_parameters())
-    ideal = results(reference.forward, x, weights, trial.gradients, exact=True)
+    ideal = results(reference.forward, x, weights, trial, exact=True)
     tolerance.equal(f"the output of {trial}", given.out, ideal.out)
     if trial.gradients:
         assert given.of_input is not None and ideal.of_input is not None
@@ -136,29 +136,27 @@ class Results:
 
 
 def results(
-    run: Callable[..., Tensor], x: Tensor, weights: dict[str, Tensor], gradients: bool,
-    exact: bool = False,
-) -> Results:  # fmt: skip
+    run: Callable[..., Tensor], x: Tensor, weights: Weights, trial: Trial, exact: bool = False
+) -> Results:
     """Output and gradients; if ``exact``, of a function of fp64 copies of input and weights."""
     wanted = [name for name, p in weights.items() if p.requires_grad]
+    dtype = x.dtype
     if exact:
-        weights = {
-            n: p.detach().double().requires_grad_(p.requires_grad) for n, p in weights.items()
-        }
-        x = x.detach().double()
-    x = x.detach().requires_grad_(gradients)
-    with torch.set_grad_enabled(gradients):
+        x, flags = x.detach().double(), {name: p.requires_grad for name, p in weights.items()}
+        weights = {n: p.detach().double().requires_grad_(flags[n]) for n, p in weights.items()}
+    x = x.detach().requires_grad_(trial.gradients)
+    with torch.set_grad_enabled(trial.gradients):
         out = run(x, weights) if exact else run(x)
-    if not gradients:
+    if not trial.gradients:
         return Results(out.detach(), None, {})
     expect(out.requires_grad, "the output has no gradient")
-    row = normal((1, *out.shape[1:]), out.device, torch.float64).expand(out.shape).to(out.dtype)
-    found = torch.autograd.grad(out, [x, *(weights[n] for n in wanted)], row, allow_unused=True)
-    named = {
-        n: torch.zeros_like(weights[n]) if g is None else g
-        for n, g in zip(wanted, found[1:], strict=True)
-    }
-    return Results(out.detach(), found[0], named)
+    grad_out = normal(tuple(out.shape), out.device, dtype).to(out.dtype)
+    if trial.layout != "contiguous":  # as sum().backward() gives it, but in its last dimension
+        grad_out = grad_out[:1].expand(out.shape)
+    found = torch.autograd.grad(
+        out, [x, *(weights[n] for n in wanted)], grad_out, allow_unused=True, materialize_grads=True
+    )
+    return Results(out.detach(), found[0], dict(zip(wanted, found[1:], strict=True)))
 
 
 def _compare_parts(

@@ -30,6 +30,18 @@ class Factor(torch.autograd.Function):
         return ctx.factor * grad, None
 
 
+class Upside(torch.autograd.Function):
+    """The identity, whose backward gives rows the gradients of others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(0)
+
+
 class Contiguous(torch.autograd.Function):
     """The identity, whose backward takes an expanded gradient for a contiguous one."""
 
@@ -84,6 +96,7 @@ SITUATIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
     "layout": {"after": lambda m, x, out: out if x.is_contiguous() else out.flip(-1)},
     "offset": {"after": lambda m, x, out: out + 1 if x.storage_offset() else out},
     "stride": {"after": lambda m, x, out: out if x.stride(-1) == 1 else out + 1},
+    "gradient's rows": {"after": lambda m, x, out: Upside.apply(out)},
     "gradient's layout": {"after": lambda m, x, out: Contiguous.apply(out)},
     "without gradients": {"after": lambda m, x, out: out if torch.is_grad_enabled() else 2 * out},
     "in inference mode": {
