@@ -170,22 +170,18 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
         raise ValueError(
             f"{prefix}: a weight of shape {saved['shape']} was saved, not {list(module.shape)}"
         )
-    device = next(module.buffers()).device
-    blocks = []
+    device, rows, blocks = next(module.buffers()).device, 0, []
     for number, (form, group, zero, exponent) in enumerate(saved["blocks"]):
-        place = f"{prefix}blocks.{number}."
-        codes, steps = state[f"{place}codes"], state[f"{place}steps"]
-        blocks.append(
-            PackedRows(
-                Rounded(
-                    Layout(PrecisionFormat(form), group),
-                    torch.empty_like(codes, device=device),
-                    torch.empty_like(steps, device=device),
-                    zero,
-                    exponent,
-                )
-            )
+        layout, place = Layout(PrecisionFormat(form), group), f"{prefix}blocks.{number}."
+        codes, steps = (
+            torch.empty_like(state[f"{place}{name}"], device=device) for name in ("codes", "steps")
         )
+        if codes.nbytes + steps.nbytes != layout.nbytes(len(codes), module.cols):
+            raise ValueError(f"{place}codes is {tuple(codes.shape)}, which is not {layout}")
+        rows += len(codes)
+        blocks.append(PackedRows(Rounded(layout, codes, steps, zero, exponent)))
+    if rows * module.cols != module.shape.numel():
+        raise ValueError(f"{prefix}blocks have {rows} rows of a weight of {list(module.shape)}")
     module.blocks = nn.ModuleList(blocks)
 
 

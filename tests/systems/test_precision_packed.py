@@ -67,6 +67,22 @@ def test_a_state_that_is_none_is_refused():
             small.load_state_dict(state)
 
 
+@pytest.mark.parametrize("name", ["codes", "steps"])
+def test_codes_that_do_not_make_the_weight_are_refused(name: str):
+    small, ids = packed(Words()), torch.arange(5)
+    before = small(ids)
+    for cut in (lambda x: x[:-1], lambda x: x[:, :0], lambda x: torch.cat([x, x])):
+        state = small.state_dict()
+        key = next(n for n in state if n.endswith(f"packed.blocks.0.{name}"))
+        state[key] = cut(state[key])
+        if name == "codes" and len(state[key]) != 100:  # both, so that each row is whole
+            steps = key.replace("codes", "steps")
+            state[steps] = cut(state[steps])
+        with pytest.raises(ValueError, match=r"is not Layout|rows of a weight of \[100, 64\]"):
+            small.load_state_dict(state)
+        assert torch.equal(small(ids), before)
+
+
 # --- writes --------------------------------------------------------------------------------------
 
 WRITES = {
