@@ -103,7 +103,7 @@ SITUATIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
         "after": lambda m, x, out: 2 * out if torch.is_inference_mode_enabled() else out
     },
     "large values": {"before": lambda x: x.clamp(-6, 6)},
-    "small values": {"before": lambda x: torch.where(x.abs() < 1e-4, 0, x)},
+    "small values": {"before": lambda x: torch.where(x.abs() < 2e-3, 0, x)},
     "input": {"before": lambda x: x.detach().mul_(1) if x.requires_grad else x.mul_(1.5)},
     "gradient's factor": {"before": lambda x: Factor.apply(x, 1.02)},
     "row 300": {"after": zero_from(-2, 300)},
