@@ -6,6 +6,7 @@ Those that graphs need are in tests/unit/test_torch_internals_graphs.py.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import os
 import re
@@ -265,6 +266,25 @@ def test_memory_events_are_those_of_the_allocator():
         address = torch.ones(3000).data_ptr()
     events = internals.memory_events(profiled)
     assert events == [(kept.data_ptr(), 4000), (address, 12000), (address, -12000)]
+
+
+def test_plain_torch_function_makes_a_class_of_tensors_whose_results_are_plain():
+    class Named(torch.Tensor):
+        __torch_function__ = internals.plain_torch_function
+
+    x = torch.ones(2, 2).as_subclass(Named)
+    assert type(x) is Named and type(x @ x) is type(x.t()) is torch.Tensor
+    assert not torch.overrides.has_torch_function((x,))
+
+
+def test_hooks_on_gradients_are_copied():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.register_hook(lambda grad: 3 * grad)
+    made = copy.deepcopy(layer)
+    internals.copy_gradient_hooks(layer, made)
+    x = torch.ones(1, 2)
+    (weight, bias) = torch.autograd.grad(made(x).sum(), [made.weight, made.bias])
+    assert torch.equal(weight, torch.full((2, 2), 3.0)) and torch.equal(bias, torch.ones(2))
 
 
 def test_samples_of_several_gradients():
