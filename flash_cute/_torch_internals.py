@@ -177,6 +177,20 @@ def is_profiled() -> bool:
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
 
 
+def memory_events(profiled: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
+    """What the CPU's allocator did while this ran with ``profile_memory``, in the order of time:
+    (address, bytes), the bytes below 0 where memory was given back."""
+    left: list[Any] = list(profiled.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    found: list[tuple[int, int, int, int]] = []
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            fields = event.extra_fields
+            found.append((event.start_time_ns, len(found), fields.ptr, fields.alloc_size))
+    return [(address, size) for _, _, address, size in sorted(found)]
+
+
 # --- torch.compile -------------------------------------------------------------------------------
 
 
@@ -308,6 +322,10 @@ def scaled_mm(
     )
 
 
+# A tensor class with this as its ``__torch_function__`` is to ops what a Parameter is: a tensor,
+# whose results are plain.
+plain_torch_function = torch._C._disabled_torch_function_impl
+
 # --- modules and products ------------------------------------------------------------------------
 
 
@@ -333,6 +351,13 @@ def has_hooks(module: torch.nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
+    """Gives the parameters of a deep copy the hooks on gradients that the module's have."""
+    for mine, its in zip(module.parameters(), copy.parameters(), strict=True):
+        for hook in (mine._backward_hooks or {}).values():
+            its.register_hook(hook)
 
 
 def in_backward() -> bool:

@@ -7,6 +7,7 @@ import torch
 from flash_cute import kernels, validate
 
 DEFAULT_BLOCK = 32  # of Bc and Br
+MOST_SIZE = 2**29 - 1  # that a problem of the library may have
 
 
 def get_optimal_block_sizes(
@@ -15,8 +16,9 @@ def get_optimal_block_sizes(
     """(Bc, Br) of the kernel that a forward call would run if the library chose.
 
     The choice is :func:`flash_cute.kernels.plan`'s for the current GPU, or an H100 where there is
-    none, with heads enough to fill it. Head dims above 256, which CUDA does not do, get the sizes
-    of 256.
+    none, with heads enough to fill it. Sizes are no larger than N, as long as the kernel that is
+    nearest to them remains the same: in float32 it does, as one kernel serves all lengths of a head
+    dim. Head dims above 256, which CUDA does not do, get the sizes of 256.
 
     Args:
         sequence_length: N.
@@ -24,23 +26,26 @@ def get_optimal_block_sizes(
         use_half: of float16 tensors; else of float32.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1.
+        TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
 
     Example::
 
         bc, br = get_optimal_block_sizes(1024, 128)
     """
     check_sizes(sequence_length=sequence_length, head_dim=head_dim)
+    _check_limit(sequence_length=sequence_length)
     validate.flag("use_half", use_half)
-    kernel = kernels.plan(
-        kernels.Problem(
-            dtype=torch.float16 if use_half else torch.float32,
-            heads=128,
-            seqlen_q=sequence_length,
-            head_dim=min(head_dim, validate.CUDA_MAX_HEAD_DIM),
-        )
-    ).kernel
-    return kernel.block_n, kernel.block_m
+    problem = kernels.Problem(
+        dtype=torch.float16 if use_half else torch.float32,
+        heads=128,
+        seqlen_q=sequence_length,
+        head_dim=min(head_dim, validate.CUDA_MAX_HEAD_DIM),
+    )
+    kernel = kernels.plan(problem).kernel
+    rows, columns = min(kernel.block_m, sequence_length), min(kernel.block_n, sequence_length)
+    if kernels.nearest(problem, rows, columns) != kernel.id:
+        return kernel.block_n, kernel.block_m
+    return columns, rows
 
 
 def estimate_memory_usage(
@@ -59,13 +64,14 @@ def estimate_memory_usage(
         ``torch.cuda.max_memory_allocated()`` grows by.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1.
+        TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
 
     Example::
 
         estimate_memory_usage(8, 16, 1024, 64, use_half=True)["total_memory_mb"]  # 64.5
     """
     check_sizes(batch_size=batch_size, num_heads=num_heads, seq_len=seq_len, head_dim=head_dim)
+    _check_limit(batch_size=batch_size, num_heads=num_heads, seq_len=seq_len)
     validate.flag("use_half", use_half)
     dtype = torch.float16 if use_half else torch.float32
     rows = batch_size * num_heads * seq_len
@@ -94,6 +100,12 @@ def check_sizes(**sizes: int) -> None:
     """Refuses what is no int >= 1."""
     for name, size in sizes.items():
         validate.count(name, size, 1)
+
+
+def _check_limit(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size > MOST_SIZE:
+            raise ValueError(f"{name} is {size}; the library counts up to {MOST_SIZE}")
 
 
 def check_shared_memory(bc: int, br: int, head_dim: int, element: int, there: int) -> None:

@@ -13,6 +13,7 @@ _CGROUP_FILES = (  # limit and use, in version 2 and in version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def detect_available_devices() -> Dict[str, List[torch.device]]:  # noqa: UP006
@@ -85,15 +86,17 @@ def _checked(given: torch.device | str, name: str, there: list[torch.device]) ->
     return device
 
 
-def available_memory(device: torch.device) -> int:
+def available_memory(device: torch.device | str) -> int:
     """Bytes that this process can still allocate on ``device``.
 
     On CUDA: what is free, and what torch's allocator holds without using it. On the CPU: what the
-    system can give without swapping, and no more than the process's control group may still take.
+    system can give without swapping, and no more than the process's control groups may still take.
 
     Raises:
+        TypeError, ValueError: no device, or none that torch has here.
         NotImplementedError: a device whose memory torch does not tell.
     """
+    device = checked_device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -115,11 +118,35 @@ def _system_memory() -> int:
 
 
 def _memory_of_control_group() -> list[int]:
-    """What is left of each limit that there is."""
+    """What is left of each limit that there is. Pages of files that the kernel would give back, as
+    they were not used lately, are not taken."""
     left = []
-    for limit, used in _CGROUP_FILES:
+    for limit, used in (*_CGROUP_FILES, *_own_groups()):
         try:
-            left.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+            taken = int(Path(used).read_text()) - _inactive_files(Path(used).parent)
+            left.append(int(Path(limit).read_text()) - taken)
         except (OSError, ValueError):  # no such file, or no limit ("max")
             continue
     return [max(0, x) for x in left]
+
+
+def _own_groups() -> list[tuple[str, str]]:
+    """Files of the groups that this process is in, from its own up: any may have a limit."""
+    found = []
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for limit, used in _CGROUP_FILES[1:] if controllers else _CGROUP_FILES[:1]:
+            for group in (Path(path), *Path(path).parents)[:-1]:
+                folder = Path(limit).parent / group.relative_to("/")
+                found.append((str(folder / Path(limit).name), str(folder / Path(used).name)))
+    return found
+
+
+def _inactive_files(group: Path) -> int:
+    stat = group / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    sizes = dict(line.split() for line in lines)
+    return int(sizes.get("total_inactive_file", sizes.get("inactive_file", 0)))

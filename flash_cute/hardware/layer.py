@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import List, Optional  # noqa: UP035  (names of the documented signature)
 
 import torch
@@ -99,7 +101,8 @@ class HardwareAbstractionLayer:
         A step takes what :meth:`estimate_memory_usage` says. On CUDA the steps of two and of three
         samples are run and measured too, and the larger figure counts; not so of a model with
         nn.Embedding and no sample, as an index that it does not hold would end CUDA's context.
-        Speed is not measured: it often levels off at smaller batches.
+        Memory alone is asked for: of a small model millions of samples fit. Speed, which often
+        levels off at some hundred, is not measured, nor whether a model learns from such batches.
 
         Args:
             model: is left as it is: parameters, buffers, gradients, mode, random state.
@@ -115,7 +118,7 @@ class HardwareAbstractionLayer:
             TypeError, ValueError, NotImplementedError: as :meth:`estimate_memory_usage`.
         """
         sample = self._sample(model, sample_input)
-        cost = self._traced(model, sample, training)
+        cost = self._cost(model, sample, training)
         fixed, per_sample = cost.fixed, cost.per_sample
         there = memory.resident(model, self.device)
         budget = MEMORY_SHARE * available_memory(self.device)
@@ -150,9 +153,12 @@ class HardwareAbstractionLayer:
         It is ``fixed + batch_size * per_sample``. Fixed are weights and buffers, and in training as
         many bytes again of gradients and twice as many of AdamW's state, for parameters that
         require gradients. The rest is the peak of what lives in forward and backward: the input,
-        activations saved for backward, and the mean of the output's squares in place of a loss. It
-        is traced without memory, and the model is not changed. What is not in it: the context of
-        CUDA, memory that ops take and free inside of themselves, and temporaries of an optimizer
+        activations saved for backward, and the mean of the squares of all outputs in place of a
+        loss. On the CPU it is measured: a copy of the model that shares the weights runs steps of
+        two batches, of some MiB, and the peak follows from what torch's allocator gave out, inside
+        of ops too; without room for that it is traced, with a warning. On CUDA it is traced without
+        memory. What is not in it: the context of CUDA and what ops take inside of themselves there,
+        memory that libraries do not take from torch's allocator, and temporaries of an optimizer
         that is not ``fused``.
 
         Args:
@@ -174,6 +180,11 @@ class HardwareAbstractionLayer:
                 the model does not take it.
             NotImplementedError: what the model does depends on values, so that it has no trace.
 
+        Warns:
+            RuntimeWarning: on the CPU there is no room to run three samples: what ops take inside
+                of themselves, of recurrent and convolution layers and of attention with dropout
+                most of all, is not in the estimate.
+
         Example::
 
             bytes_needed = HardwareAbstractionLayer().estimate_memory_usage(nn.Linear(512, 512), 64)
@@ -183,15 +194,26 @@ class HardwareAbstractionLayer:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1")
         sample = self._sample(model, sample_input)
-        return float(self._traced(model, sample, training).of_batch(batch_size))
+        return float(self._cost(model, sample, training).of_batch(batch_size))
 
     def _sample(self, model: nn.Module, given: Tensor | tuple[Tensor, ...] | None) -> Sample:
         _check_model(model)
         return sample_of(model, given)
 
-    def _traced(self, model: nn.Module, sample: Sample, training: bool) -> memory.Cost:
+    def _cost(self, model: nn.Module, sample: Sample, training: bool) -> memory.Cost:
+        """Traced, and on the CPU measured by steps of few samples."""
+        if not isinstance(training, bool):
+            raise TypeError(f"training is {training!r}; expected a bool")
         try:
-            return memory.traced(model, sample, self.device, training)
+            cost = memory.traced(model, sample, self.device, training)
+            if self.device.type != "cpu":
+                return cost
+            there = memory.resident(model, self.device)
+            budget = MEMORY_SHARE * available_memory(self.device) + there
+            batches = memory.batches_to_measure(cost, budget)
+            if batches is not None:
+                real = memory.measured_on_cpu(model, sample, batches, training)
+                return replace(real, largest_tensor=cost.largest_tensor)
         except NotImplementedError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -200,6 +222,14 @@ class HardwareAbstractionLayer:
                 f"{type(model).__name__} does not take an input of shape {shapes}; pass a "
                 f"sample_input that it takes: {error}"
             ) from error
+        warnings.warn(
+            f"{type(model).__name__} is not measured, as there is no room to run "
+            f"{memory.MEASURED_BATCHES[-1]} samples safely: what its ops take inside of themselves "
+            "is not in the estimate",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return cost
 
 
 def _has_indices(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""How many bytes a step of a model needs: traced without memory, or measured on CUDA."""
+"""How many bytes a step of a model needs: traced without memory, or measured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from flash_cute import _torch_internals as internals
+from flash_cute.hardware import allocator
 from flash_cute.hardware.inputs import Sample
 
 _TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
 MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
+_MEASURED_BYTES = 2**23
 OPTIMIZER_STATES = 2
 """AdamW keeps two tensors of each trainable parameter's size and dtype."""
 
@@ -77,11 +79,7 @@ class LiveBytes(internals.DispatchMode):
     def peak(self, but: Iterable[Tensor] = ()) -> int:
         """The most bytes that lived at once, those of ``but`` left out."""
         left_out = {self._numbers.get(id(x.untyped_storage())) for x in but}
-        live = most = 0
-        for number, size in self._events:
-            live += 0 if number in left_out else size
-            most = max(most, live)
-        return most
+        return allocator.peak([event for event in self._events if event[0] not in left_out])
 
 
 def reduction_buffer(x: Tensor, total: Tensor) -> int:
@@ -183,6 +181,46 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
     line = _line(MEASURED_BATCHES, peaks)
     states = OPTIMIZER_STATES * trainable(model) if training else 0
     return Cost(line.fixed + resident(model, device) + states, line.per_sample)
+
+
+def batches_to_measure(cost: Cost, budget: float) -> tuple[int, int] | None:
+    """Two batches whose tensors take some MiB by a traced cost, and that fit with four times as
+    much for what ops take inside of themselves; None if not even the least do."""
+    first = int(_MEASURED_BYTES // max(cost.per_sample, 1.0))
+    first = min(max(first, MEASURED_BATCHES[0]), _TRACED_BATCHES[0])
+    batches = first, first + (first + 1) // 2
+    for found in (batches, MEASURED_BATCHES):
+        if cost.of_batch(4 * found[1]) <= budget:
+            return found
+    return None
+
+
+@torch.inference_mode(False)
+def measured_on_cpu(
+    model: nn.Module, sample: Sample, batches: tuple[int, int], training: bool
+) -> Cost:
+    """The cost of a step on the CPU, from what the allocator gave out in steps of two batches: the
+    peak of others follows from the bytes of each allocation, if both steps have the same ones.
+    Weights are shared with the model, as by :func:`measured`."""
+    cpu = torch.device("cpu")
+
+    def step(batch: int) -> Iterable[Tensor]:
+        run = copy_with(
+            model, lambda p: p.detach().to(cpu), lambda b: b.detach().to(cpu, copy=True)
+        )
+        _step(run, sample.of_batch(batch, cpu), training)
+        gradients = [p.grad for p in run.parameters() if p.grad is not None]
+        return [*run.parameters(), *run.buffers(), *gradients]  # of these all are counted below
+
+    with rng_kept(cpu), torch.compiler.set_stance("force_eager"):
+        first, second = (allocator.recorded(lambda n=n: step(n)) for n in batches)  # type: ignore[misc]
+    large = [allocator.extrapolated((first, second), batches, n) for n in _TRACED_BATCHES]
+    if large[0] is None or large[1] is None:
+        line = _line(batches, [allocator.peak(first), allocator.peak(second)])
+    else:
+        line = _line(_TRACED_BATCHES, [allocator.peak(large[0]), allocator.peak(large[1])])
+    states = (1 + OPTIMIZER_STATES) * trainable(model) if training else 0
+    return Cost(weights_of(model) + states + line.fixed, line.per_sample)
 
 
 def _line(batches: tuple[int, int], peaks: list[int]) -> Cost:

@@ -11,17 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from flash_cute import _torch_internals as internals
 from flash_cute.precision.fp8_convert import switch_fast_paths_off
-from flash_cute.precision.inputs import round_inputs_of
-from flash_cute.precision.packed import PackedEmbedding, PackedWeight, as_matrix
+from flash_cute.precision.inputs import round_inputs_of, scales_grow
+from flash_cute.precision.packed import (
+    PackedEmbedding,
+    PackedWeight,
+    as_bytes,
+    as_matrix,
+    from_bytes,
+)
 from flash_cute.precision.plan import (
     Plan,
     base_bytes,
     held_bytes,
+    held_tensors,
     is_plain_embedding,
     make_plan,
     packable,
-    tensors,
+    plain_tensors,
 )
 from flash_cute.precision.quantize import Layout
 from flash_cute.precision.saving import weights_restored_in_backward
@@ -75,10 +83,12 @@ class UltraPrecisionModule(nn.Module):
 
     Packed weights are buffers: they have no gradient, and no optimizer sees them. Inputs and the
     parameters that are left, biases and norms, have gradients as before. RNNs, weights that have
-    parametrizations and weights of fewer than 64 numbers are left as they are.
+    parametrizations, layers that keep tensors beside parameters and buffers (torch's old
+    weight_norm, spectral_norm, pruning), weights that a list holds besides, and weights of fewer
+    than 64 numbers are left as they are.
 
     - ``config``: PrecisionConfig, by default PrecisionConfig().
-    - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments;
+    - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments,
       on the device of ``model``. Strategies that need samples and get none make some up, for
       models that begin with Linear, Embedding or TransformerEncoderLayer.
     - ``device``: where the copy goes, by default where ``model`` is.
@@ -106,6 +116,7 @@ class UltraPrecisionModule(nn.Module):
             raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
         if config is not None and not isinstance(config, PrecisionConfig):
             raise TypeError(f"config must be a PrecisionConfig, not {type(config).__name__}")
+        device = None if device is None else torch.device(device)  # refused before any work
         self.config = PrecisionConfig() if config is None else replace(config)
         weights = packable(model)
         importance = error_weights(model, weights, self.config, calibration)
@@ -117,13 +128,15 @@ class UltraPrecisionModule(nn.Module):
             round_inputs_of(self.model, self.config)
             switch_fast_paths_off(self.model)  # they would go past the layers, with nested tensors
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
-                with undisturbed(self.model), torch.no_grad():
-                    self.model(*batches(calibration)[0])
+                with undisturbed(self.model), scales_grow(self.model), torch.no_grad():
+                    for arguments in batches(calibration):
+                        self.model(*arguments)
         if device is not None:
             self.to(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        plain = torch.compiler.is_compiling() or internals.transformed()
+        if plain or not torch.is_grad_enabled():  # transforms know no hooks of saved tensors
             return self.model(*args, **kwargs)
         with weights_restored_in_backward():
             return self.model(*args, **kwargs)
@@ -138,13 +151,15 @@ class UltraPrecisionModule(nn.Module):
             bits = 8 * size / packed.shape.numel()
             blocks = tuple(packed.layouts())
             layers[name] = LayerPrecision(blocks, bits, size, bits_of_values, error)
-        return PrecisionStats(self._base_bytes, held_bytes(tensors(self)), layers)
+        return PrecisionStats(self._base_bytes, held_bytes(held_tensors(self)), layers)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"base_bytes": self._base_bytes, "measured": self._measured}
+    def get_extra_state(self) -> Tensor:
+        return as_bytes({"base_bytes": self._base_bytes, "measured": self._measured})
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self._base_bytes, self._measured = state["base_bytes"], dict(state["measured"])
+    def set_extra_state(self, state: Tensor) -> None:
+        saved = from_bytes(state, "_extra_state")
+        self._base_bytes = saved["base_bytes"]
+        self._measured = {name: (bits, error) for name, (bits, error) in saved["measured"].items()}
 
 
 def create_ultra_precision_module(
@@ -176,7 +191,8 @@ class PackedCopy:
 
 def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> PackedCopy:
     """Copies a model with weights packed as planned. Paths begin with ``model.``."""
-    memo: dict[int, Any] = {}
+    results = (x for module in model.modules() for x in plain_tensors(module) if not x.is_leaf)
+    memo: dict[int, Any] = {id(x): x.detach().clone() for x in results}
     names: dict[int, str] = {}
     for name, weight in weights.items():  # the copy gets an empty parameter for each
         empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
@@ -184,24 +200,32 @@ def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> 
     holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
     packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
     paths: dict[str, str] = {}
-    for path, module in list(holder.named_modules()):
+    made: dict[nn.Module, PackedEmbedding] = {}
+    for path, module in list(holder.named_modules(remove_duplicate=False)):
         for key, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in names:
                 name = names[id(parameter)]
-                place = _install(holder, path, key, packed[name])
+                place = _install(holder, path, key, packed[name], made)
                 paths.setdefault(name, place)
     measured = {n: (entropy(w), _relative_error(packed[n], w)) for n, w in weights.items()}
     return PackedCopy(holder["model"], paths, measured)
 
 
-def _install(holder: nn.Module, path: str, key: str, packed: PackedWeight) -> str:
-    """Puts a packed weight in a parameter's place, and says where it is now."""
+def _install(
+    holder: nn.Module,
+    path: str,
+    key: str,
+    packed: PackedWeight,
+    made: dict[nn.Module, PackedEmbedding],
+) -> str:
+    """Puts a packed weight in a parameter's place, and says where it is now. An embedding of
+    several names is replaced under each of them, by one module."""
     module = holder.get_submodule(path)
-    if is_plain_embedding(module):
+    if isinstance(module, nn.Embedding) and is_plain_embedding(module):
+        if module not in made:
+            made[module] = PackedEmbedding(packed, module)
         parent, _, name = path.rpartition(".")
-        holder.get_submodule(parent).add_module(
-            name, PackedEmbedding(packed).train(module.training)
-        )
+        holder.get_submodule(parent).add_module(name, made[module])
         return f"{path}.packed"
     delattr(module, key)
     module.register_buffer(key, torch.empty(0))

@@ -45,7 +45,8 @@ def analyze_precision_opportunities(
     - ``config``: what has all of this, with ``calibration=sample_input``.
 
     Savings are 0 and recommendations empty if nothing can be saved within 1 %. Raises TypeError if
-    ``model`` is no nn.Module, ValueError if no output depends on a weight.
+    ``model`` is no nn.Module or ``sample_input`` no tensor, ValueError if no output depends on a
+    weight, or squares of outputs or gradients are not finite.
 
     >>> found = analyze_precision_opportunities(nn.Linear(64, 64).half(), torch.ones(1, 64).half())
     >>> found["recommendations"][0]["layer"]
@@ -53,6 +54,8 @@ def analyze_precision_opportunities(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if not isinstance(sample_input, Tensor):
+        raise TypeError(f"sample_input must be a tensor, not {type(sample_input).__name__}")
     if device is not None:
         model, sample_input = copy.deepcopy(model).to(device), sample_input.to(device)
     config, plan, power, error = _smallest(model, sample_input)

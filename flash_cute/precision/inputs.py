@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,27 +20,32 @@ class InputRounding(nn.Module):
     """Rounds a tensor to INT8 or FP8_E4M3, and gives it back in its own dtype.
 
     In DYNAMIC mode each token (the last dim; for convolutions each sample) has a scale of its own.
-    In STATIC mode there is one, the buffer ``scale``: that of calibration's first batch, else of
-    the first call, after which larger values are clipped. Gradients pass as if nothing was rounded.
+    In STATIC mode there is one, the buffer ``scale``: the largest finite value of calibration, else
+    of the first call that has one, after which larger values are clipped; no call waits for it on
+    the device. Gradients pass as if nothing was rounded.
     """
 
     scale: Tensor | None
 
     def __init__(self, config: PrecisionConfig, per_sample: bool, device: torch.device) -> None:
         super().__init__()
-        self.format, self.per_sample = config.base_precision, per_sample
+        self.format, self.per_sample, self.grows = config.base_precision, per_sample, False
         static = config.quantization_mode is QuantizationMode.STATIC
         self.register_buffer("scale", torch.zeros((), device=device) if static else None)
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.detach().float()
+        sizes = torch.where(values.isfinite(), values.abs(), 0.0)
         if self.scale is None:
             dims = tuple(range(1, x.dim())) if self.per_sample else (-1,)
-            peak = values.abs().amax(dims, keepdim=True)
+            peak = sizes.amax(dims, keepdim=True)
         else:
-            if self.scale == 0:
-                self.scale.copy_(values.abs().amax())
-            peak = self.scale
+            found = sizes.amax() if sizes.numel() else torch.zeros_like(self.scale)
+            if self.grows:
+                peak = torch.maximum(self.scale, found)
+            else:
+                peak = torch.where(self.scale == 0, found, self.scale)
+            self.scale.copy_(peak)
         is_int = self.format is PrecisionFormat.INT8
         limit = 127.0 if is_int else FP8_MAX
         step = torch.where(peak == 0, 1.0, peak / limit)
@@ -47,9 +54,29 @@ class InputRounding(nn.Module):
         return x + ((rounded * step).to(x.dtype) - x).detach()
 
 
+@contextmanager
+def scales_grow(model: nn.Module) -> Iterator[None]:
+    """Inside, scales become the largest of all calls."""
+    roundings = [module for module in model.modules() if isinstance(module, InputRounding)]
+    for rounding in roundings:
+        rounding.grows = True
+    try:
+        yield
+    finally:
+        for rounding in roundings:
+            rounding.grows = False
+
+
 def round_inputs_of(model: nn.Module, config: PrecisionConfig) -> None:
-    """Makes every Linear, Conv and MultiheadAttention of a model round its inputs."""
-    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
+    """Makes every Linear, Conv and MultiheadAttention of a model round its inputs, but for the
+    layer inside of a MultiheadAttention, which that never calls."""
+    inside = {
+        part
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for part in module.children()
+    }
+    layers = [m for m in model.modules() if isinstance(m, LAYERS) and m not in inside]
     for layer in layers:
         per_sample = not isinstance(layer, (nn.Linear, nn.MultiheadAttention))
         device = next(layer.buffers(), next(layer.parameters(), torch.empty(0))).device

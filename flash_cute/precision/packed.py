@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -19,6 +20,53 @@ def as_matrix(weight: Tensor) -> Tensor:
     return weight.flatten(1) if weight.shape[0] > 1 else weight.reshape(-1, weight.shape[-1])
 
 
+def as_bytes(state: Any) -> Tensor:
+    """Plain values as a tensor, uint8 of their JSON: state dicts hold tensors alone."""
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def from_bytes(state: Any, name: str) -> Any:
+    """The values; ValueError if it is no such tensor."""
+    try:
+        return json.loads(bytes(state.cpu().tolist()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is not what a packed weight saves: {error}") from None
+
+
+class RestoredWeight(Tensor):
+    """What packed codes stand for, computed at each access: ops take it as a tensor, and writing to
+    it, which would be lost, raises RuntimeError. So do writes to its ``data``."""
+
+    __torch_function__ = internals.plain_torch_function  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().as_subclass(RestoredWeight)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _refuse_write(self)
+
+
+def _refuse_write(weight: Tensor, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        f"this weight of shape {tuple(weight.shape)} is restored from packed codes at each access: "
+        "what is written to it is lost; change the model and pack it again"
+    )
+
+
+def _writers() -> list[str]:
+    """Methods of tensors that write to them, by torch's names."""
+    harmless = {"requires_grad_", "detach_", "rename_", "share_memory_"}
+    named = {x for x in dir(Tensor) if x.endswith("_") and not x.startswith("_")} - harmless
+    operators = {x for x in dir(Tensor) if x.startswith("__i") and hasattr(Tensor, f"__{x[3:]}")}
+    return sorted({*named, *operators, "__setitem__"})
+
+
+for _name in _writers():
+    setattr(RestoredWeight, _name, _refuse_write)
+
+
 class PackedRows(nn.Module):
     """Rows of a weight in one layout: the buffers ``codes`` and ``steps``."""
 
@@ -33,9 +81,11 @@ class PackedRows(nn.Module):
 
     def rounded(self, rows: Tensor | None = None) -> Rounded:
         """All rows, or those of an index."""
-        some = slice(None) if rows is None else rows
-        steps = self.steps[some] if self.steps.dim() > 1 else self.steps
-        return Rounded(self.layout, self.codes[some], steps, self.zero, self.exponent)
+        codes, steps = self.codes, self.steps
+        if rows is not None:
+            codes = codes.index_select(0, rows)
+            steps = steps.index_select(0, rows) if steps.dim() > 1 else steps
+        return Rounded(self.layout, codes, steps, self.zero, self.exponent)
 
     def description(self) -> list[Any]:
         """What the buffers do not say, as plain values."""
@@ -67,6 +117,8 @@ class PackedWeight(nn.Module):
         """The weight. The argument is for torch's parametrizations, and is not used."""
         parts = [restore(block.rounded(), self.cols, self.dtype) for block in self._rows()]
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        if type(weight) is Tensor and not torch.compiler.is_compiling():
+            weight = weight.as_subclass(RestoredWeight)
         return note_restored(weight, self.forward, self._states)
 
     def _states(self) -> list[tuple[int, int]]:
@@ -74,7 +126,8 @@ class PackedWeight(nn.Module):
         return [(id(x), 0 if x.is_inference() else internals.version(x)) for x in self.buffers()]
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of a weight of one block: (*ids.shape, cols)."""
+        """Rows of a weight of one block: (*ids.shape, cols). Ids that nn.Embedding refuses, below 0
+        or too large, are refused here, by index_select."""
         (block,) = self._rows()
         found = restore(block.rounded(ids.flatten()), self.cols, self.dtype)
         return found.view(*ids.shape, self.cols)
@@ -86,10 +139,11 @@ class PackedWeight(nn.Module):
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "blocks": [b.description() for b in self._rows()]}
+    def get_extra_state(self) -> Tensor:
+        blocks = [block.description() for block in self._rows()]
+        return as_bytes({"shape": list(self.shape), "blocks": blocks})
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Nothing is left to do: the hook before loading has done it."""
 
     def _rows(self) -> list[PackedRows]:
@@ -111,35 +165,43 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
     saved = state.get(f"{prefix}_extra_state")
     if not isinstance(module, PackedWeight) or saved is None:
         return
+    saved = from_bytes(saved, f"{prefix}_extra_state")
     if saved["shape"] != list(module.shape):
         raise ValueError(
             f"{prefix}: a weight of shape {saved['shape']} was saved, not {list(module.shape)}"
         )
-    device = next(module.buffers()).device
-    blocks = []
+    device, rows, blocks = next(module.buffers()).device, 0, []
     for number, (form, group, zero, exponent) in enumerate(saved["blocks"]):
-        place = f"{prefix}blocks.{number}."
-        codes, steps = state[f"{place}codes"], state[f"{place}steps"]
-        blocks.append(
-            PackedRows(
-                Rounded(
-                    Layout(PrecisionFormat(form), group),
-                    torch.empty_like(codes, device=device),
-                    torch.empty_like(steps, device=device),
-                    zero,
-                    exponent,
-                )
-            )
+        layout, place = Layout(PrecisionFormat(form), group), f"{prefix}blocks.{number}."
+        codes, steps = (
+            torch.empty_like(state[f"{place}{name}"], device=device) for name in ("codes", "steps")
         )
+        if codes.nbytes + steps.nbytes != layout.nbytes(len(codes), module.cols):
+            raise ValueError(f"{place}codes is {tuple(codes.shape)}, which is not {layout}")
+        rows += len(codes)
+        blocks.append(PackedRows(Rounded(layout, codes, steps, zero, exponent)))
+    if rows * module.cols != module.shape.numel():
+        raise ValueError(f"{prefix}blocks have {rows} rows of a weight of {list(module.shape)}")
     module.blocks = nn.ModuleList(blocks)
 
 
 class PackedEmbedding(nn.Module):
-    """nn.Embedding over a PackedWeight: only rows that are looked up are restored."""
+    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It has the
+    attributes of the layer in whose place it is: ``num_embeddings``, ``embedding_dim``, ..."""
 
-    def __init__(self, packed: PackedWeight) -> None:
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    def __init__(self, packed: PackedWeight, embedding: nn.Embedding) -> None:
         super().__init__()
         self.packed = packed
+        for name, value in vars(embedding).items():
+            if not name.startswith("_") or not hasattr(self, name):
+                setattr(self, name, value)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
 
     @property
     def weight(self) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from flash_cute import _torch_internals as internals
 from flash_cute.precision.allocate import BudgetError, Choice, allocate, uniform
 from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.quantize import Layout, restore, round_rows
@@ -26,6 +28,9 @@ BLOCKS = 4  # blocks of rows of a weight, of at least BLOCK_ROWS each
 BLOCK_ROWS = 64
 GROUP = 64  # columns that may share a scale
 SAMPLE_ROWS = 32  # rows of a block that errors are measured on
+PACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REGISTERED = ("_parameters", "_buffers", "_modules")
+FP16 = torch.finfo(torch.float16)
 OWN_FORMATS = {form.dtype: form for form in PrecisionFormat if form.dtype is not None}
 
 
@@ -39,18 +44,22 @@ class Plan:
 
 
 def packable(model: nn.Module) -> dict[str, Tensor]:
-    """Weights that can be packed, by name: parameters of two dims or more, of any layer but RNNs
-    and those that have parametrizations. A tied weight is there once, by its first name."""
-    kept = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (nn.RNNBase, ParametrizationList))
-        for parameter in module.parameters(recurse=False)
-    }
+    """Weights that can be packed, by name: parameters of two dims or more, in fp16 to fp64. A tied
+    weight is there once, by its first name. Left out are those of layers that have parametrizations
+    or keep tensors beside parameters and buffers, which may derive from them (RNNs, torch's old
+    weight_norm, spectral_norm and pruning), and what lists and such hold besides."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"weights must have values, and {name} has none: make them first")
+    beside = {module: list(plain_tensors(module)) for module in model.modules()}
+    kept = {id(x) for held in beside.values() for x in held}
+    for module, held in beside.items():
+        if held or isinstance(module, (nn.RNNBase, ParametrizationList)):
+            kept |= {id(parameter) for parameter in module.parameters(recurse=False)}
     found: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.is_floating_point()
+        if parameter.dtype in PACKED
         and parameter.dim() > 1
         and parameter.numel() >= LEAST_SIZE
         and id(parameter) not in kept
@@ -61,14 +70,41 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that are neither parameters nor buffers of a module, nor another module's, but in its
+    attributes, or in their lists, tuples and dicts."""
+    left = [x for name, x in vars(module).items() if name not in REGISTERED]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, set, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+
+
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether its forward only looks rows up."""
-    return type(module) is nn.Embedding and module.max_norm is None
+    """Whether its forward only looks rows up, and nothing is hung on it that another module in its
+    place would not have."""
+    return (
+        type(module) is nn.Embedding
+        and module.max_norm is None
+        and internals.skipped_if_fused(module) is None
+        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and not any(True for _ in module.buffers())
+        and not any(True for _ in module.children())
+    )
 
 
 def tensors(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers, each once."""
     return list({id(t): t for t in [*model.parameters(), *model.buffers()]}.values())
+
+
+def held_tensors(model: nn.Module) -> list[Tensor]:
+    """These, and what modules hold beside them."""
+    return [*tensors(model), *(t for module in model.modules() for t in plain_tensors(module))]
 
 
 def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:
@@ -96,11 +132,23 @@ def layouts(weight: Tensor, config: PrecisionConfig, floor: int) -> list[Layout]
     ]
     if widest is PrecisionFormat.FP32:
         forms += [PrecisionFormat.FP16, PrecisionFormat.BF16]
+    if not _suits_fp16(weight):
+        wide = {PrecisionFormat.FP16: PrecisionFormat.BF16}
+        forms = list(dict.fromkeys(wide.get(form, form) for form in forms))
     cols = as_matrix(weight).shape[1]
     grouped = config.quantization_mode is not QuantizationMode.STATIC and cols > GROUP
     small = [form for form in forms if form.is_integer and form.bits <= 8]
     groups = small if grouped and cols % GROUP == 0 else []
     return [Layout(form) for form in forms] + [Layout(form, GROUP) for form in groups]
+
+
+def _suits_fp16(weight: Tensor) -> bool:
+    """Whether fp16 holds the largest value, and no row would be subnormal in it, or 0."""
+    if weight.dtype is torch.float16:
+        return True
+    peaks = as_matrix(weight.detach()).abs().amax(1)
+    least = torch.where(peaks > 0, peaks, FP16.max).amin()
+    return bool(peaks.amax() <= FP16.max) and bool(least >= FP16.tiny)
 
 
 def block_rows(weight: Tensor, whole: bool) -> list[int]:
@@ -165,7 +213,7 @@ def tabulate(model: nn.Module, weights: Mapping[str, Tensor], config: PrecisionC
 def budget_for(model: nn.Module, weights: Mapping[str, Tensor], config: PrecisionConfig) -> int:
     """Bytes that weights may take, so that the whole model meets the target."""
     packed = {id(weight) for weight in weights.values()}
-    others = held_bytes(t for t in tensors(model) if id(t) not in packed)
+    others = held_bytes(t for t in held_tensors(model) if id(t) not in packed)
     allowed = (1 - config.target_memory_reduction) * base_bytes(model, config.base_precision)
     return math.floor(allowed + 1e-6) - others
 

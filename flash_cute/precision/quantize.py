@@ -2,7 +2,8 @@
 
 An ``INTb`` value is ``step * (code - zero)``, code from 0 to 2^b - 1. ``zero`` is either in the
 middle of the codes, so that levels are symmetric, or 2^(b-1), so that 0 is a level. A step is
-shared by a row, or by ``group`` columns of it, and is stored in fp16 over a power of two.
+shared by a row, or by ``group`` columns of it, and is stored in fp16 over a power of two; in bf16,
+which has more exponents, if steps of a block differ by more than fp16 can tell.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from flash_cute.precision.settings import PrecisionFormat
 
 FP8_MAX = 448.0
+LEAST_STEP = 2.0**-11  # of the largest of a block, in fp16: below it steps lose bits
 # Ranges that are tried, as parts of the largest value: few bits gain from clipping.
 SHRINKS = {1: (1, 0.5, 0.3), 2: (1, 0.7, 0.5), 3: (1, 0.8, 0.65), 4: (1, 0.9, 0.8), 5: (1, 0.9)}
 
@@ -41,7 +43,7 @@ class Rounded:
     """Rounded rows: what is stored, and what they stand for.
 
     - ``codes``: uint8 (rows, bytes) packed, or (rows, cols) of a float dtype.
-    - ``steps``: fp16 (rows, groups), to be multiplied by 2^exponent; empty for float dtypes.
+    - ``steps``: fp16 or bf16 (rows, groups), times 2^exponent; empty for float dtypes.
     """
 
     layout: Layout
@@ -104,16 +106,17 @@ def round_rows(weight: Tensor, layout: Layout) -> Rounded:
         return Rounded(layout, weight.to(form.dtype, copy=True), no_steps)
     rows, cols = weight.shape
     groups = weight.float().reshape(-1, layout.group or cols)
-    peak = groups.abs().amax().item()
+    peaks = groups.abs().amax(1)
+    peak, dtype = peaks.amax().item(), _step_dtype(peaks)
     if form is PrecisionFormat.FP8_E4M3:
         exponent = _exponent(peak / FP8_MAX)
-        steps = _stored(groups.abs().amax(1, keepdim=True) / FP8_MAX, exponent)
+        steps = _stored(groups.abs().amax(1, keepdim=True) / FP8_MAX, exponent, dtype)
         scaled = (groups / _divisor(steps, exponent)).clamp(-FP8_MAX, FP8_MAX)
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
         return Rounded(layout, codes.reshape(rows, cols), steps.reshape(rows, -1), 0.0, exponent)
     exponent = _exponent(peak / 2 ** (form.bits - 1))
     zeros = {(2**form.bits - 1) / 2, float(2 ** (form.bits - 1))}
-    fits = {zero: _best_steps(groups, form.bits, zero, exponent) for zero in sorted(zeros)}
+    fits = {zero: _best_steps(groups, form.bits, zero, exponent, dtype) for zero in sorted(zeros)}
     zero = min(fits, key=lambda zero: fits[zero][1])
     steps = fits[zero][0]
     codes = _codes(groups, _divisor(steps, exponent), zero, form.bits).to(torch.int16)
@@ -140,8 +143,16 @@ def _exponent(step: float) -> int:
     return max(math.frexp(step)[1], -120)
 
 
-def _stored(steps: Tensor, exponent: int) -> Tensor:
-    return (steps * 2.0**-exponent).half()
+def _step_dtype(peaks: Tensor) -> torch.dtype:
+    """bf16 if steps of these would be subnormal in fp16, or 0, when the largest is about 1."""
+    least = torch.where(peaks > 0, peaks, torch.inf).amin()
+    return torch.bfloat16 if bool(least < peaks.amax() * LEAST_STEP) else torch.float16
+
+
+def _stored(steps: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
+    """In bf16 rounded up, as a step that is too small clips the largest value."""
+    over = steps.double() * 2.0**-exponent
+    return (over * (1 + 2**-8) if dtype is torch.bfloat16 else over).to(dtype)
 
 
 def _divisor(steps: Tensor, exponent: int) -> Tensor:
@@ -167,18 +178,22 @@ def _first_steps(groups: Tensor, bits: int, zero: float) -> Iterator[Tensor]:
             yield steps * shrink
 
 
-def _best_steps(groups: Tensor, bits: int, zero: float, exponent: int) -> tuple[Tensor, float]:
+def _best_steps(
+    groups: Tensor, bits: int, zero: float, exponent: int, dtype: torch.dtype
+) -> tuple[Tensor, float]:
     """The stored steps with the least squared error of each group, and the sum of these errors."""
-    best = torch.zeros(len(groups), 1, dtype=torch.float16, device=groups.device)
+    best = torch.zeros(len(groups), 1, dtype=dtype, device=groups.device)
     least = torch.full((len(groups), 1), torch.inf, device=groups.device)
+    peaks = groups.abs().amax(1, keepdim=True)
+    units = torch.where(peaks == 0, 1.0, peaks)  # so that squares of small numbers are not 0
     for steps in _first_steps(groups, bits, zero):
         levels = _codes(groups, torch.where(steps == 0, 1.0, steps), zero, bits) - zero
         squares = levels.square().sum(1, keepdim=True)
         better = (groups * levels).sum(1, keepdim=True) / squares.clamp_min(0.25)
-        for stored in (_stored(steps, exponent), _stored(better, exponent)):
+        for stored in (_stored(steps, exponent, dtype), _stored(better, exponent, dtype)):
             divisor = _divisor(stored, exponent)
             levels = _codes(groups, divisor, zero, bits) - zero
-            error = (levels * divisor - groups).square().sum(1, keepdim=True)
+            error = ((levels * divisor - groups) / units).square().sum(1, keepdim=True)
             best = torch.where(error < least, stored, best)
             least = torch.minimum(error, least)
-    return best, least.sum().item()
+    return best, (least.double() * units.double().square()).sum().item()

@@ -93,7 +93,19 @@ def calibrate(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples)
         generator = torch.Generator().manual_seed(0)
         for arguments in batches(samples):
             _add_gradients(model, weights, arguments, generator, found)
+    sizes = {"the output": found.power, **found.gradients}
+    sizes |= {f"the input of {name}": m.sum().item() for name, m in found.moments.items()}
+    _check_finite(sizes)
     return found
+
+
+def _check_finite(sizes: Mapping[str, float]) -> None:
+    """Refuses samples that overflow, as every comparison with NaN would be a silent no."""
+    if bad := [name for name, size in sizes.items() if not math.isfinite(size)]:
+        raise ValueError(
+            f"calibration: squares of {bad[0]} are not finite; give samples whose values are, and "
+            "a model that does not overflow"
+        )
 
 
 def _add_gradients(
@@ -132,7 +144,8 @@ def _recorded_inputs(
         own = [names[id(w)] for w in module.parameters(recurse=False) if id(w) in names]
         if isinstance(module, (nn.Linear, nn.MultiheadAttention)) and len(own) == 1:
             cols = as_matrix(weights[own[0]]).shape[1]
-            handles.append(module.register_forward_pre_hook(_recorder(own[0], cols, moments)))
+            record = _recorder(own[0], cols, moments)
+            handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
     try:
         yield
     finally:
@@ -142,10 +155,13 @@ def _recorded_inputs(
 
 def _recorder(
     name: str, cols: int, moments: dict[str, Tensor]
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def record(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if arguments and isinstance(arguments[0], Tensor) and arguments[0].shape[-1] == cols:
-            squares = arguments[0].detach().float().reshape(-1, cols).square().sum(0)
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Of the first argument, by place or by name."""
+
+    def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        x = arguments[0] if arguments else named.get("input", named.get("query"))
+        if isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == cols:
+            squares = x.detach().float().reshape(-1, cols).square().sum(0)
             moments[name] = moments[name] + squares if name in moments else squares
 
     return record
@@ -169,6 +185,7 @@ def measured(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples) 
                 pairs = zip(got, expected, strict=True)
                 error += sum((a.float() - b.float()).square().sum().item() for a, b in pairs)
             found[name] = error / max(noise.square().sum().item(), 1e-30)
+    _check_finite(found)
     return found
 
 

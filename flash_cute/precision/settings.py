@@ -72,7 +72,7 @@ class QuantizationMode(Enum):
     """How local scales are.
 
     - ``STATIC``: fixed and coarse. Weights have a scale a channel. Inputs of layers, where
-      ``base_precision`` has 8 bits, have a scale a layer, from calibration's first batch, else from
+      ``base_precision`` has 8 bits, have a scale a layer, the largest value of calibration, else of
       the first call.
     - ``DYNAMIC``: they follow the values. Weights also may have a scale for every 64 of a row,
       where it pays. Inputs, where ``base_precision`` has 8 bits, have a scale a token that each

@@ -8,13 +8,11 @@ Hopper's forward it may have ``num_splits`` and ``pack_gqa``.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import torch
 
 from flash_cute import library
 from flash_cute.kernels import MOST_SPLITS, Gpu, KernelConfig, as_gpu, is_count, kernels
+from flash_cute.tuning import files
 from flash_cute.tuning.choice import Choice
 
 VERSION = 1
@@ -186,15 +185,17 @@ def checked_path(path: str | os.PathLike[str] | None) -> Path:
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path is {path!r}; expected a file's name")
     found = default_path() if path is None else Path(path)
+    lock = Path(f"{found}.lock")
     try:
         folder = next(x for x in (found.parent, *found.absolute().parents) if x.exists())
-        is_taken = found.exists() and not found.is_file()
-        can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not is_taken
+        can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        can_write &= not found.exists() or (found.is_file() and os.access(found, os.R_OK))
     except OSError:  # a folder that may not be searched
         can_write = False
-    can_write &= "\0" not in str(found)
-    if not can_write:
+    if not can_write or "\0" in str(found):
         raise ValueError(f"path is {str(found)!r}; expected a file that can be written")
+    if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
+        raise ValueError(f"path is {str(found)!r}, and {lock} is no regular file: remove it")
     return found
 
 
@@ -204,49 +205,45 @@ def store(
     """Adds buckets to the section of a GPU and this library. Others stay as they are.
 
     Writers wait for each other at a lock beside the file, and readers see the old file or the new
-    one. A file that cannot be read is kept as ``NAME.unreadable``, and a new one begun.
+    one, of the same mode. A file that cannot be read is kept as ``NAME.unreadable``, with a number
+    if there is one, and a new one begun. Links are not followed: a link at ``path`` is replaced.
 
     Raises:
-        ValueError: the path cannot be written.
+        ValueError: the path cannot be written, or the file would be too large to be read.
+        TimeoutError: another process kept the lock for a minute.
     """
     path = checked_path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            sections = _read(path) if path.exists() else {}
-        except ValueError as error:
-            _log.warning("calibration begun anew: %s", Miss(str(path), str(error)))
-            os.replace(path, f"{path}.unreadable")
-            sections = {}
-        section = sections.setdefault(
-            section_name(gpu),
-            {"gpu": gpu.name, "sms": gpu.sms, "library": library_hash(), "buckets": {}},
-        )
-        section["buckets"].update(buckets)
-        _replace(path, json.dumps({"version": VERSION, "sections": sections}, indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path):
+            _add(path, gpu, buckets)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ValueError(f"path is {str(path)!r}, which cannot be written: {error}") from error
     return path
 
 
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+def _add(path: Path, gpu: Gpu, buckets: dict[str, dict[str, Any]]) -> None:
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        sections = _read(path) if path.exists() else {}
+    except ValueError as error:
+        _log.warning("calibration begun anew: %s", Miss(str(path), str(error)))
+        files.set_aside(path)
+        sections = {}
+    section = sections.setdefault(
+        section_name(gpu),
+        {"gpu": gpu.name, "sms": gpu.sms, "library": library_hash(), "buckets": {}},
+    )
+    section["buckets"].update(buckets)
+    text = json.dumps({"version": VERSION, "sections": sections}, indent=1) + "\n"
+    files.replace(path, text)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sections; ValueError says why it is no calibration file."""
-    if path.exists() and not path.is_file():  # reading a pipe would wait
-        raise ValueError("it is no regular file")
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(files.read_text(path))
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     version = content.get("version") if isinstance(content, dict) else None

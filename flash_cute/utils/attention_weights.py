@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 Projection = tuple[Tensor, Tensor | None]
+_ROWS = 512  # queries at a time
 
 _NAMES = (  # of separate projections: query, key, value, output
     ("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -16,17 +17,17 @@ _NAMES = (  # of separate projections: query, key, value, output
 )
 
 
-def projections_of(layer: nn.Module) -> list[Projection] | None:
-    """(weight, bias) of query, key, value and output in fp64, or None if the layer has other
-    parameters, or their names are not those of torch's or of usual layers."""
-    state = {name: p.detach().double() for name, p in layer.named_parameters()}
+def projections_of(named: Mapping[str, Tensor]) -> list[Projection] | None:
+    """(weight, bias) of query, key, value and output, of a layer's parameters by name or of what
+    else has their names and shapes, such as gradients. None if there are others, or names are not
+    those of torch's or of usual layers."""
     marks = ("in_proj_weight", "q_proj.weight")
-    firsts = [name for name in state if name.endswith(marks)]
+    firsts = [name for name in named if name.endswith(marks)]
     if len(firsts) != 1:
         return None
     prefix = firsts[0].removesuffix(marks[0]).removesuffix(marks[1])
-    own = {name.removeprefix(prefix): p for name, p in state.items() if name.startswith(prefix)}
-    if len(own) != len(state):
+    own = {name.removeprefix(prefix): p for name, p in named.items() if name.startswith(prefix)}
+    if len(own) != len(named):
         return None
     return _packed(own) if marks[0] in own else _separate(own)
 
@@ -61,7 +62,6 @@ def _if_all(left: dict[str, Tensor], found: list[Projection]) -> list[Projection
 def attend(x: Tensor, projections: list[Projection], num_heads: int, causal: bool) -> Tensor:
     """x (batch, seqlen, d_model) through softmax attention, in fp64; query heads may share those of
     keys and values."""
-    x = x.double()
     *inputs, (out_weight, out_bias) = projections
     head_dim = len(inputs[0][0]) // num_heads
     q, k, v = (
@@ -69,9 +69,11 @@ def attend(x: Tensor, projections: list[Projection], num_heads: int, causal: boo
         for weight, bias in inputs
     )
     k, v = (y.repeat_interleave(num_heads // y.shape[1], 1) for y in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    heads = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    return linear(heads, out_weight, out_bias)
+    columns = torch.arange(x.shape[1], device=x.device)
+    heads = []
+    for rows in columns.split(_ROWS):  # so that scores of long sequences are not all there
+        scores = q[:, :, rows] @ k.transpose(-1, -2) * head_dim**-0.5
+        if causal:
+            scores = scores.masked_fill(columns > rows[:, None], float("-inf"))
+        heads.append(scores.softmax(-1) @ v)
+    return linear(torch.cat(heads, 2).transpose(1, 2).flatten(2), out_weight, out_bias)

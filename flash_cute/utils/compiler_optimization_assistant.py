@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def benchmark_attention_performance(
         CUDA events on CUDA, and of the wall clock on the CPU.
 
     Raises:
-        TypeError: ``model`` is no nn.Module, or ``num_trials`` no int.
+        TypeError: ``model`` is no nn.Module, ``num_trials`` no int, or ``input_shape`` no ints.
         ValueError: ``num_trials`` is less than 1, or ``input_shape`` has no sizes or one below 1.
 
     Example::
@@ -39,10 +40,12 @@ def benchmark_attention_performance(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; expected an nn.Module")
-    if not isinstance(num_trials, int) or isinstance(num_trials, bool):
+    if not _is_int(num_trials):
         raise TypeError(f"num_trials is {num_trials!r}; expected an int")
     if num_trials < 1:
         raise ValueError(f"num_trials is {num_trials}; expected at least 1")
+    if not isinstance(input_shape, Sequence) or not all(map(_is_int, input_shape)):
+        raise TypeError(f"input_shape is {input_shape!r}; expected a tuple of ints")
     shape = tuple(input_shape)
     if not shape or any(size < 1 for size in shape):
         raise ValueError(f"input_shape is {shape}; expected sizes of at least 1")
@@ -63,3 +66,7 @@ def benchmark_attention_performance(
         "device": str(device),
         "dtype": str(dtype),
     }
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)

@@ -11,25 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from flash_cute.attention.fp8 import FP8Attention
+from flash_cute import _torch_internals as internals
 from flash_cute.hardware.devices import checked_device
-from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales
-from flash_cute.utils import attention_weights
+from flash_cute.utils import layer_checks as generic
+from flash_cute.utils.attention_weights import attend, projections_of
 from flash_cute.utils.calls import call, device_and_dtype
+from flash_cute.utils.layer_checks import Run, expect, normal
+from flash_cute.utils.layer_values import (
+    LAYOUTS,
+    Reference,
+    Trial,
+    Weights,
+    check_values,
+    laid_out,
+    trials_of,
+)
+from flash_cute.utils.tolerance import Tolerance
 
-_BATCH, _SEQLEN, _OTHER_SEQLENS = 3, 17, (1, 40)
+_BATCH, _SEQLEN, _OTHER_SEQLENS = 3, 17, (1, 40, 130, 515)
 _ROWS = 5
-_TOLERANCES = {  # of the largest element of what is compared
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 6e-2,
-}
+_PARTS = ("query ", "key ", "value ", "output ")
+_LINEAR = {"weight", "bias"}
 
-_TOLERANCE_OF_FP8 = 0.4  # E5M2 has two bits of mantissa, and projections follow each other
-
-Equality = Callable[[str, Tensor, Tensor], None]
-"""Raises AssertionError, with the name of what is compared."""
 Check = Callable[[], str | None]
 """Raises AssertionError if it fails; returns why it was left out, or None."""
 
@@ -56,21 +59,26 @@ class ComponentValidator:
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = None if device is None else checked_device(device)
 
+    @torch.inference_mode(False)
     def validate_attention_component(
         self, attention_layer: nn.Module, d_model: int, num_heads: int
     ) -> dict[str, Any]:
         """Check a layer of self-attention, (batch, seqlen, d_model) to the same shape.
 
         The checks: ``sizes`` (d_model is a multiple of num_heads, and the layer has no others),
-        ``shape`` and ``dtype`` of the output, other ``lengths``, ``finite`` values, ``repeatable``
-        outputs, ``gradients`` (of the input and of every parameter: there and finite, the input's
-        not 0), ``batch`` (entries do not see each other), ``attends`` (tokens see each other), and
-        ``values``: outputs and the input's gradient equal softmax attention, full or causal, of
-        the layer's own weights in fp64. Weights are found if they are the layer's only parameters
+        ``shape`` and ``dtype`` of the output, other ``lengths``, up to 515 tokens, ``finite``
+        values, ``repeatable`` outputs, ``modes`` (the same without gradients; nothing is written
+        to), ``layouts`` of the input, ``gradients`` (of the input and of every parameter: there and
+        finite, the input's not 0), ``batch`` (entries do not see each other), ``attends`` (tokens
+        see each other), and ``values``: outputs and all gradients equal softmax attention, full or
+        causal, of the layer's own weights in fp64. They are compared for up to 2,100 tokens and 70
+        sequences, in evaluation and without dropout in training, in fp64, fp32, bf16 and fp16 as
+        far as the layer takes them. Weights are found if they are the layer's only parameters
         and bear the names of nn.MultiheadAttention, or ``q_proj, k_proj, v_proj, out_proj``; heads
         of keys may be fewer. Values of other layers are not compared, nor of those that have a
-        ``sparsity_ratio`` above 0, a window, a softcap or a ``softmax_scale``. Layers that round to
-        fp8 may be off by 0.4 of the largest element.
+        ``sparsity_ratio`` above 0, a window, a softcap or a ``softmax_scale``: their gradients are
+        held to quotients of differences, but with a ``sparsity_ratio``. Layers that round to fp8
+        may be off by 0.4 of the largest element.
 
         Args:
             attention_layer: takes one tensor; nn.MultiheadAttention itself and outputs that are
@@ -82,90 +90,122 @@ class ComponentValidator:
             A dict: ``passed``, bool; ``checks``, a dict of ``{"passed": bool or None, "detail":
             str}`` by name, where None is a check that was left out; ``failures``, a list of
             str; ``component``, ``device`` and ``dtype``, str.
+
+        Raises:
+            TypeError, ValueError: the layer is no nn.Module, or a size no int of at least 1.
         """
+        _check_counts(d_model=d_model, num_heads=num_heads)
         layer, device, dtype = self._copy(attention_layer)
-
-        def run(x: Tensor) -> Tensor:
-            if getattr(layer, "batch_first", True):
-                return call(layer, x)
-            return call(layer, x.transpose(0, 1)).transpose(0, 1)
-
-        x = _normal((_BATCH, _SEQLEN, d_model), device, dtype)
-        expected = _attention_reference(layer, num_heads)
+        x = normal((_BATCH, _SEQLEN, d_model), device, dtype)
+        others = [normal((2, n, d_model), device, dtype) for n in _OTHER_SEQLENS]
+        sizes = ((2, 1), (1, 40), (2, 130), (70, 3), (1, 515))
+        trials = [Trial((*size, d_model)) for size in sizes]
+        trials.append(Trial((1, 2100, d_model), gradients=False))
+        run, tolerance = _run_of(layer), Tolerance.of(layer)
+        equal, rounds = tolerance.equal, tolerance.least > 0
         checks: dict[str, Check] = {
             "sizes": lambda: _check_sizes(layer, d_model, num_heads),
-            "lengths": lambda: _check_shapes(
-                run, [_normal((_BATCH, n, d_model), device, dtype) for n in _OTHER_SEQLENS], d_model
-            ),
-            "attends": lambda: _check_attends(run, x),
+            "lengths": lambda: generic.check_lengths(run, others, d_model, equal),
+            "attends": lambda: generic.check_attends(run, x),
+            "batch": lambda: _check_batches(run, x, normal((33, 3, d_model), device, dtype), equal),
         }
-        return _results("attention", layer, run, x, d_model, checks, expected)
+        references = _attention_references(layer, num_heads)
+        trials = trials_of(tuple(x.shape), trials, dtype, rounds)
+        return _results("attention", layer, x, d_model, checks, references, trials)
 
+    @torch.inference_mode(False)
     def validate_linear_component(
         self, linear_layer: nn.Module, in_features: int, out_features: int
     ) -> dict[str, Any]:
         """Check a linear layer, (..., in_features) to (..., out_features).
 
         The checks: ``shape`` and ``dtype`` of the output, inputs of other ``lengths`` and numbers
-        of dimensions, ``finite`` values, ``repeatable`` outputs, ``gradients`` (of the input and of
-        every parameter), ``batch`` (rows do not see each other), and ``values``: outputs and the
-        input's gradient equal ``x @ weight.T + bias`` in fp64, where the layer has a ``weight`` of
-        shape (out_features, in_features). All must be ``affine`` in x. Layers that round to fp8
-        may be off by 0.4 of the largest element, those that round to bf16 by 0.06.
+        of dimensions, ``finite`` values, ``repeatable`` outputs, ``modes``, ``layouts``,
+        ``gradients`` (of the input and of every parameter), ``batch`` (each of 300 rows is what it
+        is among four), and ``values``: outputs and all gradients equal ``x @ weight.T + bias`` in
+        fp64, up to 4,100 rows (gradients: 630), if ``weight`` (out_features, in_features) and
+        ``bias`` are the layer's only parameters; of other layers gradients are held to quotients of
+        differences. All must be ``affine`` in x. Layers that round to fp8 may be off by 0.4 of the
+        largest element, those that round to bf16 by 0.06.
 
         Returns:
             A dict as :meth:`validate_attention_component`'s.
+
+        Raises:
+            TypeError, ValueError: as there.
         """
+        _check_counts(in_features=in_features, out_features=out_features)
         layer, device, dtype = self._copy(linear_layer)
-
-        def run(x: Tensor) -> Tensor:
-            return call(layer, x)
-
-        shapes = [(1, in_features), (2, 3, in_features)]
+        shapes = [(1, in_features), (2, 3, in_features), (2, 1, 3, in_features), (300, in_features)]
+        others = [normal(shape, device, dtype) for shape in shapes]
+        run, tolerance = _run_of(layer), Tolerance.of(layer)
+        equal, rounds = tolerance.equal, tolerance.least > 0
         checks: dict[str, Check] = {
-            "lengths": lambda: _check_shapes(
-                run, [_normal(shape, device, dtype) for shape in shapes], out_features
+            "lengths": lambda: generic.check_lengths(run, others, out_features, equal),
+            "affine": lambda: generic.check_affine(
+                run, normal((2, _ROWS, in_features), device, dtype), equal
             ),
-            "affine": lambda: _check_affine(
-                run, _normal((2, _ROWS, in_features), device, dtype), _equality_of(layer)
-            ),
+            "batch": lambda: _check_batches(run, x, others[-1], equal),
         }
-        x = _normal((_ROWS, in_features), device, dtype)
-        expected = _linear_reference(layer, in_features, out_features)
-        return _results("linear", layer, run, x, out_features, checks, expected)
+        x = normal((_ROWS, in_features), device, dtype)
+        references = _linear_references(layer, in_features, out_features)
+        trials = [Trial(shape) for shape in (*shapes, (9, 70, in_features))]
+        trials.append(Trial((4100, in_features), gradients=False))
+        trials = trials_of(tuple(x.shape), trials, dtype, rounds)
+        return _results("linear", layer, x, out_features, checks, references, trials)
 
     def _copy(self, layer: nn.Module) -> tuple[nn.Module, torch.device, torch.dtype]:
         if not isinstance(layer, nn.Module):
             raise TypeError(f"the layer is {type(layer).__name__}; expected an nn.Module")
         made = copy.deepcopy(layer).eval()
+        internals.copy_gradient_hooks(layer, made)
         made.zero_grad()
         if self.device is not None:
             made.to(self.device)
         return made, *device_and_dtype(made)
 
 
-Reference = Callable[[Tensor], Tensor]
+def _check_counts(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is {size!r}; expected an int")
+        if size < 1:
+            raise ValueError(f"{name} is {size}; expected at least 1")
+
+
+def _run_of(layer: nn.Module) -> Run:
+    """The layer on (batch, seqlen, d_model), or on rows."""
+
+    def run(x: Tensor) -> Tensor:
+        if getattr(layer, "batch_first", True):
+            return call(layer, x)
+        return call(layer, x.transpose(0, 1)).transpose(0, 1)
+
+    return run
 
 
 def _results(
     component: str,
     layer: nn.Module,
-    run: Callable[[Tensor], Tensor],
     x: Tensor,
     width: int,
     more: dict[str, Check],
-    expected: list[Reference],
+    references: list[Reference],
+    trials: list[Trial],
 ) -> dict[str, Any]:
     """The checks that all components share, and ``more``."""
-    equal = _equality_of(layer)
+    run, tolerance = _run_of(layer), Tolerance.of(layer)
+    equal = tolerance.equal
+    views = [laid_out(x, layout) for layout in LAYOUTS]
     checks: dict[str, Check] = {
-        "shape": lambda: _check_shapes(run, [x], width),
-        "dtype": lambda: _check_dtype(run(x), x),
-        "finite": lambda: _check_finite("the output", run(x)),
+        "shape": lambda: generic.check_shapes(run, [x], width),
+        "dtype": lambda: generic.check_dtype(run(x), x),
+        "finite": lambda: generic.check_finite("the output", run(x)),
         "repeatable": lambda: equal("a second output", run(x), run(x)),
-        "gradients": lambda: _check_gradients(layer, run, x),
-        "batch": lambda: _check_batch(run, x, equal),
-        "values": lambda: _check_values(run, x, expected, equal),
+        "modes": lambda: generic.check_modes(layer, run, x, equal),
+        "layouts": lambda: generic.check_layouts(run, views, equal),
+        "gradients": lambda: _check_gradients(layer, run, x, bool(references)),
+        "values": lambda: check_values(layer, _run_of, trials, references, tolerance),
         **more,
     }
     devices = [x.device] if x.is_cuda else []
@@ -192,137 +232,49 @@ def _outcome(check: Check) -> dict[str, Any]:
     return {"passed": True, "detail": "ok"}
 
 
-def _normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-
-# --- the checks ----------------------------------------------------------------------------------
-
-
-def _expect(right: bool, otherwise: str) -> None:
-    if not right:
-        raise AssertionError(otherwise)
-
-
 def _check_sizes(layer: nn.Module, d_model: int, num_heads: int) -> None:
-    _expect(d_model % num_heads == 0, f"{num_heads} heads do not divide {d_model}")
+    expect(d_model % num_heads == 0, f"{num_heads} heads do not divide {d_model}")
     for name, given in (("d_model", d_model), ("embed_dim", d_model), ("num_heads", num_heads)):
         own = [getattr(m, name) for m in layer.modules() if isinstance(getattr(m, name, 0.0), int)]
-        _expect(not own or given in own, f"the layer has {name} {own}, not {given}")
+        expect(not own or given in own, f"the layer has {name} {own}, not {given}")
 
 
-def _check_shapes(run: Callable[[Tensor], Tensor], inputs: list[Tensor], width: int) -> None:
-    for x in inputs:
-        given, expected = tuple(run(x).shape), (*x.shape[:-1], width)
-        _expect(given == expected, f"{tuple(x.shape)} became {given}; expected {expected}")
+def _check_batches(run: Run, few: Tensor, many: Tensor, equal: generic.Equality) -> None:
+    generic.check_batch(run, few, equal)
+    generic.check_batch(run, many, equal, chunk=4)
 
 
-def _check_dtype(out: Tensor, x: Tensor) -> None:
-    _expect(out.dtype == x.dtype, f"the output is {out.dtype}; the input is {x.dtype}")
-    _expect(out.device == x.device, f"the output is on {out.device}; the input on {x.device}")
+def _check_gradients(layer: nn.Module, run: Run, x: Tensor, compared: bool) -> None:
+    """There and finite; those that no reference tells are quotients of differences, but of layers
+    that round, or choose keys by their scores: these are not smooth."""
+    generic.check_gradients(layer, run, x)
+    chooses = any(bool(getattr(m, "sparsity_ratio", 0)) for m in layer.modules())
+    if not compared and not chooses and Tolerance.of(layer).least == 0:
+        generic.check_differences(layer, _run_of, x)
 
 
-def _check_finite(name: str, x: Tensor) -> None:
-    count = int((~x.isfinite()).sum())
-    _expect(count == 0, f"{count} elements of {name} are NaN or infinite")
-
-
-def _equality_of(layer: nn.Module) -> Equality:
-    """Equal up to the rounding of given's dtype, or to that of what a layer multiplies."""
-    least = 0.0
-    for module in layer.modules():
-        if isinstance(module, (FP8LinearLayer, FP8Scales, FP8Attention)):
-            least = _TOLERANCE_OF_FP8
-        elif getattr(module, "optimization_level", None) == "aggressive":
-            least = max(least, _TOLERANCES[torch.bfloat16])
-    return partial(_check_equal, least=least)
-
-
-def _check_equal(name: str, given: Tensor, expected: Tensor, least: float) -> None:
-    error, largest = _distance(given, expected)
-    allowed = max(least, _TOLERANCES.get(given.dtype, 0.0)) * largest
-    _expect(error <= allowed, f"{name} is off by {error:.3g}; {allowed:.3g} is allowed")
-
-
-def _distance(given: Tensor, expected: Tensor) -> tuple[float, float]:
-    """(largest difference, largest element)."""
-    _expect(given.shape == expected.shape, f"{tuple(given.shape)}, not {tuple(expected.shape)}")
-    given, expected = given.detach().double(), expected.detach().double()
-    return float((given - expected).abs().max()), float(expected.abs().max())
-
-
-def _check_gradients(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    x = x.clone().requires_grad_()
-    out = run(x)
-    _expect(out.requires_grad, "the output has no gradient")
-    named = {"the input": x, **dict(layer.named_parameters())}
-    wanted = {name: p for name, p in named.items() if p.requires_grad}
-    gradients = torch.autograd.grad(
-        out, list(wanted.values()), _normal(tuple(out.shape), x.device, x.dtype), allow_unused=True
-    )
-    for name, gradient in zip(wanted, gradients, strict=True):
-        _expect(gradient is not None, f"{name} gets no gradient")
-        _check_finite(f"the gradient of {name}", gradient)
-    _expect(bool(gradients[0].any()), "the gradient of the input is 0")
-
-
-def _check_batch(run: Callable[[Tensor], Tensor], x: Tensor, equal: Equality) -> None:
-    """Each entry alone gives what it gives beside others."""
-    out = run(x)
-    for i in range(len(x)):
-        equal(f"entry {i} alone", run(x[i : i + 1]), out[i : i + 1])
-
-
-def _check_attends(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """The last token, which any mask lets see the others, changes with them."""
-    other = torch.cat([x[:, :-1].flip(-1), x[:, -1:]], dim=1)
-    error, _ = _distance(run(other)[:, -1], run(x)[:, -1])
-    _expect(error > 0, "the last token's output does not depend on other tokens")
-
-
-def _check_affine(run: Callable[[Tensor], Tensor], pair: Tensor, equal: Equality) -> None:
-    x, y = pair.unbind()
-    offset = run(torch.zeros_like(x))
-    equal("f((x + y) / 2)", run((x + y) / 2), (run(x) + run(y)) / 2)
-    equal("f(-x)", run(-x) - offset, offset - run(x))
-
-
-def _check_values(
-    run: Callable[[Tensor], Tensor], x: Tensor, expected: list[Reference], equal: Equality
-) -> str | None:
-    """Output and gradient equal those of one of the references."""
-    if not expected:
-        return "the layer's weights are not recognised"
-    x = x.clone().requires_grad_()
-    out = run(x)
-    grad_out = _normal(tuple(out.shape), x.device, x.dtype)
-    (grad,) = torch.autograd.grad(out, x, grad_out)
-    failures = []
-    for reference in expected:
-        ideal = reference(x)
-        (ideal_grad,) = torch.autograd.grad(ideal, x, grad_out.double())
-        try:
-            equal("the output", out, ideal)
-            equal("the input's gradient", grad, ideal_grad)
-            return None
-        except AssertionError as error:
-            failures.append(str(error))
-    raise AssertionError("; or ".join(failures))
-
-
-# --- references ----------------------------------------------------------------------------------
-
-
-def _attention_reference(layer: nn.Module, num_heads: int) -> list[Reference]:
+def _attention_references(layer: nn.Module, num_heads: int) -> list[Reference]:
     """Full and causal attention of the layer's weights; nothing if they are not recognised."""
-    projections = attention_weights.projections_of(layer)
-    if projections is None or any(map(_has_rules, layer.modules())):
+    weights = dict(layer.named_parameters())
+    if projections_of(weights) is None or any(map(_has_rules, layer.modules())):
         return []
     return [
-        lambda x, causal=causal: attention_weights.attend(x, projections, num_heads, causal)  # type: ignore[misc]
+        Reference(partial(_attention, num_heads, causal), _parts_of_attention)
         for causal in (False, True)
     ]
+
+
+def _attention(num_heads: int, causal: bool, x: Tensor, weights: Weights) -> Tensor:
+    projections = projections_of(weights)
+    assert projections is not None
+    return attend(x, projections, num_heads, causal)
+
+
+def _parts_of_attention(named: Weights) -> dict[str, tuple[Tensor, Tensor | None]]:
+    projections = projections_of(named)
+    if projections is None:  # some weights have no gradients
+        return {f"{name} ": (x, None) for name, x in named.items()}
+    return dict(zip(_PARTS, projections, strict=True))
 
 
 def _has_rules(module: nn.Module) -> bool:
@@ -337,9 +289,15 @@ def _has_rules(module: nn.Module) -> bool:
     )
 
 
-def _linear_reference(layer: nn.Module, in_features: int, out_features: int) -> list[Reference]:
-    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-    if not isinstance(weight, Tensor) or weight.shape != (out_features, in_features):
+def _linear_references(layer: nn.Module, in_features: int, out_features: int) -> list[Reference]:
+    """Of a layer whose only parameters are ``weight`` and, perhaps, ``bias``."""
+    named = dict(layer.named_parameters())
+    weight = named.get("weight")
+    if weight is None or weight.shape != (out_features, in_features) or named.keys() - _LINEAR:
         return []
-    bias = bias.detach().double() if isinstance(bias, Tensor) else None
-    return [lambda x: linear(x.double(), weight.detach().double(), bias)]
+    return [
+        Reference(
+            lambda x, weights: linear(x, weights["weight"], weights.get("bias")),
+            lambda named: {f"{name} ": (x, None) for name, x in named.items()},
+        )
+    ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import flash_cute
 
@@ -86,3 +87,15 @@ def training_step(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 def weight_bytes(model: nn.Module) -> int:
     return sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+
+
+def allocator_peak(run: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator of the CPU had given out at once during ``run``."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most

@@ -106,5 +106,8 @@ def test_wrong_arguments():
         benchmark_attention_performance(model, ())
     with pytest.raises(ValueError, match="input_shape is"):
         benchmark_attention_performance(model, (0, 8))
+    for shape in (8, (1, 8.0), (True, 8), "18"):
+        with pytest.raises(TypeError, match="input_shape is"):
+            benchmark_attention_performance(model, shape)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model is function"):
         benchmark_attention_performance(test_statistics, (1, 8))  # type: ignore[arg-type]

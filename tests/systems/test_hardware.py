@@ -72,6 +72,38 @@ def test_available_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path):
     assert available_memory(CPU) > 2**26
 
 
+def test_limits_of_nested_control_groups_count(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Of version 2 and of version 1, of any group above; pages of files can be had."""
+    roots = [tmp_path / "two", tmp_path / "one"]
+    names = [("memory.max", "memory.current"), ("limit_in_bytes", "usage_in_bytes")]
+    files = [tuple(str(root / n) for n in pair) for root, pair in zip(roots, names, strict=True)]
+    monkeypatch.setattr(hardware_devices, "_CGROUP_FILES", tuple(files))
+    own = tmp_path / "cgroup"
+    monkeypatch.setattr(hardware_devices, "_OWN_GROUPS", own)
+    for root, (limit, used), line in zip(
+        roots, names, ("0::/slice/task", "4:cpu,memory:/slice/task"), strict=True
+    ):
+        own.write_text(f"9:freezer:/other\n{line}\n")
+        deep = root / "slice" / "task"
+        deep.mkdir(parents=True)
+        (deep / limit).write_text("max")
+        (deep / used).write_text("2048")
+        (deep.parent / limit).write_text(str(2**20))
+        (deep.parent / used).write_text("4096")
+        assert available_memory(CPU) == 2**20 - 4096
+        (deep.parent / "memory.stat").write_text("anon 7\ninactive_file 1024\n")
+        assert available_memory("cpu") == 2**20 - 3072
+        (deep / limit).write_text("5000")
+        assert available_memory(CPU) == 5000 - 2048
+
+
+def test_available_memory_of_no_device():
+    with pytest.raises(TypeError, match="device is 3; expected"):
+        available_memory(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="torch has here"):
+        available_memory("cuda:99")
+
+
 def test_available_memory_of_cuda(cuda):
     device = torch.device(cuda, 0)
     before = available_memory(device)

@@ -150,6 +150,8 @@ def test_wrong_arguments():
         hal.estimate_memory_usage(nn.Linear(7, 7), 2, [torch.ones(7)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size is 0"):
         hal.estimate_memory_usage(mlp(), 0)
+    with pytest.raises(TypeError, match="training is 1; expected a bool"):
+        hal.estimate_memory_usage(mlp(), 2, training=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"batch_size is 2\.5"):
         hal.estimate_memory_usage(mlp(), 2.5)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="ByValues cannot be traced"):

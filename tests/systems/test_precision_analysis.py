@@ -100,5 +100,7 @@ def test_nothing_to_save_and_refusals():
     assert found["potential_savings"] == 0 and found["recommendations"] == []
     with pytest.raises(TypeError, match="model must be"):
         analyze_precision_opportunities(sample(2), sample(2, 4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sample_input must be a tensor, not list"):
+        analyze_precision_opportunities(nn.Linear(4, 4), [sample(2, 4)])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         analyze_precision_opportunities(nn.Linear(64, 64).half(), sample(2, 5))

@@ -16,7 +16,7 @@ from calibrated import FEW_QUERIES, H100, PROBLEM, PROBLEMS, fitting, others
 
 from flash_cute import kernels
 from flash_cute.kernels import GPUS
-from flash_cute.tuning import Choice, calibration
+from flash_cute.tuning import Choice, calibration, files
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
 
@@ -105,6 +105,102 @@ def test_a_pipe_is_a_miss(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     assert "no regular file" in kernels.use_calibration(path).misses[0].reason
+
+
+def test_a_huge_file_is_a_miss_and_takes_no_memory(tmp_path):
+    path = tmp_path / "calibration.json"
+    with open(path, "wb") as file:
+        file.truncate(1 << 38)
+    assert "more than 4194304 bytes" in kernels.use_calibration(path).misses[0].reason
+    rules = stored(path)
+    assert calibration.load(path).kernels == rules
+    assert path.with_name("calibration.json.unreadable").stat().st_size == 1 << 38
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path):
+    path, target = tmp_path / "calibration.json", tmp_path / "precious"
+    target.write_text("kept")
+    lock = tmp_path / "calibration.json.lock"
+    lock.symlink_to(target)
+    for ask in (calibration.checked_path, stored):
+        with pytest.raises(ValueError, match=r"calibration\.json\.lock is no regular file"):
+            ask(path)
+    lock.unlink()
+    lock.symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="is no regular file"):
+        stored(path)
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(ValueError, match="is no regular file"):
+        stored(path)
+    assert target.read_text() == "kept" and not path.exists()
+    lock.unlink()
+    os.link(target, lock)  # a second name of a file: locked, not written
+    stored(path)
+    assert target.read_text() == "kept"
+
+
+def test_a_link_put_at_the_lock_meanwhile_is_not_followed(tmp_path, monkeypatch):
+    path, target = tmp_path / "calibration.json", tmp_path / "precious"
+    target.write_text("kept")
+    (tmp_path / "calibration.json.lock").symlink_to(target)
+    monkeypatch.setattr(calibration, "checked_path", lambda path: path)
+    monkeypatch.setattr(type(path), "is_symlink", lambda path: False)
+    with pytest.raises(ValueError, match="cannot be written"):
+        stored(path)
+    assert target.read_text() == "kept"
+
+
+def test_a_link_to_a_file_is_read_and_replaced(tmp_path):
+    path, target = tmp_path / "calibration.json", tmp_path / "mine.json"
+    rules = stored(target)
+    before = target.read_bytes()
+    path.symlink_to(target)
+    assert calibration.load(path).kernels == rules
+    calibration.store(H100, {bucket_of(1, 1): {"kernel": fitting(PROBLEM)[0]}}, path)
+    assert target.read_bytes() == before and not path.is_symlink()
+    assert len(calibration.load(path).kernels) == 2
+
+
+def test_modes_and_files_kept_aside_stay(tmp_path):
+    path = tmp_path / "calibration.json"
+    stored(path)
+    path.chmod(0o640)
+    stored(path)
+    assert path.stat().st_mode & 0o777 == 0o640
+    for content in ("first", "second"):
+        path.write_text(content)
+        stored(path)
+    assert (tmp_path / "calibration.json.unreadable").read_text() == "first"
+    assert (tmp_path / "calibration.json.unreadable2").read_text() == "second"
+    assert {x.suffix for x in tmp_path.iterdir()} <= {
+        ".json", ".lock", ".unreadable", ".unreadable2",
+    }  # fmt: skip
+
+
+def test_a_lock_that_is_kept_ends_in_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "calibration.json"
+    monkeypatch.setattr(files, "_SECONDS", 0.05)
+    with files.locked(path), pytest.raises(TimeoutError, match="lock locked"):
+        stored(path)
+    assert not path.exists()
+    stored(path)
+
+
+def test_a_name_that_the_system_refuses_is_an_error_of_the_path(tmp_path):
+    with pytest.raises(ValueError, match="path is"):
+        stored(tmp_path / (252 * "n"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "calibration.json"
+    stored(path)
+    before = path.read_bytes()
+    entries = {f"{i:07}" * 8: {"kernel": "none"} for i in range(60_000)}
+    with pytest.raises(ValueError, match="at most 4194304 are read"):
+        calibration.store(H100, entries, path)
+    assert path.read_bytes() == before
 
 
 ANY_BUCKET = kernels.bucket(PROBLEM, "h100")

@@ -41,6 +41,27 @@ def test_the_optimal_pair_runs_the_planned_kernel():
                 assert bytes_of_pair <= kernels.GPUS[gpu].smem_optin
 
 
+def test_optimal_sizes_follow_the_length():
+    """No more rows or columns than there are, and the planned kernel of that length."""
+    for use_half in (False, True):
+        dtype = torch.float16 if use_half else torch.float32
+        for length in (1, 7, 16, 33, 64, 100, 128, 4096):
+            bc, br = flash_cute.get_optimal_block_sizes(length, 128, use_half)
+            problem = kernels.Problem(dtype=dtype, heads=128, seqlen_q=length, head_dim=128)
+            planned = kernels.plan(problem).kernel
+            whole = (bc, br) == (planned.block_n, planned.block_m)
+            assert whole or kernels.nearest(problem, br, bc) == planned.id
+            if not use_half:
+                assert (bc, br) == (min(planned.block_n, length), min(planned.block_m, length))
+    with pytest.raises(ValueError, match="sequence_length is 2147483648; the library counts up"):
+        flash_cute.get_optimal_block_sizes(2**31, 128)
+    for i, name in enumerate(("batch_size", "num_heads", "seq_len")):
+        sizes = [1, 1, 1, 64]
+        sizes[i] = 2**31
+        with pytest.raises(ValueError, match=f"{name} is 2147483648"):
+            flash_cute.estimate_memory_usage(*sizes)
+
+
 @pytest.mark.parametrize(
     ("tile", "dtype", "dim", "gpu", "begins"),
     [

@@ -6,6 +6,7 @@ Those that graphs need are in tests/unit/test_torch_internals_graphs.py.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import os
 import re
@@ -26,6 +27,7 @@ from flash_cute import _torch_internals as internals
 
 PACKAGE = Path(flash_cute.__file__).parent
 HOME = PACKAGE / "_torch_internals.py"
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, as Python documents them
 # Other libraries' symbols that are not public, each library's in one file.
 OTHERS = {PACKAGE / "integrations" / "transformers" / "registry.py"}
 
@@ -59,14 +61,14 @@ def own_names() -> set[str]:
 
 def test_private_symbols_live_in_one_file():
     """Elsewhere a private name is flash_cute's own, or an object's that it made."""
-    own, found = own_names(), []
+    known, found = own_names() | {HOME.stem} | OF_NAMED_TUPLES, []
     for path in PACKAGE.rglob("*.py"):
         for node in [] if path == HOME else ast.walk(ast.parse(path.read_text())):
             for name in names_in(node):
                 parts = set(filter(private, name.split(".")))
                 if path in OTHERS and not name.startswith("torch."):
                     continue
-                if parts if name.startswith("torch.") else parts - own - {HOME.stem}:
+                if parts if name.startswith("torch.") else parts - known:
                     found.append(f"{path.name}:{node.lineno}: {name}")
     assert not found, found
 
@@ -256,6 +258,33 @@ def test_dispatch_mode_sees_every_op_and_backward_s():
     x.cos()
     assert {"aten.sin.default", "aten.mul.Tensor", "aten.cos.default"} <= set(seen)
     assert seen.count("aten.cos.default") == 1
+
+
+def test_memory_events_are_those_of_the_allocator():
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profiled:
+        kept = torch.ones(1000)
+        address = torch.ones(3000).data_ptr()
+    events = internals.memory_events(profiled)
+    assert events == [(kept.data_ptr(), 4000), (address, 12000), (address, -12000)]
+
+
+def test_plain_torch_function_makes_a_class_of_tensors_whose_results_are_plain():
+    class Named(torch.Tensor):
+        __torch_function__ = internals.plain_torch_function
+
+    x = torch.ones(2, 2).as_subclass(Named)
+    assert type(x) is Named and type(x @ x) is type(x.t()) is torch.Tensor
+    assert not torch.overrides.has_torch_function((x,))
+
+
+def test_hooks_on_gradients_are_copied():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.register_hook(lambda grad: 3 * grad)
+    made = copy.deepcopy(layer)
+    internals.copy_gradient_hooks(layer, made)
+    x = torch.ones(1, 2)
+    (weight, bias) = torch.autograd.grad(made(x).sum(), [made.weight, made.bias])
+    assert torch.equal(weight, torch.full((2, 2), 3.0)) and torch.equal(bias, torch.ones(2))
 
 
 def test_samples_of_several_gradients():

@@ -1,0 +1,58 @@
+"""What the CPU's allocator gives out during a step, workspaces inside of ops included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+from flash_cute import _torch_internals as internals
+
+Events = list[tuple[int, int]]
+"""In the order of time: the number of an allocation, and its bytes, below 0 when it is freed."""
+
+
+def peak(events: Events) -> int:
+    """The most bytes that lived at once."""
+    live = most = 0
+    for _, size in events:
+        live += size
+        most = max(most, live)
+    return most
+
+
+def recorded(run: Callable[[], Iterable[Tensor]]) -> Events:
+    """The events of a run, but for those of the tensors that it returns."""
+    with profile(use_cpu=True, profile_memory=True) as profiled:
+        kept = list(run())
+    left_out = {x.untyped_storage().data_ptr() for x in kept}
+    living: dict[int, int] = {}  # numbers by address
+    events: Events = []
+    for address, size in internals.memory_events(profiled):
+        if size > 0:
+            living[address] = len(events)
+            events.append((len(events), size))
+        elif address in living:  # else of memory from before
+            events.append((living.pop(address), size))
+    ignored = {number for address, number in living.items() if address in left_out}
+    return [(number, size) for number, size in events if number not in ignored]
+
+
+def extrapolated(
+    events: tuple[Events, Events], batches: tuple[int, int], batch: int
+) -> Events | None:
+    """The events of a step of another batch, each with bytes on the line through those of two. None
+    if the two steps did not do the same, or something took fewer bytes for more samples."""
+    first, second = events
+    if [number for number, _ in first] != [number for number, _ in second]:
+        return None
+    found = []
+    for (number, one), (_, two) in zip(first, second, strict=True):
+        per_sample = (two - one) / (batches[1] - batches[0])
+        at_zero = one - per_sample * batches[0]
+        sign = 1 if one > 0 else -1
+        if sign * per_sample < 0 or sign * at_zero < -0.01 * abs(one):
+            return None
+        found.append((number, round(at_zero + per_sample * batch)))
+    return found

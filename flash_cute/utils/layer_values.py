@@ -1,0 +1,175 @@
+"""Whether a layer's results and gradients are those of its own weights in fp64, in every situation
+that a layer meets: sizes, layouts, magnitudes, modes, dtypes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute.utils.layer_checks import Run, expect, normal, without_dropout
+from flash_cute.utils.tolerance import Tolerance
+
+Weights = Mapping[str, Tensor]
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError)
+LAYOUTS = ("transposed", "by columns", "strided", "expanded", "offset")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a layer must compute: ``forward(x, weights)`` in fp64, and how what has the names and
+    shapes of its parameters falls into parts of one magnitude, (weight, bias or None) by name."""
+
+    forward: Callable[[Tensor, Weights], Tensor]
+    parts: Callable[[Weights], dict[str, tuple[Tensor, Tensor | None]]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A situation: the input's shape, layout and magnitude, and whether gradients are compared."""
+
+    shape: tuple[int, ...]
+    layout: str = "contiguous"
+    scale: float = 1.0
+    gradients: bool = True
+    training: bool = False
+    dtype: torch.dtype | None = None  # None is the layer's own
+
+    def input(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return laid_out(self.scale * normal(self.shape, device, dtype), self.layout)
+
+    def __str__(self) -> str:
+        words = [f"input {self.shape}", "" if self.layout == "contiguous" else self.layout]
+        words.append("" if self.scale == 1 else f"times {self.scale:g}")
+        words.append("in training" if self.training else "")
+        words.append("" if self.dtype is None else f"in {self.dtype}")
+        return ", ".join(filter(None, words))
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values in other memory; all entries are the first if it is expanded."""
+    if layout == "transposed":
+        return x.transpose(0, -2).contiguous().transpose(0, -2)
+    if layout == "by columns":
+        return x.mT.contiguous().mT
+    if layout == "strided":
+        return torch.stack([x, -x], -1).flatten(-2)[..., ::2]
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    return torch.cat([x[:1], x])[1:] if layout == "offset" else x
+
+
+def trials_of(
+    base: tuple[int, ...], others: Iterable[Trial], dtype: torch.dtype, rounds: bool
+) -> list[Trial]:
+    """Of the layer's own dtype in evaluation, then in training, then in other dtypes. ``base`` is
+    the first. Large inputs, whose scores rounding spreads, are left to layers that do not round."""
+    exact = dtype in (torch.float64, torch.float32) and not rounds
+    own = [Trial(base), *(Trial(base, layout) for layout in LAYOUTS), *others]
+    own += [Trial(base, scale=scale) for scale in ((4.0, 0.01) if exact else (0.01,))]
+    own.append(Trial(base, scale=0.0, gradients=False))
+    longer = max((trial for trial in own if trial.gradients), key=lambda t: t.shape[-2])
+    modes = [Trial(base, training=True), replace(longer, training=True)]
+    casts = [d for d in _DTYPES if d != dtype]
+    return [*own, *modes, *(replace(t, dtype=d) for d in casts for t in (own[0], modes[0]))]
+
+
+def check_values(
+    layer: nn.Module, run_of: Callable[[nn.Module], Run], trials: list[Trial],
+    references: list[Reference], tolerance: Tolerance,
+) -> str | None:  # fmt: skip
+    """One of the references must hold in all trials. Returns why none was tried, or None."""
+    if not references:
+        return "the layer's weights are not recognised"
+    failures = []
+    for reference in references:
+        try:
+            compare(layer, run_of, trials[0], reference, tolerance)
+        except AssertionError as error:
+            failures.append(str(error))
+            continue
+        for trial in trials[1:]:
+            compare(layer, run_of, trial, reference, tolerance)
+        return None
+    raise AssertionError("; or ".join(failures))
+
+
+def compare(
+    layer: nn.Module, run_of: Callable[[nn.Module], Run], trial: Trial, reference: Reference,
+    tolerance: Tolerance,
+) -> None:  # fmt: skip
+    """Raises AssertionError unless output and gradients are the reference's. Passed over are dtypes
+    that the layer refuses, and training if it is random for other reasons than dropout."""
+    first = next(p for p in layer.parameters() if p.is_floating_point())
+    dtype = trial.dtype or first.dtype
+    if trial.training or trial.dtype is not None:
+        layer = copy.deepcopy(layer).to(dtype)
+        without_dropout(layer).train(trial.training)
+    run, x = run_of(layer), trial.input(first.device, dtype)
+    weights = dict(layer.named_parameters())
+    try:
+        given = results(run, x, weights, trial)
+        again = run(x) if trial.training else None
+    except _REFUSALS:
+        if trial.dtype is not None:
+            return
+        raise
+    if again is not None and not torch.equal(again, given.out):
+        return
+    ideal = results(reference.forward, x, weights, trial, exact=True)
+    tolerance.equal(f"the output of {trial}", given.out, ideal.out)
+    if trial.gradients:
+        assert given.of_input is not None and ideal.of_input is not None
+        tolerance.equal(f"the input's gradient, {trial},", given.of_input, ideal.of_input)
+        _compare_parts(trial, given.of_weights, ideal.of_weights, reference, tolerance)
+
+
+@dataclass(frozen=True)
+class Results:
+    out: Tensor
+    of_input: Tensor | None
+    of_weights: dict[str, Tensor]
+
+
+def results(
+    run: Callable[..., Tensor], x: Tensor, weights: Weights, trial: Trial, exact: bool = False
+) -> Results:
+    """Output and gradients; if ``exact``, of a function of fp64 copies of input and weights."""
+    wanted = [name for name, p in weights.items() if p.requires_grad]
+    dtype = x.dtype
+    if exact:
+        x, flags = x.detach().double(), {name: p.requires_grad for name, p in weights.items()}
+        weights = {n: p.detach().double().requires_grad_(flags[n]) for n, p in weights.items()}
+    x = x.detach().requires_grad_(trial.gradients)
+    with torch.set_grad_enabled(trial.gradients):
+        out = run(x, weights) if exact else run(x)
+    if not trial.gradients:
+        return Results(out.detach(), None, {})
+    expect(out.requires_grad, "the output has no gradient")
+    grad_out = normal(tuple(out.shape), out.device, dtype).to(out.dtype)
+    if trial.layout != "contiguous":  # as sum().backward() gives it, but in its last dimension
+        grad_out = grad_out[:1].expand(out.shape)
+    found = torch.autograd.grad(
+        out, [x, *(weights[n] for n in wanted)], grad_out, allow_unused=True, materialize_grads=True
+    )
+    return Results(out.detach(), found[0], dict(zip(wanted, found[1:], strict=True)))
+
+
+def _compare_parts(
+    trial: Trial, given: Weights, ideal: Weights, reference: Reference, tolerance: Tolerance
+) -> None:
+    """Each projection on its own, as their gradients differ in size; but gradients that cancel to
+    nothing, as those of a bias of keys do, are measured by the others."""
+    right = reference.parts(ideal)
+    largest = max(
+        (float(t.abs().max()) for pair in right.values() for t in pair if t is not None),
+        default=0.0,
+    )
+    for name, pair in reference.parts(given).items():
+        for kind, mine, its in zip(("weight", "bias"), pair, right[name], strict=True):
+            if mine is not None and its is not None:
+                tolerance.equal(f"the gradient of {name}{kind}, {trial},", mine, its, largest)

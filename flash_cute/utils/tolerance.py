@@ -1,0 +1,62 @@
+"""How far a layer's numbers may be off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute.attention.fp8 import FP8Attention
+from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales
+
+_OF_ELEMENTS = {  # of the largest element of what is compared
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 6e-2,
+}
+_OF_FP8 = 0.4  # E5M2 has two bits of mantissa, and projections follow each other
+_OF_FACTOR = 0.2  # of an element's: rounding cancels in a sum over all
+_OF_OTHERS = {torch.float16: 0.3, torch.bfloat16: 0.3}  # of what is larger beside it
+_SMALL = 0.01
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Equal up to the rounding of a dtype, or to ``least``, that of what a layer multiplies."""
+
+    least: float = 0.0
+
+    @staticmethod
+    def of(layer: nn.Module) -> Tolerance:
+        least = 0.0
+        for module in layer.modules():
+            if isinstance(module, (FP8LinearLayer, FP8Scales, FP8Attention)):
+                least = _OF_FP8
+            elif getattr(module, "optimization_level", None) == "aggressive":
+                least = max(least, _OF_ELEMENTS[torch.bfloat16])
+        return Tolerance(least)
+
+    def equal(self, name: str, given: Tensor, expected: Tensor, beside: float = 0.0) -> None:
+        """Raises AssertionError unless all elements are equal, and no factor is on all of them.
+
+        Errors are measured by the largest element of ``expected``, or by a part of ``beside``, the
+        largest of what is computed together with it.
+        """
+        if given.shape != expected.shape:
+            raise AssertionError(f"{tuple(given.shape)}, not {tuple(expected.shape)}")
+        share = max(self.least, _OF_ELEMENTS.get(given.dtype, 0.0))
+        part = max(_OF_OTHERS.get(given.dtype, _SMALL), self.least)
+        dtype, given, expected = given.dtype, given.detach().double(), expected.detach().double()
+        size = max(float(expected.abs().max()), part * beside)
+        error = float((given - expected).abs().max())
+        if not error <= share * size:
+            raise AssertionError(f"{name} is off by {error:.3g}; {share * size:.3g} is allowed")
+        square = float(expected.square().sum())
+        if square <= 0 or float(expected.abs().max()) < size:
+            return
+        factor = float((given * expected).sum()) / square
+        allowed = max(_OF_FACTOR * _OF_ELEMENTS.get(dtype, 0.0), self.least / 2)
+        if not abs(factor - 1) <= allowed:
+            raise AssertionError(f"{name} is {factor:.6g} times what it must be")
