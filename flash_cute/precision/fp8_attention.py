@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_cute.precision.formats import FP8Config
-from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales, fp8_linear
+from flash_cute.precision.fp8_linear import FP8LinearLayer, fp8_linear
+from flash_cute.precision.fp8_scales import FP8Scales
 
 
 class FP8MultiheadAttention(nn.MultiheadAttention):

@@ -13,7 +13,8 @@ from flash_cute.core.linear import OptimizedLinear
 from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.precision.formats import FP8Config
 from flash_cute.precision.fp8_attention import FP8MultiheadAttention
-from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales
+from flash_cute.precision.fp8_linear import FP8LinearLayer
+from flash_cute.precision.fp8_scales import FP8Scales
 
 
 def convert_model_to_fp8(
