@@ -92,6 +92,13 @@ class FP8Config:
             check_positive("loss_scale", self.loss_scale, largest=LARGEST_LOSS_SCALE)
 
 
+def checked_config(name: str, given: FP8Config | None) -> FP8Config:
+    """The config; the default for None."""
+    if given is not None and not isinstance(given, FP8Config):
+        raise TypeError(f"{name} must be an FP8Config, not {type(given).__name__}")
+    return FP8Config() if given is None else given
+
+
 def check_whole(name: str, given: Any, least: int, most: float = math.inf) -> None:
     """Refuses what is no int, or is out of its range."""
     if isinstance(given, bool) or not isinstance(given, int):

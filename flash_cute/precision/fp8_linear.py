@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_cute.ops.autograd import once_differentiable
-from flash_cute.precision.formats import FP8Config
+from flash_cute.precision.formats import FP8Config, check_whole, checked_config
 from flash_cute.precision.fp8_products import (
     Rounded,
     has_autocast,
@@ -17,6 +17,7 @@ from flash_cute.precision.fp8_products import (
     round_to_fp8,
     scale_and_round,
 )
+from flash_cute.precision.fp8_replaceable import DTYPES, reason_to_leave
 from flash_cute.precision.fp8_scales import FP8Scales, largest_of_history
 
 
@@ -135,8 +136,9 @@ class FP8LinearLayer(nn.Module):
         input (..., in_features), output (..., out_features).
 
     Raises:
-        TypeError: outside of autocast, the input has not the weight's dtype.
-        ValueError: the input's last size is not in_features.
+        TypeError: a size, the config or the dtype is of another type; outside of autocast, the
+            input has not the weight's dtype.
+        ValueError: a size is below 1; the input's last size is not in_features.
 
     >>> FP8LinearLayer(30, 7)(torch.randn(2, 5, 30)).shape
     torch.Size([2, 5, 7])
@@ -151,21 +153,40 @@ class FP8LinearLayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_whole("in_features", in_features, least=1)
+        check_whole("out_features", out_features, least=1)
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(f"dtype is {dtype}; supported: {', '.join(map(str, DTYPES))}")
+        config = checked_config("config", config)
         super().__init__()
         self._take(nn.Linear(in_features, out_features, bias, device, dtype), config)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, config: FP8Config | None = None) -> FP8LinearLayer:
-        """The layer that holds ``linear``'s own Parameters, in its mode."""
+    def from_linear(
+        cls, linear: nn.Linear | FP8LinearLayer, config: FP8Config | None = None
+    ) -> FP8LinearLayer:
+        """The layer that holds ``linear``'s own Parameters, in its mode.
+
+        Raises:
+            TypeError: it is no nn.Linear, or the config no FP8Config.
+            ValueError: it is more than an nn.Linear: hooks, say, or parameters of its own.
+        """
+        if not isinstance(linear, (nn.Linear, cls)):
+            raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
+        if not isinstance(linear, cls) and (reason := reason_to_leave(linear)):
+            raise ValueError(f"linear {reason}, which an fp8 layer would lose")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._take(linear, config)
+        layer._take(linear, checked_config("config", config))
+        for name, value in vars(linear).items():
+            if not hasattr(layer, name):
+                setattr(layer, name, value)
         return layer.train(linear.training)
 
-    def _take(self, linear: nn.Linear, config: FP8Config | None) -> None:
+    def _take(self, linear: nn.Linear | FP8LinearLayer, config: FP8Config) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.scales = FP8Scales(config or FP8Config(), linear.weight.device)
+        self.scales = FP8Scales(config, linear.weight.device)
 
     @property
     def config(self) -> FP8Config:
