@@ -13,7 +13,7 @@ from flash_cute.precision.formats import FP8Config, checked_config
 from flash_cute.precision.fp8_attention import FP8MultiheadAttention
 from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_replaceable import reason_to_leave
-from flash_cute.precision.fp8_scales import FP8Scales
+from flash_cute.precision.fp8_scales import scales_of
 
 
 def convert_model_to_fp8(
@@ -64,8 +64,7 @@ def convert_model_to_fp8(
         model = copy.deepcopy(model)
     spared = layers_to_spare(model, config.skip)
     chosen, left = layers_to_convert(model, spared)
-    scales = [module for module in model.modules() if isinstance(module, FP8Scales)]
-    if not chosen and not scales:
+    if not chosen and not scales_of(model):
         raise ValueError(f"{type(model).__name__} has no nn.Linear: nothing to convert to fp8")
     if left:
         warnings.warn(f"not converted to fp8: {'; '.join(left)}", stacklevel=2)
@@ -142,8 +141,8 @@ def reconfigure(model: nn.Module, config: FP8Config, spared: set[nn.Module]) -> 
     for module in set(model.modules()) - spared:
         if isinstance(module, (FP8LinearLayer, FP8MultiheadAttention)):
             device = next(module.parameters()).device
-            for scales in module.modules():
-                if isinstance(scales, FP8Scales) and scales.config != config:
+            for scales in scales_of(module):
+                if scales.config != config:
                     scales.configure(config, device)
 
 

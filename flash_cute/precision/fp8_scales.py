@@ -86,3 +86,18 @@ class FP8Scales(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self.reset_parameters()
+
+
+def scales_of(model: nn.Module) -> list[FP8Scales]:
+    """Those of all fp8 products of the model."""
+    return [module for module in model.modules() if isinstance(module, FP8Scales)]
+
+
+def histories_of(model: nn.Module) -> dict[str, Tensor]:
+    """What delayed scales of a model remember, by name."""
+    return {
+        f"{name}.{role}": history
+        for name, module in model.named_modules()
+        if isinstance(module, FP8Scales)
+        for role, history in module.named_buffers()
+    }
