@@ -50,8 +50,8 @@ def convert_model_to_fp8(
 
     Raises:
         TypeError: ``model`` is no module, or ``fp8_config`` no FP8Config.
-        ValueError: there is no layer to convert, a layer is lazy and has no weight yet, or ``skip``
-            has a name that the model has not.
+        ValueError: the model has no nn.Linear besides those that ``skip`` names, a layer is lazy
+            and has no weight yet, or ``skip`` has a name that the model has not.
 
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
     >>> type(convert_model_to_fp8(model)[2]).__name__
@@ -64,7 +64,7 @@ def convert_model_to_fp8(
         model = copy.deepcopy(model)
     spared = layers_to_spare(model, config.skip)
     chosen, left = layers_to_convert(model, spared)
-    if not chosen and not scales_of(model):
+    if not (chosen or left or scales_of(model)):
         raise ValueError(f"{type(model).__name__} has no nn.Linear: nothing to convert to fp8")
     if left:
         warnings.warn(f"not converted to fp8: {'; '.join(left)}", stacklevel=2)

@@ -144,6 +144,11 @@ class FP8LinearLayer(nn.Module):
     torch.Size([2, 5, 7])
     """
 
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

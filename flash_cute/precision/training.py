@@ -215,10 +215,10 @@ class FP8TrainingEngine:
         factor = self._scale.begin_batch()
         if factor == 1:
             return
-        for module in (self.model, loss_fn):
-            for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        modules = [x for x in (self.model, loss_fn) if isinstance(x, nn.Module)]
+        for parameter in {p for module in modules for p in module.parameters()}:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
         for scales in scales_of(self.model):
             if scales.gradient_history is not None:
                 scales.gradient_history.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)

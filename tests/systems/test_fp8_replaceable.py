@@ -154,6 +154,14 @@ def test_attention_with_hooks_is_left(hook, part):
         FP8MultiheadAttention.from_attention(attention)
 
 
+def test_a_model_of_nothing_else_is_left_with_a_warning():
+    for model in (spectral_norm(nn.Linear(4, 4)), nn.Sequential(WithMethod(4, 4))):
+        with pytest.warns(UserWarning, match=r"not converted to fp8: (0|the model) \(\w+\) has "):
+            assert convert_model_to_fp8(model) is model
+    with pytest.raises(ValueError, match=r"has no nn\.Linear"):
+        convert_model_to_fp8(nn.Sequential(nn.Linear(4, 4)), FP8Config(skip=("0",)))
+
+
 def test_plain_layers_keep_their_attributes():
     lazy = nn.LazyLinear(8)
     lazy(torch.ones(2, 8))

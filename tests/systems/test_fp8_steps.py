@@ -134,6 +134,29 @@ def test_several_optimizers_count_a_batch_once():
     assert trainer.loss_scale == 512
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter of its own and one of the model's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.temperature, self.bias = nn.Parameter(torch.ones(())), model[2].bias
+
+    def forward(self, output, targets):
+        return (output * self.temperature + self.bias - targets).square().mean()
+
+
+def test_gradients_of_the_loss_follow_its_scale_once():
+    trainer, _, x, y = task()
+    loss = Tempered(trainer.model)
+    trainer.training_step(x, y, loss)
+    parameters = [*trainer.model.parameters(), loss.temperature]
+    once = [p.grad.clone() for p in parameters]
+    trainer.loss_scale = 4.0
+    trainer.training_step(x, y, loss)
+    for p, before in zip(parameters, once, strict=True):
+        torch.testing.assert_close(p.grad, 8 * before)
+
+
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
 def test_a_bad_batch_in_the_middle_leaves_nothing(scaling):
     """Neither as a value that is not finite, nor as one that is but larger than all others."""
