@@ -146,8 +146,8 @@ class FP8LinearLayer(nn.Module):
 
     in_features: int
     out_features: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
