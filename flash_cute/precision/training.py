@@ -95,6 +95,7 @@ class FP8TrainingEngine:
         self.batches = self.overflows = 0
         self._moved = torch.zeros((), dtype=torch.int64)  # steps, on the parameters' device
         self._last_loss: Tensor | None = None
+        self._loaded: dict[str, Tensor] = {}  # histories, until the next training_step
 
     def __enter__(self) -> FP8TrainingEngine:
         self.setup_fp8_training()
@@ -144,6 +145,8 @@ class FP8TrainingEngine:
         loss_fn = default_loss if loss_fn is None else loss_fn
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
+        self._take_histories()
+        self._loaded = {}
         devices = {parameter.device for parameter in self.model.parameters()}
         device = devices.pop() if len(devices) == 1 else None
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -247,6 +250,7 @@ class FP8TrainingEngine:
 
         Gradients are in no state: save after `optimizer_step`.
         """
+        self._take_histories()
         histories = histories_of(self.model)
         return {
             "loss_scale": self.loss_scale,
@@ -260,7 +264,7 @@ class FP8TrainingEngine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken. Load the model before: loading ends histories.
+        """Goes on where `state_dict` was taken; the model may be loaded before or after.
 
         Raises:
             TypeError, ValueError: the state is not one of a trainer of such a model; nothing is
@@ -274,8 +278,14 @@ class FP8TrainingEngine:
         self.batches, self.overflows = state["batches"], state["overflows"]
         self._moved = torch.tensor(state["steps"])
         self._last_loss = None if state["loss"] is None else torch.tensor(state["loss"])
-        for name, history in histories.items():
-            history.copy_(state["histories"][name])
+        self._loaded = {name: x.clone() for name, x in state["histories"].items()}
+        self._take_histories()
+
+    def _take_histories(self) -> None:
+        """Those that were loaded, if any: a model that was loaded since has forgotten its own."""
+        present = histories_of(self.model) if self._loaded else {}
+        for name in present.keys() & self._loaded.keys():
+            present[name].copy_(self._loaded[name])
 
 
 COUNTS = ("good_batches", "batches", "steps", "overflows")
