@@ -1,9 +1,6 @@
-"""Gradients as an optimizer gets them, and whether its step moved anything."""
+"""Gradients as an optimizer gets them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,26 +36,3 @@ def all_finite(gradients: list[Tensor]) -> bool:
 def values(gradient: Tensor) -> Tensor:
     """The gradient, of a sparse one its values."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-class Movement:
-    """Copies of parameters, of those with sparse gradients the rows that these have, before a step;
-    ``was_seen()`` after it."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.places: list[Any] = [
-            tuple(p.grad.coalesce().indices()) if p.grad is not None and p.grad.is_sparse else ...
-            for p in parameters
-        ]
-        self.before = [x.clone() for x in self._present()]
-
-    def _present(self) -> list[Tensor]:
-        pairs = zip(self.parameters, self.places, strict=True)
-        return [parameter.detach()[place] for parameter, place in pairs]
-
-    def was_seen(self) -> Tensor:
-        """Whether any number is another one, on the first parameter's device; waits for none."""
-        pairs = zip(self._present(), self.before, strict=True)
-        moved = [(now != then).any() for now, then in pairs]
-        return torch.stack([x.to(moved[0].device, non_blocking=True) for x in moved]).any()

@@ -19,7 +19,7 @@ from flash_cute.precision.formats import (
 from flash_cute.precision.fp8_convert import convert_model_to_fp8
 from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_scales import histories_of, scales_of
-from flash_cute.precision.gradients import Movement, all_finite, unscaled
+from flash_cute.precision.gradients import all_finite, unscaled
 from flash_cute.precision.loss_scale import LossScale
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -75,6 +75,8 @@ class FP8TrainingEngine:
 
     Attributes:
         model: the converted model.
+        batches, steps, overflows: calls of `training_step`, steps that were taken, and steps left
+            out.
         loss_scale: what losses are multiplied by now; ``parameter.grad`` is scaled by it between
             the two calls of a step. It is 1, and stays so, unless parameters are fp16 when the
             engine is made or the config gives one (`FP8Config`).
@@ -92,8 +94,7 @@ class FP8TrainingEngine:
         self.model = model
         self.setup_fp8_training()
         self._scale = LossScale.of(self.model, fp8_config or FP8Config())
-        self.batches = self.overflows = 0
-        self._moved = torch.zeros((), dtype=torch.int64)  # steps, on the parameters' device
+        self.batches = self.steps = self.overflows = 0
         self._last_loss: Tensor | None = None
         self._loaded: dict[str, Tensor] = {}  # histories, until the next training_step
 
@@ -112,11 +113,6 @@ class FP8TrainingEngine:
     def loss_scale(self, value: float) -> None:
         check_positive("loss_scale", value, LARGEST_LOSS_SCALE)
         self._scale.value = float(value)
-
-    @property
-    def steps(self) -> int:
-        """Steps that moved a parameter; waits for the device."""
-        return int(self._moved)
 
     def setup_fp8_training(self) -> None:
         """Converts the linear layers that are not yet in fp8, such as those added since. The
@@ -167,8 +163,7 @@ class FP8TrainingEngine:
     ) -> bool:
         """Steps if all gradients that the optimizer would get are finite; clears them in any case.
 
-        Needs room for a copy of the parameters, and for one of the gradients if they are scaled or
-        clipped.
+        Needs room for a copy of the gradients if they are scaled or clipped.
 
         Args:
             optimizer: steps once, with unscaled gradients.
@@ -198,12 +193,10 @@ class FP8TrainingEngine:
         if is_finite := all_finite(given):
             set_gradients(parameters, given)
             try:
-                movement = Movement(parameters)
                 optimizer.step()
             finally:
                 set_gradients(parameters, scaled)
-            seen = movement.was_seen()
-            self._moved = self._moved.to(seen.device, non_blocking=True) + seen
+            self.steps += 1
         else:
             self.overflows += 1
             for scales in scales_of(self.model):
@@ -227,10 +220,10 @@ class FP8TrainingEngine:
                 scales.gradient_history.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
 
     def get_training_statistics(self) -> dict[str, Any]:
-        """What happened so far; waits for the device.
+        """What happened so far; waits for the device, for the loss.
 
         Returns:
-            ``steps``: steps that moved a parameter. ``overflows``: steps left out. ``batches``:
+            ``steps``: steps taken. ``overflows``: steps left out. ``batches``:
             calls of `training_step`. ``loss``: the last one, a float, or None. ``loss_scale``: now.
             ``fp8_layers``: how many `FP8LinearLayer` the model has.
         """
@@ -275,8 +268,8 @@ class FP8TrainingEngine:
         self._scale.value = state["scale_of_gradients"]
         self._rescale(default_loss)
         self._scale.value, self._scale.good_batches = state["loss_scale"], state["good_batches"]
-        self.batches, self.overflows = state["batches"], state["overflows"]
-        self._moved = torch.tensor(state["steps"])
+        self.batches, self.steps = state["batches"], state["steps"]
+        self.overflows = state["overflows"]
         self._last_loss = None if state["loss"] is None else torch.tensor(state["loss"])
         self._loaded = {name: x.clone() for name, x in state["histories"].items()}
         self._take_histories()

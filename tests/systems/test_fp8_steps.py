@@ -265,26 +265,18 @@ def test_sparse_gradients_are_clipped_and_kept(max_norm, tokens):
     factor = 1 if max_norm is None else min(1.0, max_norm / (float(norm) + 1e-6))
     for p, old, grad in zip(model.parameters(), before, scaled, strict=True):
         torch.testing.assert_close(p.detach(), old - grad * (factor / 64))
-    assert trainer.steps == bool(tokens)
-
-
-def test_steps_are_those_that_moved_something():
-    trainer, optimizer, x, y = task()
-    moved = 0
-    for lr, loss in [(0.1, 1.0), (0.0, 1.0), (0.1, 0.0), (1e-12, 1.0), (0.1, 1.0)]:
-        optimizer.param_groups[0]["lr"] = lr
-        before = weights(trainer.model)
-        trainer.training_step(x, y, lambda out, y, loss=loss: out.sum() * loss)
-        assert trainer.optimizer_step(optimizer) is True
-        moved += not all(map(torch.equal, weights(trainer.model), before))
-        assert trainer.steps == trainer.get_training_statistics()["steps"] == moved
-    assert moved < 5
-    rows = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3).requires_grad_(False))
-    trainer = FP8TrainingEngine(rows)
-    for lr in (0.1, 0.0):
-        trainer.training_step(torch.tensor([8]), torch.ones(1, 3))
-        assert trainer.optimizer_step(torch.optim.SGD(rows[:1].parameters(), lr=lr))
     assert trainer.steps == 1
+
+
+def test_steps_are_the_calls_of_the_optimizer():
+    trainer, optimizer, x, y = task()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for batch in (x, x * torch.nan, x, x / 0, x):
+        trainer.training_step(batch, y)
+        trainer.optimizer_step(optimizer)
+        assert trainer.steps == trainer.get_training_statistics()["steps"] == len(calls)
+    assert len(calls) == 3 and trainer.overflows == 2 and trainer.batches == 5
 
 
 def test_a_parameter_that_stands_twice_is_unscaled_once():
