@@ -360,6 +360,11 @@ def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
             its.register_hook(hook)
 
 
+def has_hooks_of_any_kind(module: torch.nn.Module) -> bool:
+    """The same, or whether saving or loading its state does."""
+    return any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
+
+
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward inside of it is computed again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

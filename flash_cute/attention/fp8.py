@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
-    """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32.
+    """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32 or wider.
 
     The maximum is over ``dims``, which are kept as 1, and over finite values. A scale of this kind
     shifts exponents alone: values of fp8 times s are exact in any dtype that holds them.
     """
-    ratio = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True).float() / largest
+    amax = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True)
+    ratio = amax.to(torch.promote_types(x.dtype, torch.float32)) / largest
     ratio = ratio.clamp(min=2.0**-126)
     mantissa, _ = torch.frexp(ratio)  # in [0.5, 1): the quotient is a power of two, and exact
     return ratio / torch.where(mantissa == 0.5, 1.0, mantissa)
@@ -29,7 +31,8 @@ class RoundToFP8(torch.autograd.Function):
     """x to the values of fp8 times a scale, in x's dtype; the gradient passes as it is.
 
     ``apply(x, dtype, dims)``: x (..., dim), fp8's dtype, and the dims that share a scale. Rounding
-    is to nearest even, as torch's casts do; what is not finite stays as it is.
+    is to nearest even, as torch's casts do; what is not finite stays as it is, and what is finite
+    takes the largest value of fp8 that x's dtype has, if the nearest is beyond.
     """
 
     generate_vmap_rule = True
@@ -38,7 +41,9 @@ class RoundToFP8(torch.autograd.Function):
     def forward(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
         largest = torch.finfo(dtype).max
         scale = power_of_two_scale(x, dims, largest)
-        rounded = (x.float() / scale).to(dtype).float() * scale
+        rounded = (x.to(scale.dtype) / scale).to(dtype).to(scale.dtype) * scale
+        most = (2 - torch.finfo(dtype).eps) * 2.0 ** (math.frexp(torch.finfo(x.dtype).max)[1] - 1)
+        rounded = rounded.clamp(-most, most)
         return torch.where(x.isfinite(), rounded.to(x.dtype), x)
 
     @staticmethod

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
 SCALINGS = ("dynamic", "delayed")
+LARGEST_MARGIN = 32  # e5m2 spans as many powers of two: with more, nothing would be left
+LARGEST_LOSS_SCALE = 2.0**127  # of fp32
 
 
 class FP8Format(Enum):
@@ -38,20 +42,23 @@ class FP8Config:
         backward_format: format of the gradient of the output. Default E5M2. Tensor cores multiply
             no E5M2 by E5M2: a layer of two such formats runs on rounded operands (slowly).
         scaling: "dynamic" (default) takes a tensor's scale from its own largest absolute value,
-            "delayed" from the largest of its last ``history_length`` uses in training. What exceeds
-            a delayed scale's range is clamped to the format's largest value.
+            "delayed", in training, from the largest of its last ``history_length`` uses. Inputs and
+            gradients beyond a delayed scale's range are clamped to the format's largest value;
+            weights are not. In evaluation all scales are dynamic.
         history_length: uses that a delayed scale remembers, at least 1. Default 16.
-        margin: spare powers of two above the largest value, at least 0. Default 0.
+        margin: spare powers of two above the largest value, from 0 to 32. Default 0.
         skip: names of layers that stay as they are, such as ``("head",)``; a name stands for all
-            that lies in it. Default none.
-        loss_scale: what the trainer multiplies losses by before backward, and divides gradients by
-            before a step. Default None: 65536 for models with fp16 parameters, otherwise 1.
-        growth_interval: steps without overflow after which a loss scale that overflows have halved
-            is doubled again, up to ``loss_scale``. At least 1. Default 100.
+            that lies in it, and for the other names of the same layers. Default none.
+        loss_scale: what the trainer multiplies losses by at first. Default None: 65536 for models
+            with fp16 parameters, otherwise 1. Overflows halve it, but not below 1. With fp16
+            parameters it grows as it can, otherwise back to what it was at first: without fp16 it
+            is 1 and stays so, unless it is given.
+        growth_interval: steps in a row without overflow after which the loss scale is doubled. At
+            least 1. Default 2000, as in torch.amp.GradScaler.
 
     Raises:
-        TypeError: a format is not an FP8Format.
-        ValueError: another option is out of its range.
+        TypeError: an option is of another type; a bool is no number.
+        ValueError: an option is out of its range.
 
     >>> FP8Config(scaling="delayed", history_length=32).forward_format
     <FP8Format.E4M3: 'e4m3'>
@@ -64,7 +71,7 @@ class FP8Config:
     margin: int = 0
     skip: tuple[str, ...] = ()
     loss_scale: float | None = None
-    growth_interval: int = 100
+    growth_interval: int = 2000
 
     def __post_init__(self) -> None:
         for name in ("forward_format", "backward_format"):
@@ -72,10 +79,40 @@ class FP8Config:
                 raise TypeError(f"{name} must be an FP8Format, such as FP8Format.E4M3, not {given}")
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling must be one of {SCALINGS}, not {self.scaling!r}")
-        for name, least in (("history_length", 1), ("margin", 0), ("growth_interval", 1)):
-            if (given := getattr(self, name)) < least:
-                raise ValueError(f"{name} must be at least {least}, not {given}")
-        if isinstance(self.skip, str):
-            raise TypeError(f"skip must be a tuple of names: ({self.skip!r},)")
-        if self.loss_scale is not None and self.loss_scale <= 0:
-            raise ValueError(f"loss_scale must be positive, not {self.loss_scale}")
+        check_whole("history_length", self.history_length, least=1)
+        check_whole("margin", self.margin, least=0, most=LARGEST_MARGIN)
+        check_whole("growth_interval", self.growth_interval, least=1)
+        if not isinstance(self.skip, (tuple, list)) or not all(
+            isinstance(name, str) for name in self.skip
+        ):
+            example = self.skip if isinstance(self.skip, str) else "head"
+            raise TypeError(f"skip must be a tuple of names: ({example!r},); given {self.skip!r}")
+        object.__setattr__(self, "skip", tuple(self.skip))
+        if self.loss_scale is not None:
+            check_positive("loss_scale", self.loss_scale, largest=LARGEST_LOSS_SCALE)
+
+
+def checked_config(name: str, given: FP8Config | None) -> FP8Config:
+    """The config; the default for None."""
+    if given is not None and not isinstance(given, FP8Config):
+        raise TypeError(f"{name} must be an FP8Config, not {type(given).__name__}")
+    return FP8Config() if given is None else given
+
+
+def check_whole(name: str, given: Any, least: int, most: float = math.inf) -> None:
+    """Refuses what is no int, or is out of its range."""
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{name} must be an int, not {given!r} ({type(given).__name__})")
+    if given < least:
+        raise ValueError(f"{name} must be at least {least}, not {given}")
+    if given > most:
+        raise ValueError(f"{name} must be at most {most}, not {given}")
+
+
+def check_positive(name: str, given: Any, largest: float = math.inf) -> None:
+    """Refuses what is no number, not above 0, or above the largest."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{name} must be a number, not {given!r} ({type(given).__name__})")
+    if not 0 < given <= largest:
+        limit = "" if largest == math.inf else f" and at most {largest:.3g}"
+        raise ValueError(f"{name} must be positive{limit}, not {given}")

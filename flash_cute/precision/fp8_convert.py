@@ -7,13 +7,13 @@ import warnings
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import parametrize
 
-from flash_cute.core.linear import OptimizedLinear
 from flash_cute.core.multihead import MultiHeadAttention
-from flash_cute.precision.formats import FP8Config
+from flash_cute.precision.formats import FP8Config, checked_config
 from flash_cute.precision.fp8_attention import FP8MultiheadAttention
-from flash_cute.precision.fp8_linear import FP8LinearLayer, FP8Scales
+from flash_cute.precision.fp8_linear import FP8LinearLayer
+from flash_cute.precision.fp8_replaceable import reason_to_leave
+from flash_cute.precision.fp8_scales import scales_of
 
 
 def convert_model_to_fp8(
@@ -25,13 +25,16 @@ def convert_model_to_fp8(
     tied weights stay tied, and checkpoints fit both ways. nn.MultiheadAttention is replaced as a
     whole, because it never calls its ``out_proj``: all four projections then have fp8 products.
     The fused kernels that nn.TransformerEncoder and its layers take in eval are switched off, as
-    they would go past the layers. Hooks on a replaced layer are not carried over: register them
-    afterwards.
+    they would go past the layers. Attributes that were set on a replaced layer go along.
 
-    Left as they are, with a warning that names them: subclasses of nn.Linear (but OptimizedLinear)
-    and of nn.MultiheadAttention with a forward of their own, parametrized layers, attention with
-    ``add_bias_kv`` or ``add_zero_attn``, and ``in_proj_weight`` of flash_cute's own attention
-    layers, whose ``out_proj`` is converted. Without a warning: what ``fp8_config.skip`` names.
+    Left as they are, with a warning that names them and says why: layers that are more than their
+    class in torch, which would be lost: hooks of any kind (those of `torch.nn.utils.prune`, and of
+    the old weight_norm and spectral_norm, are such), parametrizations, a forward, method, property,
+    parameter, buffer or module of their own, parameters of a subclass of Tensor or of no floating
+    dtype; attention with ``add_bias_kv`` or ``add_zero_attn``; and ``in_proj_weight`` of
+    flash_cute's own attention layers, whose ``out_proj`` is converted. Subclasses that have an
+    ``__init__`` alone, and OptimizedLinear, are replaced. Without a warning: what
+    ``fp8_config.skip`` names.
 
     A converted model may be converted again: nothing changes, except that a config which is given
     replaces that of every fp8 layer.
@@ -47,8 +50,8 @@ def convert_model_to_fp8(
 
     Raises:
         TypeError: ``model`` is no module, or ``fp8_config`` no FP8Config.
-        ValueError: there is no layer to convert, a layer is lazy and has no weight yet, or ``skip``
-            has a name that the model has not.
+        ValueError: the model has no nn.Linear besides those that ``skip`` names, a layer is lazy
+            and has no weight yet, or ``skip`` has a name that the model has not.
 
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
     >>> type(convert_model_to_fp8(model)[2]).__name__
@@ -56,62 +59,60 @@ def convert_model_to_fp8(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    if fp8_config is not None and not isinstance(fp8_config, FP8Config):
-        raise TypeError(f"fp8_config must be an FP8Config, not {type(fp8_config).__name__}")
-    config = fp8_config or FP8Config()
+    config = checked_config("fp8_config", fp8_config)
     if not inplace:
         model = copy.deepcopy(model)
-    chosen, left = layers_to_convert(model, config.skip)
-    scales = [module for module in model.modules() if isinstance(module, FP8Scales)]
-    if not chosen and not scales:
+    spared = layers_to_spare(model, config.skip)
+    chosen, left = layers_to_convert(model, spared)
+    if not (chosen or left or scales_of(model)):
         raise ValueError(f"{type(model).__name__} has no nn.Linear: nothing to convert to fp8")
     if left:
-        warnings.warn(f"not converted to fp8: {', '.join(left)}", stacklevel=2)
+        warnings.warn(f"not converted to fp8: {'; '.join(left)}", stacklevel=2)
     if fp8_config is not None:
-        reconfigure(model, config)
+        reconfigure(model, config, spared)
     model = replace(model, chosen, config)
     switch_fast_paths_off(model)
     return model
 
 
-def layers_to_convert(
-    model: nn.Module, skip: tuple[str, ...]
-) -> tuple[dict[str, nn.Module], list[str]]:
-    """The modules to replace by name, a shared one under each of its names, and names of those that
-    cannot be replaced."""
+def layers_to_spare(model: nn.Module, skip: tuple[str, ...]) -> set[nn.Module]:
+    """The modules that ``skip`` names, and all in them, under whatever other names they have."""
     named = dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in skip if name not in named]:
         raise ValueError(f"skip: {type(model).__name__} has no module {', '.join(unknown)}")
+    return {part for name in skip for part in named[name].modules()}
+
+
+def layers_to_convert(
+    model: nn.Module, spared: set[nn.Module]
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The modules to replace by name, a shared one under each of its names, and those that cannot
+    be replaced, with the reason."""
     chosen: dict[str, nn.Module] = {}
     left: list[str] = []
-    done = list(skip)
-    for name, module in named.items():
-        if any(name == outer or name.startswith(f"{outer}.") for outer in done):
+    done = set(spared)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module in done:
             continue
         if isinstance(module, nn.MultiheadAttention):
-            done.append(name)  # it never calls the layer inside
+            done.update(part for part in module.modules() if part is not module)  # it calls none
         if isinstance(module, FP8MultiheadAttention):
             continue
         if isinstance(module, MultiHeadAttention):
             left.append(f"{name}.in_proj_weight" if name else "in_proj_weight")
         if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
-            if is_convertible(name, module):
+            refuse_lazy(name, module)
+            if (reason := reason_to_leave(module)) is None:
                 chosen[name] = module
             else:
-                left.append(f"{name or 'the model'} ({type(module).__name__})")
+                left.append(f"{name or 'the model'} ({type(module).__name__}) {reason}")
     return chosen, left
 
 
-def is_convertible(name: str, module: nn.Linear | nn.MultiheadAttention) -> bool:
-    """Whether the module computes what its class in torch does, and an fp8 layer can too."""
+def refuse_lazy(name: str, module: nn.Module) -> None:
+    """Refuses a layer whose sizes are not known yet."""
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise ValueError(f"{name} is lazy and has no weight yet: call the model once before")
-    if any(parametrize.is_parametrized(x) or "forward" in vars(x) for x in module.modules()):
-        return False
-    if isinstance(module, nn.Linear):
-        return type(module).forward in (nn.Linear.forward, OptimizedLinear.forward)
-    plain = type(module).forward is nn.MultiheadAttention.forward
-    return plain and module.bias_k is None and not module.add_zero_attn
 
 
 def replace(model: nn.Module, chosen: dict[str, nn.Module], config: FP8Config) -> nn.Module:
@@ -135,13 +136,13 @@ def fp8_module(module: nn.Module, config: FP8Config) -> nn.Module:
     return FP8LinearLayer.from_linear(module, config)
 
 
-def reconfigure(model: nn.Module, config: FP8Config) -> None:
-    """Gives another config to layers that are fp8 already, unless they have it."""
-    for module in model.modules():
+def reconfigure(model: nn.Module, config: FP8Config, spared: set[nn.Module]) -> None:
+    """Gives another config to layers that are fp8 already, unless they have it or are spared."""
+    for module in set(model.modules()) - spared:
         if isinstance(module, (FP8LinearLayer, FP8MultiheadAttention)):
             device = next(module.parameters()).device
-            for scales in module.modules():
-                if isinstance(scales, FP8Scales) and scales.config != config:
+            for scales in scales_of(module):
+                if scales.config != config:
                     scales.configure(config, device)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_cute import _torch_internals as internals
 from flash_cute.ops.autograd import once_differentiable
-from flash_cute.precision.formats import FP8Config
+from flash_cute.precision.formats import FP8Config, check_whole, checked_config
 from flash_cute.precision.fp8_products import (
     Rounded,
     has_autocast,
@@ -18,6 +17,8 @@ from flash_cute.precision.fp8_products import (
     round_to_fp8,
     scale_and_round,
 )
+from flash_cute.precision.fp8_replaceable import DTYPES, reason_to_leave
+from flash_cute.precision.fp8_scales import FP8Scales, largest_of_history
 
 
 class _Products(torch.autograd.Function):
@@ -38,7 +39,6 @@ class _Products(torch.autograd.Function):
         w_scale: Tensor,
         w_inverse: Tensor,
         history: Tensor | None,  # of dy
-        record: bool,  # into it
         formats: tuple[torch.dtype, torch.dtype],  # of x and w, of dy
         margin: int,
         out_dtype: torch.dtype,
@@ -47,7 +47,6 @@ class _Products(torch.autograd.Function):
         kept_x = (x8, x_scale, x_inverse) if ctx.needs_input_grad[1] else (None,) * 3
         kept_w = (w, w_scale, w_inverse) if ctx.needs_input_grad[0] else (None,) * 3
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.record = record
         ctx.history = history  # not saved: other uses of the layer may write it before backward
         tensor_cores = on_tensor_cores(x.device, formats[0], formats[0])
         rounded_x, rounded_w = Rounded(x8, x_scale, x_inverse), Rounded(w8, w_scale, w_inverse)
@@ -58,7 +57,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, x_inverse, w, w_scale, w_inverse = ctx.saved_tensors
         forward_format, backward_format = ctx.formats
-        rounded_dy = round_to_fp8(dy, backward_format, ctx.margin, ctx.history, ctx.record)
+        rounded_dy = round_to_fp8(dy, backward_format, ctx.margin, ctx.history)
         tensor_cores = on_tensor_cores(dy.device, forward_format, backward_format)
         dx = dw = None
         if w is not None:
@@ -67,35 +66,7 @@ class _Products(torch.autograd.Function):
         if x8 is not None:
             rounded_x = Rounded(x8, x_scale, x_inverse)
             dw = multiply_rows(rounded_dy.t(), rounded_x.t(), ctx.dtypes[1], tensor_cores)
-        return dx, dw, *(None,) * 11
-
-
-class FP8Scales(nn.Module):
-    """What one product remembers: nothing, or of delayed scaling the histories.
-
-    Histories are buffers that no state_dict holds: after loading, scales start afresh.
-    """
-
-    input_history: Tensor | None
-    weight_history: Tensor | None
-    gradient_history: Tensor | None
-
-    def __init__(self, config: FP8Config, device: torch.device) -> None:
-        super().__init__()
-        self.configure(config, device)
-
-    def configure(self, config: FP8Config, device: torch.device) -> None:
-        """Takes other options; histories begin anew."""
-        self.config = config
-        for role in ("input", "weight", "gradient"):
-            delayed = config.scaling == "delayed"
-            history = torch.zeros(config.history_length, device=device) if delayed else None
-            self.register_buffer(f"{role}_history", history, persistent=False)
-
-    def reset_parameters(self) -> None:
-        """Forgets the histories."""
-        for history in self.buffers():
-            history.zero_()
+        return dx, dw, *(None,) * 10
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales) -> Tensor:
@@ -105,7 +76,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
         x: (..., k), any floating dtype; outside of autocast that of the weight.
         weight: (n, k).
         bias: (n,) or None.
-        scales: options and histories; they are written if ``scales.training``.
+        scales: options and histories; they are read and written if ``scales.training``.
 
     Returns:
         (..., n) in x's dtype, under autocast in autocast's.
@@ -117,25 +88,20 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
         raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: convert one or autocast")
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of {tuple(x.shape)}: the last size must be {weight.shape[1]}")
-    config, record = scales.config, scales.training
-    if record and config.scaling == "delayed" and internals.in_backward():
-        raise NotImplementedError(
-            "delayed scales are not those of forward when a checkpoint computes forward again; use "
-            "FP8Config(scaling='dynamic'), or no checkpoint around fp8 layers"
-        )
-    margin = config.margin
-    formats = config.forward_format.dtype, config.backward_format.dtype
+    config = scales.config
+    margin, formats = config.margin, (config.forward_format.dtype, config.backward_format.dtype)
     rows = x.reshape(-1, x.shape[-1])
+    of_input, of_weight, of_gradient = scales.in_use()
     with torch.no_grad():
-        x8 = round_to_fp8(rows, formats[0], margin, scales.input_history, record)
-        w8 = round_to_fp8(weight, formats[0], margin, scales.weight_history, record)
+        past_input, past_weight = largest_of_history(of_input), largest_of_history(of_weight)
+        x8 = round_to_fp8(rows, formats[0], margin, of_input, past_input)
+        w8 = round_to_fp8(weight, formats[0], margin, of_weight, past_weight, clamp=False)
     y: Tensor = _Products.apply(
         rows,
         weight,
         *x8,
         *w8,
-        scales.gradient_history,
-        record,
+        of_gradient,
         formats,
         margin,
         torch.get_autocast_dtype(device) if autocast else x.dtype,
@@ -170,12 +136,18 @@ class FP8LinearLayer(nn.Module):
         input (..., in_features), output (..., out_features).
 
     Raises:
-        TypeError: outside of autocast, the input has not the weight's dtype.
-        ValueError: the input's last size is not in_features.
+        TypeError: a size, the config or the dtype is of another type; outside of autocast, the
+            input has not the weight's dtype.
+        ValueError: a size is below 1; the input's last size is not in_features.
 
     >>> FP8LinearLayer(30, 7)(torch.randn(2, 5, 30)).shape
     torch.Size([2, 5, 7])
     """
+
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -186,21 +158,40 @@ class FP8LinearLayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_whole("in_features", in_features, least=1)
+        check_whole("out_features", out_features, least=1)
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(f"dtype is {dtype}; supported: {', '.join(map(str, DTYPES))}")
+        config = checked_config("config", config)
         super().__init__()
         self._take(nn.Linear(in_features, out_features, bias, device, dtype), config)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, config: FP8Config | None = None) -> FP8LinearLayer:
-        """The layer that holds ``linear``'s own Parameters, in its mode."""
+    def from_linear(
+        cls, linear: nn.Linear | FP8LinearLayer, config: FP8Config | None = None
+    ) -> FP8LinearLayer:
+        """The layer that holds ``linear``'s own Parameters, in its mode.
+
+        Raises:
+            TypeError: it is no nn.Linear, or the config no FP8Config.
+            ValueError: it is more than an nn.Linear: hooks, say, or parameters of its own.
+        """
+        if not isinstance(linear, (nn.Linear, cls)):
+            raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
+        if not isinstance(linear, cls) and (reason := reason_to_leave(linear)):
+            raise ValueError(f"linear {reason}, which an fp8 layer would lose")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._take(linear, config)
+        layer._take(linear, checked_config("config", config))
+        for name, value in vars(linear).items():
+            if not hasattr(layer, name):
+                setattr(layer, name, value)
         return layer.train(linear.training)
 
-    def _take(self, linear: nn.Linear, config: FP8Config | None) -> None:
+    def _take(self, linear: nn.Linear | FP8LinearLayer, config: FP8Config) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.scales = FP8Scales(config or FP8Config(), linear.weight.device)
+        self.scales = FP8Scales(config, linear.weight.device)
 
     @property
     def config(self) -> FP8Config:

@@ -38,7 +38,8 @@ def round_to_fp8(
     dtype: torch.dtype,
     margin: int = 0,
     history: Tensor | None = None,
-    record: bool = True,
+    past: Tensor | None = None,
+    clamp: bool = True,
 ) -> Rounded:
     """Rounds a tensor to fp8, so that its largest absolute value takes the format's.
 
@@ -47,20 +48,19 @@ def round_to_fp8(
         dtype: the fp8 format to round to.
         margin: spare powers of two.
         history: largest absolute values of earlier uses, the last one first, 0 where there
-            was none. The scale follows the largest of them, and ``x`` itself if all are 0.
-        record: whether to write x's largest absolute value into the history. Values that are not
-            finite are never remembered.
+            was none. The scale follows the largest of them, and ``x`` itself if all are 0. x's own
+            is written into it, unless it is not finite.
+        past: the largest of the history, if it is known.
+        clamp: whether a history may clamp x. Otherwise the scale leaves room for x.
     """
     amax = x.abs().max().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     bound = amax
     if history is not None:
-        past = history.max()
-        bound = torch.where(past > 0, past, amax)
-        if record:
-            finite = torch.where(amax.isfinite(), amax, 0.0)
-            finite = finite.clamp(max=torch.finfo(history.dtype).max)  # of a model in fp16
-            history.copy_(torch.cat([finite.view(1), history[:-1]]))
-    bound = bound.clamp(min=LEAST_AMAX) * 2.0**margin
+        past = history.max() if past is None else past
+        bound = torch.where(past > 0, past, amax) if clamp else torch.maximum(past, amax)
+        finite = torch.where(amax.isfinite(), amax, 0.0)
+        history.copy_(torch.cat([finite.view(1), history[:-1]]))
+    bound = (bound.clamp(min=LEAST_AMAX) * 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
     most = torch.finfo(dtype).max
     scale = most / bound
     inverse_scale = torch.where(amax.isfinite(), bound / most, torch.nan)
@@ -105,7 +105,17 @@ def multiply_rows(
     device = a.data.device.type
     with torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext():
         product = a.data.to(exact) @ b.data.to(exact).t()
-    return _in_dtype(product.float() * (a.inverse_scale * b.inverse_scale), out_dtype)
+    first, then = _factors(a.inverse_scale, b.inverse_scale)
+    return _in_dtype(product.float() * first * then, out_dtype)
+
+
+def _factors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Their product and 1; or, if that is near the ends of fp32's range or beyond, the less of them
+    and the other, which a product of fp8 values takes one after the other."""
+    both = x * y
+    inside = (both > 1e-30) & (both < 1e30)
+    first = torch.where(inside, both, torch.minimum(x, y))
+    return first, torch.where(inside, 1.0, torch.maximum(x, y))
 
 
 def has_autocast(device: str) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from flash_cute import _torch_internals as internals
 
 Restore = Callable[[], Tensor]
-Recent = dict[int, tuple["weakref.ref[Tensor]", Restore]]
+Recent = WeakKeyDictionary[UntypedStorage, tuple[int, Restore]]
 _recent: ContextVar[Recent | None] = ContextVar("recently restored weights", default=None)
 
 
@@ -33,25 +33,36 @@ def note_restored(weight: Tensor, restore: Restore, states: Callable[[], Any]) -
                 )
             return restore()
 
-        recent[weight.untyped_storage().data_ptr()] = weakref.ref(weight), again
+        recent[weight.untyped_storage()] = version_of(weight), again
     return weight
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place; 0 of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else internals.version(tensor)
 
 
 @contextmanager
 def weights_restored_in_backward() -> Iterator[None]:
-    """Inside, what autograd saves of a restored weight, or of a view of one, is its recipe."""
-    recent: Recent = {}
+    """Inside, what autograd saves of a restored weight, or of a view of one, is its recipe.
+
+    Any other tensor is kept detached: one that an op saves of its own output would hold the op's
+    node of the graph, which holds what is saved, and neither would ever be freed.
+    """
+    recent: Recent = WeakKeyDictionary()
 
     def save(tensor: Tensor) -> Any:
-        known = recent.get(tensor.untyped_storage().data_ptr())
-        if known is None or known[0]() is None:  # of another tensor that has had this address
-            return tensor, internals.version(tensor)
-        return known[1], tensor.size(), tensor.stride(), tensor.storage_offset()
+        version = version_of(tensor)
+        if tensor.layout is torch.strided:  # others have no storage
+            known_version, restore = recent.get(tensor.untyped_storage(), (None, None))
+            if version == known_version:
+                return restore, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor.detach(), version
 
     def load(saved: Any) -> Tensor:
         if isinstance(saved[0], Tensor):
             tensor, version = saved  # hooks keep torch from comparing them
-            if internals.version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by "
                     "an inplace operation: clone it before"

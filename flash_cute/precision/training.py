@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_cute.precision.formats import FP8Config, FP8Format
+from flash_cute.precision.formats import (
+    LARGEST_LOSS_SCALE,
+    FP8Config,
+    FP8Format,
+    check_positive,
+    check_whole,
+)
 from flash_cute.precision.fp8_convert import convert_model_to_fp8
 from flash_cute.precision.fp8_linear import FP8LinearLayer
+from flash_cute.precision.fp8_scales import histories_of, scales_of
+from flash_cute.precision.gradients import all_finite, unscaled
+from flash_cute.precision.loss_scale import LossScale
 
 LossFunction = Callable[[Any, Any], Tensor]
-FP16_LOSS_SCALE = 65536.0
 
 
 def default_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -60,34 +68,35 @@ class FP8TrainingEngine:
 
     Args:
         model: an nn.Module with at least one nn.Linear.
-        fp8_config: options. Default ``FP8Config()``.
+        fp8_config: options. Default ``FP8Config()``; layers that are in fp8 already keep theirs.
 
     Raises:
         TypeError, ValueError: as `convert_model_to_fp8`.
 
     Attributes:
         model: the converted model.
+        batches, steps, overflows: calls of `training_step`, steps that were taken, and steps left
+            out.
         loss_scale: what losses are multiplied by now; ``parameter.grad`` is scaled by it between
-            the two calls of a step. It is 1 unless parameters are fp16 or the config gives one.
+            the two calls of a step. It is 1, and stays so, unless parameters are fp16 when the
+            engine is made or the config gives one (`FP8Config`).
 
     Example::
 
         with FP8TrainingEngine(model, FP8Config()) as trainer:
             loss = trainer.training_step(inputs, targets)
             taken = trainer.optimizer_step(optimizer)
+        torch.save({"model": model.state_dict(), "trainer": trainer.state_dict()}, "state.pt")
     """
 
     def __init__(self, model: nn.Module, fp8_config: FP8Config | None = None) -> None:
         self.config = fp8_config
         self.model = model
         self.setup_fp8_training()
-        is_fp16 = any(p.dtype is torch.float16 for p in model.parameters())
-        given = self.config.loss_scale if self.config else None
-        self.largest_scale = given or (FP16_LOSS_SCALE if is_fp16 else 1.0)
-        self.loss_scale = self._scale_of_gradients = self.largest_scale
+        self._scale = LossScale.of(self.model, fp8_config or FP8Config())
         self.batches = self.steps = self.overflows = 0
-        self._steps_since_overflow = 0
         self._last_loss: Tensor | None = None
+        self._loaded: dict[str, Tensor] = {}  # histories, until the next training_step
 
     def __enter__(self) -> FP8TrainingEngine:
         self.setup_fp8_training()
@@ -95,6 +104,15 @@ class FP8TrainingEngine:
 
     def __exit__(self, *exception: object) -> None:
         """The model stays converted."""
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        check_positive("loss_scale", value, LARGEST_LOSS_SCALE)
+        self._scale.value = float(value)
 
     def setup_fp8_training(self) -> None:
         """Converts the linear layers that are not yet in fp8, such as those added since. The
@@ -108,24 +126,33 @@ class FP8TrainingEngine:
 
         Args:
             inputs: the model's one argument, or a tuple of its arguments. Tensors are moved to the
-                model's device.
+                model's device, if all of its parameters are on one.
             targets: what the loss compares the output with. Integers: classes for cross entropy.
-                Floating point: values for the mean squared error. Moved likewise.
+                Floating point: values for the mean squared error. Moved to the output's device.
             loss_fn: ``loss_fn(output, targets)``, a scalar, in place of these two.
 
         Returns:
-            The true loss, unscaled and detached, on the model's device.
+            The true loss, unscaled and detached, on the device where it was computed.
 
         Raises:
+            TypeError: the loss is no tensor, or ``loss_fn`` cannot be called.
             ValueError: targets fit no default loss, or the loss is no scalar.
         """
-        device = next(self.model.parameters()).device
+        loss_fn = default_loss if loss_fn is None else loss_fn
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
+        self._take_histories()
+        self._loaded = {}
+        devices = {parameter.device for parameter in self.model.parameters()}
+        device = devices.pop() if len(devices) == 1 else None
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         output = self.model(*(moved(argument, device) for argument in arguments))
-        loss = (loss_fn or default_loss)(output, moved(targets, device))
+        loss = loss_fn(output, moved(targets, getattr(output, "device", device)))
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}")
-        self._rescale()
+        self._rescale(loss_fn)
         (loss.float() * self.loss_scale).backward()
         self.batches += 1
         self._last_loss = loss.detach()
@@ -134,66 +161,70 @@ class FP8TrainingEngine:
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
     ) -> bool:
-        """Steps if all gradients of the optimizer's parameters are finite; clears them always.
+        """Steps if all gradients that the optimizer would get are finite; clears them in any case.
+
+        Needs room for a copy of the gradients if they are scaled or clipped.
 
         Args:
             optimizer: steps once, with unscaled gradients.
-            max_norm: if given, gradients are clipped to this total norm before.
+            max_norm: if given, gradients are clipped to this total norm before. Positive.
 
         Returns:
             True: a step was taken. False: a gradient was not finite; weights and the optimizer's
-            state are as before, the overflow is counted and the loss scale halved.
+            state are as before, the overflow is counted, the loss scale halved, if it is above 1,
+            and delayed scales begin anew.
 
         Raises:
-            TypeError: it is no optimizer.
+            TypeError: it is no optimizer, or ``max_norm`` no number.
+            ValueError: ``max_norm`` is not positive.
             RuntimeError: no parameter has a gradient: `training_step` comes first.
+            Exception: what the optimizer raises; gradients are then as before, scaled.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {kind}")
-        parameters: list[Any] = [p for p in parameters_of(optimizer) if p.grad is not None]
+        if max_norm is not None:
+            check_positive("max_norm", max_norm)
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             raise RuntimeError("the optimizer's parameters have no gradients: training_step first")
-        gradients = [values(p.grad) for p in parameters]
-        finite = bool(nn.utils.get_total_norm(gradients, norm_type=torch.inf).isfinite())
-        if finite:
-            if self._scale_of_gradients != 1:
-                for parameter in parameters:
-                    parameter.grad.div_(self._scale_of_gradients)
-            if max_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, max_norm)
-            optimizer.step()
-        optimizer.zero_grad()
-        self._count(finite)
-        return finite
-
-    def _rescale(self) -> None:
-        """Gradients that are there already, of an optimizer that steps later than another one, get
-        the loss scale of those to come."""
-        if self._scale_of_gradients != self.loss_scale:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.loss_scale / self._scale_of_gradients)
-            self._scale_of_gradients = self.loss_scale
-
-    def _count(self, finite: bool) -> None:
-        if not finite:
+        scaled: list[Any] = [p.grad for p in parameters]
+        given = unscaled(scaled, self._scale.of_gradients, max_norm)
+        if is_finite := all_finite(given):
+            set_gradients(parameters, given)
+            try:
+                optimizer.step()
+            finally:
+                set_gradients(parameters, scaled)
+            self.steps += 1
+        else:
             self.overflows += 1
-            self._steps_since_overflow = 0
-            self.loss_scale /= 2
+            for scales in scales_of(self.model):
+                scales.reset_parameters()
+        optimizer.zero_grad()
+        self._scale.count(is_finite)
+        return is_finite
+
+    def _rescale(self, loss_fn: LossFunction) -> None:
+        """Gradients that are there already, of an optimizer that steps later than another one, get
+        the loss scale of those to come; so does what delayed scales remember of them."""
+        factor = self._scale.begin_batch()
+        if factor == 1:
             return
-        self.steps += 1
-        self._steps_since_overflow += 1
-        interval = (self.config or FP8Config()).growth_interval
-        if self._steps_since_overflow % interval == 0:
-            self.loss_scale = min(2 * self.loss_scale, self.largest_scale)
+        modules = [x for x in (self.model, loss_fn) if isinstance(x, nn.Module)]
+        for parameter in {p for module in modules for p in module.parameters()}:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        for scales in scales_of(self.model):
+            if scales.gradient_history is not None:
+                scales.gradient_history.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
 
     def get_training_statistics(self) -> dict[str, Any]:
         """What happened so far; waits for the device, for the loss.
 
         Returns:
-            ``steps``: steps taken. ``overflows``: steps left out. ``batches``: calls of
-            `training_step`. ``loss``: the last one, a float, or None. ``loss_scale``: now.
+            ``steps``: steps taken. ``overflows``: steps left out. ``batches``:
+            calls of `training_step`. ``loss``: the last one, a float, or None. ``loss_scale``: now.
             ``fp8_layers``: how many `FP8LinearLayer` the model has.
         """
         layers = (module for module in self.model.modules() if isinstance(module, FP8LinearLayer))
@@ -206,21 +237,89 @@ class FP8TrainingEngine:
             "fp8_layers": len(list(layers)),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that a training run needs to go on bit by bit, besides the states of the model and of
+        the optimizer: numbers, and copies of delayed scales' histories. Waits for the device.
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """All that the optimizer may change."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+        Gradients are in no state: save after `optimizer_step`.
+        """
+        self._take_histories()
+        histories = histories_of(self.model)
+        return {
+            "loss_scale": self.loss_scale,
+            "scale_of_gradients": self._scale.of_gradients,
+            "good_batches": self._scale.good_batches,
+            "batches": self.batches,
+            "steps": self.steps,
+            "overflows": self.overflows,
+            "loss": None if self._last_loss is None else self._last_loss.item(),
+            "histories": {name: history.clone() for name, history in histories.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; the model may be loaded before or after.
+
+        Raises:
+            TypeError, ValueError: the state is not one of a trainer of such a model; nothing is
+                loaded then.
+        """
+        histories = histories_of(self.model)
+        check_state(state, histories)
+        self._scale.value = state["scale_of_gradients"]
+        self._rescale(default_loss)
+        self._scale.value, self._scale.good_batches = state["loss_scale"], state["good_batches"]
+        self.batches, self.steps = state["batches"], state["steps"]
+        self.overflows = state["overflows"]
+        self._last_loss = None if state["loss"] is None else torch.tensor(state["loss"])
+        self._loaded = {name: x.clone() for name, x in state["histories"].items()}
+        self._take_histories()
+
+    def _take_histories(self) -> None:
+        """Those that were loaded, if any: a model that was loaded since has forgotten its own."""
+        present = histories_of(self.model) if self._loaded else {}
+        for name in present.keys() & self._loaded.keys():
+            present[name].copy_(self._loaded[name])
 
 
-def moved(argument: Any, device: torch.device) -> Any:
-    """A tensor on that device; anything else as it is."""
-    return argument.to(device, non_blocking=True) if isinstance(argument, Tensor) else argument
+COUNTS = ("good_batches", "batches", "steps", "overflows")
 
 
-def values(gradient: Tensor) -> Tensor:
-    """The gradient, of a sparse one its values."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+def check_state(state: Any, histories: dict[str, Tensor]) -> None:
+    """Refuses what is no trainer's state, or one of a model with other histories."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a trainer's state_dict, not {type(state).__name__}")
+    names = {"loss_scale", "scale_of_gradients", "loss", "histories", *COUNTS}
+    if state.keys() != names:
+        raise ValueError(f"state has {sorted(state)}; expected {sorted(names)}")
+    for name in ("loss_scale", "scale_of_gradients"):
+        check_positive(f"state[{name!r}]", state[name], LARGEST_LOSS_SCALE)
+    for name in COUNTS:
+        check_whole(f"state[{name!r}]", state[name], least=0)
+    saved = {name: tuple(history.shape) for name, history in state["histories"].items()}
+    here = {name: tuple(history.shape) for name, history in histories.items()}
+    if saved != here:
+        other = sorted(name for name, _ in saved.items() ^ here.items())
+        raise ValueError(
+            f"state['histories'] are of another model or config: they differ in {', '.join(other)}"
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All that the optimizer may change, each once."""
+    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def set_gradients(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+
+
+def moved(argument: Any, device: torch.device | None) -> Any:
+    """A tensor on that device, if there is one; anything else as it is."""
+    if device is None or not isinstance(argument, Tensor):
+        return argument
+    return argument.to(device, non_blocking=True)
 
 
 def create_fp8_trainer(
@@ -246,6 +345,8 @@ def create_fp8_trainer(
     torch.Size([])
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
-    if device is not None and isinstance(model, nn.Module):
-        model = model.to(device)
-    return FP8TrainingEngine(model, config)
+    device = None if device is None else torch.device(device)
+    trainer = FP8TrainingEngine(model, config)
+    if device is not None:
+        trainer.model.to(device)
+    return trainer

@@ -52,6 +52,19 @@ def test_rounds_to_the_nearest_value_that_fp8_has(device, name, scaling, size):
             assert dtype == torch.float16 or torch.equal(low.cpu().double(), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_the_largest_numbers_stay_finite(device, name, dtype):
+    """The nearest value that fp8 has may be beyond what the dtype has."""
+    most = torch.finfo(dtype).max
+    x = torch.tensor([most, -most, 0.9 * most, 0.6 * most], dtype=dtype, device=device)
+    out = RoundToFP8.apply(x, FORMATS[name], (0,))
+    step = {"e4m3": 2.0**-3, "e5m2": 2.0**-2}[name]
+    assert out.isfinite().all()
+    assert ((out.double() / most - x.double() / most).abs() <= step / 2).all()
+    assert (torch.frexp(out.double())[0] % (step / 2) == 0).all()
+
+
 def test_scales_are_the_least_powers_of_two():
     for largest in (448.0, 57344.0):
         for amax, expected in ((largest, 1.0), (largest * 1.01, 2.0), (largest / 2, 0.5)):

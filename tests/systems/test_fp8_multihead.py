@@ -91,3 +91,53 @@ def test_refusals():
         ours(x, x, x, is_causal=True)
     with pytest.raises(NotImplementedError, match="add_bias_kv"):
         FP8MultiheadAttention.from_attention(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}], ids=["weights", "no weights"])
+def test_scores_that_fp16_has_only_when_they_are_scaled(options):
+    """q k^T of 1e5 times 1/8 is in fp16's range."""
+    plain = nn.MultiheadAttention(64, 1, bias=False, dtype=torch.float16)
+    with torch.no_grad():
+        plain.in_proj_weight.copy_(torch.eye(64).repeat(3, 1))
+        plain.out_proj.weight.copy_(torch.eye(64))
+    ours = FP8MultiheadAttention.from_attention(plain)
+    x = (torch.randint(0, 2, (9, 2, 64)) * 2 - 1).half() * 40
+    out, weights = ours(x, x, x, **options)
+    y = x.double().transpose(0, 1)
+    exact = (y @ y.mT / 8).softmax(-1)
+    torch.testing.assert_close(out.double(), (exact @ y).transpose(0, 1), rtol=0, atol=0.1)
+    if weights is not None:
+        torch.testing.assert_close(weights.double(), exact, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options,error,message",
+    [
+        (
+            {"key_padding_mask": torch.zeros(KEYS, BATCH).bool()},
+            ValueError,
+            r"\(7, 3\); expected \(3",
+        ),
+        ({"attn_mask": torch.zeros(BATCH, QUERIES, KEYS)}, ValueError, "attn_mask has shape"),
+        ({"attn_mask": torch.zeros(1, KEYS)}, ValueError, r"expected \(5, 7\) or \(12, 5, 7\)"),
+        ({"attn_mask": torch.zeros(QUERIES, KEYS).int()}, TypeError, "attn_mask has dtype"),
+        ({"key_padding_mask": torch.zeros(BATCH, KEYS).byte()}, TypeError, "has dtype torch.uint8"),
+    ],
+)
+def test_masks_that_torch_refuses(options, error, message):
+    ours = FP8MultiheadAttention.from_attention(nn.MultiheadAttention(WIDTH, HEADS))
+    q, k = torch.randn(QUERIES, BATCH, WIDTH), torch.randn(KEYS, BATCH, WIDTH)
+    with pytest.raises(error, match=message):
+        ours(q, k, k, **options)
+
+
+@pytest.mark.parametrize("shapes", [(2, 3, 3), (3, 2, 2), (3, 3, 2), (1, 1, 1), (4, 4, 4)])
+def test_inputs_that_do_not_go_together(shapes):
+    ours = FP8MultiheadAttention.from_attention(nn.MultiheadAttention(WIDTH, HEADS))
+    q, k, v = (torch.randn((BATCH,) * (dim - 1) + (WIDTH,)) for dim in shapes)
+    with pytest.raises(ValueError, match="query, key and value have shapes"):
+        ours(q, k, v)
+    q, k = torch.randn(QUERIES, BATCH, WIDTH), torch.randn(KEYS, BATCH, WIDTH)
+    for bad in ((q, k, k[1:]), (q[:, :2], k, k)):
+        with pytest.raises(ValueError, match="one batch, and as many keys as values"):
+            ours(*bad)

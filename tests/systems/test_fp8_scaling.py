@@ -143,8 +143,25 @@ def test_training_alone_writes_histories():
         ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1"),
         ({"skip": "head"}, TypeError, r"a tuple of names: \('head',\)"),
         ({"loss_scale": 0.0}, ValueError, "loss_scale must be positive"),
+        ({"loss_scale": float("nan")}, ValueError, "loss_scale must be positive"),
+        ({"loss_scale": float("inf")}, ValueError, "at most 1.7e.38, not inf"),
+        ({"loss_scale": -2}, ValueError, "loss_scale must be positive"),
+        ({"loss_scale": True}, TypeError, "loss_scale must be a number, not True"),
+        ({"loss_scale": "8"}, TypeError, r"loss_scale must be a number, not '8' \(str\)"),
+        ({"history_length": True}, TypeError, "history_length must be an int, not True"),
+        ({"history_length": 16.0}, TypeError, "history_length must be an int, not 16.0"),
+        ({"history_length": None}, TypeError, "history_length must be an int, not None"),
+        ({"margin": float("nan")}, TypeError, "margin must be an int, not nan"),
+        ({"margin": False}, TypeError, "margin must be an int, not False"),
+        ({"margin": 33}, ValueError, "margin must be at most 32, not 33"),
+        ({"growth_interval": 2.5}, TypeError, "growth_interval must be an int, not 2.5"),
+        ({"growth_interval": -1}, ValueError, "growth_interval must be at least 1, not -1"),
+        ({"skip": ("head", 3)}, TypeError, r"a tuple of names: .* given \('head', 3\)"),
+        ({"skip": None}, TypeError, "skip must be a tuple of names"),
+        ({"scaling": None}, ValueError, "scaling must be one of"),
     ],
 )
 def test_refusals(options, error, message):
     with pytest.raises(error, match=message):
         FP8Config(**options)
+    assert FP8Config(skip=["head"]) == FP8Config(skip=("head",))

@@ -368,6 +368,17 @@ def test_copies_of_modules_share_parameters_alone():
     assert internals.has_hooks(module)
 
 
+def test_hooks_of_any_kind():
+    registers = [name for name in dir(torch.nn.Module) if name.startswith("register_")]
+    hooks = [name for name in registers if "hook" in name and "module_full" not in name]
+    assert len(hooks) >= 8
+    for name in hooks:
+        module = torch.nn.Linear(2, 2)
+        assert not internals.has_hooks_of_any_kind(module)
+        getattr(module, name)(lambda *_: None)
+        assert internals.has_hooks_of_any_kind(module), name
+
+
 def test_versions_count_writes():
     x = torch.zeros(3)
     before = internals.version(x)

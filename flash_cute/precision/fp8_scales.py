@@ -1,0 +1,103 @@
+"""What a product in fp8 remembers of earlier uses in training: delayed scaling's histories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute import _torch_internals as internals
+from flash_cute.precision.formats import FP8Config
+
+_library = torch.library.Library("flash_cute", "FRAGMENT")
+_library.define("fp8_history_max(Tensor history) -> Tensor")
+
+
+def _largest(history: Tensor) -> Tensor:
+    if internals.in_backward():
+        raise NotImplementedError(
+            "delayed scales are not those of forward when a checkpoint computes forward again; use "
+            "FP8Config(scaling='dynamic'), or no checkpoint around fp8 layers"
+        )
+    return history.max()
+
+
+_library.impl("fp8_history_max", _largest, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "flash_cute::fp8_history_max", lambda history: history.new_empty(()), lib=_library
+)
+
+
+def largest_of_history(history: Tensor | None) -> Tensor | None:
+    """The largest value of a history that forward reads; None of none.
+
+    An op, so that compiled code refuses to compute forward again in backward, as eager code does.
+
+    Raises:
+        NotImplementedError: this is a backward pass: a checkpoint computes forward again.
+    """
+    return None if history is None else torch.ops.flash_cute.fp8_history_max(history)
+
+
+class FP8Scales(nn.Module):
+    """What one product remembers: nothing, or of delayed scaling the histories, in fp32.
+
+    Histories are buffers that no state_dict holds: after loading one, scales start afresh.
+    """
+
+    input_history: Tensor | None
+    weight_history: Tensor | None
+    gradient_history: Tensor | None
+
+    def __init__(self, config: FP8Config, device: torch.device) -> None:
+        super().__init__()
+        self.configure(config, device)
+
+    def configure(self, config: FP8Config, device: torch.device) -> None:
+        """Takes other options; histories begin anew."""
+        self.config = config
+        for role in ("input", "weight", "gradient"):
+            delayed = config.scaling == "delayed"
+            history = torch.zeros(config.history_length, device=device) if delayed else None
+            self.register_buffer(f"{role}_history", history, persistent=False)
+
+    def in_use(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Histories of the input, the weight and the gradient in training. In evaluation there are
+        none: weights may have changed since, and what comes from them."""
+        if not self.training:
+            return None, None, None
+        return self.input_history, self.weight_history, self.gradient_history
+
+    def reset_parameters(self) -> None:
+        """Forgets the histories."""
+        for history in self.buffers():
+            history.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FP8Scales:
+        """Moves between devices. Histories stay in fp32: fp16 would make infinity of the largest
+        values that a model in fp32 has had."""
+        for name, history in list(self.named_buffers()):
+            moved = fn(history)
+            same = moved.dtype == history.dtype
+            setattr(self, name, moved if same else history.to(moved.device))
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.reset_parameters()
+
+
+def scales_of(model: nn.Module) -> list[FP8Scales]:
+    """Those of all fp8 products of the model."""
+    return [module for module in model.modules() if isinstance(module, FP8Scales)]
+
+
+def histories_of(model: nn.Module) -> dict[str, Tensor]:
+    """What delayed scales of a model remember, by name."""
+    return {
+        f"{name}.{role}": history
+        for name, module in model.named_modules()
+        if isinstance(module, FP8Scales)
+        for role, history in module.named_buffers()
+    }

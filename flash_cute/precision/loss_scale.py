@@ -1,0 +1,61 @@
+"""The factor of a loss whose gradients fp16 would lose, and how overflows change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flash_cute.precision.formats import LARGEST_LOSS_SCALE, FP8Config
+
+FP16_LOSS_SCALE = 65536.0
+
+
+@dataclass
+class LossScale:
+    """Grows and backs off as `torch.amp.GradScaler` does, between a least and a largest value.
+
+    A batch counts once, however many optimizers step with its gradients.
+
+    - ``value``: of the next loss. ``of_gradients``: what the gradients that are there have.
+    - ``interval``: batches in a row without overflow after which the value doubles;
+      ``good_batches`` are those so far.
+    """
+
+    value: float
+    largest: float
+    interval: int
+    good_batches: int = 0
+
+    def __post_init__(self) -> None:
+        self.of_gradients = self.value
+        self.least = min(1.0, self.value)
+        self.is_counted = False  # the present batch
+
+    @classmethod
+    def of(cls, model: nn.Module, config: FP8Config) -> LossScale:
+        """65536 at first for fp16 parameters, and as large as it can be; otherwise 1; or, if the
+        config has one, that, which without fp16 parameters is the largest too."""
+        is_fp16 = any(p.dtype is torch.float16 for p in model.parameters())
+        first = config.loss_scale or (FP16_LOSS_SCALE if is_fp16 else 1.0)
+        largest = LARGEST_LOSS_SCALE if is_fp16 else first
+        return cls(float(first), float(largest), config.growth_interval)
+
+    def begin_batch(self) -> float:
+        """What gradients that are there must be multiplied by to have the scale of the next."""
+        factor = self.value / self.of_gradients
+        self.of_gradients, self.is_counted = self.value, False
+        return factor
+
+    def count(self, is_finite: bool) -> None:
+        """Of a step whose gradients were finite, or overflowed."""
+        if not is_finite:
+            self.value = min(self.value, max(self.of_gradients / 2, self.least))
+            self.good_batches = 0
+        elif not self.is_counted:
+            self.good_batches += 1
+            if self.good_batches >= self.interval:
+                self.value = min(2 * self.value, self.largest)
+                self.good_batches = 0
+        self.is_counted = True
