@@ -365,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     for ranks in given.ranks:
         start = time.perf_counter()
         with Ranks(ranks, given.device, TIMEOUT.total_seconds()) as processes:
-            processes.seconds = 3600.0
+            processes.patience = 7200.0
             results = processes.run(check_all, todo, given.device, given.seed)
         failures = max((failures for failures, _ in results), key=len)
         failed += len(failures)

@@ -3,6 +3,11 @@
 ``--cases N --seed S`` says which trials, ``--seconds T`` when to stop. Each failure prints a line:
 the command that repeats it, and what was wrong. The exit status is 1 then. ``--json PATH`` writes
 what was found.
+
+``--systems`` tries what is built of the ops instead: layers, fp8 and its trainer, adaptive
+precision, fusion, and ranks (``--systems ranks decode`` these alone). Cases run in processes of
+their own, ``--ranks`` says in groups of how many; one that takes longer than ``--seconds-a-case``
+is killed and counts as a failure.
 """
 
 from __future__ import annotations
@@ -25,11 +30,14 @@ from typing import Any
 import torch
 
 from flash_cute import library
+from flash_cute.testing import systems
 from flash_cute.testing.cases import unsupported_on_cuda
+from flash_cute.testing.systems.runner import CASE_S, Runner
 from flash_cute.testing.trials import Trial, draw
 
 _COMMAND = "python -m flash_cute.testing.fuzz"
-_CASES = 2000
+_CASES, _CASES_OF_SYSTEMS = 2000, 3000
+_RANKS = (1, 2, 3)
 _QUIET_S = 10.0  # between two lines of progress
 
 
@@ -41,7 +49,7 @@ class Tally:
     done: int = 0
     failures: list[str] = field(default_factory=list)
     worst: float = 0.0
-    worst_trial: Trial | None = None
+    worst_trial: Any = None
 
     def __str__(self) -> str:
         return (
@@ -99,7 +107,32 @@ def trials(seed: int, device: str) -> Iterator[Trial]:
             yield trial
 
 
-def fuzz(chosen: Iterable[Trial], device: str, seconds: float, to: Progress) -> Tally:
+@dataclass(frozen=True)
+class OfSystem:
+    """A trial of a system, in the processes of a runner."""
+
+    trial: systems.SystemTrial
+    runner: Runner
+
+    def run(self, device: str) -> float:
+        """The largest error, as a fraction of its bound. Raises AssertionError of what is wrong."""
+        found = self.runner.run(self.trial)
+        assert not found.failures, "; ".join(found.failures[:5])
+        return found.worst
+
+    def to_json(self) -> str:
+        return self.trial.to_json()
+
+
+def system_trials(
+    seed: int, names: tuple[str, ...], ranks: tuple[int, ...], device: str
+) -> Iterator[systems.SystemTrial]:
+    """Trials of systems; equal seeds give equal ones."""
+    for number in itertools.count():
+        yield systems.draw(random.Random(f"{seed}/{number}"), names, ranks, device)
+
+
+def fuzz(chosen: Iterable[Any], device: str, seconds: float, to: Progress) -> Tally:
     """Runs trials until they or the seconds are over, or the device takes no more work."""
     tally, end = Tally(), time.monotonic() + seconds
     for trial in chosen:
@@ -121,7 +154,7 @@ def fuzz(chosen: Iterable[Trial], device: str, seconds: float, to: Progress) -> 
     return tally
 
 
-def _command(trial: Trial, device: str) -> str:
+def _command(trial: Any, device: str) -> str:
     return f"{_COMMAND} --device {device} --case {shlex.quote(trial.to_json())}"
 
 
@@ -132,29 +165,69 @@ def _described(error: Exception) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; `chosen` are the trials that they ask for, `total` how many (None: no limit)."""
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    options, parser = _arguments(argv)
+    options.seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    try:
+        if options.case is not None:
+            options.total, options.chosen = 1, [_from_json(options.case)]
+            return options
+    except (ValueError, TypeError, AttributeError) as error:
+        parser.error(f"--case {options.case}: {error}")
+    default = _CASES if options.systems is None else _CASES_OF_SYSTEMS
+    options.total = default if options.cases is None else options.cases
+    if options.seconds is not None and options.cases is None:
+        options.total = None
+    every: Iterator[Any] = trials(options.seed, options.device)
+    if options.systems is not None:
+        names = tuple(options.systems) or systems.NAMES
+        every = system_trials(options.seed, names, tuple(options.ranks), options.device)
+    options.chosen = itertools.islice(every, options.total)
+    return options
+
+
+def _arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     on_cuda = library.can_use_cuda()
-    parser.add_argument("--cases", type=int, help=f"default {_CASES}, with --seconds no limit")
+    parser.add_argument(
+        "--cases", type=int,
+        help=f"default {_CASES}, of systems {_CASES_OF_SYSTEMS}, with --seconds no limit",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, help="of the cases; default: a fresh one, printed")
     parser.add_argument("--seconds", type=float, help="start no case after that time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
     parser.add_argument("--case", metavar="JSON", help="one case, as a failure printed it")
     parser.add_argument("--json", type=Path, help="file for the seed, the tally and the failures")
+    parser.add_argument(
+        "--systems", nargs="*", choices=systems.NAMES, metavar="NAME",
+        help=f"all, or some of {', '.join(systems.NAMES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", metavar="N",
+        help="of systems: sizes of groups, on CUDA a GPU a rank; default 1 2 3, on CUDA 1 and all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds-a-case", type=float, default=CASE_S, help=f"of systems; default {CASE_S:.0f}"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not on_cuda:
         parser.error("--device cuda: no CUDA device, or a library without CUDA kernels")
-    options.seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    try:
-        if options.case is not None:
-            options.total, options.chosen = 1, [Trial.from_json(options.case)]
-            return options
-    except (ValueError, TypeError, AttributeError) as error:
-        parser.error(f"--case {options.case}: {error}")
-    options.total = _CASES if options.cases is None else options.cases
-    if options.seconds is not None and options.cases is None:
-        options.total = None
-    options.chosen = itertools.islice(trials(options.seed, options.device), options.total)
-    return options
+    gpus = torch.cuda.device_count()
+    if options.ranks is None:
+        options.ranks = sorted({1, gpus}) if options.device == "cuda" else _RANKS
+    most = gpus if options.device == "cuda" else 64
+    if not 1 <= min(options.ranks) <= max(options.ranks) <= most:
+        parser.error(f"--ranks {options.ranks}: expected 1 to {most}, a GPU a rank on CUDA")
+    return options, parser
+
+
+def _from_json(text: str) -> Any:
+    """A trial of the ops, or of a system, which the field "system" names."""
+    fields: Any = json.loads(text)
+    if isinstance(fields, dict) and "system" in fields:
+        return systems.SystemTrial.from_json(text)
+    return Trial.from_json(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,8 +235,12 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     seconds = float("inf") if options.seconds is None else options.seconds
     started = time.monotonic()
-    with progress(options.total) as to:
-        tally = fuzz(options.chosen, options.device, seconds, to)
+    with progress(options.total) as to, Runner(options.device, options.seconds_a_case) as runner:
+        chosen = (
+            OfSystem(trial, runner) if isinstance(trial, systems.SystemTrial) else trial
+            for trial in options.chosen
+        )  # fmt: skip
+        tally = fuzz(chosen, options.device, seconds, to)
     took = time.monotonic() - started
     origin = "" if options.case is not None else f", --seed {options.seed}"
     print(f"{tally} on {options.device} in {took:.0f} s{origin}")

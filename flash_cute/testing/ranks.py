@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,9 @@ import torch.multiprocessing as mp
 
 
 class Ranks:
-    """``ranks`` processes, on the CPU over gloo, or with a GPU each over NCCL.
+    """``ranks`` processes, on the CPU over gloo, or with a GPU each over NCCL; 0 is one process
+    without a group. ``patience`` is how many seconds an answer may take, ``method`` how processes
+    start: "forkserver", which imports once for all, where many are started.
 
     Example::
 
@@ -27,13 +30,15 @@ class Ranks:
     Functions and arguments are pickled: functions must be importable by name.
     """
 
-    def __init__(self, ranks: int, device: str = "cpu", seconds: float = 60.0) -> None:
-        self.seconds = seconds
+    def __init__(
+        self, ranks: int, device: str = "cpu", seconds: float = 60.0, method: str = "spawn"
+    ) -> None:
+        self.patience = 2 * seconds + 60
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context(method)
         self._pipes, self.processes = [], []
-        for rank in range(ranks):
+        for rank in range(max(ranks, 1)):
             mine, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, rank, ranks, store, device, seconds), daemon=True
@@ -59,24 +64,26 @@ class Ranks:
         """The same, with :class:`Raised` for ranks on which it raised, or that are gone."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        return [self._answer(pipe) for pipe in self._pipes]
+        end = time.monotonic() + self.patience
+        return [self._answer(pipe, end) for pipe in self._pipes]
 
-    def _answer(self, pipe: Any) -> Any:
+    def _answer(self, pipe: Any, end: float) -> Any:
         try:
-            if pipe.poll(2 * self.seconds + 60):
+            if pipe.poll(max(end - time.monotonic(), 0.0)):
                 return pipe.recv()
         except (EOFError, ConnectionError):
             return Raised("EOFError", "the process has ended", "")
         return Raised("TimeoutError", "no answer", "")
 
-    def close(self) -> None:
-        """Ends the processes."""
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends the processes, at once if they take longer than that each."""
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
-            process.join(5)
+            process.join(seconds)
             if process.is_alive():
                 process.kill()
+                process.join()
         self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
@@ -104,10 +111,11 @@ def _serve(pipe: Any, rank: int, ranks: int, store: str, device: str, seconds: f
     if device == "cuda":
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device("cuda", rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank,
-        world_size=ranks, timeout=timedelta(seconds=seconds), **options,
-    )  # fmt: skip
+    if ranks:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank,
+            world_size=ranks, timeout=timedelta(seconds=seconds), **options,
+        )  # fmt: skip
     while True:
         try:
             function, args = pipe.recv()

@@ -1,0 +1,11 @@
+"""Random cases of the systems: ``python -m flash_cute.testing.fuzz --systems``.
+
+A system is a module with a frozen dataclass ``Case``, whose fields JSON can hold, ``draw(pick)``,
+which makes a random one, and ``check(case, device)``, which returns :class:`Findings`. What is true
+is computed here in fp64, in plain PyTorch (``oracle.py``); nothing of flash_cute computes it.
+"""
+
+from flash_cute.testing.systems.cases import NAMES, SystemTrial, draw
+from flash_cute.testing.systems.findings import Findings
+
+__all__ = ["NAMES", "Findings", "SystemTrial", "draw"]
