@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
 from flash_cute.testing.systems.findings import Findings, same_bits
 
 Call = Callable[[Any], Any]
@@ -72,12 +73,13 @@ def inputs_are_kept(
     find: Findings, inputs: Mapping[str, Tensor | None], call: Callable[[], Any]
 ) -> Any:
     """Runs the call, and sees that it wrote to no input."""
-    before = {n: (x.detach().clone(), x._version) for n, x in inputs.items() if x is not None}
+    before = {
+        n: (x.detach().clone(), internals.version(x)) for n, x in inputs.items() if x is not None
+    }
     result = call()
     for name, (value, version) in before.items():
-        x = inputs[name]
-        assert x is not None
-        kept = x._version == version and same_bits(x.detach(), value)
+        x = given[name]
+        kept = internals.version(x) == version and same_bits(x.detach(), value)
         find.that(kept, f"{name} was written")
     return result
 

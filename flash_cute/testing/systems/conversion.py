@@ -71,7 +71,8 @@ class _OwnProperty(nn.Linear):
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
-        given: Any = self._parameters.pop("weight")
+        given = dict(self.named_parameters())["weight"]
+        nn.Module.__delattr__(self, "weight")
         self.raw = nn.Parameter(given.detach())
 
     @property
