@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -305,6 +306,16 @@ def scaled_mm(
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
+
+
+# --- process groups -------------------------------------------------------------------------------
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a torch.distributed group waits for the other ranks; None if it does not say."""
+    device = "cuda" if "nccl" in str(torch.distributed.get_backend(group)) else "cpu"
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 # --- modules and products ------------------------------------------------------------------------

@@ -26,6 +26,7 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: a rank has a problem, or ranks differ: with the
             same message on all of them, which says what each rank has.
+        RuntimeError: a rank does not ask within the group's timeout.
     """
     if group is None:
         if problem is not None:
@@ -54,7 +55,13 @@ def _ask(group: Any, what: str, problem: Exception | None) -> Callable[[], None]
     work = comm.start_all_gather(of_all, mine, group=group, async_op=True)
 
     def end() -> None:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all ranks made this call, {what}: one is gone, or does something else "
+                f"({error})"
+            ) from error
         if of_all.tolist() == [digest, 0] * ranks:
             return
         told: list[Any] = [None] * ranks

@@ -1,27 +1,29 @@
 """The ops that communicate: opaque to torch.compile, which so traces fullgraph.
 
 A plan goes in as text, and names the :class:`ContextParallel` whose groups are used.
-``cp_attention`` is all_gather or ring, forward and backward; ``cp_exchange`` is one all-to-all
-between shares of tokens and shares of heads (DeepSpeed-Ulysses, arXiv 2309.14509), whose gradient
-is the way back. ``cp_spread`` is the same of kv heads that several ranks need.
+``cp_attention`` is all_gather or ring, forward and backward; the ``cp_exchange`` ops are all-to-all
+between shares of tokens and shares of heads (DeepSpeed-Ulysses, arXiv 2309.14509), whose gradients
+are the way back. The first op of a graph, and each of backward, asks all ranks first whether they
+are there, so that no message waits for a rank that does something else, nor meets another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.distributed import all_gather, comm, layouts, ring
+from flash_cute.distributed import all_gather, comm, description, layouts, ring
 from flash_cute.distributed.context import context_named, context_of
 from flash_cute.distributed.groups import Groups, groups_of
 from flash_cute.distributed.local import Saved, Score, statistic_dtype
 from flash_cute.distributed.merge import sink_gradient
-from flash_cute.distributed.plan import Plan, plan_of, slots
-from flash_cute.ops import switches
+from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.ops import autograd, switches
 
 OPS = torch.ops.flash_cute
 
@@ -62,6 +64,8 @@ def call(op: Any, *args: Any) -> Any:
     """The op; without the dispatcher's way to it, some 50 us with a gradient, where nobody else
     could see the call."""
     tensors = [x for x in args if isinstance(x, Tensor)]
+    if internals.in_forward_mode():
+        autograd.refuse_tangents(tensors)
     if not internals.are_plain(tensors):
         return op(*args)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -70,11 +74,29 @@ def call(op: Any, *args: Any) -> Any:
         return _FUNCTIONS[op](*args)
 
 
-def _agree(plan: Plan, asked: str, *tensors: Tensor) -> None:
+@contextmanager
+def _asking(
+    plan: Plan, asked: str, qkv: tuple[Tensor, ...], **same: Tensor | None
+) -> Iterator[None]:
     """In a graph the first op asks all ranks what :func:`cp_attention` asks them outside of one."""
-    if asked:
-        shapes = ", ".join(f"[{len(x)}, -1, {x.shape[2]}, {x.shape[3]}] {x.dtype}" for x in tensors)
-        context_of(plan).agree(f"{asked} of {shapes}, plan {plan.digest}, {plan!r}")
+    cp = context_of(plan) if asked else None
+    if cp is None or not cp.asks:
+        yield
+        return
+    with cp.agreeing(description.of_attention(asked, plan, qkv, same)):
+        yield
+        cp.compare(same)
+
+
+@contextmanager
+def _asking_backward(plan: Plan, op: str, *tensors: Tensor | None) -> Iterator[None]:
+    """Whether all ranks run this part of backward. ``op`` "" is forward, which was asked before."""
+    cp = context_of(plan) if op else None
+    if cp is None or not cp.asks:
+        yield
+    else:
+        with cp.agreeing(description.of_gradient(op, plan, *tensors)):
+            yield
 
 
 def _strategy(plan: Plan) -> Any:
@@ -98,17 +120,19 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
 
-    k and v of :func:`spread` are fp32, and so are their gradients, with numbers of q's dtype. What
-    is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not compared.
+    k and v that :func:`exchange_qkv` copied are fp32, and so are their gradients, with numbers of
+    q's dtype. What is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not
+    compared.
     """
     whole = plan_of(plan)
-    _agree(whole, asked, q, k, v)
-    k, v = k.to(q.dtype), v.to(q.dtype)
     groups = groups_of(whole)
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
-    out, lse = _strategy(whole).forward(
-        whole, groups.outer_rank, groups.outer, (q, k, v), (window_left, window_right), score, sink
-    )
+    with _asking(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink):
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        window = (window_left, window_right)
+        out, lse = _strategy(whole).forward(
+            whole, groups.outer_rank, groups.outer, (q, k, v), window, score, sink
+        )
     return out.contiguous(), lse.contiguous()
 
 
@@ -143,9 +167,10 @@ def attention_backward(
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
     saved = Saved(dout, dlse, out, lse)
     qkv = (q, k.to(q.dtype), v.to(q.dtype))
-    gradients = _strategy(whole).backward(
-        whole, groups.outer_rank, groups.outer, qkv, saved, (window_left, window_right), score
-    )
+    with _asking_backward(whole, "attention" * (whole.outer > 1), dout, q, k, v):
+        gradients = _strategy(whole).backward(
+            whole, groups.outer_rank, groups.outer, qkv, saved, (window_left, window_right), score
+        )
     dq, dk, dv = (
         x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v), strict=True)
     )
@@ -183,35 +208,74 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return dq, dk, dv, None, None if sink is None else dsink.to(sink.dtype), *[None] * 7
 
 
-_differentiable(attention, _differentiate, _keep)
+_differentiable(attention, autograd.once_differentiable(_differentiate), _keep)
 
 
 @_op("cp_exchange")
-def exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
+def exchange(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
     """(batch, rows, heads, dim) of a rank's tokens to (batch, all rows, heads / ranks, dim) of its
-    share of heads, over the ranks that share them; or the way back."""
+    share of heads, over the ranks that share them; or the way back. ``asked``: of backward."""
     whole = plan_of(plan)
-    return (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
+    with _asking_backward(whole, asked, x):
+        return (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
+
+
+@_op("cp_exchange_results")
+def exchange_results(
+    out: Tensor, lse: Tensor, to_heads: bool, plan: str, asked: str = ""
+) -> tuple[Tensor, Tensor]:
+    """:func:`exchange` of out and of lse (batch, heads, rows): in one op, so that ranks of which
+    some have a gradient of one of them alone send the same."""
+    whole = plan_of(plan)
+    lse = lse.transpose(1, 2).unsqueeze(-1)
+    with _asking_backward(whole, asked, out, lse):
+        out, lse = (
+            (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
+            for x in (out, lse)
+        )
+    return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
 @_op("cp_exchange_qkv")
 def exchange_qkv(
-    q: Tensor, k: Tensor, v: Tensor, plan: str, asked: str = ""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    copies: int,
+    plan: str,
+    asked: str = "",
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    rng: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`exchange` to heads of all three in one message; ``asked`` as in :func:`attention`."""
+    """:func:`exchange` to heads of all three in one message; ``asked`` as in :func:`attention`, for
+    which all heads' slopes, sinks and the random state are here.
+
+    With ``copies`` > 1 each head of k and v is copied as often, and both are given in fp32, so that
+    autograd keeps the copies' gradients in fp32 until they are added up.
+    """
     whole = plan_of(plan)
-    _agree(whole, asked, q, k, v)
-    q, k, v = _to_heads((q, k, v), whole, groups_of(whole))
-    return q, k, v
+    with _asking(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink, rng=rng):
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
+        q, k, v = _to_heads((q, k, v), whole, groups_of(whole))
+    return (q, k, v) if copies == 1 else (q, k.float(), v.float())
 
 
 @_op("cp_exchange_qkv_back")
 def exchange_qkv_back(
-    dq: Tensor, dk: Tensor, dv: Tensor, plan: str
+    dq: Tensor, dk: Tensor, dv: Tensor, copies: int, plan: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The way back, of their gradients."""
-    whole = plan_of(plan)
-    dq, dk, dv = _to_tokens((dq, dk, dv), whole, groups_of(whole))
+    """The way back, of their gradients. Those of copies are added up, and rounded to dq's dtype
+    once."""
+    whole, groups = plan_of(plan), groups_of(plan_of(plan))
+    with _asking_backward(whole, "exchange_qkv", dq, dk, dv):
+        if copies == 1:
+            dq, dk, dv = _to_tokens((dq, dk, dv), whole, groups)
+            return dq, dk, dv
+        (dq,) = _to_tokens((dq,), whole, groups)
+        dk, dv = _to_tokens((dk, dv), whole, groups)
+    dk, dv = (x.unflatten(2, (-1, copies)).sum(3).to(dq.dtype) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -233,7 +297,7 @@ def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[T
         part.unflatten(-1, (n, -1)).copy_(by_rank)  # (ranks, rows, batch, heads, dim)
     received, work = comm.all_to_all(send.flatten(0, 1), groups.inner)
     work.wait()
-    place = slots(members, plan.lengths, first.device)
+    place = plan.slots(members, first.device)
     received = received if place is None else received.index_select(0, place)
     received = received.transpose(0, 1)
     return [
@@ -247,7 +311,7 @@ def _to_tokens(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[
     members = _members(plan, groups)
     longest = max(map(layouts.rows, members))
     rows = torch.cat([x.flatten(2) for x in tensors], -1).transpose(0, 1)
-    place = slots(members, plan.lengths, rows.device)
+    place = plan.slots(members, rows.device)
     send = rows.contiguous()
     if place is not None:
         shape = (plan.inner * longest, *rows.shape[1:])
@@ -264,97 +328,78 @@ def _to_tokens(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[
     ]
 
 
-def _fake_exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
+def _fake_exchange(x: Tensor, to_heads: bool, plan: str, copies: int = 1) -> Tensor:
     whole = plan_of(plan)
     groups = groups_of(whole)
     members = _members(whole, groups)
     batch, _, heads, dim = x.shape
     if to_heads:
         rows = sum(map(layouts.rows, members))
-        return x.new_empty((batch, rows, heads // whole.inner, dim))
+        return x.new_empty((batch, rows, heads * copies // whole.inner, dim))
     rows = layouts.rows(members[groups.inner_rank])
     return x.new_empty((batch, rows, heads * whole.inner, dim))
 
 
-exchange.register_fake(_fake_exchange)
+@exchange.register_fake
+def _(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
+    return _fake_exchange(x, to_heads, plan)
+
+
+@exchange_results.register_fake
+def _(
+    out: Tensor, lse: Tensor, to_heads: bool, plan: str, asked: str = ""
+) -> tuple[Tensor, Tensor]:
+    out = _fake_exchange(out, to_heads, plan)
+    return out, lse.new_empty((out.shape[0], out.shape[2], out.shape[1]))
 
 
 @exchange_qkv.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, plan: str, asked: str = "") -> tuple[Tensor, ...]:
-    return tuple(_fake_exchange(x, True, plan) for x in (q, k, v))
+def _(
+    q: Tensor, k: Tensor, v: Tensor, copies: int, plan: str, *_: Any, **__: Any
+) -> tuple[Tensor, ...]:
+    q, k, v = (_fake_exchange(x, True, plan, n) for x, n in ((q, 1), (k, copies), (v, copies)))
+    return (q, k, v) if copies == 1 else (q, k.float(), v.float())
 
 
 @exchange_qkv_back.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, plan: str) -> tuple[Tensor, ...]:
-    return tuple(_fake_exchange(x, False, plan) for x in (dq, dk, dv))
+def _(dq: Tensor, dk: Tensor, dv: Tensor, copies: int, plan: str) -> tuple[Tensor, ...]:
+    dq, dk, dv = (_fake_exchange(x, False, plan) for x in (dq, dk, dv))
+    shape = (*dk.shape[:2], dk.shape[2] // copies)
+    return dq, *(dq.new_empty((*shape, x.shape[3])) for x in (dk, dv))
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.to_heads, ctx.plan = inputs
+    _, ctx.to_heads, ctx.plan, *_ = inputs
 
 
-def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-    return call(exchange, dout.contiguous(), not ctx.to_heads, ctx.plan), None, None
+def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    dx = call(exchange, dout.contiguous(), not ctx.to_heads, ctx.plan, "exchange")
+    return dx, None, None, None
 
 
-def _keep_plan_of_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.plan = inputs[3]
+def _keep_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, ctx.to_heads, ctx.plan, *_ = inputs
+
+
+def _results_back(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    dout, dlse = call(
+        exchange_results, dout.contiguous(), dlse.contiguous(), not ctx.to_heads, ctx.plan,
+        "exchange_results",
+    )  # fmt: skip
+    return dout, dlse, None, None, None
+
+
+def _keep_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.copies, ctx.plan = inputs[3:5]
 
 
 def _exchange_qkv_back(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
-    return *call(exchange_qkv_back, dq, dk, dv, ctx.plan), None, None
+    return *call(exchange_qkv_back, dq, dk, dv, ctx.copies, ctx.plan), *[None] * 6
 
 
 _differentiable(exchange, _exchange_back, _keep_exchange)
-_differentiable(exchange_qkv, _exchange_qkv_back, _keep_plan_of_qkv)
-
-
-@_op("cp_spread")
-def spread(x: Tensor, copies: int, plan: str, asked: str = "") -> Tensor:
-    """:func:`exchange` to heads of k or v, of which each head is copied ``copies`` times; in fp32,
-    so that autograd keeps the copies' gradients in fp32 until they are added up."""
-    whole = plan_of(plan)
-    _agree(whole, asked, x)
-    x = x.repeat_interleave(copies, 2)
-    return _to_heads((x,), whole, groups_of(whole))[0].float()
-
-
-@_op("cp_spread_backward")
-def spread_backward(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
-    """The gradient of :func:`spread`, rounded to ``dtype`` once."""
-    whole = plan_of(plan)
-    of_copies = _to_tokens((dx,), whole, groups_of(whole))[0]
-    return of_copies.unflatten(2, (-1, copies)).sum(3).to(dtype)
-
-
-@spread.register_fake
-def _(x: Tensor, copies: int, plan: str, asked: str = "") -> Tensor:
-    whole = plan_of(plan)
-    rows = sum(map(layouts.rows, _members(whole, groups_of(whole))))
-    heads = x.shape[2] * copies // whole.inner
-    return x.new_empty((len(x), rows, heads, x.shape[3]), dtype=torch.float32)
-
-
-@spread_backward.register_fake
-def _(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
-    whole = plan_of(plan)
-    groups = groups_of(whole)
-    rows = layouts.rows(_members(whole, groups)[groups.inner_rank])
-    heads = dx.shape[2] * whole.inner // copies
-    return dx.new_empty((len(dx), rows, heads, dx.shape[3]), dtype=dtype)
-
-
-def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.copies, ctx.plan, *_ = inputs
-    ctx.dtype = x.dtype
-
-
-def _spread_back(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
-    x = call(spread_backward, dx.contiguous(), ctx.copies, ctx.dtype, ctx.plan)
-    return x, None, None, None
-
-
-_differentiable(spread, _spread_back, _keep_spread)
+_differentiable(exchange_results, _results_back, _keep_results)
+_differentiable(exchange_qkv, _exchange_qkv_back, _keep_qkv)
 
 
 @_op("cp_gather")
@@ -364,7 +409,7 @@ def gather(x: Tensor, plan: str) -> Tensor:
     rows = all_gather.to_rows(x, max(map(layouts.rows, whole.parts)))
     gathered, work = comm.all_gather(rows, groups_of(whole).whole)
     work.wait()
-    place = slots(whole.parts, whole.lengths, x.device)
+    place = whole.slots(whole.parts, x.device)
     gathered = gathered if place is None else gathered.index_select(0, place)
     return gathered.transpose(0, 1).clone()
 
@@ -375,12 +420,13 @@ def scatter_sum(x: Tensor, plan: str) -> Tensor:
     whole = plan_of(plan)
     groups = groups_of(whole)
     total = x.to(statistic_dtype(x)).transpose(0, 1).contiguous()
-    place = slots(whole.parts, whole.lengths, x.device)
+    place = whole.slots(whole.parts, x.device)
     if place is not None:
         longest = max(map(layouts.rows, whole.parts))
         padded = total.new_zeros((whole.ranks * longest, *total.shape[1:]))
         total = padded.index_copy_(0, place, total)
-    mine, work = comm.reduce_scatter(total, groups.whole)
+    with _asking_backward(whole, "gather", x):
+        mine, work = comm.reduce_scatter(total, groups.whole)
     work.wait()
     return mine[: whole.rows(groups.rank)].transpose(0, 1).to(x.dtype, copy=True)
 
