@@ -11,9 +11,11 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import validate
-from flash_cute.distributed import comm, cp_ops, description, layouts
-from flash_cute.distributed.context import ContextParallel, context_of
+from flash_cute.distributed import comm, cp_ops, description, exchange, layouts
+from flash_cute.distributed.communicating import call
+from flash_cute.distributed.context import ContextParallel, check_plan, context_of
 from flash_cute.distributed.dtensor import Wrap, from_local, to_local
+from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.local import unrounded
 from flash_cute.distributed.plan import Plan, plan_of
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
@@ -85,7 +87,7 @@ def cp_attention(
         q, k, v = (cp.shard(x, plan, dim=0) for x in (q, k, v))      # (1000, heads, dim) before
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
-    cp = context_of(plan)
+    here = _constant(plan.key) if torch.compiler.is_compiling() else _here(check_plan(plan))
     validate.whole_sequences()
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
@@ -98,17 +100,17 @@ def cp_attention(
         "sink": sink,
     }
     random = (generator, rng)
+    cp, qkv, wrap = here.cp, (q, k, v), None
     if torch.compiler.is_compiling():
-        plan, cp, rows = _constant(plan.key)
         qkv, wrap = _local(cp, q, k, v)
-        _check(plan, rows, qkv, options, random, return_lse)
+        _check(here, qkv, options, random, return_lse)
         asked = description.of_options(options, return_lse, qkv)
-        out, lse = _attend(plan, cp, qkv, options, random, return_lse, asked)
+        out, lse = _attend(here, qkv, options, random, return_lse, asked)
     else:
-        problem, qkv, wrap = None, (q, k, v), None
+        problem = None
         try:
             qkv, wrap = _local(cp, q, k, v)
-            _check(plan, plan.rows(cp.rank), qkv, options, random, return_lse)
+            _check(here, qkv, options, random, return_lse)
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
         same = {"alibi_slopes": alibi_slopes, "sink": sink}
@@ -117,19 +119,42 @@ def cp_attention(
             asked = description.of_options(options, return_lse, qkv)
             what = description.of_attention(asked, plan, qkv, same)
         with cp.agreeing(what, problem):
-            out, lse = _attend(plan, cp, qkv, options, random, return_lse, "")
+            out, lse = _attend(here, qkv, options, random, return_lse, "")
             cp.compare(same)
     out = from_local(out, wrap)
     return (out, lse) if return_lse else out
 
 
+class Here:
+    """What a call takes of its plan, and of this rank.
+
+    Attributes:
+        cp, rank, rows: the ranks, which of them this is, and its tokens.
+        total, key, packed, ranks, inner, outer, strategy, lengths: the plan's.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.cp = context_of(plan)
+        self.rank = self.cp.rank
+        self.rows = plan.rows(self.rank)
+        self.total, self.key, self.packed, self.ranks = (
+            plan.total,
+            plan.key,
+            plan.packed,
+            plan.ranks,
+        )
+        self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
+        self.lengths, self.ranks = plan.lengths, plan.ranks
+
+
+_here = kept(Here)
+
+
 @internals.constant_in_graphs
-def _constant(key: str) -> tuple[Plan, ContextParallel, int]:
-    """The plan, its context and this rank's tokens: objects of the graph's own, whose numbers are
-    no inputs of it. A graph is made for each plan by its key."""
-    plan = plan_of(key)
-    cp = context_of(plan)
-    return plan, cp, plan.rows(cp.rank)
+def _constant(key: str) -> Here:
+    """An object of the graph's own, whose numbers are no inputs of it: a graph is made for each
+    plan by its key."""
+    return _here(plan_of(key))
 
 
 def _local(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[QKV, Wrap]:
@@ -140,8 +165,7 @@ def _local(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[QKV, W
 
 
 def _attend(
-    plan: Plan,
-    cp: ContextParallel,
+    plan: Here,
     qkv: QKV,
     options: dict[str, Any],
     random: Random,
@@ -152,8 +176,8 @@ def _attend(
     q, k, v = (x[None] for x in qkv) if plan.packed else qkv
     lse: Tensor | None
     if plan.inner > 1 or plan.strategy == "ulysses" or plan.ranks == 1:
-        rng = _randomness(cp, q, options["dropout_p"], random)
-        out, lse = _over_heads(plan, cp, q, k, v, options, rng, return_lse, asked)
+        rng = _randomness(plan.cp, q, options["dropout_p"], random)
+        out, lse = _over_heads(plan, q, k, v, options, rng, return_lse, asked)
     else:
         out, lse = _over_tokens(plan, q, k, v, options, asked)
     if plan.packed:
@@ -162,14 +186,14 @@ def _attend(
 
 
 def _over_tokens(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
+    plan: Here, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
 ) -> tuple[Tensor, Tensor]:
     """All_gather or ring, of all heads."""
     left, right = options["window_size"]
     right = 0 if options["causal"] else right
     scale = options["softmax_scale"]
     q, k, v = (x if validate.has_rows(x) else x.contiguous() for x in (q, k, v))
-    return cp_ops.call(
+    return call(
         cp_ops.attention, q, k, v, options["alibi_slopes"], options["sink"],
         None if scale is None else float(scale), float(options["softcap"]), left, right,
         bool(options["deterministic"]), plan.key, asked,
@@ -177,8 +201,7 @@ def _over_tokens(
 
 
 def _over_heads(
-    plan: Plan,
-    cp: ContextParallel,
+    plan: Here,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -188,7 +211,7 @@ def _over_heads(
     asked: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Ulysses, with a ring of tokens outside if there is one."""
-    share, ranks = cp.rank % plan.inner, plan.inner
+    share, ranks = plan.rank % plan.inner, plan.inner
     copies = math.lcm(k.shape[2], ranks) // k.shape[2]  # each rank has whole groups then
     heads = q.shape[2] // ranks
     # Copies have gradients of their own: they are added up in fp32 where that can be had.
@@ -197,8 +220,8 @@ def _over_heads(
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     if ranks > 1:
         same = [None if x is None else x.detach() for x in (*_per_head(options), rng)]
-        q, k, v = cp_ops.call(
-            cp_ops.exchange_qkv, q, k, v, copies if spreads else 1, plan.key, asked,
+        q, k, v = call(
+            exchange.exchange_qkv, q, k, v, copies if spreads else 1, plan.key, asked,
             *(same if asked else ()),
         )  # fmt: skip
         asked = ""
@@ -213,8 +236,8 @@ def _over_heads(
     if ranks == 1:
         return out, lse
     if not return_lse:
-        return cp_ops.call(cp_ops.exchange, out, False, plan.key), None
-    return cp_ops.call(cp_ops.exchange_results, out, lse, False, plan.key)
+        return call(exchange.exchange, out, False, plan.key), None
+    return call(exchange.exchange_results, out, lse, False, plan.key)
 
 
 def _per_head(options: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
@@ -222,7 +245,7 @@ def _per_head(options: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _whole(
-    plan: Plan, share: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
+    plan: Here, share: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
     rng: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of whole documents, of this rank's heads.
@@ -268,10 +291,8 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
     return rng
 
 
-def _check(
-    plan: Plan, expected: int, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any
-) -> None:
-    """What this rank can tell by itself; it has so many tokens as are ``expected``."""
+def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any) -> None:
+    """What this rank can tell by itself."""
     q, k, v = qkv
     for name, x in (("q", q), ("k", k), ("v", v)):
         validate.tensor(name, x)
@@ -279,10 +300,10 @@ def _check(
         layout = "(rows, heads, dim)" if plan.packed else "(batch, rows, heads, dim)"
         if x.dim() != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {layout} by the plan")
-        if not validate.allowed(x.shape[-3] == expected):
+        if not validate.allowed(x.shape[-3] == plan.rows):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, {x.shape[-3]} tokens; by the plan this rank "
-                f"has {expected} of {plan.total}: cp.shard(x, plan)"
+                f"has {plan.rows} of {plan.total}: cp.shard(x, plan)"
             )
     q4, k4, v4 = (x[None] if plan.packed else x for x in (q, k, v))
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))

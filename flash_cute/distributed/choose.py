@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_cute.distributed.numbers import check_positive
+from flash_cute.distributed.arguments import check_positive
 
 GATHERED_BYTES = 16 * 2**30  # all_gather's keys and values of one layer may take so much memory
 MERGE_BYTES = 24  # of memory that one merged element of the output moves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,13 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute import validate
-from flash_cute.distributed import agreement, choose, comm, groups, layouts
+from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
+from flash_cute.distributed.arguments import check_whole
 from flash_cute.distributed.choose import Links
-from flash_cute.distributed.numbers import check_whole
 from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, shared
 from flash_cute.distributed.values import ValuesOnGPU
-from flash_cute.validate import options as validate_options
 
 
 class ContextParallel:
@@ -71,24 +69,16 @@ class ContextParallel:
         timeout: timedelta | None = None,
         links: Links | None = None,
     ) -> None:
-        _check_ranks(ranks)
+        arguments.check_ranks(ranks)
         mesh = ranks if isinstance(ranks, DeviceMesh) else None
-        if mesh is not None and mesh.ndim > 2:
-            raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; expected those that "
-                "share tokens, one or two: mesh['cp']"
-            )
-        _one_of("strategy", strategy, ("auto", *STRATEGIES))
-        _one_of("layout", layout, ("auto", *LAYOUTS))
+        arguments.check_one_of("strategy", strategy, ("auto", *STRATEGIES))
+        arguments.check_one_of("layout", layout, ("auto", *LAYOUTS))
         check_whole("head_groups", head_groups, 1)
-        for name, x, kind in (
-            ("check", check, bool), ("timeout", timeout, timedelta), ("links", links, Links)
-        ):  # fmt: skip
-            if not (isinstance(x, kind) or (x is None and kind is not bool)):
-                raise TypeError(
-                    f"{name} is {validate.kind_of(x)}; expected a {kind.__name__}"
-                    + ", or None" * (kind is not bool)
-                )
+        arguments.check_timeout(timeout)
+        if not isinstance(check, bool):
+            raise TypeError(f"check is {validate.kind_of(check)}; expected a bool")
+        if links is not None and not isinstance(links, Links):
+            raise TypeError(f"links is {validate.kind_of(links)}; expected Links, or None")
         self._is_2d = mesh is not None and mesh.ndim == 2
         if (strategy == "two_dimensional") > self._is_2d:
             raise ValueError(
@@ -194,22 +184,13 @@ class ContextParallel:
         sizes: Sequence[int] | None = None,
     ) -> Plan:
         """:meth:`plan` without asking the other ranks."""
-        lengths = _lengths(seqlen, cu_seqlens)
+        lengths = arguments.lengths(seqlen, cu_seqlens)
         validate.flag("causal", causal)
-        _check_window(window_size)
+        arguments.check_window(window_size)
         check_whole("block", block, 1)
-        for name, x in (("heads", heads), ("heads_k", heads_k)):
-            if x is not None:
-                check_whole(name, x, 1, "an int, or None")
+        arguments.check_heads(heads, heads_k)
         check_whole("head_dim", head_dim, 1)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype is {validate.kind_of(dtype)}; expected a torch.dtype")
-        if (heads or 0) % (heads_k or heads or 1):
-            raise ValueError(
-                f"heads is {heads} and heads_k {heads_k}; heads must be a multiple of heads_k"
-            )
-        if heads is None and heads_k is not None:
-            raise ValueError(f"heads_k is {heads_k} without heads; give both, or neither")
+        arguments.check_dtype(dtype)
         plan = Plan(
             lengths, cu_seqlens is not None, self.size, 1, "all_gather", "contiguous",
             bool(causal), (int(window_size[0]), int(window_size[1])), block,
@@ -330,9 +311,7 @@ class ContextParallel:
         return plan.position_ids(self.rank, device)
 
     def _check_plan(self, plan: Any) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is {validate.kind_of(plan)}; expected a Plan")
-        if plan.ranks != self.size:
+        if check_plan(plan).ranks != self.size:
             raise ValueError(f"plan is of {plan.ranks} ranks; this ContextParallel has {self.size}")
 
     def agree(self, what: str, problem: Exception | None = None) -> None:
@@ -394,59 +373,15 @@ def context_named(name: str) -> ContextParallel:
     return cp
 
 
-def context_of(plan: Any) -> ContextParallel:
+def context_of(plan: Plan) -> ContextParallel:
     """The ContextParallel that made a plan."""
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan is {type(plan).__name__}; expected what ContextParallel.plan returns"
-        )
     return context_named(plan.context) if plan.owner is None else plan.owner
 
 
-def _check_ranks(ranks: Any) -> None:
-    """Refuses what are no ranks, or do not include this process."""
-    if ranks is None:
-        return
-    if isinstance(ranks, DeviceMesh):
-        is_member = ranks.get_coordinate() is not None
-    elif isinstance(ranks, dist.ProcessGroup):
-        is_member = dist.get_rank(ranks) >= 0
-    else:
+def check_plan(plan: Any) -> Plan:
+    """Refuses what is no plan."""
+    if not isinstance(plan, Plan):
         raise TypeError(
-            f"ranks is {validate.kind_of(ranks)}; expected a DeviceMesh, a ProcessGroup of this "
-            "process, or None"
+            f"plan is {validate.kind_of(plan)}; expected what ContextParallel.plan returns"
         )
-    if not is_member:
-        raise ValueError(f"ranks is {ranks}; this process is none of them")
-
-
-def _one_of(name: str, given: Any, supported: tuple[str, ...]) -> None:
-    if given not in supported:
-        raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
-
-
-def _lengths(seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:
-    if (seqlen is None) == (cu_seqlens is None):
-        raise ValueError("give seqlen, of a dense batch, or cu_seqlens, of packed documents")
-    if seqlen is not None:
-        validate.length("seqlen", seqlen)
-        lengths: tuple[int, ...] = (int(seqlen),)
-    else:
-        given: Any = cu_seqlens
-        given = given.flatten().tolist() if isinstance(given, Tensor) else list(given)
-        for offset in given:
-            check_whole("cu_seqlens' entries", offset, 0)
-        if len(given) < 2 or given[0] != 0 or sorted(given) != given:
-            raise ValueError(
-                f"cu_seqlens is {given[:8]}; expected ascending offsets from 0 to the number of "
-                "all tokens"
-            )
-        lengths = tuple(b - a for a, b in itertools.pairwise(given))
-    if sum(lengths) == 0:
-        raise ValueError("the batch has no tokens")
-    return lengths
-
-
-def _check_window(window_size: Any) -> None:
-    q = torch.empty(1, 1, 1, 1, device="meta")
-    validate_options.check(q, 1, 0, None, False, window_size, 0, None, False, None)
+    return plan

@@ -39,6 +39,14 @@ def of_attention(
     return f"cp_attention of {tensors}, {rest}, {options}, plan {plan.digest}"
 
 
+def of_masked(plan: Plan, tensors: tuple[Tensor, ...], options: Mapping[str, Any]) -> str:
+    """Attention of a layer whose tokens have a mask: q, k, v and the mask."""
+    *qkv, mask = tensors
+    kinds = ", ".join(f"{n} {_kind(x, True)}" for n, x in zip("qkv", qkv, strict=True))
+    rest = of_options(options, False, tuple(qkv))
+    return f"attention of {kinds}, attention_mask {mask.dtype}, {rest}, plan {plan.digest}"
+
+
 def of_gradient(op: str, plan: Plan, *tensors: Tensor | None) -> str:
     """Backward of a part of it that communicates."""
     kinds = ", ".join(_kind(x, True) for x in tensors)

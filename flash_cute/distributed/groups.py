@@ -63,8 +63,9 @@ class Held:
 _HELD: dict[str, Held] = {}  # by name
 _NAMES = (f"cp{i}" for i in itertools.count())
 _HOSTS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of a group, by timeout
-atexit.register(_HELD.clear)
-atexit.register(_HOSTS.clear)
+_PARTS: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()  # of a group, by size
+for _held in (_HELD, _HOSTS, _PARTS):
+    atexit.register(_held.clear)
 
 
 def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> str:
@@ -134,6 +135,22 @@ def group_of_hosts(group: Any, timeout: timedelta | None) -> Any:
             use_local_synchronization=True,
         )
     return of_group[timeout]
+
+
+def part_of(group: Any, size: int) -> Any:
+    """The group of ``size`` consecutive ranks of a group that this one is in; made once."""
+    ranks = dist.get_process_group_ranks(group)
+    if size == len(ranks):
+        return group
+    of_group = _PARTS.setdefault(group, {})
+    if size not in of_group:
+        first = dist.get_rank(group) // size * size
+        of_group[size] = dist.new_group(
+            ranks[first : first + size],
+            timeout=internals.timeout_of(group),
+            use_local_synchronization=True,
+        )
+    return of_group[size]
 
 
 def device_of(group: Any) -> torch.device:
