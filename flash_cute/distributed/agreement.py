@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from flash_cute.distributed import comm
 
-_ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
+_KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)  # the narrower ones first
+_ERRORS = {error.__name__: error for error in _KINDS}
 
 
 def agree(group: Any, what: str, problem: Exception | None = None) -> None:
