@@ -103,8 +103,8 @@ def cp_attention(
     cp, qkv, wrap = here.cp, (q, k, v), None
     if torch.compiler.is_compiling():
         qkv, wrap = _local(cp, q, k, v)
+        asked = description.of_options(options, return_lse, qkv)  # makes numbers constants
         _check(here, qkv, options, random, return_lse)
-        asked = description.of_options(options, return_lse, qkv)
         out, lse = _attend(here, qkv, options, random, return_lse, asked)
     else:
         problem = None

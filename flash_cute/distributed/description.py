@@ -22,12 +22,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def of_options(options: Mapping[str, Any], return_lse: bool, qkv: tuple[Any, ...]) -> str:
     """All that is no tensor, and which tensors want gradients."""
-    named = {**dict(zip("qkv", qkv, strict=True)), **options}
-    differentiable = [name for name, x in named.items() if wants_gradient(x)]
-    numbers = {name: x for name, x in options.items() if name not in OF_ONE_VALUE}
-    numbers |= {"return_lse": bool(return_lse)}
-    listed = ", ".join(f"{name} {x}" for name, x in numbers.items())
-    return f"{listed}, with gradients of {', '.join(differentiable) or 'nothing'}"
+    # The text comes first: by it a graph makes numbers constants, which no later look can.
+    listed = ", ".join(f"{name} {x}" for name, x in options.items() if name not in OF_ONE_VALUE)
+    tensors = dict(zip("qkv", qkv, strict=True)) | {name: options[name] for name in OF_ONE_VALUE}
+    differentiable = [name for name, x in tensors.items() if wants_gradient(x)]
+    gradients = ", ".join(differentiable) or "nothing"
+    return f"{listed}, return_lse {bool(return_lse)}, with gradients of {gradients}"
 
 
 def of_attention(
