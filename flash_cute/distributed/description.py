@@ -24,7 +24,9 @@ def of_options(options: Mapping[str, Any], return_lse: bool, qkv: tuple[Any, ...
     """All that is no tensor, and which tensors want gradients."""
     # The text comes first: by it a graph makes numbers constants, which no later look can.
     listed = ", ".join(f"{name} {x}" for name, x in options.items() if name not in OF_ONE_VALUE)
-    tensors = dict(zip("qkv", qkv, strict=True)) | {name: options[name] for name in OF_ONE_VALUE}
+    tensors = dict(zip("qkv", qkv, strict=True)) | {
+        name: options.get(name) for name in OF_ONE_VALUE
+    }
     differentiable = [name for name, x in tensors.items() if wants_gradient(x)]
     gradients = ", ".join(differentiable) or "nothing"
     return f"{listed}, return_lse {bool(return_lse)}, with gradients of {gradients}"
