@@ -160,9 +160,9 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
     joined: list[Tile] = []
     ends: dict[tuple[int, ...], int] = {}  # where a tile is to which one more may be joined
     for tile in by_keys:
-        place, keys = len(joined), (tile.document, tile.k_start, tile.k_len)
+        place = len(joined)
         if tile.window == FULL:
-            place = ends.pop((*keys, tile.q_start), place)
+            place = ends.pop((*_keys(tile), tile.q_start), place)
         if place < len(joined):
             joined[place] = replace(joined[place], q_len=joined[place].q_len + tile.q_len)
         else:
@@ -170,6 +170,10 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
         if tile.window == FULL:
             ends[(*keys, joined[place].q_stop)] = place
     return joined
+
+
+def _keys(tile: Tile) -> tuple[int, int, int]:
+    return tile.document, tile.k_start, tile.k_len
 
 
 def _batched(tiles: list[Tile]) -> Launches:
