@@ -168,7 +168,8 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
         else:
             joined.append(tile)
         if tile.window == FULL:
-            ends[(*keys, joined[place].q_stop)] = place
+            end = (*_keys(tile), joined[place].q_stop)
+            ends[end] = place
     return joined
 
 

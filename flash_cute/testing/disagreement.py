@@ -84,12 +84,11 @@ def one_differs(case: str, strategy: str, device: str) -> None:
 
 
 def _decode(cp: ContextParallel, q: Tensor, length: int, device: str) -> None:
-    caches = torch.zeros(2, 1, 16, HEADS, DIM, dtype=q.dtype, device=device).unbind()
-    q = q[:, :1].clone()
+    k_cache, v_cache = torch.zeros(2, 1, 16, HEADS, DIM, dtype=q.dtype, device=device).unbind()
+    q = q.clone()
     dist.broadcast(q, 0)
-    cp_decode(
-        q, *caches, cp, q, q, torch.full((1,), length, dtype=torch.int32, device=device)
-    )  # fmt: skip
+    lengths = torch.full((1,), length, dtype=torch.int32, device=device)
+    cp_decode(q, k_cache, v_cache, cp, q, q, lengths)
 
 
 def backward_alone(strategy: str, device: str) -> float:
