@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import weakref
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,9 +33,11 @@ class GroupOfLayer:
             from flash_cute.distributed.arguments import check_group
 
             check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
-        self._group = None if group is None or group is dist.group.WORLD else group
         self._is_lost = is_lost
         self.id = next(_IDS)
+        if group is not None and group is not dist.group.WORLD:
+            _HELD[self.id] = group
+            weakref.finalize(self, _HELD.pop, self.id, None)
         self.contexts: dict[tuple[int, str], Any] = {}
         _GROUPS[self.id] = self
 
@@ -49,15 +53,17 @@ class GroupOfLayer:
                 "the layer was made for a group of ranks, which is not saved with it: set its "
                 "group, or None for all ranks of torch.distributed"
             )
-        return self._group
+        return _HELD.get(self.id)
 
     def __deepcopy__(self, memo: Any) -> GroupOfLayer:
         return self
 
     def __reduce__(self) -> Any:
-        return GroupOfLayer, (None, self._is_lost or self._group is not None)
+        return GroupOfLayer, (None, self._is_lost or self.id in _HELD)
 
 
+_HELD: dict[str, Any] = {}  # groups by id: why here, flash_cute/distributed/groups.py says
+atexit.register(_HELD.clear)
 _GROUPS: WeakValueDictionary[str, GroupOfLayer] = WeakValueDictionary()
 _IDS = (f"group{i}" for i in itertools.count())  # texts, which graphs never make symbols of
 
