@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flash_cute import reference
+from flash_cute.attention import create_ring_attention
 from flash_cute.distributed import ContextParallel, Links, cp_attention, description, measure_links
 from flash_cute.testing import disagreement
 from flash_cute.testing import distributed as cases
@@ -104,6 +105,24 @@ def test_backward_of_one_rank_alone_is_an_error_in_time():
     with Ranks(2, seconds=4.0) as ranks:
         first, second = ranks.outcomes(disagreement.backward_alone, "ulysses", "cpu")
     assert first < 1 and 3 < second < 12
+
+
+def backward_while_a_layer_counts() -> None:
+    """The second rank runs backward of a layer, the first one goes on to the next call."""
+    torch.manual_seed(0)
+    layer = create_ring_attention(16, 2)
+    x = torch.randn(1, 5, 16)
+    out = layer(x)
+    if dist.get_rank() == 1:
+        out.sum().backward()
+    layer(x)
+
+
+def test_backward_of_one_rank_while_a_layer_goes_on(two):
+    first, second = two.outcomes(backward_while_a_layer_counts)
+    assert first.kind == "ValueError" and first.message == second.message
+    assert "backward of cp_attention" in first.message and "a layer's tokens" in first.message
+    assert two.run(fine) == [0, 1]
 
 
 def lse_in_one_loss(strategy: str) -> float:
