@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -325,6 +326,17 @@ def scaled_mm(
 # A tensor class with this as its ``__torch_function__`` is to ops what a Parameter is: a tensor,
 # whose results are plain.
 plain_torch_function = torch._C._disabled_torch_function_impl
+
+
+# --- process groups -------------------------------------------------------------------------------
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a torch.distributed group waits for the other ranks; None if it does not say."""
+    device = "cuda" if "nccl" in str(torch.distributed.get_backend(group)) else "cpu"
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)
+
 
 # --- modules and products ------------------------------------------------------------------------
 

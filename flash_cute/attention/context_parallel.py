@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,10 +35,12 @@ class ContextParallelAttention(SharedAttention):
         config: an :class:`AttentionConfig` of pattern CONTEXT_PARALLEL.
         device_mesh: the devices of one process, ``context_parallel_size`` of them; some may be the
             same. None is as many GPUs as there are, used in turns, or the CPU.
-        group: a torch.distributed group in place of all ranks.
+        group: a torch.distributed group in place of all ranks. It is not saved with the layer: set
+            ``layer.group`` of one that was loaded.
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.
+        RuntimeError: in a call, if the layer was loaded and its group is not known.
 
     Example::
 
@@ -83,10 +84,10 @@ class ContextParallelAttention(SharedAttention):
         Raises:
             TypeError, ValueError: an argument that does not fit; all ranks raise the same message.
             NotImplementedError: cross attention; dropout in training, in one process over several
-                devices, or over ranks that do not divide the heads; a mask with a window that looks
-                ahead.
+                devices, over ranks that do not divide the heads, or over ranks with a mask; a mask
+                with a window that looks ahead.
         """
-        refuse_cross_attention(key, value)
+        crosses = key is not None or value is not None
         options = self._options(is_causal)
         ranks = self._ranks()
         if ranks > 1:
@@ -94,7 +95,10 @@ class ContextParallelAttention(SharedAttention):
             strategy = "all_gather"
             if balanced and self.num_heads % ranks == 0:
                 strategy = "ulysses"
-            return self._of_ranks(ranks, strategy, hidden_states, attention_mask, options, None)
+            return self._of_ranks(
+                ranks, strategy, hidden_states, attention_mask, options, None, crosses
+            )
+        refuse_cross_attention(crosses)
         self._check_call(hidden_states, attention_mask)
         is_here = len(self.device_mesh) == 1 and self.device_mesh[0] == hidden_states.device
         if is_here or hidden_states.is_meta:
@@ -103,9 +107,7 @@ class ContextParallelAttention(SharedAttention):
 
     def _ranks(self) -> int:
         """How many processes share a sequence; 1: one drives all devices."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        world = dist.get_world_size(self._group.value)
+        world = self._world()
         if world == 1:
             return 1
         if world % self.context_parallel_size:
@@ -125,6 +127,7 @@ class ContextParallelAttention(SharedAttention):
                 "ranks that divide the heads"
             )
         if mask is not None:
+            mask = mask != 0
             x = without(mask, x)
         size, seqlen = len(self.device_mesh), x.shape[1]
         name = "zigzag" if options["causal"] else "contiguous"
@@ -210,7 +213,8 @@ def create_context_parallel_attention(
         device_mesh: the devices of one process; some may be the same, and fewer than the size are
             used in turns. None is the GPUs that there are, or the CPU. Parameters are made on
             torch's default device, or ``device``.
-        group: a torch.distributed group in place of all ranks.
+        group: a torch.distributed group in place of all ranks, which share sequences if
+            torch.distributed is initialised.
         fields: others of :class:`AttentionConfig`, as device, dtype or num_kv_heads.
 
     Raises:

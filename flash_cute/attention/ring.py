@@ -11,7 +11,6 @@ from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.attention.shared import (
     SharedAttention,
     check_length,
-    refuse_cross_attention,
     with_pattern,
 )
 
@@ -20,16 +19,19 @@ class RingAttentionLayer(SharedAttention):
     """Exact multi-head attention of very long sequences (Ring Attention, arXiv 2310.01889).
 
     On one device keys and values stream past the queries tile by tile inside of the kernels, so
-    that a call holds tensors of (batch, seqlen, d_model) alone, whatever the length. With a
-    ``group`` of ranks each has its part of the sequence, and keys and values go round: a rank holds
-    its own part of all tensors, and one more of keys and values.
+    that a call holds tensors of (batch, seqlen, d_model) alone, whatever the length. If
+    torch.distributed is initialised with several ranks, these, or those of ``group``, share each
+    sequence: each gives its part, and keys and values go round; a rank holds its own part of all
+    tensors, and one more of keys and values.
 
     Args:
         config: an :class:`AttentionConfig` of pattern RING.
-        group: a torch.distributed group, whose ranks share each sequence; None is one device.
+        group: a torch.distributed group in place of all ranks; of one rank it is one device. It is
+            not saved with the layer: set ``layer.group`` of one that was loaded.
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.
+        RuntimeError: in a call, if the layer was loaded and its group is not known.
 
     Example::
 
@@ -55,13 +57,13 @@ class RingAttentionLayer(SharedAttention):
         """Attention of each token to all.
 
         Args:
-            hidden_states: (batch, seqlen, d_model). With a group: this rank's part of the
+            hidden_states: (batch, seqlen, d_model). With several ranks: this rank's part of the
                 sequence, parts following each other in rank order, of any lengths.
             attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not; of the same
-                tokens. Causal masks and windows count the tokens that take part alone. With a
-                group it makes every rank gather all keys and values.
-            key, value: cross attention, as in :class:`flash_cute.core.AttentionLayer`; without a
-                group alone.
+                tokens. Causal masks and windows count the tokens that take part alone. With several
+                ranks it makes every one gather all keys and values.
+            key, value: cross attention, as in :class:`flash_cute.core.AttentionLayer`; on one
+                device alone.
             is_causal: each token sees itself and those before it.
 
         Returns:
@@ -70,21 +72,20 @@ class RingAttentionLayer(SharedAttention):
         Raises:
             TypeError, ValueError: an argument that does not fit, and sequences that are longer than
                 ``max_sequence_length``. All ranks of a group raise the same message.
-            NotImplementedError: with a group: cross attention, dropout in training, and a mask with
-                a window that looks ahead.
+            NotImplementedError: with several ranks: cross attention, dropout in training, and a
+                mask with a window that looks ahead.
         """
-        group = self._group.value
-        options = self._options(is_causal)
-        if group is None:
+        ranks = self._world()
+        if ranks == 1:
             self._check("hidden_states", hidden_states)
             check_length(hidden_states.shape[1], self.max_sequence_length)
             return super().forward(
                 hidden_states, attention_mask, key=key, value=value, is_causal=is_causal
             )
-        refuse_cross_attention(key, value)
+        crosses = key is not None or value is not None
         return self._of_ranks(
-            torch.distributed.get_world_size(group), self.strategy, hidden_states, attention_mask,
-            options, self.max_sequence_length,
+            ranks, self.strategy, hidden_states, attention_mask, self._options(is_causal),
+            self.max_sequence_length, crosses,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -107,7 +108,8 @@ def create_ring_attention(
         num_heads: heads of queries.
         max_sequence_length: longer sequences are refused. Nothing of this size is held.
         device: of the parameters; None is torch's default.
-        group: a torch.distributed group, whose ranks share each sequence; None is one device.
+        group: a torch.distributed group in place of all ranks, which share each sequence if
+            torch.distributed is initialised; of one rank it is one device.
         fields: others of :class:`AttentionConfig`, as dtype or num_kv_heads.
 
     Raises:

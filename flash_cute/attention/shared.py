@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import weakref
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,20 +20,52 @@ from flash_cute.core.padding import check_mask
 
 
 class GroupOfLayer:
-    """A group that copies of a module share, and that is not saved with it."""
+    """The ranks that share a layer's tokens, and their ContextParallels. Copies of a layer share
+    it; what is saved and loaded knows all ranks of torch.distributed alone.
 
-    def __init__(self, value: Any) -> None:
-        self.id = _id_of(value)
+    Attributes:
+        id: by which a graph finds it.
+        contexts: by size and strategy.
+    """
+
+    def __init__(self, group: Any, is_lost: bool = False) -> None:
+        if group is not None:
+            from flash_cute.distributed.arguments import check_group
+
+            check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
+        self._is_lost = is_lost
+        self.id = next(_IDS)
+        if group is not None and group is not dist.group.WORLD:
+            _HELD[self.id] = group
+            weakref.finalize(self, _HELD.pop, self.id, None)
+        self.contexts: dict[tuple[int, str], Any] = {}
+        _GROUPS[self.id] = self
 
     @property
     def value(self) -> Any:
-        return _GROUPS[self.id]
+        """The group; None is all ranks of torch.distributed, if it is initialised.
+
+        Raises:
+            RuntimeError: the layer was loaded, and its group was not all ranks.
+        """
+        if self._is_lost:
+            raise RuntimeError(
+                "the layer was made for a group of ranks, which is not saved with it: set its "
+                "group, or None for all ranks of torch.distributed"
+            )
+        return _HELD.get(self.id)
 
     def __deepcopy__(self, memo: Any) -> GroupOfLayer:
         return self
 
     def __reduce__(self) -> Any:
-        return GroupOfLayer, (None,)
+        return GroupOfLayer, (None, self._is_lost or self.id in _HELD)
+
+
+_HELD: dict[str, Any] = {}  # groups by id: why here, flash_cute/distributed/groups.py says
+atexit.register(_HELD.clear)
+_GROUPS: WeakValueDictionary[str, GroupOfLayer] = WeakValueDictionary()
+_IDS = (f"group{i}" for i in itertools.count())  # texts, which graphs never make symbols of
 
 
 class SharedAttention(MultiHeadAttention):
@@ -47,6 +82,23 @@ class SharedAttention(MultiHeadAttention):
         )  # fmt: skip
         self.config = config
         self._group = GroupOfLayer(group)
+
+    @property
+    def group(self) -> Any:
+        """The torch.distributed group whose ranks share each sequence; None is all ranks, if
+        torch.distributed is initialised. It may be set, as of a layer that was loaded."""
+        return self._group.value
+
+    @group.setter
+    def group(self, group: Any) -> None:
+        self._group = GroupOfLayer(group)
+
+    def _world(self) -> int:
+        """Ranks of the group; 1 without torch.distributed."""
+        group = self._group.value
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(group)
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
         options = self.score | {"dropout_p": self.dropout if self.training else 0}
@@ -66,22 +118,31 @@ class SharedAttention(MultiHeadAttention):
         mask: Tensor | None,
         options: dict[str, Any],
         longest: int | None,
+        crosses: bool,
     ) -> Tensor:
-        """Of this rank's tokens, those of ``size`` ranks being in rank order."""
+        """Of this rank's tokens, those of ``size`` ranks being in rank order. ``crosses``: the call
+        has keys of its own."""
         if torch.compiler.is_compiling():
-            return self._in_graph(size, strategy, x, mask, options, longest)
-        from flash_cute.distributed import cp_attention, cp_ops
+            return self._in_graph(size, strategy, x, mask, options, longest, crosses)
+        from flash_cute.distributed import cp_attention
 
-        cp = context(size, self._group.value, strategy)
+        cp = context(self._group, size, strategy)
         problem = None
         try:
-            self._check_call(x, mask)
-        except (TypeError, ValueError) as error:
+            refuse_cross_attention(crosses)
+            self._check_call(x, with_any_floats(mask))
+            if mask is not None and options["dropout_p"]:
+                raise NotImplementedError(
+                    f"dropout is {options['dropout_p']} and attention_mask is given: what is "
+                    "dropped would depend on the number of ranks; call eval()"
+                )
+        except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
         rows = x.shape[1] if problem is None else 0
         plan = cp.plan_of_parts(
-            rows, problem, causal=options["causal"], window_size=options["window_size"]
-        )
+            rows, problem, f", max_sequence_length {longest}", causal=options["causal"],
+            window_size=options["window_size"],
+        )  # fmt: skip
         check_length(plan.total, longest)
         if mask is not None:
             x = without(mask, x)
@@ -90,12 +151,7 @@ class SharedAttention(MultiHeadAttention):
         )
         if mask is None:
             return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
-        cp.agree("attention with attention_mask")
-        k, v = (cp_ops.gather(y, plan.key) for y in (k, v))
-        mask = cp_ops.gather((mask != 0).to(torch.uint8), plan.key)
-        start = sum(plan.rows(rank) for rank in range(cp.rank))
-        out = attend_masked_part(q, k, v, start, mask, options)
-        return self.out_proj(out.flatten(-2))
+        return self.out_proj(_attend_masked(cp, plan, (q, k, v), mask, options).flatten(-2))
 
     def _in_graph(
         self,
@@ -105,21 +161,22 @@ class SharedAttention(MultiHeadAttention):
         mask: Tensor | None,
         options: dict[str, Any],
         longest: int | None,
+        crosses: bool,
     ) -> Tensor:
         """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
         from flash_cute.distributed import cp_attention, cp_ops
 
+        refuse_cross_attention(crosses)
         if mask is not None:
             raise NotImplementedError(
                 "attention_mask is given, which layers of ranks do not take in torch.compile"
             )
         if x.dim() != 3 or x.shape[-1] != self.d_model:
-            return cp_ops.refuse(x, self.d_model, _name_of(size, self._group.id, strategy))
+            return cp_ops.refuse(x, self.d_model, _name_of(self._group.id, size, strategy))
         rows = len(range(x.shape[1]))  # a number, by which the graph is specialised
-        key = _equal_plan(
-            size, self._group.id, strategy, rows, options["causal"], options["window_size"]
+        plan = _equal_plan(
+            self._group.id, size, strategy, rows, options["causal"], options["window_size"]
         )
-        plan = _PLANS[key]
         check_length(size * rows, longest)
         q, k, v = self._heads(x).split(
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2
@@ -129,6 +186,29 @@ class SharedAttention(MultiHeadAttention):
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={x}" for name, x in self.config.score().items())
         return f"{super().extra_repr()}, {options}"
+
+
+def _attend_masked(
+    cp: Any, plan: Any, qkv: tuple[Tensor, ...], mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Of this rank's queries, where every rank gathers all keys, values and the mask."""
+    from flash_cute.distributed import cp_ops, description
+
+    q, k, v = qkv
+    cp.agree(description.of_masked(plan, (q, k, v, mask), options))
+    k, v = (cp_ops.gather(y, plan.key) for y in (k, v))
+    if not mask.is_floating_point():
+        mask = (mask != 0).to(torch.uint8)
+    mask = cp_ops.gather(mask, plan.key)
+    check_mask(mask, k)  # floats as a whole: all ranks see the same
+    start = sum(plan.rows(rank) for rank in range(cp.rank))
+    return attend_masked_part(q, k, v, start, mask != 0, options)
+
+
+def with_any_floats(mask: Any) -> Any:
+    """The mask, in which floats, which count as a whole, are what they stand for."""
+    in_floats = isinstance(mask, Tensor) and mask.is_floating_point()
+    return mask != 0 if in_floats else mask
 
 
 def without(mask: Tensor, x: Tensor) -> Tensor:
@@ -144,9 +224,9 @@ def check_length(seqlen: int, longest: int | None) -> None:
         )
 
 
-def refuse_cross_attention(key: Tensor | None, value: Tensor | None) -> None:
+def refuse_cross_attention(crosses: bool) -> None:
     """Tokens that are shared out attend to themselves."""
-    if key is not None or value is not None:
+    if crosses:
         raise NotImplementedError(
             "key or value is given: cross attention is not supported where devices share tokens; "
             "use flash_cute.core.AttentionLayer"
@@ -162,49 +242,28 @@ def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> Attenti
     return config
 
 
-_GROUPS: list[Any] = []  # of layers: a graph can name a group by a number alone
-atexit.register(_GROUPS.clear)  # why: flash_cute/distributed/groups.py
-
-
-_PLANS: dict[str, Any] = {}  # of graphs
-
-
-def _id_of(group: Any) -> int:
-    if group not in _GROUPS:
-        _GROUPS.append(group)
-    return _GROUPS.index(group)
-
-
 @internals.constant_in_graphs
-def _name_of(size: int, group_id: int, strategy: str) -> str:
-    return context(size, _GROUPS[group_id], strategy).name
+def _name_of(group_id: str, size: int, strategy: str) -> str:
+    return context(_GROUPS[group_id], size, strategy).name
 
 
 @internals.constant_in_graphs
 def _equal_plan(
-    size: int, group_id: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
-) -> str:
-    """The key in ``_PLANS`` of a plan of ranks with as many tokens each; asks nobody."""
-    cp = context(size, _GROUPS[group_id], strategy)
+    group_id: str, size: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
+) -> Any:
+    """The plan of ranks with as many tokens each; asks nobody."""
+    cp = context(_GROUPS[group_id], size, strategy)
     sizes = [rows] * size
-    plan = cp.plan_alone(sum(sizes), causal=causal, window_size=window, sizes=sizes)
-    return _PLANS.setdefault(plan.key, plan).key
+    return cp.plan_alone(sum(sizes), causal=causal, window_size=window, sizes=sizes)
 
 
-_CONTEXTS: dict[tuple[int, int, str], Any] = {}
+def context(of_layer: GroupOfLayer, size: int, strategy: str) -> Any:
+    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once."""
+    from flash_cute.distributed import ContextParallel, groups
 
-
-def context(size: int, group: Any, strategy: str) -> Any:
-    """The ContextParallel of ``size`` consecutive ranks of a group, None being all: made once."""
-    from flash_cute.distributed import ContextParallel
-
-    whole = dist.group.WORLD if group is None else group
-    kind = (size, _id_of(whole), strategy)
-    if kind not in _CONTEXTS:
-        of_all = dist.get_process_group_ranks(whole)
-        if size != len(of_all):
-            first = dist.get_rank(whole) // size * size
-            ranks = of_all[first : first + size]
-            whole = dist.new_group(ranks, use_local_synchronization=True)
-        _CONTEXTS[kind] = ContextParallel(whole, strategy=strategy, layout="contiguous")
-    return _CONTEXTS[kind]
+    if (size, strategy) not in of_layer.contexts:
+        whole = dist.group.WORLD if of_layer.value is None else of_layer.value
+        of_layer.contexts[size, strategy] = ContextParallel(
+            groups.part_of(whole, size), strategy=strategy, layout="contiguous"
+        )
+    return of_layer.contexts[size, strategy]

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from flash_cute.distributed import comm
 
-_ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
+_KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)  # the narrower ones first
+_ERRORS = {error.__name__: error for error in _KINDS}
 
 
 def agree(group: Any, what: str, problem: Exception | None = None) -> None:
-    """Exchanges what each rank is about to do; one message of 16 bytes, if they agree.
+    """Exchanges what each rank is about to do; one message of 24 bytes, if they agree.
 
     Args:
         group: of ranks, for tensors on the CPU; None is a group of one.
@@ -26,6 +27,7 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: a rank has a problem, or ranks differ: with the
             same message on all of them, which says what each rank has.
+        RuntimeError: a rank does not ask within the group's timeout.
     """
     if group is None:
         if problem is not None:
@@ -45,18 +47,28 @@ def agreeing(group: Any, what: str) -> Iterator[None]:
         comm.settle()
 
 
-def _ask(group: Any, what: str, problem: Exception | None) -> Callable[[], None]:
-    """Sends what this rank is about to do; the result waits for the others', and may raise."""
+def _ask(
+    group: Any, what: str, problem: Exception | None, number: int = 0
+) -> Callable[[], list[int]]:
+    """Sends what this rank is about to do, and a number; the result waits for the others', and may
+    raise. All messages are of one size: gloo ends a process that gets another one."""
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little", signed=True)
-    mine = torch.tensor([digest, int(problem is not None)])
+    mine = torch.tensor([digest, int(problem is not None), number])
     ranks = dist.get_world_size(group)
-    of_all = mine.new_empty(2 * ranks)
+    of_all = mine.new_empty(3 * ranks)
     work = comm.start_all_gather(of_all, mine, group=group, async_op=True)
 
-    def end() -> None:
-        work.wait()
-        if of_all.tolist() == [digest, 0] * ranks:
-            return
+    def end() -> list[int]:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"not all ranks made this call, {what}: one is gone, or does something else "
+                f"({error})"
+            ) from error
+        digests, problems, numbers = of_all.view(ranks, 3).T.tolist()
+        if digests == [digest] * ranks and not any(problems):
+            return numbers
         told: list[Any] = [None] * ranks
         kind = "" if problem is None else _name(problem)
         dist.all_gather_object(told, (what, kind, str(problem)), group=group)
@@ -75,12 +87,7 @@ def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]
     if group is None:
         agree(group, "", problem)
         return [mine]
-    of_all, work = comm.all_gather(torch.tensor([mine, int(problem is not None)]), group)
-    work.wait()
-    numbers, problems = of_all.view(-1, 2).unbind(1)
-    if problems.any():
-        agree(group, "", problem)
-    return numbers.tolist()
+    return _ask(group, "a layer's tokens, to be counted", problem, mine)()
 
 
 def _name(problem: Exception) -> str:

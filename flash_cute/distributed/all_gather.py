@@ -16,8 +16,8 @@ from torch import Tensor
 from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.comm import Group
 from flash_cute.distributed.local import Output, Saved, Score, differentiate, merges, takes_sink
-from flash_cute.distributed.plan import Plan, slots
-from flash_cute.distributed.tiles import Launch, launches
+from flash_cute.distributed.plan import Plan
+from flash_cute.distributed.tiles import Launches
 
 Window = layouts.Window
 
@@ -70,7 +70,7 @@ def backward(
             saved.of_heads(heads), q[:, :, heads], k_all, v_all, calls, score.of_heads(heads),
             gradients,
         )  # fmt: skip
-        place = slots(plan.outer_parts, plan.lengths, k.device)
+        place = plan.slots(plan.outer_parts, k.device)
         if place is not None:
             padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
             dkv = padded.index_copy_(0, place, dkv)
@@ -96,11 +96,9 @@ def of_queries(heads_k: slice, q: Tensor, k: Tensor) -> slice:
     return slice(heads_k.start * group, heads_k.stop * group)
 
 
-def _calls(plan: Plan, rank: int, window: Window, score: Score) -> tuple[Launch, ...]:
-    keys = layouts.whole(plan.lengths)
-    return launches(
-        plan.outer_parts[rank], keys, window, score.alibi_slopes is not None, plan.packed
-    )
+def _calls(plan: Plan, rank: int, window: Window, score: Score) -> Launches:
+    alibi = score.alibi_slopes is not None
+    return plan.launches(plan.outer_parts[rank], plan.whole, window, alibi)
 
 
 def _longest(plan: Plan) -> int:
@@ -115,7 +113,7 @@ def _gathered(
     heads = k.shape[2]
     count = plan.head_groups if heads % plan.head_groups == 0 else 1
     size = heads // count
-    place = slots(plan.outer_parts, plan.lengths, k.device)
+    place = plan.slots(plan.outer_parts, k.device)
 
     def start(first: int) -> tuple[Tensor, Tensor, comm.Work]:
         of_group = slice(first, first + size)

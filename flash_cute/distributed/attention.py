@@ -9,16 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import validate
-from flash_cute.distributed import comm, cp_ops, layouts
-from flash_cute.distributed.context import ContextParallel, context_of
-from flash_cute.distributed.dtensor import from_local, to_local
+from flash_cute.distributed import comm, cp_ops, description, exchange, layouts
+from flash_cute.distributed.communicating import call
+from flash_cute.distributed.context import ContextParallel, check_plan, context_of
+from flash_cute.distributed.dtensor import Wrap, from_local, to_local
+from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.local import unrounded
-from flash_cute.distributed.plan import Plan
+from flash_cute.distributed.plan import Plan, plan_of
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
+from flash_cute.ops.autograd import refuse_tangents
 from flash_cute.rng import rng_of_call
 from flash_cute.validate import options as validate_options
+
+QKV = tuple[Tensor, Tensor, Tensor]
+Random = tuple[torch.Generator | None, Tensor | None]
 
 
 def cp_attention(
@@ -52,13 +59,14 @@ def cp_attention(
         k: as q, with heads_k heads, which divide heads.
         v: as k, with its own head dim.
         plan: of this batch (:meth:`ContextParallel.plan`).
-        dropout_p: needs strategy "ulysses"; then what is dropped is the same for any number of
-            ranks, and what ``flash_attn_func`` drops.
+        dropout_p: over several ranks it needs strategy "ulysses"; what is dropped is the same for
+            any number of ranks, and what ``flash_attn_func`` drops.
         causal, window_size: the mask; None is the plan's.
-        alibi_slopes: fp32 (heads,), or of each batch entry, or document, (batch, heads).
+        alibi_slopes: fp32 (heads,), or of each batch entry, or document, (batch, heads). All ranks
+            give the same values, and those of ``sink``.
         rng, generator: of dropout; the first rank's is everybody's. ``rng`` must be given inside of
             torch.compile.
-        return_lse: also return the log-sum-exp, of a rank's rows.
+        return_lse: also return the log-sum-exp, of a rank's rows; on all ranks, or on none.
 
     The other arguments are those of :func:`flash_cute.flash_attn_func`.
 
@@ -68,7 +76,10 @@ def cp_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: by name; and ValueError if ranks differ in
-            shapes, dtypes, options or plans. All ranks raise the same message.
+            shapes, dtypes, options, plans, values of slopes and sinks, or tensors that want
+            gradients. All ranks raise the same message. Values on a GPU are not waited for: what
+            differs is told by a later call, or by backward.
+        RuntimeError: of a call or of backward that not all ranks make, within the group's timeout.
 
     Example::
 
@@ -76,56 +87,97 @@ def cp_attention(
         q, k, v = (cp.shard(x, plan, dim=0) for x in (q, k, v))      # (1000, heads, dim) before
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
-    cp = context_of(plan)
+    here = _constant(plan.key) if torch.compiler.is_compiling() else _here(check_plan(plan))
     validate.whole_sequences()
-    q, k, v, wrap = to_local(cp, q, k, v)
-    q, k, v = autocast.cast(q, k, v)
-    causal = plan.causal if causal is None else causal
-    window_size = plan.window_size if window_size is None else window_size
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
+        "causal": plan.causal if causal is None else causal,
+        "window_size": plan.window_size if window_size is None else window_size,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "deterministic": deterministic,
         "sink": sink,
     }
-    arguments = (plan, cp, q, k, v, options, generator, rng, return_lse)
+    random = (generator, rng)
+    cp, qkv, wrap = here.cp, (q, k, v), None
     if torch.compiler.is_compiling():
-        out, lse = _attend(*arguments, _asked(options))
+        qkv, wrap = _local(cp, q, k, v)
+        asked = description.of_options(options, return_lse, qkv)  # makes numbers constants
+        _check(here, qkv, options, random, return_lse)
+        out, lse = _attend(here, qkv, options, random, return_lse, asked)
     else:
         problem = None
         try:
-            _check(plan, cp, q, k, v, options)
+            qkv, wrap = _local(cp, q, k, v)
+            _check(here, qkv, options, random, return_lse)
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error
-        with cp.agreeing(_description(plan, q, k, v, options), problem):
-            out, lse = _attend(*arguments, "")
+        same = {"alibi_slopes": alibi_slopes, "sink": sink}
+        what = ""
+        if cp.asks and problem is None:
+            asked = description.of_options(options, return_lse, qkv)
+            what = description.of_attention(asked, plan, qkv, same)
+        with cp.agreeing(what, problem):
+            out, lse = _attend(here, qkv, options, random, return_lse, "")
+            cp.compare(same)
     out = from_local(out, wrap)
     return (out, lse) if return_lse else out
 
 
+class Here:
+    """What a call takes of its plan, and of this rank.
+
+    Attributes:
+        cp, rank, rows: the ranks, which of them this is, and its tokens.
+        total, key, packed, ranks, inner, outer, strategy, lengths: the plan's.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.cp = context_of(plan)
+        self.rank = self.cp.rank
+        self.rows = plan.rows(self.rank)
+        self.total, self.key, self.packed, self.ranks = (
+            plan.total,
+            plan.key,
+            plan.packed,
+            plan.ranks,
+        )
+        self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
+        self.lengths, self.ranks = plan.lengths, plan.ranks
+
+
+_here = kept(Here)
+
+
+@internals.constant_in_graphs
+def _constant(key: str) -> Here:
+    """An object of the graph's own, whose numbers are no inputs of it: a graph is made for each
+    plan by its key."""
+    return _here(plan_of(key))
+
+
+def _local(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[QKV, Wrap]:
+    """What this rank has, in the dtype of the call, and how the result is wrapped."""
+    *qkv, wrap = to_local(cp, q, k, v)
+    q, k, v = autocast.cast(*qkv)
+    return (q, k, v), wrap
+
+
 def _attend(
-    plan: Plan,
-    cp: ContextParallel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    plan: Here,
+    qkv: QKV,
     options: dict[str, Any],
-    generator: torch.Generator | None,
-    rng: Tensor | None,
+    random: Random,
     return_lse: bool,
     asked: str,
 ) -> tuple[Tensor, Tensor | None]:
     """out and, if it is asked for, lse. ``asked`` is what ops are to compare over ranks."""
-    if plan.packed:
-        q, k, v = q[None], k[None], v[None]
+    q, k, v = (x[None] for x in qkv) if plan.packed else qkv
     lse: Tensor | None
-    if plan.inner > 1 or plan.strategy == "ulysses":
-        randomness = _randomness(cp, q, options["dropout_p"], generator, rng)
-        out, lse = _over_heads(plan, cp, q, k, v, options, randomness, return_lse, asked)
+    if plan.inner > 1 or plan.strategy == "ulysses" or plan.ranks == 1:
+        rng = _randomness(plan.cp, q, options["dropout_p"], random)
+        out, lse = _over_heads(plan, q, k, v, options, rng, return_lse, asked)
     else:
         out, lse = _over_tokens(plan, q, k, v, options, asked)
     if plan.packed:
@@ -134,14 +186,14 @@ def _attend(
 
 
 def _over_tokens(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
+    plan: Here, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
 ) -> tuple[Tensor, Tensor]:
     """All_gather or ring, of all heads."""
     left, right = options["window_size"]
     right = 0 if options["causal"] else right
     scale = options["softmax_scale"]
     q, k, v = (x if validate.has_rows(x) else x.contiguous() for x in (q, k, v))
-    return cp_ops.call(
+    return call(
         cp_ops.attention, q, k, v, options["alibi_slopes"], options["sink"],
         None if scale is None else float(scale), float(options["softcap"]), left, right,
         bool(options["deterministic"]), plan.key, asked,
@@ -149,8 +201,7 @@ def _over_tokens(
 
 
 def _over_heads(
-    plan: Plan,
-    cp: ContextParallel,
+    plan: Here,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -160,19 +211,19 @@ def _over_heads(
     asked: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Ulysses, with a ring of tokens outside if there is one."""
-    share, ranks = _share_of_heads(plan, cp), plan.inner
+    share, ranks = plan.rank % plan.inner, plan.inner
     copies = math.lcm(k.shape[2], ranks) // k.shape[2]  # each rank has whole groups then
     heads = q.shape[2] // ranks
     # Copies have gradients of their own: they are added up in fp32 where that can be had.
     spreads = copies > 1 and not options["dropout_p"] and unrounded(q, v)
     if copies > 1 and not spreads:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    if spreads:
-        k = cp_ops.call(cp_ops.spread, k, copies, plan.key, asked)
-        v = cp_ops.call(cp_ops.spread, v, copies, plan.key, "")
-        q, asked = cp_ops.call(cp_ops.exchange, q, True, plan.key), ""
-    elif ranks > 1:
-        q, k, v = cp_ops.call(cp_ops.exchange_qkv, q, k, v, plan.key, asked)
+    if ranks > 1:
+        same = [None if x is None else x.detach() for x in (*_per_head(options), rng)]
+        q, k, v = call(
+            exchange.exchange_qkv, q, k, v, copies if spreads else 1, plan.key, asked,
+            *(same if asked else ()),
+        )  # fmt: skip
         asked = ""
     mine = dict(options)
     for name in ("sink", "alibi_slopes"):
@@ -184,15 +235,17 @@ def _over_heads(
         out, lse = _whole(plan, share, q, k, v, mine, rng)
     if ranks == 1:
         return out, lse
-    out = cp_ops.call(cp_ops.exchange, out, False, plan.key)
     if not return_lse:
-        return out, None
-    lse = cp_ops.call(cp_ops.exchange, lse.transpose(1, 2).unsqueeze(-1), False, plan.key)
-    return out, lse.squeeze(-1).transpose(1, 2)
+        return call(exchange.exchange, out, False, plan.key), None
+    return call(exchange.exchange_results, out, lse, False, plan.key)
+
+
+def _per_head(options: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    return options["alibi_slopes"], options["sink"]
 
 
 def _whole(
-    plan: Plan, share: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
+    plan: Here, share: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
     rng: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of whole documents, of this rank's heads.
@@ -220,25 +273,16 @@ def _whole(
     return out.unflatten(0, (batch, seqlen)), lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
 
 
-def _share_of_heads(plan: Plan, cp: ContextParallel) -> int:
-    return cp.rank % plan.inner
-
-
-def _randomness(
-    cp: ContextParallel,
-    q: Tensor,
-    dropout_p: float,
-    generator: torch.Generator | None,
-    rng: Tensor | None,
-) -> Tensor | None:
+def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random) -> Tensor | None:
     """The first rank's state."""
+    generator, rng = random
     if torch.compiler.is_compiling():
-        if dropout_p and rng is None:
+        if dropout_p and rng is None and cp.size > 1:
             raise NotImplementedError(
                 "dropout_p is given without rng, which ranks cannot agree on inside of "
                 "torch.compile: give rng, the same on every rank"
             )
-        return rng
+        return rng if dropout_p else None
     rng = rng_of_call(q, dropout_p, generator, rng)
     if rng is not None and cp.size > 1:
         rng = rng.clone()
@@ -247,21 +291,19 @@ def _randomness(
     return rng
 
 
-def _check(
-    plan: Plan, cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> None:
+def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any) -> None:
     """What this rank can tell by itself."""
+    q, k, v = qkv
     for name, x in (("q", q), ("k", k), ("v", v)):
         validate.tensor(name, x)
         rank = 3 if plan.packed else 4
         layout = "(rows, heads, dim)" if plan.packed else "(batch, rows, heads, dim)"
         if x.dim() != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {layout} by the plan")
-        rows, expected = x.shape[-3], plan.rows(cp.rank)
-        if rows != expected:
+        if not validate.allowed(x.shape[-3] == plan.rows):
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, {rows} tokens; by the plan this rank has "
-                f"{expected} of {plan.total}: cp.shard(x, plan)"
+                f"{name} has shape {tuple(x.shape)}, {x.shape[-3]} tokens; by the plan this rank "
+                f"has {plan.rows} of {plan.total}: cp.shard(x, plan)"
             )
     q4, k4, v4 = (x[None] if plan.packed else x for x in (q, k, v))
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
@@ -272,6 +314,10 @@ def _check(
         options["window_size"], options["softcap"], options["alibi_slopes"],
         options["deterministic"], options["sink"],
     )  # fmt: skip
+    validate.flag("return_lse", return_lse)
+    rng_of_call(q, 0.0, *random)  # checks them
+    if internals.in_forward_mode():
+        refuse_tangents((q, k, v, *(x for x in _per_head(options) if x is not None)))
     if q.is_cuda:
         validate.cuda(q, v, options["sink"])
     if options["dropout_p"] and plan.strategy != "ulysses" and plan.ranks > 1:
@@ -284,28 +330,3 @@ def _check(
             f"q has {q.shape[-2]} heads, which {plan.inner} ranks share: they must divide them; "
             "strategies 'all_gather' and 'ring' take any number"
         )
-
-
-def _asked(options: dict[str, Any]) -> str:
-    """The options, as ops of a graph compare them."""
-    named = ", ".join(
-        f"{name} {'a tensor' if isinstance(x, Tensor) else x}" for name, x in options.items()
-    )
-    return f"cp_attention, {named}"
-
-
-def _description(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:
-    """What must be equal on all ranks."""
-
-    def kind(x: Any) -> str:
-        if not isinstance(x, Tensor):
-            return str(x)
-        shape = list(x.shape)
-        if x.dim() >= 3:
-            shape[-3] = -1  # ranks may have different numbers of tokens
-        grad = torch.is_grad_enabled() and x.requires_grad
-        return f"{shape} {x.dtype} {x.device.type}" + " with grad" * grad
-
-    tensors = ", ".join(f"{n} {kind(x)}" for n, x in (("q", q), ("k", k), ("v", v)))
-    rest = ", ".join(f"{name} {kind(x)}" for name, x in options.items())
-    return f"cp_attention of {tensors}, {rest}, plan {plan.digest}"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flash_cute.distributed.arguments import check_positive
+
 GATHERED_BYTES = 16 * 2**30  # all_gather's keys and values of one layer may take so much memory
 MERGE_BYTES = 24  # of memory that one merged element of the output moves
 BACKWARD = 2.5  # times forward's products
@@ -19,11 +21,18 @@ class Links:
         gb_s: bytes that it sends in a second, in 1e9; NCCL counts 360 for the NVLink of a Hopper.
         tflops: of attention, in 1e12 a second.
         memory_gb_s: of its memory, in 1e9.
+
+    Raises:
+        TypeError, ValueError: one is no finite number above 0.
     """
 
     gb_s: float = 360.0
     tflops: float = 600.0
     memory_gb_s: float = 3000.0
+
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            check_positive(name, x)
 
 
 @dataclass(frozen=True)

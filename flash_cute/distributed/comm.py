@@ -31,13 +31,13 @@ Group = Any  # dist.ProcessGroup | None
 
 class _Asked(threading.local):
     def __init__(self) -> None:
-        self.ends: list[Callable[[], None]] = []
+        self.ends: list[Callable[[], object]] = []
 
 
 _asked = _Asked()
 
 
-def before_the_next(end: Callable[[], None]) -> None:
+def before_the_next(end: Callable[[], object]) -> None:
     """Has ``end`` called before this thread communicates, or by :func:`settle`."""
     _asked.ends.append(end)
 

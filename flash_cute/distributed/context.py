@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute import validate
-from flash_cute.distributed import agreement, choose, comm, groups, layouts
+from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
+from flash_cute.distributed.arguments import check_whole
 from flash_cute.distributed.choose import Links
-from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, slots
-from flash_cute.validate import options as validate_options
+from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, shared
+from flash_cute.distributed.values import ValuesOnGPU
 
 
 class ContextParallel:
@@ -35,14 +38,17 @@ class ContextParallel:
             ulysses and without a causal mask, zigzag for one document and balanced for several.
         head_groups: into how many groups of kv heads all_gather cuts its work, if they divide them.
         check: whether each call asks all ranks if they make the same one, and raises the same error
-            on all of them if not: one message of 16 bytes between hosts. Without it they may hang
+            on all of them if not: one message of 24 bytes between hosts. Without it they may hang
             until the groups' timeout, or compute nonsense.
-        timeout: of groups that are made here; None is torch's default.
+        timeout: of groups that are made here; None is that of the ranks' own group.
         links: speeds that "auto" reckons with, as :func:`measure_links` finds them; None is those
             of Hopper GPUs on NVLink.
 
+    Its plans keep it. Every rank makes one at the same time, as any group.
+
     Raises:
-        ValueError: the mesh has more than two dimensions, or one for two_dimensional.
+        TypeError, ValueError: an argument that does not fit, by name: the mesh has more than two
+            dimensions, or one for two_dimensional; this process is none of the ranks.
 
     Example::
 
@@ -63,14 +69,16 @@ class ContextParallel:
         timeout: timedelta | None = None,
         links: Links | None = None,
     ) -> None:
+        arguments.check_ranks(ranks)
         mesh = ranks if isinstance(ranks, DeviceMesh) else None
-        if mesh is not None and mesh.ndim > 2:
-            raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; expected those that "
-                "share tokens, one or two: mesh['cp']"
-            )
-        _one_of("strategy", strategy, ("auto", *STRATEGIES))
-        _one_of("layout", layout, ("auto", *LAYOUTS))
+        arguments.check_one_of("strategy", strategy, ("auto", *STRATEGIES))
+        arguments.check_one_of("layout", layout, ("auto", *LAYOUTS))
+        check_whole("head_groups", head_groups, 1)
+        arguments.check_timeout(timeout)
+        if not isinstance(check, bool):
+            raise TypeError(f"check is {validate.kind_of(check)}; expected a bool")
+        if links is not None and not isinstance(links, Links):
+            raise TypeError(f"links is {validate.kind_of(links)}; expected Links, or None")
         self._is_2d = mesh is not None and mesh.ndim == 2
         if (strategy == "two_dimensional") > self._is_2d:
             raise ValueError(
@@ -89,6 +97,9 @@ class ContextParallel:
         self.strategy, self.layout, self.head_groups = strategy, layout, head_groups
         self.check, self.links = check, links or Links()
         self.name = groups.register(group, mesh, timeout)
+        weakref.finalize(self, groups.release, self.name)
+        self._values = ValuesOnGPU()
+        self._recent: deque[Plan] = deque(maxlen=8)  # layers make a plan in each call
         _CONTEXTS[self.name] = self
 
     @property
@@ -104,6 +115,11 @@ class ContextParallel:
     @property
     def _hosts(self) -> Any:
         return groups.held(self.name).hosts
+
+    @property
+    def asks(self) -> bool:
+        """Whether calls are compared between ranks."""
+        return self.check and self._hosts is not None
 
     def plan(
         self,
@@ -138,21 +154,25 @@ class ContextParallel:
             TypeError, ValueError: an argument that does not fit, or ranks whose plans differ: the
                 same message on all of them.
         """
+        return self._agreed(
+            "", seqlen=seqlen, cu_seqlens=cu_seqlens, causal=causal, window_size=window_size,
+            heads=heads, heads_k=heads_k, head_dim=head_dim, dtype=dtype, block=block, sizes=sizes,
+        )  # fmt: skip
+
+    def _agreed(self, besides: str, **options: Any) -> Plan:
+        """:meth:`plan_alone`, if all ranks have it, and the same ``besides``."""
         problem, plan = None, None
         try:
-            plan = self.plan_alone(
-                seqlen, cu_seqlens, causal, window_size, heads, heads_k, head_dim, dtype, block,
-                sizes,
-            )  # fmt: skip
+            plan = self.plan_alone(**options)
         except (TypeError, ValueError) as error:
             problem = error
-        self.agree("none" if plan is None else f"plan {plan.digest}, {plan!r}", problem)
+        self.agree("none" if plan is None else f"plan {plan.digest}, {plan!r}{besides}", problem)
         assert plan is not None
         return plan
 
     def plan_alone(
         self,
-        seqlen: int | None,
+        seqlen: int | None = None,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
@@ -164,17 +184,23 @@ class ContextParallel:
         sizes: Sequence[int] | None = None,
     ) -> Plan:
         """:meth:`plan` without asking the other ranks."""
-        lengths = _lengths(seqlen, cu_seqlens)
+        lengths = arguments.lengths(seqlen, cu_seqlens)
         validate.flag("causal", causal)
-        _check_window(window_size)
-        if block < 1:
-            raise ValueError(f"block is {block}; expected at least 1 token")
+        arguments.check_window(window_size)
+        check_whole("block", block, 1)
+        arguments.check_heads(heads, heads_k)
+        check_whole("head_dim", head_dim, 1)
+        arguments.check_dtype(dtype)
         plan = Plan(
             lengths, cu_seqlens is not None, self.size, 1, "all_gather", "contiguous",
             bool(causal), (int(window_size[0]), int(window_size[1])), block,
             self._sizes(sizes, lengths), self.head_groups, self.name,
         )  # fmt: skip
-        return self._chosen(plan, heads, heads_k or heads, head_dim, dtype)
+        plan = shared(self._chosen(plan, heads, heads_k or heads, head_dim, dtype))
+        plan.__dict__["owner"] = self
+        if plan not in self._recent:
+            self._recent.append(plan)
+        return plan
 
     def _chosen(
         self, plan: Plan, heads: int | None, heads_k: int | None, dim: int, dtype: torch.dtype
@@ -204,7 +230,9 @@ class ContextParallel:
     def _sizes(self, sizes: Sequence[int] | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
         if sizes is None:
             return ()
-        sizes = tuple(int(n) for n in sizes)
+        sizes = tuple(sizes)
+        for n in sizes:
+            check_whole("sizes' entries", n, 0)
         if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != sum(lengths):
             raise ValueError(
                 f"sizes is {sizes}; expected the tokens of {self.size} ranks, {sum(lengths)} in all"
@@ -214,17 +242,20 @@ class ContextParallel:
         return sizes
 
     @torch.compiler.disable
-    def plan_of_parts(self, rows: int, problem: Exception | None = None, **options: Any) -> Plan:
+    def plan_of_parts(
+        self, rows: int, problem: Exception | None = None, besides: str = "", **options: Any
+    ) -> Plan:
         """The plan of a dense batch that is already shared out in order: asks all ranks how many
         tokens they have.
 
         Args:
             rows: tokens of this rank.
             problem: what is wrong with this rank's call, for all ranks to raise.
+            besides: what all ranks must have besides, in words.
             options: of :meth:`plan`, but seqlen, cu_seqlens and sizes.
         """
         sizes = agreement.counts(self._hosts, rows, problem)
-        return self.plan(sum(sizes), sizes=sizes, **options)
+        return self._agreed(besides, seqlen=sum(sizes), sizes=sizes, **options)
 
     def shard(self, x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
         """This rank's tokens of the whole batch's ``x``, in the plan's order; differentiable.
@@ -237,11 +268,8 @@ class ContextParallel:
         Raises:
             ValueError: x has not as many tokens as the plan.
         """
-        if x.shape[dim] != plan.total:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, {x.shape[dim]} tokens in dim {dim}; the plan is of "
-                f"{plan.total}"
-            )
+        self._check_plan(plan)
+        plan.check_tokens("x", x, dim)
         starts = layouts.offsets(plan.lengths)
         parts = [
             x.narrow(dim, starts[run.document] + run.start, run.length)
@@ -260,20 +288,21 @@ class ContextParallel:
         Raises:
             ValueError: x has not as many tokens as this rank has by the plan.
         """
-        problem = None
-        if x.shape[dim] != plan.rows(self.rank):
-            problem = ValueError(
-                f"x has shape {tuple(x.shape)}, {x.shape[dim]} tokens in dim {dim}; the rank has "
-                f"{plan.rows(self.rank)} by the plan"
-            )
-        dim = dim % x.dim()
-        rest = [n for i, n in enumerate(x.shape) if i != dim]
-        self.agree(f"unshard of {rest}, {x.dtype}, plan {plan.digest}", problem)
+        problem, what = None, ""
+        try:
+            self._check_plan(plan)
+            plan.check_tokens("x", x, dim, self.rank)
+            dim = dim % x.dim()
+            rest = [n for i, n in enumerate(x.shape) if i != dim]
+            what = f"unshard of {rest}, {x.dtype}, plan {plan.digest}"
+        except (TypeError, ValueError) as error:
+            problem = error
+        self.agree(what, problem)
         longest = max(map(layouts.rows, plan.parts))
         rows = to_rows(x.detach().movedim(dim, 0).unsqueeze(0), longest)
         gathered, work = comm.all_gather(rows, self.group if self.size > 1 else None)
         work.wait()
-        place = slots(plan.parts, plan.lengths, x.device)
+        place = plan.slots(plan.parts, x.device)
         whole = gathered if place is None else gathered.index_select(0, place)
         return whole.squeeze(1).movedim(0, dim)
 
@@ -281,22 +310,44 @@ class ContextParallel:
         """int64 (rows,): positions of this rank's tokens in their documents."""
         return plan.position_ids(self.rank, device)
 
+    def _check_plan(self, plan: Any) -> None:
+        if check_plan(plan).ranks != self.size:
+            raise ValueError(f"plan is of {plan.ranks} ranks; this ContextParallel has {self.size}")
+
     def agree(self, what: str, problem: Exception | None = None) -> None:
         """Raises the same error on all ranks if one has a problem, or does something else."""
         if self.check or self._hosts is None:
-            agreement.agree(self._hosts, what, problem)
+            with self._forgetting():
+                agreement.agree(self._hosts, what, problem or self._values.problem())
         elif problem is not None:
             raise problem
 
     @contextmanager
     def agreeing(self, what: str, problem: Exception | None = None) -> Iterator[None]:
         """The same, before the first message of what is done inside; with a problem at once."""
+        if self.check:
+            problem = problem or self._values.problem()
         if problem is not None or self._hosts is None or not self.check:
             self.agree(what, problem)
             yield
         else:
-            with agreement.agreeing(self._hosts, what):
+            with self._forgetting(), agreement.agreeing(self._hosts, what):
                 yield
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Values that were compared before an error are not told of again."""
+        try:
+            yield
+        except Exception:
+            self._values.forget()
+            raise
+
+    def compare(self, tensors: dict[str, Tensor | None]) -> None:
+        """Asks behind a call whether tensors on GPUs have the same values on all ranks. Those on
+        the CPU are in what :meth:`agree` compares."""
+        if self.check and self.size > 1:
+            self._values.compare(tensors, self.group)
 
     def __repr__(self) -> str:
         return (
@@ -305,49 +356,32 @@ class ContextParallel:
         )
 
 
-_CONTEXTS: dict[str, ContextParallel] = {}
+_CONTEXTS: WeakValueDictionary[str, ContextParallel] = WeakValueDictionary()
 
 
 def context_named(name: str) -> ContextParallel:
-    """The ContextParallel of a name."""
-    return _CONTEXTS[name]
+    """The ContextParallel of a name.
+
+    Raises:
+        ValueError: there is none any more.
+    """
+    cp = _CONTEXTS.get(name)
+    if cp is None:
+        raise ValueError(
+            "plan was made by no ContextParallel that this process has: call its plan()"
+        )
+    return cp
 
 
-def context_of(plan: Any) -> ContextParallel:
+def context_of(plan: Plan) -> ContextParallel:
     """The ContextParallel that made a plan."""
+    return context_named(plan.context) if plan.owner is None else plan.owner
+
+
+def check_plan(plan: Any) -> Plan:
+    """Refuses what is no plan."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan is {type(plan).__name__}; expected what ContextParallel.plan returns"
+            f"plan is {validate.kind_of(plan)}; expected what ContextParallel.plan returns"
         )
-    if plan.context not in _CONTEXTS:
-        raise ValueError("plan was made by no ContextParallel of this process: call its plan()")
-    return _CONTEXTS[plan.context]
-
-
-def _one_of(name: str, given: Any, supported: tuple[str, ...]) -> None:
-    if given not in supported:
-        raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
-
-
-def _lengths(seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:
-    if (seqlen is None) == (cu_seqlens is None):
-        raise ValueError("give seqlen, of a dense batch, or cu_seqlens, of packed documents")
-    if seqlen is not None:
-        validate.length("seqlen", seqlen)
-        lengths: tuple[int, ...] = (int(seqlen),)
-    else:
-        given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
-        if len(given) < 2 or given[0] != 0 or sorted(given) != given:
-            raise ValueError(
-                f"cu_seqlens is {given[:8]}; expected ascending offsets from 0 to the number of "
-                "all tokens"
-            )
-        lengths = tuple(b - a for a, b in itertools.pairwise(given))
-    if sum(lengths) == 0:
-        raise ValueError("the batch has no tokens")
-    return lengths
-
-
-def _check_window(window_size: Any) -> None:
-    q = torch.empty(1, 1, 1, 1, device="meta")
-    validate_options.check(q, 1, 0, None, False, window_size, 0, None, False, None)
+    return plan

@@ -1,87 +1,37 @@
-"""The ops that communicate: opaque to torch.compile, which so traces fullgraph.
-
-A plan goes in as text, and names the :class:`ContextParallel` whose groups are used.
-``cp_attention`` is all_gather or ring, forward and backward; ``cp_exchange`` is one all-to-all
-between shares of tokens and shares of heads (DeepSpeed-Ulysses, arXiv 2309.14509), whose gradient
-is the way back. ``cp_spread`` is the same of kv heads that several ranks need.
-"""
+"""The ops that communicate, beside those of :mod:`flash_cute.distributed.exchange`: opaque to
+torch.compile, which so traces fullgraph. ``cp_attention`` is all_gather or ring, forward and
+backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_cute import _torch_internals as internals
 from flash_cute.distributed import all_gather, comm, layouts, ring
-from flash_cute.distributed.context import context_named, context_of
-from flash_cute.distributed.groups import Groups, groups_of
+from flash_cute.distributed.communicating import (
+    asking,
+    asking_backward,
+    call,
+    differentiable,
+    op_of,
+)
+from flash_cute.distributed.context import context_named
+from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.local import Saved, Score, statistic_dtype
 from flash_cute.distributed.merge import sink_gradient
-from flash_cute.distributed.plan import Plan, plan_of, slots
-from flash_cute.ops import switches
+from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.ops import autograd, switches
 
 OPS = torch.ops.flash_cute
-
-# By op: the Python function that it runs, and autograd's function of those that have a gradient.
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-_FORMULAS: dict[Any, type[torch.autograd.Function]] = {}
-
-
-def _op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an op of a function."""
-
-    def make(function: Callable[..., Any]) -> Any:
-        op = torch.library.custom_op(f"flash_cute::{name}", function, mutates_args=())
-        _FUNCTIONS[op] = function
-        return op
-
-    return make
-
-
-def _differentiable(op: Any, back: Callable[..., Any], keep: Callable[..., None]) -> None:
-    """Gives an op its gradient, for calls of it and for :func:`call`."""
-
-    class Formula(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            with internals.below_autograd():
-                output = _FUNCTIONS[op](*args)
-            keep(ctx, args, output)
-            return output
-
-        backward = staticmethod(back)
-
-    op.register_autograd(back, setup_context=keep)
-    _FORMULAS[op] = Formula
-
-
-def call(op: Any, *args: Any) -> Any:
-    """The op; without the dispatcher's way to it, some 50 us with a gradient, where nobody else
-    could see the call."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    if not internals.are_plain(tensors):
-        return op(*args)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _FORMULAS[op].apply(*args) if op in _FORMULAS else op(*args)
-    with internals.below_autograd():
-        return _FUNCTIONS[op](*args)
-
-
-def _agree(plan: Plan, asked: str, *tensors: Tensor) -> None:
-    """In a graph the first op asks all ranks what :func:`cp_attention` asks them outside of one."""
-    if asked:
-        shapes = ", ".join(f"[{len(x)}, -1, {x.shape[2]}, {x.shape[3]}] {x.dtype}" for x in tensors)
-        context_of(plan).agree(f"{asked} of {shapes}, plan {plan.digest}, {plan!r}")
 
 
 def _strategy(plan: Plan) -> Any:
     return all_gather if plan.strategy == "all_gather" or plan.outer == 1 else ring
 
 
-@_op("cp_attention")
+@op_of("cp_attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -98,17 +48,19 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
 
-    k and v of :func:`spread` are fp32, and so are their gradients, with numbers of q's dtype. What
-    is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not compared.
+    k and v that :func:`exchange_qkv` copied are fp32, and so are their gradients, with numbers of
+    q's dtype. What is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not
+    compared.
     """
     whole = plan_of(plan)
-    _agree(whole, asked, q, k, v)
-    k, v = k.to(q.dtype), v.to(q.dtype)
     groups = groups_of(whole)
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
-    out, lse = _strategy(whole).forward(
-        whole, groups.outer_rank, groups.outer, (q, k, v), (window_left, window_right), score, sink
-    )
+    with asking(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink):
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        window = (window_left, window_right)
+        out, lse = _strategy(whole).forward(
+            whole, groups.outer_rank, groups.outer, (q, k, v), window, score, sink
+        )
     return out.contiguous(), lse.contiguous()
 
 
@@ -118,7 +70,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistic_dtype(q))
 
 
-@_op("cp_attention_backward")
+@op_of("cp_attention_backward")
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -143,9 +95,10 @@ def attention_backward(
     score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
     saved = Saved(dout, dlse, out, lse)
     qkv = (q, k.to(q.dtype), v.to(q.dtype))
-    gradients = _strategy(whole).backward(
-        whole, groups.outer_rank, groups.outer, qkv, saved, (window_left, window_right), score
-    )
+    with asking_backward(whole, "attention" * (whole.outer > 1), dout, q, k, v):
+        gradients = _strategy(whole).backward(
+            whole, groups.outer_rank, groups.outer, qkv, saved, (window_left, window_right), score
+        )
     dq, dk, dv = (
         x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v), strict=True)
     )
@@ -183,204 +136,34 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return dq, dk, dv, None, None if sink is None else dsink.to(sink.dtype), *[None] * 7
 
 
-_differentiable(attention, _differentiate, _keep)
+differentiable(attention, autograd.once_differentiable(_differentiate), _keep)
 
 
-@_op("cp_exchange")
-def exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
-    """(batch, rows, heads, dim) of a rank's tokens to (batch, all rows, heads / ranks, dim) of its
-    share of heads, over the ranks that share them; or the way back."""
-    whole = plan_of(plan)
-    return (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
-
-
-@_op("cp_exchange_qkv")
-def exchange_qkv(
-    q: Tensor, k: Tensor, v: Tensor, plan: str, asked: str = ""
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`exchange` to heads of all three in one message; ``asked`` as in :func:`attention`."""
-    whole = plan_of(plan)
-    _agree(whole, asked, q, k, v)
-    q, k, v = _to_heads((q, k, v), whole, groups_of(whole))
-    return q, k, v
-
-
-@_op("cp_exchange_qkv_back")
-def exchange_qkv_back(
-    dq: Tensor, dk: Tensor, dv: Tensor, plan: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The way back, of their gradients."""
-    whole = plan_of(plan)
-    dq, dk, dv = _to_tokens((dq, dk, dv), whole, groups_of(whole))
-    return dq, dk, dv
-
-
-def _members(plan: Plan, groups: Groups) -> tuple[layouts.Runs, ...]:
-    first = groups.outer_rank * plan.inner
-    return plan.parts[first : first + plan.inner]
-
-
-def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
-    """Tensors (batch, rows, heads, dim) travel beside one another; what pads parts is not read."""
-    members = _members(plan, groups)
-    longest = max(map(layouts.rows, members))
-    first, heads = tensors[0], [x.shape[2] // plan.inner for x in tensors]
-    widths = [n * x.shape[3] for n, x in zip(heads, tensors, strict=True)]
-    send = first.new_empty((plan.inner, longest, len(first), sum(widths)))
-    parts = send[:, : first.shape[1]].split(widths, -1)
-    for x, n, part in zip(tensors, heads, parts, strict=True):
-        by_rank = x.unflatten(2, (plan.inner, n)).permute(2, 1, 0, 3, 4)
-        part.unflatten(-1, (n, -1)).copy_(by_rank)  # (ranks, rows, batch, heads, dim)
-    received, work = comm.all_to_all(send.flatten(0, 1), groups.inner)
-    work.wait()
-    place = slots(members, plan.lengths, first.device)
-    received = received if place is None else received.index_select(0, place)
-    received = received.transpose(0, 1)
-    return [
-        x.unflatten(-1, (n, -1)).contiguous()
-        for n, x in zip(heads, received.split(widths, -1), strict=True)
-    ]
-
-
-def _to_tokens(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
-    """The way back, of (batch, all rows, heads / ranks, dim)."""
-    members = _members(plan, groups)
-    longest = max(map(layouts.rows, members))
-    rows = torch.cat([x.flatten(2) for x in tensors], -1).transpose(0, 1)
-    place = slots(members, plan.lengths, rows.device)
-    send = rows.contiguous()
-    if place is not None:
-        shape = (plan.inner * longest, *rows.shape[1:])
-        send = rows.new_empty(shape).index_copy_(0, place, send)
-    received, work = comm.all_to_all(send, groups.inner)
-    work.wait()
-    mine = layouts.rows(members[groups.inner_rank])
-    by_rank = received.unflatten(0, (plan.inner, longest))[:, :mine]  # (ranks, rows, batch, ..)
-    by_rank = by_rank.permute(2, 1, 0, 3)
-    parts = by_rank.split([x.shape[2] * x.shape[3] for x in tensors], -1)
-    return [
-        part.unflatten(-1, (x.shape[2], -1)).flatten(2, 3).contiguous()
-        for x, part in zip(tensors, parts, strict=True)
-    ]
-
-
-def _fake_exchange(x: Tensor, to_heads: bool, plan: str) -> Tensor:
-    whole = plan_of(plan)
-    groups = groups_of(whole)
-    members = _members(whole, groups)
-    batch, _, heads, dim = x.shape
-    if to_heads:
-        rows = sum(map(layouts.rows, members))
-        return x.new_empty((batch, rows, heads // whole.inner, dim))
-    rows = layouts.rows(members[groups.inner_rank])
-    return x.new_empty((batch, rows, heads * whole.inner, dim))
-
-
-exchange.register_fake(_fake_exchange)
-
-
-@exchange_qkv.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, plan: str, asked: str = "") -> tuple[Tensor, ...]:
-    return tuple(_fake_exchange(x, True, plan) for x in (q, k, v))
-
-
-@exchange_qkv_back.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, plan: str) -> tuple[Tensor, ...]:
-    return tuple(_fake_exchange(x, False, plan) for x in (dq, dk, dv))
-
-
-def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.to_heads, ctx.plan = inputs
-
-
-def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-    return call(exchange, dout.contiguous(), not ctx.to_heads, ctx.plan), None, None
-
-
-def _keep_plan_of_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.plan = inputs[3]
-
-
-def _exchange_qkv_back(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
-    return *call(exchange_qkv_back, dq, dk, dv, ctx.plan), None, None
-
-
-_differentiable(exchange, _exchange_back, _keep_exchange)
-_differentiable(exchange_qkv, _exchange_qkv_back, _keep_plan_of_qkv)
-
-
-@_op("cp_spread")
-def spread(x: Tensor, copies: int, plan: str, asked: str = "") -> Tensor:
-    """:func:`exchange` to heads of k or v, of which each head is copied ``copies`` times; in fp32,
-    so that autograd keeps the copies' gradients in fp32 until they are added up."""
-    whole = plan_of(plan)
-    _agree(whole, asked, x)
-    x = x.repeat_interleave(copies, 2)
-    return _to_heads((x,), whole, groups_of(whole))[0].float()
-
-
-@_op("cp_spread_backward")
-def spread_backward(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
-    """The gradient of :func:`spread`, rounded to ``dtype`` once."""
-    whole = plan_of(plan)
-    of_copies = _to_tokens((dx,), whole, groups_of(whole))[0]
-    return of_copies.unflatten(2, (-1, copies)).sum(3).to(dtype)
-
-
-@spread.register_fake
-def _(x: Tensor, copies: int, plan: str, asked: str = "") -> Tensor:
-    whole = plan_of(plan)
-    rows = sum(map(layouts.rows, _members(whole, groups_of(whole))))
-    heads = x.shape[2] * copies // whole.inner
-    return x.new_empty((len(x), rows, heads, x.shape[3]), dtype=torch.float32)
-
-
-@spread_backward.register_fake
-def _(dx: Tensor, copies: int, dtype: torch.dtype, plan: str) -> Tensor:
-    whole = plan_of(plan)
-    groups = groups_of(whole)
-    rows = layouts.rows(_members(whole, groups)[groups.inner_rank])
-    heads = dx.shape[2] * whole.inner // copies
-    return dx.new_empty((len(dx), rows, heads, dx.shape[3]), dtype=dtype)
-
-
-def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.copies, ctx.plan, *_ = inputs
-    ctx.dtype = x.dtype
-
-
-def _spread_back(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
-    x = call(spread_backward, dx.contiguous(), ctx.copies, ctx.dtype, ctx.plan)
-    return x, None, None, None
-
-
-_differentiable(spread, _spread_back, _keep_spread)
-
-
-@_op("cp_gather")
+@op_of("cp_gather")
 def gather(x: Tensor, plan: str) -> Tensor:
     """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch."""
     whole = plan_of(plan)
     rows = all_gather.to_rows(x, max(map(layouts.rows, whole.parts)))
     gathered, work = comm.all_gather(rows, groups_of(whole).whole)
     work.wait()
-    place = slots(whole.parts, whole.lengths, x.device)
+    place = whole.slots(whole.parts, x.device)
     gathered = gathered if place is None else gathered.index_select(0, place)
     return gathered.transpose(0, 1).clone()
 
 
-@_op("cp_scatter_sum")
+@op_of("cp_scatter_sum")
 def scatter_sum(x: Tensor, plan: str) -> Tensor:
     """This rank's rows (batch, rows, ..) of the sum over ranks of x (batch, all rows, ..)."""
     whole = plan_of(plan)
     groups = groups_of(whole)
     total = x.to(statistic_dtype(x)).transpose(0, 1).contiguous()
-    place = slots(whole.parts, whole.lengths, x.device)
+    place = whole.slots(whole.parts, x.device)
     if place is not None:
         longest = max(map(layouts.rows, whole.parts))
         padded = total.new_zeros((whole.ranks * longest, *total.shape[1:]))
         total = padded.index_copy_(0, place, total)
-    mine, work = comm.reduce_scatter(total, groups.whole)
+    with asking_backward(whole, "gather", x):
+        mine, work = comm.reduce_scatter(total, groups.whole)
     work.wait()
     return mine[: whole.rows(groups.rank)].transpose(0, 1).to(x.dtype, copy=True)
 
@@ -407,7 +190,7 @@ def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
 gather.register_autograd(_sum_back, setup_context=_keep_plan)
 
 
-@_op("cp_refuse")
+@op_of("cp_refuse")
 def refuse(x: Tensor, d_model: int, context: str) -> Tensor:
     """Raises on all ranks, which ask for agreement, that a layer of this rank does not take x."""
     shape = tuple(x.shape)

@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute import ops, validate
-from flash_cute.distributed import comm
+from flash_cute.distributed import comm, description
+from flash_cute.distributed.arguments import check_whole
 from flash_cute.distributed.context import ContextParallel
 from flash_cute.distributed.merge import merge_, merge_sink, rows
 from flash_cute.distributed.trace import named
 from flash_cute.kvcache import flash_attn_with_kvcache
 from flash_cute.ops import autocast
+from flash_cute.ops.autograd import refuse_tangents
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import options as validate_options
 
@@ -64,8 +67,9 @@ def cp_decode(
         softmax_scale, causal, window_size, softcap, alibi_slopes, num_splits, return_softmax_lse,
             sink: as there; masks and ALiBi go by positions in the whole sequence.
         block: so many tokens in a row belong to the first rank, as many to the next, and so on in
-            turns: ranks have as much to do whatever the length. None is a rank's capacity, so that
-            a rank gets tokens once the ones before it are full.
+            turns: ranks have as much to do whatever the length. The last turn has what is left of
+            the capacity. None is a rank's capacity, so that a rank gets tokens once the ones before
+            it are full.
 
     With several queries and a mask each is a sequence of its own: keys are read once for each.
 
@@ -99,22 +103,27 @@ def cp_decode(
             validate.tensor(name, x)
         q, k, v = autocast.cast_as(k_cache, q, k, v)
         lengths = _check(q, k, v, cp, caches, cache_batch_idx, num_splits, options)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         problem = error
-    cp.agree(_description(q, k, v, caches, options), problem)
+    what = ""
+    if cp.asks and problem is None:
+        what = description.of_decoding({"q": q, "k": k, "v": v} | caches, options)
+    cp.agree(what, problem)
 
     batch, seqlen_q = q.shape[:2]
     capacity = _capacity(k_cache, block_table)
-    tokens = _Tokens(cp.rank, cp.size, capacity if block is None else block)
+    tokens = _Tokens(cp.rank, cp.size, capacity, min(block or capacity, capacity))
     total = lengths if k is None else lengths + k.shape[1]
     new = _new(tokens, lengths, k, v)
+    added = 0 if k is None else k.shape[1]
     left, right = window_size[0], 0 if causal else window_size[1]
     is_each_alone = seqlen_q > 1 and (left >= 0 or right >= 0)
     steps: int | Tensor = seqlen_q - 1  # the last query sees what all see
+    if new and (is_each_alone or 0 <= left < added - seqlen_q):
+        # For the append alone: the op has a window begin where new tokens join, or before.
+        flash_attn_with_kvcache(q[:, :1], **caches, **new, cache_batch_idx=cache_batch_idx)
+        new = {}
     if is_each_alone:
-        if new:  # for the append alone
-            flash_attn_with_kvcache(q[:, :1], **caches, **new, cache_batch_idx=cache_batch_idx)
-            new = {}
         steps = torch.arange(seqlen_q, dtype=torch.int32, device=q.device).repeat(batch)
         total = total.repeat_interleave(seqlen_q)
         if block_table is not None:
@@ -144,27 +153,34 @@ def cp_decode(
     out, lse = _merged(out, lse, cp)
     if sink is not None:
         out, lse = merge_sink(out, lse, sink)
+    cp.compare({name: x for name, x in options.items() if isinstance(x, Tensor)})
     out = out.to(q.dtype)
     return (out, lse) if return_softmax_lse else out
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Which tokens are a rank's: ``block`` in a row, then as many of each other rank."""
+    """Which tokens are a rank's: ``block`` in a row, then as many of each other rank. In the last
+    turn blocks are what is left of ``capacity``, so that every rank's is used."""
 
     rank: int
     ranks: int
+    capacity: int
     block: int
 
     def before(self, position: Tensor) -> Tensor:
         """How many are the rank's of the tokens before a position: where it lies in its cache."""
+        rest = self.capacity % self.block
+        whole_turns = (self.capacity - rest) * self.ranks
         turn = self.block * self.ranks
-        rest = (position % turn - self.rank * self.block).clamp(0, self.block)
-        return position // turn * self.block + rest
+        of_turns = position.clamp(max=whole_turns)
+        here = (of_turns % turn - self.rank * self.block).clamp(0, self.block)
+        of_last = (position - whole_turns - self.rank * rest).clamp(0, rest)
+        return of_turns // turn * self.block + here + of_last
 
     def has(self, position: Tensor) -> Tensor:
         """Whether a token is the rank's."""
-        return position // self.block % self.ranks == self.rank
+        return self.before(position + 1) > self.before(position)
 
 
 def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -> dict[str, Any]:
@@ -230,8 +246,16 @@ def _check(
     )  # fmt: skip
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, options["sink"])
-    if block is not None and (not isinstance(block, int) or block < 1):
-        raise ValueError(f"block is {block}; expected at least 1 token, or None")
+    if block is not None:
+        check_whole("block", block, 1, "an int, or None")
+    if internals.in_forward_mode():
+        refuse_tangents([x for x in (q, k, v, k_cache, v_cache) if x is not None])
+    for name, x in (("q", q), ("k", k), ("v", v), ("sink", options["sink"])):
+        if description.wants_gradient(x):
+            raise RuntimeError(
+                f"{name} requires grad, and decoding has no gradient: call it in torch.no_grad(), "
+                "or detach()"
+            )
     capacity, seqlen_new = _capacity(k_cache, block_table), 0 if k is None else k.shape[1]
     if not isinstance(used, Tensor) and used + seqlen_new > cp.size * capacity:
         raise ValueError(
@@ -250,18 +274,3 @@ def _check(
             "causal=True"
         )
     return lengths
-
-
-def _description(
-    q: Tensor, k: Tensor | None, v: Tensor | None, caches: dict[str, Any], options: dict[str, Any]
-) -> str:
-    """What must be equal on all ranks."""
-
-    def kind(x: Any) -> str:
-        if not isinstance(x, Tensor):
-            return str(x)
-        grad = torch.is_grad_enabled() and x.requires_grad
-        return f"{list(x.shape)} {x.dtype} {x.device.type}" + " with grad" * grad
-
-    given = {"q": q, "k": k, "v": v} | caches | options
-    return "cp_decode of " + ", ".join(f"{name} {kind(x)}" for name, x in given.items())

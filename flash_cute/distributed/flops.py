@@ -10,12 +10,11 @@ from torch import Tensor
 from flash_cute.distributed import cp_ops, layouts
 from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.plan import Plan, plan_of
-from flash_cute.distributed.tiles import launches
 from flash_cute.ops.when_imported import when_imported
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, *rest: Any, **_: Any) -> int:
-    _, _, _, left, right, _, plan = rest
+    left, right, _, plan = rest[3:7]
     pairs = _pairs(plan_of(plan), (left, right), slopes is not None)
     return 2 * len(q) * q.shape[2] * pairs * (q.shape[-1] + v.shape[-1])
 
@@ -24,7 +23,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     slopes: Tensor | None, *rest: Any, **_: Any,
 ) -> int:  # fmt: skip
-    _, _, _, left, right, _, plan = rest
+    left, right, _, plan = rest[3:7]
     pairs = _pairs(plan_of(plan), (left, right), slopes is not None)
     return 2 * len(q) * q.shape[2] * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
 
@@ -33,12 +32,11 @@ def _pairs(plan: Plan, window: layouts.Window, alibi: bool) -> int:
     """Pairs of a query and a key in the tiles of this rank, of one head."""
     parts = plan.outer_parts
     mine = parts[groups_of(plan).outer_rank]
-    whole = (layouts.whole(plan.lengths),)
-    keys = whole if plan.strategy == "all_gather" else parts
+    keys = (plan.whole,) if plan.strategy == "all_gather" else parts
     return sum(
         tile.q_len * tile.k_len
         for runs in keys
-        for launch in launches(mine, runs, window, alibi, plan.packed)
+        for launch in plan.launches(mine, runs, window, alibi)
         for tile in launch
     )
 

@@ -7,14 +7,17 @@ refers to it, and those of gloo abort a process whose interpreter has ended.
 from __future__ import annotations
 
 import atexit
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flash_cute import _torch_internals as internals
 from flash_cute.distributed.plan import Plan
 
 
@@ -58,11 +61,15 @@ class Held:
 
 
 _HELD: dict[str, Held] = {}  # by name
-atexit.register(_HELD.clear)
+_NAMES = (f"cp{i}" for i in itertools.count())
+_HOSTS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of a group, by timeout
+_PARTS: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()  # of a group, by size
+for _held in (_HELD, _HOSTS, _PARTS):
+    atexit.register(_held.clear)
 
 
 def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> str:
-    """Holds the groups of a :class:`ContextParallel`; returns its name."""
+    """Holds the groups of a :class:`ContextParallel` until :func:`release`; returns its name."""
     size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     whole = None if size == 1 else group
@@ -75,9 +82,14 @@ def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> 
             size, rank, whole, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
         )
     hosts = None if whole is None else group_of_hosts(whole, timeout)
-    name = f"cp{len(_HELD)}"
+    name = next(_NAMES)
     _HELD[name] = Held(group, hosts, mesh, over_tokens, over_heads, both)
     return name
+
+
+def release(name: str) -> None:
+    """Lets go what :func:`register` holds."""
+    _HELD.pop(name, None)
 
 
 def held(name: str) -> Held:
@@ -109,11 +121,36 @@ def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
 
 
 def group_of_hosts(group: Any, timeout: timedelta | None) -> Any:
-    """A group of the same ranks that takes tensors on the CPU: agreement must not wait for GPUs."""
-    if "gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
-        return group
+    """A group of the same ranks that takes tensors on the CPU: agreement must not wait for GPUs.
+
+    Its messages meet no others, of another size, which would end gloo's process. It is made once
+    for a group, and lives as long: ranks may collect what used it at different times.
+    """
+    of_group = _HOSTS.setdefault(group, {})
+    if timeout not in of_group:
+        of_group[timeout] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=internals.timeout_of(group) if timeout is None else timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return of_group[timeout]
+
+
+def part_of(group: Any, size: int) -> Any:
+    """The group of ``size`` consecutive ranks of a group that this one is in; made once."""
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    if size == len(ranks):
+        return group
+    of_group = _PARTS.setdefault(group, {})
+    if size not in of_group:
+        first = dist.get_rank(group) // size * size
+        of_group[size] = dist.new_group(
+            ranks[first : first + size],
+            timeout=internals.timeout_of(group),
+            use_local_synchronization=True,
+        )
+    return of_group[size]
 
 
 def device_of(group: Any) -> torch.device:

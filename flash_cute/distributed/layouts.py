@@ -15,10 +15,11 @@ alike. Everything here is plain integers, the same on every rank.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import wraps
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 LAYOUTS = ("contiguous", "zigzag", "per_document", "balanced")
 
@@ -63,20 +64,34 @@ class Fixed(tuple[T, ...]):
 
 Runs = tuple[Run, ...]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kept(function: Function) -> Function:
+    """Has results kept by the first argument, to die with it."""
+    name = f"{function.__qualname__} of"
+
+    @wraps(function)
+    def call(first: Any, *rest: Any) -> Any:
+        known = first.__dict__.setdefault(name, {})
+        if rest not in known:
+            known[rest] = function(first, *rest)
+        return known[rest]
+
+    return call  # type: ignore[return-value]
+
 
 def offsets(lengths: tuple[int, ...]) -> list[int]:
     """Where documents begin, and the number of all tokens."""
     return list(accumulate(lengths, initial=0))
 
 
-@lru_cache(maxsize=256)
 def whole(lengths: tuple[int, ...]) -> Runs:
     """All tokens in their order."""
     starts = offsets(lengths)
     return Fixed(Run(d, 0, n, starts[d]) for d, n in enumerate(lengths) if n)
 
 
-@lru_cache(maxsize=256)
 def layout(
     name: str, lengths: tuple[int, ...], ranks: int, window: Window, block: int
 ) -> tuple[Runs, ...]:
@@ -98,7 +113,6 @@ def layout(
     return Fixed(_runs(intervals, lengths) for intervals in mine)
 
 
-@lru_cache(maxsize=256)
 def contiguous(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     """The runs of ranks that have so many tokens each, in order."""
     cuts = offsets(sizes)
@@ -181,13 +195,6 @@ def _runs(intervals: list[Interval], lengths: tuple[int, ...]) -> Runs:
     return Fixed(runs)
 
 
-def tokens(runs: Runs, lengths: tuple[int, ...]) -> list[int]:
-    """The places of all tokens of the runs in the batch, in their order."""
-    starts = offsets(lengths)
-    return [starts[x.document] + i for x in runs for i in range(x.start, x.stop)]
-
-
-@lru_cache(maxsize=256)
 def union(parts: tuple[Runs, ...], lengths: tuple[int, ...]) -> Runs:
     """The runs of a rank that has the tokens of several."""
     starts = offsets(lengths)
@@ -195,7 +202,7 @@ def union(parts: tuple[Runs, ...], lengths: tuple[int, ...]) -> Runs:
     return _runs(mine, lengths)
 
 
-@lru_cache(maxsize=1024)
+@kept
 def rows(runs: Runs) -> int:
     """Tokens in them."""
     return sum(run.length for run in runs)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import kernels, ops
+from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.merge import merge_, merge_sink
-from flash_cute.distributed.tiles import Launch
+from flash_cute.distributed.tiles import Launch, Launches
 from flash_cute.distributed.trace import named
 from flash_cute.ops.typed import OPS
 
@@ -124,15 +125,15 @@ class Output:
         return out.to(q.dtype), lse
 
 
-@lru_cache(maxsize=1024)
-def merges(launches: tuple[Launch, ...]) -> bool:
+@kept
+def merges(launches: Launches) -> bool:
     """Whether several calls reach one row."""
     spans = sorted((t.q_start, t.q_stop) for launch in launches for t in launch)
     return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
 
 
-@lru_cache(maxsize=1024)
-def takes_sink(launches: tuple[Launch, ...], rows: int) -> bool:
+@kept
+def takes_sink(launches: Launches, rows: int) -> bool:
     """Whether calls can add the sink, to each row once; then results are not rounded before it."""
     tiles = [tile for launch in launches for tile in launch]
     covered = sum(tile.q_len for tile in tiles) == rows
@@ -262,7 +263,7 @@ class Call:
         return of_rows[None]
 
 
-@lru_cache(maxsize=1024)
+@kept
 def _sequences(launch: Launch, device: torch.device) -> tuple[Any, ...]:
     """What the varlen ops take between tensors and options, of rows counted from the first tile.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flash_cute import validate
 from flash_cute.distributed import comm
 from flash_cute.distributed.agreement import agree
+from flash_cute.distributed.arguments import check_group
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.groups import device_of, group_of_hosts
 from flash_cute.functional import flash_attn_func
@@ -34,22 +37,25 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
         ``memory_gb_s`` of a copy. Each is the slowest rank's.
 
     Raises:
-        TypeError: group is no torch.distributed group.
-        ValueError: megabytes or rounds are not positive, or ranks give different ones.
+        TypeError: group is no torch.distributed group, megabytes no number, rounds no int.
+        ValueError: megabytes or rounds are not positive, or ranks give different ones; this process
+            is not in the group.
 
     Example::
 
         cp = ContextParallel(links=measure_links())
     """
-    if megabytes <= 0 or rounds < 1:
+    for name, x, kinds in (("megabytes", megabytes, (int, float)), ("rounds", rounds, (int,))):
+        if isinstance(x, bool) or not isinstance(x, kinds):
+            raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
+    if not 0 < megabytes < math.inf or rounds < 1:
         raise ValueError(
             f"megabytes is {megabytes} and rounds {rounds}; expected more than 0, and at least 1"
         )
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is not None:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group is {type(group).__name__}; expected a ProcessGroup, or None")
+        check_group("group", group, "a ProcessGroup of this process, or None")
         agree(group_of_hosts(group, None), f"measure_links of {megabytes} MB, {rounds} rounds")
     ranks = 1 if group is None else dist.get_world_size(group)
     device = device_of(group)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from collections import deque
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from flash_cute.distributed import layouts
-from flash_cute.distributed.layouts import LAYOUTS, Runs, Window
-from flash_cute.distributed.tiles import launches
+from flash_cute import validate
+from flash_cute.distributed import layouts, tiles
+from flash_cute.distributed.layouts import LAYOUTS, Runs, Window, kept
+
+if TYPE_CHECKING:
+    from flash_cute.distributed.context import ContextParallel
 
 STRATEGIES = ("all_gather", "ring", "ulysses", "two_dimensional")
 
@@ -41,6 +46,10 @@ class Plan:
         head_groups: into how many groups of kv heads all_gather cuts its work: the next group's
             keys and values travel while this one's are attended to.
         context: name of the ContextParallel it belongs to; no part of comparisons.
+        owner: this ContextParallel, which lives as long as its plans; no field, nor is what follows
+            from fields and is kept with them, to die with the plan.
+        key: all fields in a string, which :func:`plan_of` reads.
+        digest: a hash of all fields but the context: equal on ranks that have the same plan.
     """
 
     lengths: tuple[int, ...]
@@ -55,6 +64,22 @@ class Plan:
     sizes: tuple[int, ...] = ()
     head_groups: int = 1
     context: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        values = {x.name: getattr(self, x.name) for x in fields(self)}
+        key = json.dumps(values, separators=(",", ":"))
+        same = json.dumps(values | {"context": ""})
+        digest = hashlib.sha256(same.encode()).hexdigest()[:16]
+        # Not by cached_property, whose lock no graph of Python 3.10 and 3.11 takes.
+        self.__dict__.update(key=key, digest=digest, owner=None)
+
+    if TYPE_CHECKING:
+        key: ClassVar[str]
+        digest: ClassVar[str]
+        owner: ClassVar[ContextParallel | None]
+
+    def __reduce__(self) -> Any:
+        return Plan, tuple(getattr(self, x.name) for x in fields(self))
 
     # --- where tokens are ------------------------------------------------------------------------
 
@@ -81,6 +106,11 @@ class Plan:
         members = [self.parts[i : i + self.inner] for i in range(0, self.ranks, self.inner)]
         return layouts.Fixed(layouts.union(parts, self.lengths) for parts in members)
 
+    @cached_property
+    def whole(self) -> Runs:
+        """All tokens in their order."""
+        return layouts.whole(self.lengths)
+
     @property
     def total(self) -> int:
         """Tokens of the batch, or of each entry of a dense one."""
@@ -88,11 +118,30 @@ class Plan:
 
     def rows(self, rank: int) -> int:
         """Tokens that a rank has."""
-        return layouts.rows(self.parts[rank])
+        return layouts.rows(self._part(rank))
+
+    def _part(self, rank: int) -> Runs:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank is {rank}; expected one of {self.ranks}, counted from 0")
+        return self.parts[rank]
+
+    def check_tokens(self, name: str, x: Any, dim: Any, rank: int | None = None) -> None:
+        """Refuses a tensor that has not all tokens, or those of a rank, in ``dim``."""
+        validate.tensor(name, x)
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim is {dim}; {name} has shape {tuple(x.shape)}")
+        expected = self.total if rank is None else self.rows(rank)
+        if x.shape[dim] != expected:
+            by = f"the plan is of {expected}" if rank is None else (
+                f"the rank has {expected} by the plan"
+            )  # fmt: skip
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, {x.shape[dim]} tokens in dim {dim}; {by}"
+            )
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """int64 (rows,): positions of the rank's tokens in their documents."""
-        runs = self.parts[rank]
+        runs = self._part(rank)
         ids = [i for run in runs for i in range(run.start, run.stop)]
         return torch.tensor(ids, dtype=torch.int64, device=device)
 
@@ -111,39 +160,56 @@ class Plan:
 
             labels = cp.shard(plan.shift_labels(ids), plan, dim=1)
         """
-        if tokens.shape[dim] != self.total:
-            raise ValueError(
-                f"tokens has shape {tuple(tokens.shape)}, {tokens.shape[dim]} in dim {dim}; the "
-                f"plan is of {self.total}"
-            )
+        self.check_tokens("tokens", tokens, dim)
         labels = tokens.roll(-1, dim)
         ends = accumulate(self.lengths)
         last = [end - 1 for end, n in zip(ends, self.lengths, strict=True) if n]
         return labels.index_fill(dim, torch.tensor(last, device=tokens.device), fill)
 
+    @kept
+    def slots(self, parts: tuple[Runs, ...], device: torch.device) -> Tensor | None:
+        """Where each token of these parts, in ascending order, lies if every part is padded to the
+        longest and they follow one another; None if nothing moves."""
+        longest = max(map(layouts.rows, parts))
+        starts = layouts.offsets(self.lengths)
+        runs = sorted(
+            (starts[run.document] + run.start, run.length, rank * longest + run.row)
+            for rank, part in enumerate(parts)
+            for run in part
+        )
+        lengths, places = (torch.tensor([run[i] for run in runs]) for i in (1, 2))
+        firsts = places - lengths.cumsum(0) + lengths  # less the tokens before the run
+        index = firsts.repeat_interleave(lengths)
+        index += torch.arange(len(index))
+        if len(index) == len(parts) * longest and bool((index.diff() == 1).all()):
+            return None
+        return index.to(device, non_blocking=True)
+
     # --- work ------------------------------------------------------------------------------------
 
-    def work(self, window: Window | None = None) -> list[int]:
-        """Pairs of a query and a key that it sees, of each rank's queries."""
+    def work(self, window: Window | None = None) -> list[float]:
+        """Pairs of a query and a key that it sees, of each rank: of its queries, and where ranks
+        share heads of all their queries, times its share of the heads."""
         window = self.window if window is None else window
-        return [layouts.work(runs, self.lengths, window) for runs in self.parts]
+        pairs = (layouts.work(runs, self.lengths, window) for runs in self.outer_parts)
+        return [x / self.inner for x in pairs for _ in range(self.inner)]
 
+    @kept
+    def launches(self, queries: Runs, keys: Runs, window: Window, alibi: bool) -> tiles.Launches:
+        """The calls that make up what these queries see of these keys."""
+        return tiles.launches(queries, keys, window, alibi, self.packed)
+
+    @kept
     def hops(self, window: Window) -> int:
         """Steps of a ring until nobody sees any more keys."""
-        return _hops(self.outer_parts, window)
+        parts = self.outer_parts
+        for hop in range(self.outer - 1, 0, -1):
+            if any(self.launches(runs, parts[r - hop], window, False)
+                   for r, runs in enumerate(parts)):  # fmt: skip
+                return hop + 1
+        return 1
 
     # --- as text ---------------------------------------------------------------------------------
-
-    @cached_property
-    def key(self) -> str:
-        """All of it in a string, which :func:`plan_of` reads."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all but the context: equal on ranks that have the same plan."""
-        same = json.dumps(asdict(replace(self, context="")))
-        return hashlib.sha256(same.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         documents = f"{len(self.lengths)} documents, " if self.packed else ""
@@ -158,37 +224,24 @@ class Plan:
         )
 
 
-@lru_cache(maxsize=1024)
+_PLANS: WeakValueDictionary[str, Plan] = WeakValueDictionary()  # by key
+_OF_GRAPHS: deque[Plan] = deque(maxlen=8)  # a graph may outlive its plan, and has the key alone
+
+
 def plan_of(key: str) -> Plan:
     """The plan whose ``key`` this is."""
-    fields: dict[str, Any] = json.loads(key)
-    tuples = {name: tuple(fields[name]) for name in ("lengths", "window_size", "sizes")}
-    return Plan(**fields | tuples)
+    plan = _PLANS.get(key)
+    if plan is None:
+        values: dict[str, Any] = json.loads(key)
+        tuples = {name: tuple(values[name]) for name in ("lengths", "window_size", "sizes")}
+        plan = shared(Plan(**values | tuples))
+        _OF_GRAPHS.append(plan)
+    return plan
 
 
-@lru_cache(maxsize=1024)
-def _hops(parts: tuple[Runs, ...], window: Window) -> int:
-    ranks = len(parts)
-    for hop in range(ranks - 1, 0, -1):
-        if any(launches(parts[r], parts[r - hop], window, False, True) for r in range(ranks)):
-            return hop + 1
-    return 1
+def shared(plan: Plan) -> Plan:
+    """This plan, or an equal one of the same context that there is."""
+    return _PLANS.setdefault(plan.key, plan)
 
 
-@lru_cache(maxsize=256)
-def slots(parts: tuple[Runs, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Where each token of all parts, in ascending order, lies if every part is padded to the
-    longest and they follow one another; None if nothing moves."""
-    longest = max(map(layouts.rows, parts))
-    places = sorted(
-        (token, rank * longest + row)
-        for rank, runs in enumerate(parts)
-        for row, token in enumerate(layouts.tokens(runs, lengths))
-    )
-    index = [slot for _, slot in places]
-    if index == list(range(len(parts) * longest)):
-        return None
-    return torch.tensor(index, dtype=torch.int64).to(device, non_blocking=True)
-
-
-__all__ = ["LAYOUTS", "STRATEGIES", "Plan", "plan_of", "slots"]
+__all__ = ["LAYOUTS", "STRATEGIES", "Plan", "plan_of", "shared"]

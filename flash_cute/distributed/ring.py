@@ -15,7 +15,7 @@ from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.comm import Group
 from flash_cute.distributed.local import Output, Saved, Score, differentiate, takes_sink
 from flash_cute.distributed.plan import Plan
-from flash_cute.distributed.tiles import Launch, launches
+from flash_cute.distributed.tiles import Launches
 
 Window = layouts.Window
 
@@ -98,9 +98,7 @@ def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _calls(plan: Plan, rank: int, hop: int, window: Window, score: Score) -> tuple[Launch, ...]:
+def _calls(plan: Plan, rank: int, hop: int, window: Window, score: Score) -> Launches:
     """What the rank's queries see of the keys that have come ``hop`` ranks far."""
     parts = plan.outer_parts
-    return launches(
-        parts[rank], parts[rank - hop], window, score.alibi_slopes is not None, plan.packed
-    )
+    return plan.launches(parts[rank], parts[rank - hop], window, score.alibi_slopes is not None)

@@ -13,8 +13,8 @@ which goes to the slopes, and a constant, which goes to the LSE.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from flash_cute.distributed.layouts import Fixed, Run, Runs, Window
 
@@ -52,13 +52,11 @@ class Tile:
         return self.k_start + self.k_len
 
 
-Launch = tuple[Tile, ...]  # one call of an op: alike but for their rows, in ascending order
+Launch = Fixed[Tile]  # one call of an op: alike but for their rows, in ascending order
+Launches = Fixed[Launch]
 
 
-@lru_cache(maxsize=4096)
-def launches(
-    queries: Runs, keys: Runs, window: Window, alibi: bool, packed: bool
-) -> tuple[Launch, ...]:
+def launches(queries: Runs, keys: Runs, window: Window, alibi: bool, packed: bool) -> Launches:
     """The calls that together make up what ``queries`` see of ``keys``, each pair once. Of a batch
     that is not packed each tile is a call."""
     tiles: list[Tile] = []
@@ -160,36 +158,36 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
         else:
             by_keys.append(tile)
     joined: list[Tile] = []
+    ends: dict[tuple[int, ...], int] = {}  # where a tile is to which one more may be joined
     for tile in by_keys:
-        for i, other in enumerate(joined):
-            if (
-                other.window == tile.window == FULL
-                and other.q_stop == tile.q_start
-                and (other.document, other.k_start, other.k_len) == (
-                    tile.document, tile.k_start, tile.k_len
-                )
-            ):  # fmt: skip
-                joined[i] = replace(other, q_len=other.q_len + tile.q_len)
-                break
+        place = len(joined)
+        if tile.window == FULL:
+            place = ends.pop((*_keys(tile), tile.q_start), place)
+        if place < len(joined):
+            joined[place] = replace(joined[place], q_len=joined[place].q_len + tile.q_len)
         else:
             joined.append(tile)
+        if tile.window == FULL:
+            end = (*_keys(tile), joined[place].q_stop)
+            ends[end] = place
     return joined
 
 
-def _batched(tiles: list[Tile]) -> tuple[Launch, ...]:
+def _keys(tile: Tile) -> tuple[int, int, int]:
+    return tile.document, tile.k_start, tile.k_len
+
+
+def _batched(tiles: list[Tile]) -> Launches:
     """Tiles that one call can take: they are alike, and their rows ascend without overlap."""
     batches: list[list[Tile]] = []
+    by_kind: dict[tuple[object, ...], list[list[Tile]]] = defaultdict(list)
     for tile in sorted(tiles, key=lambda x: (x.q_start, x.k_start)):
-        kind = (tile.window, tile.slopes_sign, tile.distance)
-        for batch in batches:
-            last = batch[-1]
-            if (
-                kind == (last.window, last.slopes_sign, last.distance)
-                and last.q_stop <= tile.q_start
-                and last.k_stop <= tile.k_start
-            ):
+        alike = by_kind[tile.window, tile.slopes_sign, tile.distance]
+        for batch in alike:
+            if batch[-1].q_stop <= tile.q_start and batch[-1].k_stop <= tile.k_start:
                 batch.append(tile)
                 break
         else:
-            batches.append([tile])
+            alike.append([tile])
+            batches.append(alike[-1])
     return Fixed(map(Fixed, batches))

@@ -105,7 +105,7 @@ def differentiable_kernel(
 
     def kernel(*args: Any) -> Results:
         if internals.in_forward_mode():
-            _refuse_tangents(args)
+            refuse_tangents(args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return internals.apply_formula(formula, inputs(args))
         return _below_autograd(op, args)
@@ -207,7 +207,8 @@ def call(op: Any, args: Sequence[Any]) -> Any:
     return _below_autograd(op, args)
 
 
-def _refuse_tangents(args: Sequence[Any]) -> None:
+def refuse_tangents(args: Sequence[Any]) -> None:
+    """Refuses derivatives in forward mode, which are asked for by what tensors carry."""
     tensors = (x for x in args if isinstance(x, Tensor))
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
@@ -262,7 +263,7 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
     def kernel(*args: Any, **named: Any) -> Any:
         tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
         if internals.in_forward_mode():
-            _refuse_tangents(tensors)
+            refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise RuntimeError(f"{op}: an argument requires grad, and {why}")
         with internals.below_versions():

@@ -134,7 +134,8 @@ def refused(change: str) -> str:
             k_cache, v_cache = (x[:, :5] for x in (k_cache, v_cache))
         else:
             given |= eval(change)
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+    errors = (TypeError, ValueError, NotImplementedError, RuntimeError)
+    with pytest.raises(errors) as raised:
         cp_decode(q, k_cache, v_cache, cp, k, k, **given)
     assert not k_cache.any() and not v_cache.any()
     return str(raised.value)
@@ -149,6 +150,11 @@ def refused(change: str) -> str:
         ("capacity", "ranks differ"),
         ("{'block': 0}", "block is 0"),
         ("{'block': 2}", "ranks differ"),
+        ("{'block': True}", "block is bool"),
+        ("{'block': 1.5}", "block is float"),
+        ("{'cache_seqlens': torch.tensor([3, 6], dtype=torch.int32)}", "cache_seqlens [2]"),
+        ("{'sink': torch.ones(4)}", "sink [4]"),
+        ("{'sink': torch.ones(4, requires_grad=True)}", "rank 1: sink requires grad"),
         ("{'cache_seqlens': 12}", "have room for 6 each"),
         ("{'cache_seqlens': None}", "cache_seqlens is None"),
         ("{'softcap': -1.0}", "softcap"),
@@ -158,6 +164,46 @@ def refused(change: str) -> str:
 def test_all_ranks_raise_the_same_and_write_nothing(two, change, words):
     first, second = two.run(refused, change)
     assert first == second and words in first
+
+
+def prompts_with_windows(ranks_block: int | None) -> float:
+    """One query behind a prompt that is longer than its window, and a short prompt's queries."""
+    torch.manual_seed(0)
+    cp, error = ContextParallel(), 0.0
+    q, k, v = randn(2, 3, 4, DIM), randn(2, 100, 2, DIM), randn(2, 100, 2, DIM_V)
+    for window, seqlen in itertools.product(((20, 0), (0, 0), (7, -1), (98, 0), (200, 0)), (1, 3)):
+        k_cache, v_cache = randn(2, 100, 2, DIM), randn(2, 100, 2, DIM_V)
+        out = cp_decode(
+            q[:, :seqlen], k_cache, v_cache, cp, k, v, window_size=window, block=ranks_block
+        )
+        true = expected(q[:, :seqlen], k, v, [100, 100], {"window_size": window})[0]
+        error = max(error, (out - true).abs().max().item())
+    return error
+
+
+def test_prompts_longer_than_their_window(two):
+    assert prompts_with_windows(None) < 1e-12
+    assert max(two.run(prompts_with_windows, 16) + two.run(prompts_with_windows, None)) < 1e-12
+
+
+def full_caches(capacity: int, block: int) -> float:
+    """As many tokens as all ranks have room for, half of them a prompt, the rest one by one."""
+    torch.manual_seed(0)
+    cp = ContextParallel()
+    total = cp.size * capacity
+    q, k, v = randn(1, 1, 4, DIM), randn(1, total, 2, DIM), randn(1, total, 2, DIM_V)
+    k_cache, v_cache = randn(1, capacity, 2, DIM), randn(1, capacity, 2, DIM_V)
+    done, error = total // 2, 0.0
+    cp_decode(q, k_cache, v_cache, cp, k[:, :done], v[:, :done], block=block)
+    for n in range(done, total):
+        out = cp_decode(q, k_cache, v_cache, cp, k[:, n : n + 1], v[:, n : n + 1], n, block=block)
+        error = max(error, (out - expected(q, k, v, [n + 1], {})[0]).abs().max().item())
+    return error
+
+
+@pytest.mark.parametrize("capacity, block", [(4, 3), (7, 2), (5, 4), (3, 8)])
+def test_blocks_that_do_not_divide_the_capacity(three, capacity, block):
+    assert max(three.run(full_caches, capacity, block)) < 1e-12
 
 
 def low_precision() -> tuple[float, float]:

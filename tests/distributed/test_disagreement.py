@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flash_cute.distributed import ContextParallel, cp_attention
+from flash_cute import reference
+from flash_cute.attention import create_ring_attention
+from flash_cute.distributed import ContextParallel, Links, cp_attention, description, measure_links
+from flash_cute.testing import disagreement
 from flash_cute.testing import distributed as cases
 from flash_cute.testing.ranks import Raised, Ranks
 
@@ -88,6 +92,74 @@ def test_a_rank_that_differs_alone_is_found_after_equal_calls(two, strategy):
     assert two.run(fine) == [0, 1]
 
 
+@pytest.mark.parametrize("strategy", disagreement.STRATEGIES)
+def test_what_must_agree(two, strategy):
+    """Values, LSEs, gradients, backward; over NCCL: python -m flash_cute.testing.disagreement."""
+    for case in disagreement.CASES:
+        outcomes = two.outcomes(disagreement.one_differs, case, strategy, "cpu")
+        assert disagreement.wrong_of(case, outcomes) == "", case
+    assert two.run(fine) == [0, 1]
+
+
+def test_backward_of_one_rank_alone_is_an_error_in_time():
+    with Ranks(2, seconds=4.0) as ranks:
+        first, second = ranks.outcomes(disagreement.backward_alone, "ulysses", "cpu")
+    assert first < 1 and 3 < second < 12
+
+
+def backward_while_a_layer_counts() -> None:
+    """The second rank runs backward of a layer, the first one goes on to the next call."""
+    torch.manual_seed(0)
+    layer = create_ring_attention(16, 2)
+    x = torch.randn(1, 5, 16)
+    out = layer(x)
+    if dist.get_rank() == 1:
+        out.sum().backward()
+    layer(x)
+
+
+def test_backward_of_one_rank_while_a_layer_goes_on(two):
+    first, second = two.outcomes(backward_while_a_layer_counts)
+    assert first.kind == "ValueError" and first.message == second.message
+    assert "backward of cp_attention" in first.message and "a layer's tokens" in first.message
+    assert two.run(fine) == [0, 1]
+
+
+def lse_in_one_loss(strategy: str) -> float:
+    """The second rank's loss alone has the LSE; the error of q's gradient."""
+    cp = cases.context(strategy, "contiguous", 1, "cpu")
+    plan = cp.plan(24)
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 1, 24, 4, 8, dtype=torch.float64).unbind()
+    rows = slice(12 * cp.rank, 12 * cp.rank + 12)
+    leaves = [x[:, rows].clone().requires_grad_() for x in qkv]
+    out, lse = cp_attention(*leaves, plan, return_lse=True)
+    (out.sin().sum() + (lse.sum() if cp.rank == 1 else 0)).backward()
+    whole = [x.clone().requires_grad_() for x in qkv]
+    true_out, true_lse, *_ = reference.attention(*whole)
+    (true_out.sin().sum() + true_lse[:, :, 12:].sum()).backward()
+    return max((a.grad - b.grad[:, rows]).abs().max().item()
+               for a, b in zip(leaves, whole, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_the_lse_in_the_loss_of_one_rank(two, strategy):
+    assert max(two.run(lse_in_one_loss, strategy)) < 1e-12
+
+
+def digests_of_small_changes() -> int:
+    """Of a tensor, and of it with two values swapped, moved or one bit flipped: all differ."""
+    x = torch.tensor([0.25, 0.5, 0.5, 0.25, 1.0, -1.0])
+    changed = [x, x[[1, 0, 3, 2, 4, 5]], x[[1, 0, 2, 3, 4, 5]], x.roll(1), x.nextafter(x + 1)]
+    changed += [x.double(), x.bfloat16(), torch.cat((x, x[:1]))]
+    return len({description.digest(y).item() for y in changed}) - len(changed)
+
+
+def test_digests_tell_small_changes_and_the_order(two):
+    assert digests_of_small_changes() == 0
+    assert description.digest(torch.ones(3)).item() == description.digest(torch.ones(3)).item()
+
+
 def die_in_the_middle(strategy: str) -> float:
     """The last rank ends after a call that went well; seconds until the others know."""
     cp = cases.context(strategy, "contiguous", 1, "cpu")
@@ -129,6 +201,46 @@ def test_one_process_says_what_is_wrong():
         (lambda: cp.shard(q, plan, dim=2), ValueError, "tokens in dim 2; the plan is of 8"),
         (lambda: cp.unshard(q, plan, dim=2), ValueError, "the rank has 8"),
         (lambda: plan.shift_labels(torch.zeros(1, 7)), ValueError, "the plan is of 8"),
+        (lambda: cp.shard(q, plan, dim=5), ValueError, "dim is 5"),
+        (lambda: cp.shard(q, plan, dim=True), ValueError, "dim is True"),
+        (lambda: cp.unshard(None, plan), TypeError, "x is NoneType"),
+        (lambda: cp.shard(q, "plan"), TypeError, "plan is str"),
+        (lambda: plan.rows(-1), ValueError, "rank is -1; expected one of 1"),
+        (lambda: plan.position_ids(1), ValueError, "rank is 1; expected one of 1"),
+        (lambda: ContextParallel(head_groups=-1), ValueError, "head_groups is -1"),
+        (lambda: ContextParallel(head_groups=0), ValueError, "head_groups is 0"),
+        (lambda: ContextParallel(head_groups=True), TypeError, "head_groups is bool"),
+        (lambda: ContextParallel(head_groups=1.5), TypeError, "head_groups is float"),
+        (lambda: ContextParallel(check=1), TypeError, "check is int"),
+        (lambda: ContextParallel(timeout=3), TypeError, "timeout is int"),
+        (lambda: ContextParallel(timeout=timedelta(0)), ValueError, "timeout is 0:00:00"),
+        (lambda: ContextParallel(links=(1, 2, 3)), TypeError, "links is tuple"),
+        (lambda: ContextParallel("cp"), TypeError, "ranks is str"),
+        (lambda: ContextParallel(-100), TypeError, "ranks is int"),
+        (lambda: Links(gb_s=0), ValueError, "gb_s is 0"),
+        (lambda: Links(tflops=float("nan")), ValueError, "tflops is nan"),
+        (lambda: Links(memory_gb_s="3"), TypeError, "memory_gb_s is str"),
+        (lambda: measure_links(megabytes=float("inf")), ValueError, "megabytes is inf"),
+        (lambda: measure_links(megabytes=float("nan")), ValueError, "megabytes is nan"),
+        (lambda: measure_links(rounds=2.0), TypeError, "rounds is float"),
+        (lambda: measure_links(rounds=True), TypeError, "rounds is bool"),
+        (lambda: cp.plan(8.0), TypeError, "seqlen is float"),
+        (lambda: cp.plan(True), TypeError, "seqlen is bool"),
+        (lambda: cp.plan(cu_seqlens=[0, 3.5, 8]), TypeError, "cu_seqlens has entries of float"),
+        (lambda: cp.plan(cu_seqlens=[0, True]), TypeError, "cu_seqlens has entries of bool"),
+        (lambda: cp.plan(cu_seqlens=torch.tensor([0.0, 8.0])), TypeError, "entries of float"),
+        (lambda: cp.plan(8, block=0), ValueError, "block is 0"),
+        (lambda: cp.plan(8, block=2.0), TypeError, "block is float"),
+        (lambda: cp.plan(8, sizes=[8.0]), TypeError, "sizes' entries is float"),
+        (lambda: cp.plan(8, sizes=[-8]), ValueError, "sizes' entries is -8"),
+        (lambda: cp.plan(8, heads=0), ValueError, "heads is 0"),
+        (lambda: cp.plan(8, heads=4, heads_k=3), ValueError, "heads is 4 and heads_k 3"),
+        (lambda: cp.plan(8, heads_k=3), ValueError, "heads_k is 3 without heads"),
+        (lambda: cp.plan(8, head_dim=-1), ValueError, "head_dim is -1"),
+        (lambda: cp.plan(8, dtype="bf16"), TypeError, "dtype is str"),
+        (lambda: cp_attention(q, q, q, plan, return_lse="no"), TypeError, "return_lse is str"),
+        (lambda: cp_attention(q, q, q, plan, rng=1), TypeError, "rng is int"),
+        (lambda: cp_attention(q, q, q, plan, generator=1), TypeError, "generator is int"),
         (lambda: cp_attention(q, q, q, "plan"), TypeError, "plan is str"),
         (lambda: cp_attention(q[0], q, q, plan), ValueError, "q has shape"),
         (lambda: cp_attention(q, q, None, plan), TypeError, "v is NoneType"),

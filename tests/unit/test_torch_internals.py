@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -481,3 +482,14 @@ def test_products_of_bf16_are_left_to_aten_s_own_choice():
             [sys.executable, "-c", call], env=variables, capture_output=True, text=True
         )
         assert result.returncode == 0, result.stderr
+
+
+def test_timeout_of_a_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=7)
+    )
+    try:
+        assert internals.timeout_of(torch.distributed.group.WORLD) == timedelta(seconds=7)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,54 @@
+"""Values on GPUs that all ranks must have, compared without waiting for the GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute.distributed import comm
+from flash_cute.distributed.description import digest
+
+
+class ValuesOnGPU:
+    """What calls compared: digests travel behind a call, from GPU to GPU, and what differs is told
+    at a later call, once the host has it."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[list[str], Tensor, torch.cuda.Event]] = deque()
+
+    def compare(self, tensors: dict[str, Tensor | None], group: Any) -> None:
+        """Starts it, for those that are on a GPU. Every rank makes the same call."""
+        given = {name: x for name, x in tensors.items() if x is not None and x.is_cuda}
+        if not given or torch.cuda.is_current_stream_capturing():
+            return
+        mine = torch.stack([digest(x) for x in given.values()])
+        gathered, work = comm.all_gather(mine, group)
+        work.wait()
+        on_host = torch.empty(gathered.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(gathered, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way.append((list(given), on_host, event))
+
+    def problem(self) -> ValueError | None:
+        """What is known to differ by now."""
+        if self._under_way and torch.cuda.is_current_stream_capturing():
+            return None
+        while self._under_way and self._under_way[0][2].query():
+            names, digests, _ = self._under_way.popleft()
+            of_ranks = digests.view(-1, len(names)).T.tolist()
+            for name, of_rank in zip(names, of_ranks, strict=True):
+                if len(set(of_rank)) > 1:
+                    told = ", ".join(f"{x % 2**64:016x}" for x in of_rank)
+                    return ValueError(
+                        f"ranks gave {name} of different values in an earlier call (digests by "
+                        f"rank: {told}); all must give the same"
+                    )
+        return None
+
+    def forget(self) -> None:
+        """After an error on all ranks."""
+        self._under_way.clear()
