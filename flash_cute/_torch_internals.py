@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -317,10 +318,14 @@ def version(x: Tensor) -> int:
 
 def copy_of(module: torch.nn.Module) -> torch.nn.Module:
     """A copy with the same parameters and buffers, submodules being the module's own still. What
-    is set, registered or hooked on one of the two later is not so on the other."""
+    is set, registered or hooked on one of the two later is not so on the other. Its bound methods
+    are the copy's; what ``module.compile()`` has made, which calls the module itself, it lacks."""
     copy = type(module).__new__(type(module))
     for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, copy)
         copy.__dict__[name] = value.copy() if isinstance(value, dict) else value
+    copy.__dict__.pop("_compiled_call_impl", None)
     return copy
 
 
@@ -332,6 +337,35 @@ def has_hooks(module: torch.nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered that the call of any module runs."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The submodules by name, each under all of its names, as the module itself holds them."""
+    return module._modules
+
+
+def share_members(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Makes what ``other`` has registered, now and later, registered on ``module`` too: parameters,
+    buffers, submodules, and hooks of state dicts."""
+    for name in _MEMBERS:
+        module.__dict__[name] = other.__dict__[name]
+
+
+_MEMBERS = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def in_backward() -> bool:

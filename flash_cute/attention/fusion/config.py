@@ -36,6 +36,15 @@ STEPS = {
 }
 
 
+@dataclass(frozen=True)
+class Means:
+    """By which means the steps of a call run: ``own`` kernels or torch's ops; ``save_memory``: the
+    activation is computed again in backward."""
+
+    own: bool
+    save_memory: bool
+
+
 @dataclass
 class FusionConfig:
     """Options of :class:`flash_cute.attention.fusion.UnifiedAttentionFusion`, which takes a copy.
@@ -77,7 +86,7 @@ class FusionConfig:
             ("target_sequence_length", int),
         ):
             value = getattr(self, name)
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"{name} is {value!r}; expected {kind.__name__}")
         if self.target_sequence_length < 1:
             tokens = self.target_sequence_length
