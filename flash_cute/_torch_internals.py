@@ -101,6 +101,9 @@ def _of_single_level(formula: type[Formula]) -> Any:
 # --- kinds of tensors ----------------------------------------------------------------------------
 
 
+FakeTensor = fake_tensor.FakeTensor
+
+
 def is_fake(x: Tensor) -> bool:
     """Whether ``x`` has no values, though it says that it is on a device; mapped ones included.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion import masks, steps, trial
 from flash_cute.attention.fusion.attention import attend
-from flash_cute.attention.fusion.config import FusionConfig
+from flash_cute.attention.fusion.config import FusionConfig, FusionStrategy
 from flash_cute.attention.fusion.functions import Rotate, kernels_for
 from flash_cute.attention.fusion.kernels_torch import rotate
 from flash_cute.attention.fusion.parts import (
@@ -36,7 +37,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 class FusedLlamaBlock(FusedBlock):
     """What the block computes, of its own parts. A part that is not what was recognised any more is
-    called; if that is self_attn, the whole block is left for the call."""
+    called: self_attn with keyword arguments, or by the block's own forward if it takes no such."""
 
     input_layernorm: Any
     self_attn: Any
@@ -44,6 +45,7 @@ class FusedLlamaBlock(FusedBlock):
     mlp: Any
     recognised: dict[str, Recognised]
     argument_names: list[str]
+    names_arguments: bool
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The block's own arguments: hidden_states (batch, seqlen, width); position_embeddings
@@ -58,8 +60,12 @@ class FusedLlamaBlock(FusedBlock):
         fuses = self.fusion.fuses("attention")
         if fuses:
             _refuse(given, self.self_attn)
-        if not self._takes(x, given):
+        if internals.has_global_hooks():
             return super().forward(x, **given)  # type: ignore[misc]
+        if fuses and not self._takes(x, given):
+            if not self.names_arguments:
+                return super().forward(x, **given)  # type: ignore[misc]
+            fuses = False
         if fuses:
             visible = _visible(given, self.self_attn, x)
             y = self._attend(self._norm("input_layernorm", x), visible, given)
@@ -96,10 +102,10 @@ class FusedLlamaBlock(FusedBlock):
     def _takes(self, x: Tensor, given: dict[str, Any]) -> bool:
         """Whether the fused form takes a call: attention is what was recognised, and positions are
         for whole heads."""
-        if internals.has_global_hooks() or not self._is_still("self_attn"):
+        if not self._is_still("self_attn"):
             return False
         position = given.get("position_embeddings")
-        if position is None or not self.fusion.fuses("attention"):
+        if position is None:
             return True
         shapes = [(batch, x.shape[1], self.self_attn.head_dim) for batch in (1, len(x))]
         return len(position) == 2 and all(tuple(a.shape) in shapes for a in position)
@@ -222,6 +228,8 @@ class LlamaAdapter:
         block = _fused(module, config)
         if (reason := trial.difference(module, lambda copy: _fused(copy, config))) is not None:
             raise NotImplementedError(reason)
+        by_module = replace(config, strategy=FusionStrategy.FFN_ONLY)
+        block.names_arguments = trial.agrees(module, lambda copy: _fused(copy, by_module))
         return block
 
 

@@ -132,7 +132,11 @@ class UnifiedAttentionFusion(nn.Module):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint where a submodule is found that is called "model"."""
-        return {"model": "model"} if "model" in internals.children(self) else {}
+        return {"model": "_whole"} if "model" in internals.children(self) else {}
+
+    @property
+    def _whole(self) -> nn.Module:
+        return self.model
 
     def _fused(
         self, module: nn.Module, name: str, done: dict[int, nn.Module], unless: str = ""

@@ -17,7 +17,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion.config import STEPS, FusionConfig, Means
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-_WEIGHTS = (nn.Parameter, Tensor)
+_WEIGHTS = (nn.Parameter, Tensor, internals.FakeTensor)
 _NUMBERS = (bool, int, float, str)
 
 

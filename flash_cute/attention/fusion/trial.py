@@ -47,6 +47,20 @@ def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str 
         return reason or (f"its forward changes {changed}" if changed else None)
 
 
+def agrees(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> bool:
+    """Whether a block and a fused form give the same of a few tokens."""
+    generator = torch.Generator().manual_seed(0)
+    weight = next(block.parameters())
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    with _undisturbed(weight.device):
+        try:
+            one = with_random_weights(block, exact, generator).eval()
+            calls = _calls(one, *_SMALL[-1], generator)
+            return all(_same(one, fuse(one), call, gradients=False) for call in calls)
+        except Exception:  # the fused form calls parts as the block does not
+            return False
+
+
 def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """A copy whose products keep the size of numbers, and whose norms have weights around 1."""
 
