@@ -25,7 +25,6 @@ from flash_cute.attention.fusion.parts import (
 )
 
 _BLOCK = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_IGNORED = ("cache_position", "use_cache")  # without a cache
 _IMPLEMENTATIONS = (None, "eager", "sdpa")  # of attention, whose masks are 4-dimensional
 _QKV = ("q_proj", "k_proj", "v_proj")
 _LINEARS = (
@@ -45,6 +44,7 @@ class FusedLlamaBlock(FusedBlock):
     mlp: Any
     recognised: dict[str, Recognised]
     argument_names: list[str]
+    defaults: dict[str, Any]
     names_arguments: bool
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -59,7 +59,7 @@ class FusedLlamaBlock(FusedBlock):
         x, given = hidden_states, self._by_name(args, kwargs)
         fuses = self.fusion.fuses("attention")
         if fuses:
-            _refuse(given, self.self_attn)
+            _refuse(given, self.self_attn, self.defaults)
         if internals.has_global_hooks():
             return super().forward(x, **given)  # type: ignore[misc]
         if fuses and not self._takes(x, given):
@@ -140,15 +140,30 @@ class FusedLlamaBlock(FusedBlock):
         return steps.gated(x, [mlp.gate_proj, mlp.up_proj], mlp.down_proj, F.silu, self.means)
 
 
-def _refuse(given: dict[str, Any], attn: Any) -> None:
-    """What a block is given, and may not leave out."""
-    _refuse_others({name: x for name, x in given.items() if name not in _ARGUMENTS})
-    if (implementation := _implementation(attn)) not in _IMPLEMENTATIONS:
+def _refuse(given: dict[str, Any], attn: Any, defaults: dict[str, Any]) -> None:
+    """What a block is given, and may not leave out: all but its forward's defaults, and what says
+    "no"."""
+    implementation = _implementation(attn)
+    if implementation not in _IMPLEMENTATIONS:
         raise NotImplementedError(_other_masks(implementation))
+    known = (*_ARGUMENTS, *(("is_causal",) if implementation is not None else ()))
+    for name, value in given.items():
+        default = defaults.get(name, attn.is_causal if name == "is_causal" else None)
+        nothing = (None, False) if default in (None, False) else (default,)
+        if name in known or any(value is x for x in nothing):
+            continue
+        if "cache" in name or name.startswith("past_key_value"):
+            raise NotImplementedError(
+                f"{name}: a fused block has no key/value cache; call with use_cache=False"
+            )
+        kind = type(value).__name__
+        raise NotImplementedError(f"{name} is {kind}: a fused block takes no such")
 
 
-# position_ids are for attentions that were refused.
-_ARGUMENTS = ("attention_mask", "position_ids", "position_embeddings", "is_causal")
+# position_ids are for attentions that were refused; the last two are for caches.
+_ARGUMENTS = (
+    "attention_mask", "position_ids", "position_embeddings", "cache_position", "use_cache",
+)  # fmt: skip
 
 
 def _dropout_of(attn: Any) -> float:
@@ -159,18 +174,6 @@ def _is_silu(activation: Any) -> bool:
     if isinstance(activation, nn.Module) and not is_plain(activation, type(activation)):
         return False
     return activation is F.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
-
-
-def _refuse_others(given: dict[str, Any]) -> None:
-    """What a block is given besides, and may not leave out."""
-    for name, value in given.items():
-        if value is None or value is False or name in _IGNORED:
-            continue
-        if "cache" in name or name.startswith("past_key_value"):
-            raise NotImplementedError(
-                f"{name}: a fused block has no key/value cache; call with use_cache=False"
-            )
-        raise NotImplementedError(f"{name} is {type(value).__name__}: a fused block takes no such")
 
 
 def _implementation(attn: Any) -> str | None:
@@ -186,11 +189,12 @@ def _other_masks(implementation: str | None) -> str:
 
 
 def _visible(given: dict[str, Any], attn: Any, x: Tensor) -> masks.Visible:
-    mask, is_causal = given.get("attention_mask"), given.get("is_causal")
+    mask = given.get("attention_mask")
     if mask is None:
-        if is_causal is None:  # Hugging Face's "eager" hides nothing by itself
-            is_causal = attn.is_causal and _implementation(attn) != "eager"
-        return masks.Visible(causal=bool(is_causal))
+        is_causal = given.get("is_causal")
+        is_causal = attn.is_causal if is_causal is None else is_causal
+        # Hugging Face's "eager" hides nothing by itself, whatever it is told.
+        return masks.Visible(causal=bool(is_causal) and _implementation(attn) != "eager")
     if mask.dim() != 4:
         raise NotImplementedError(
             f"attention_mask has shape {tuple(mask.shape)}; a fused block takes (batch or 1, heads "
@@ -238,6 +242,8 @@ def _fused(module: Any, config: FusionConfig) -> Any:
     names = ("self_attn", "mlp", *_NORMS)
     block.recognised = {name: Recognised.of(getattr(module, name)) for name in names}
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    block.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    block.names_arguments = False
     block.argument_names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return block
 

@@ -15,7 +15,7 @@ from flash_cute.attention.fusion.encoder import EncoderAdapter, EncoderLayerAdap
 from flash_cute.attention.fusion.graphs import Graphs
 from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
-from flash_cute.attention.fusion.parts import own_method
+from flash_cute.attention.fusion.parts import FusedBlock, own_method
 
 
 class BlockAdapter(Protocol):
@@ -180,6 +180,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
     """The fused form of a module, or None, and what became of it; twice None if it is no block."""
+    if isinstance(module, FusedBlock):
+        return None, "left: it is fused already"
     try:
         adapter = next((adapter for adapter in ADAPTERS if adapter.matches(module)), None)
         if adapter is None:
