@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     **dict.fromkeys(_NORMS, (nn.LayerNorm,)),
     **dict.fromkeys(_DROPOUTS, (nn.Dropout,)),
 }
+_PARTS = [(attrgetter(name), kinds) for name, kinds in _KINDS.items()]
 
 
 class FusedEncoderLayer(FusedBlock):
@@ -95,6 +97,17 @@ class FusedEncoderLayer(FusedBlock):
         """Tokens a sequence of such a call."""
         src = call["src"]
         return src.shape[0 if src.dim() == 2 else 1 - self.batch_dim]
+
+    def frozen(self) -> Any:
+        """What a CUDA graph of it would freeze; None if a part is to be called by the host."""
+        activation = self.activation
+        plain = all([is_plain(part(self), *kinds) for part, kinds in _PARTS])
+        if isinstance(activation, nn.Module):
+            plain = plain and is_plain(activation, type(activation))
+        if not plain or internals.has_global_hooks() or not _takes_packed(self.self_attn):
+            return None
+        heads = self.self_attn.num_heads
+        return (heads, self.norm_first, activation, self.norm1.eps, self.norm2.eps)
 
     def size(self, name: str) -> Any:
         """What self_attn says of itself, or said when it was fused if it is no longer that."""
@@ -228,6 +241,15 @@ class FusedEncoder(FusedBlock):
             "src_key_padding_mask": src_key_padding_mask,
             "is_causal": causal,
         }
+
+    def frozen(self) -> Any:
+        """As a layer's."""
+        layers = list(self.layers)
+        parts = [*layers, *(() if self.norm is None else (self.norm,))]
+        if any(internals.has_hooks(x) or "forward" in vars(x) for x in parts):
+            return None
+        found = [x.frozen() if isinstance(x, FusedEncoderLayer) else None for x in layers]
+        return None if None in found else (*found, getattr(self.norm, "eps", None))
 
     def seqlen_of(self, call: dict[str, Any]) -> int:
         """Tokens a sequence of such a call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from flash_cute.attention.fusion.kernels_torch import rotate
 from flash_cute.attention.fusion.parts import (
     FusedBlock,
     Recognised,
+    are_plain,
     fused_copy,
     is_plain,
     own_method,
@@ -31,6 +33,7 @@ _LINEARS = (
     *(f"self_attn.{name}" for name in (*_QKV, "o_proj")),
     *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
 )
+_PARTS = [attrgetter(name) for name in _LINEARS]
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -83,6 +86,14 @@ class FusedLlamaBlock(FusedBlock):
     def simplified(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A call's arguments by name."""
         return {"hidden_states": hidden_states, **self._by_name(args, kwargs)}
+
+    def frozen(self) -> Any:
+        """What a CUDA graph of it would freeze; None if a part is to be called by the host."""
+        linears = [part(self) for part in _PARTS]
+        still = all(map(self._is_still, self.recognised)) and _is_silu(self.mlp.act_fn)
+        if not still or not are_plain(linears, nn.Linear) or internals.has_global_hooks():
+            return None
+        return ()  # what is still recognised has the same numbers
 
     def seqlen_of(self, call: dict[str, Any]) -> int:
         """Tokens a sequence of such a call."""
