@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -29,6 +30,18 @@ MODELS = {
     "encoder": lambda: nn.TransformerEncoder(encoder_layer(batch_first=True), 2),
     "llama": lambda: nn.Sequential(llama_block(bias=True), llama_block()),
 }
+
+
+@cache
+def fused_once(kind: str) -> tuple[nn.Module, UnifiedAttentionFusion]:
+    given = MODELS[kind]()
+    return given, create_unified_attention_fusion(given)
+
+
+def pair(kind: str) -> tuple[nn.Module, UnifiedAttentionFusion]:
+    """A model and its fused form, whose parameters are apart."""
+    given, fused = fused_once(kind)
+    return copy.deepcopy(given), copy.deepcopy(fused)
 
 
 def inputs() -> torch.Tensor:
@@ -79,24 +92,24 @@ CHANGES = {
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_changed_linear_layers_act(kind, change):
-    given, x = MODELS[kind](), inputs()
+    given, x = fused_once(kind)[0], inputs()
     for name in linears(given):
-        model, fused = copy.deepcopy(given), create_unified_attention_fusion(given)
+        model, fused = pair(kind)
         for one in (model, fused):
             CHANGES[change](one, name)
         wanted, got = model(x), fused(x)
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: n + m)
         got.square().sum().backward()
-        assert change == "pruned" or bool((wanted - given(x)).abs().max() > 1e-3)
+        assert "weight" in change or bool((wanted - given(x)).abs().max() > 1e-3)
 
 
 @pytest.mark.parametrize("of", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_hooks_run_as_the_given_model_s_do(kind, of):
     """Of all parts at once, and of each alone."""
-    given, called = MODELS[kind](), []
-    for fuse in (copy.deepcopy, create_unified_attention_fusion):
-        model, found = fuse(given), set()
+    called = []
+    for model in pair(kind):
+        found: set[str] = set()
         for name, part in model.named_modules():
             hook = lambda *_, name=name, found=found: found.add(name)  # noqa: E731
             getattr(part, f"register_{of}_hook")(hook)
@@ -106,16 +119,16 @@ def test_hooks_run_as_the_given_model_s_do(kind, of):
         called.append(found)
     assert called[0] <= called[1]
     for name in called[0]:
-        model, found = create_unified_attention_fusion(given), set()
-        hook = lambda *_, found=found: found.add(name)  # noqa: B023, E731
+        (_, model), count = pair(kind), []
+        hook = lambda *_, count=count: count.append(1)  # noqa: E731
         getattr(model.get_submodule(name), f"register_{of}_hook")(hook)
         model(inputs().requires_grad_()).sum().backward()
-        assert found == {name}
+        assert count, name
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_hooks_of_all_modules_run(kind):
-    fused, called = create_unified_attention_fusion(MODELS[kind]()), set()
+    (_, fused), called = pair(kind), set()
     register = nn.modules.module.register_module_forward_hook
     with register(lambda module, *_: called.add(module)):
         fused(inputs())
@@ -126,7 +139,7 @@ def test_hooks_of_all_modules_run(kind):
 def test_adapters_act_and_learn(target):
     peft = pytest.importorskip("peft")
     kind = "encoder" if target == "linear1" else "llama"
-    fused, x = create_unified_attention_fusion(MODELS[kind]()), inputs()
+    (_, fused), x = pair(kind), inputs()
     before = fused(x)
     options = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
     adapted = peft.get_peft_model(fused, options)
@@ -141,8 +154,8 @@ def test_adapters_act_and_learn(target):
 
 @pytest.mark.parametrize("kind", ["encoder", "llama"])
 def test_fp8_layers_run(kind):
-    given, x = MODELS[kind](), inputs()
-    fused = convert_model_to_fp8(create_unified_attention_fusion(given))
+    (given, fused), x = pair(kind), inputs()
+    before, fused = fused(x), convert_model_to_fp8(fused)
     converted = [part for part in fused.modules() if "FP8" in type(part).__name__]
     called = set()
     for part in converted:
@@ -150,8 +163,8 @@ def test_fp8_layers_run(kind):
     out = fused(x)
     assert len(called) == {"encoder": 6, "llama": 14}[kind] + 2 * (kind == "encoder")
     wanted = convert_model_to_fp8(given)(x)
-    torch.testing.assert_close(out, wanted, rtol=0.1, atol=0.1 * float(wanted.detach().abs().max()))
-    assert not torch.allclose(out, given(x), rtol=1e-4, atol=1e-4)
+    worst = float((out - wanted).detach().abs().max() / wanted.detach().abs().max())
+    assert worst < 1e-2 and not torch.allclose(out, before, rtol=1e-4, atol=1e-4)
 
 
 WRAPPED = {
@@ -164,7 +177,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("what", WRAPPED)
 def test_checkpoint_wrappers_save_less(what):
-    fused = create_unified_attention_fusion(MODELS["encoder" if what == "encoder" else "llama"]())
+    _, fused = pair("encoder" if what == "encoder" else "llama")
     x = torch.randn(2, 128, WIDTH)
     before, wanted = saved_bytes(lambda: fused(x), fused), fused(x)
     checkpoints.apply_activation_checkpointing(
@@ -180,9 +193,9 @@ def test_checkpoint_wrappers_save_less(what):
 
 
 def test_dropouts_norms_and_activations_that_change():
-    given, x = MODELS["norm_first"](), inputs()
+    given, x = fused_once("norm_first")[0], inputs()
     for name in ("norm1", "norm2", "dropout", "dropout1", "dropout2", "activation"):
-        model, fused = copy.deepcopy(given), create_unified_attention_fusion(given)
+        model, fused = pair("norm_first")
         for one in (model, fused):
             one.set_submodule(name, nn.Sequential(one.get_submodule(name), nn.Hardtanh(-0.1, 0.1)))
         wanted = model(x)
@@ -192,12 +205,11 @@ def test_dropouts_norms_and_activations_that_change():
 
 def test_a_changed_attribute_of_attention_acts():
     """What was recognised is no longer: its own forward runs, whatever it makes of it."""
-    given = llama_block()
-    fused, x = create_unified_attention_fusion(given), inputs()
-    assert fused.model._is_still("self_attn")
-    fused.self_attn.head_dim = 16
-    given.self_attn.head_dim = 16
-    assert not fused.model._is_still("self_attn")
+    (given, fused), x = pair("llama"), inputs()
+    assert fused.model[0].frozen() is not None
+    for one in (given, fused.model):
+        one[0].self_attn.head_dim = 16
+    assert fused.model[0].frozen() is None
     torch.testing.assert_close(fused(x), given(x), rtol=1e-4, atol=1e-4)
 
 
@@ -206,8 +218,7 @@ def test_a_changed_attribute_of_attention_acts():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_name_for_each_parameter(kind):
-    given = MODELS[kind]()
-    fused = create_unified_attention_fusion(given)
+    given, fused = fused_once(kind)
     names = [name for name, _ in given.named_parameters()]
     assert names == [name for name, _ in fused.named_parameters()] == list(fused.state_dict())
     assert all(fused.get_parameter(name) is given.get_parameter(name) for name in names)
@@ -233,8 +244,7 @@ def test_distributed_state_dicts(kind):
         fused = create_unified_attention_fusion(given)
         fused(x, use_cache=False).logits.sum().backward()
     else:
-        given = MODELS[kind]()
-        fused = create_unified_attention_fusion(given)
+        given, fused = pair(kind)
         fused(x).sum().backward()
     optimizer = torch.optim.AdamW(fused.parameters())
     optimizer.step()
@@ -246,8 +256,7 @@ def test_distributed_state_dicts(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_copies_and_pickles_stay_fused(kind):
-    given, x, buffer = MODELS[kind](), inputs(), io.BytesIO()
-    fused = create_unified_attention_fusion(given)
+    (given, fused), x, buffer = fused_once(kind), inputs(), io.BytesIO()
     torch.save(fused, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
@@ -261,25 +270,18 @@ def test_copies_and_pickles_stay_fused(kind):
 def test_a_part_of_several_names():
     layer, last = encoder_layer(batch_first=True, dropout=0.1), nn.Linear(WIDTH, WIDTH)
     layer.dropout1 = layer.dropout2
-    given = nn.Sequential(
-        layer, nn.ModuleDict({"again": layer})["again"], nn.Sequential(last, last)
-    )
+    given = nn.Sequential(layer, nn.Sequential(layer, last), last)
     encoder = nn.TransformerEncoder(layer, 3)
     encoder.layers[2] = encoder.layers[0]
     for model in (given, encoder):
-        fused = create_unified_attention_fusion(model)
+        fused, x = create_unified_attention_fusion(model), inputs()
         fused.eval()
         assert all(part.training for part in model.modules())
         assert not any(part.training for part in fused.modules())
         model.eval()
-        torch.testing.assert_close(
-            fused(inputs() * 0 + 1), model(inputs() * 0 + 1), atol=1e-4, rtol=0
-        )
-        model.train()
-    fused = create_unified_attention_fusion(given)
-    assert (
-        fused[0] is fused[1] if hasattr(fused, "__getitem__") else fused.model[0] is fused.model[1]
-    )
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-3)
+    inside = create_unified_attention_fusion(given).model
+    assert inside[0] is inside[1][0] and inside[2] is inside[1][1] and inside[2] is not last
 
 
 def test_layers_that_differ():

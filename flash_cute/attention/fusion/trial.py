@@ -87,10 +87,10 @@ def _other_numbers(
         for call in _calls(block, *_SIZES, generator):
             if not _same(block, fused, call, gradients=True):
                 return _ELSE
-        for sizes in _SMALL:
-            for call in _calls(block, *sizes, generator):
-                if not _same(block, fused, call, gradients=False):
-                    return _ELSE
+    for sizes in _SMALL:
+        for call in _calls(block, *sizes, generator):
+            if not _same(block, fused, call, gradients=False):
+                return _ELSE
     return None
 
 
