@@ -59,8 +59,8 @@ class FusionConfig:
         enable_memory_optimization: the feed-forward step saves one hidden tensor for backward (two
             for a gated one), and computes the activation again. False saves it. Without effect at
             CONSERVATIVE and under torch.compile, which decides by itself.
-        target_sequence_length: tokens. At AGGRESSIVE the graphs of inputs of this length are kept
-            for good; of other lengths, the last few that were used.
+        target_sequence_length: tokens. At AGGRESSIVE the graphs of the last 32 kinds of input of
+            this length are kept; of other lengths, the last 4.
 
     Raises:
         TypeError, ValueError: a field is of another type, or the length is below 1.
