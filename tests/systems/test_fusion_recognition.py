@@ -79,8 +79,9 @@ def with_attention(attend) -> LlamaBlock:
 
 def reason(block: nn.Module) -> str:
     """What the report says, beside a block that is fused; the state of generators must not move."""
+    model = nn.Sequential(block, encoder_layer(batch_first=True))
     states = torch.get_rng_state(), random.getstate()
-    fused = create_unified_attention_fusion(nn.Sequential(block, encoder_layer(batch_first=True)))
+    fused = create_unified_attention_fusion(model)
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert fused.report["1"].startswith("fused")
     return fused.report["0"]
