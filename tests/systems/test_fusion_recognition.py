@@ -235,6 +235,6 @@ def test_an_adapter_that_raises_leaves_the_block(monkeypatch):
 
 
 def test_what_is_fused_is_not_fused_again():
-    fused = create_unified_attention_fusion(encoder_layer())
+    fused = create_unified_attention_fusion(llama_block())
     with pytest.raises(NotImplementedError, match="the model is left: it is fused already"):
         create_unified_attention_fusion(fused.model)

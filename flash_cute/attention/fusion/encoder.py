@@ -309,8 +309,8 @@ def _own_methods(module: nn.Module, names: tuple[str, ...]) -> str | None:
         for name in names if isinstance(module, base) else ():
             if getattr(type(module), name) is not getattr(base, name):
                 return f"{type(module).__name__} has a {name} of its own"
-    name = own_method(module)
-    return None if name is None else f"it has a {name} that is not its class's"
+    own = own_method(module)
+    return None if own is None else f"it has a {own} that is not its class's"
 
 
 class EncoderAdapter:

@@ -68,6 +68,8 @@ class UnifiedAttentionFusion(nn.Module):
         out = fused(torch.randn(100, 2, 512))  # (seqlen, batch, d_model), as layer's
     """
 
+    model: Any
+
     def __init__(self, model: nn.Module, config: FusionConfig | None = None) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -105,13 +107,13 @@ class UnifiedAttentionFusion(nn.Module):
             if self.graphs is None:
                 self.last_call = "separate launches"
                 return self.model(*args, **kwargs)
-            call = self.model.simplified(*args, **kwargs)  # type: ignore[operator]
+            call = self.model.simplified(*args, **kwargs)
             reason = self.graphs.refusal(call)
             if reason is not None:
                 self.last_call = f"separate launches: {reason}"
                 return self.model(**call)
             self.last_call = "one CUDA graph"
-            return self.graphs.run(call, self.model.seqlen_of(call))  # type: ignore[operator]
+            return self.graphs.run(call, self.model.seqlen_of(call))
 
     def _graphs(self) -> Graphs | None:
         level = self.config.optimization_level
@@ -180,13 +182,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
     """The fused form of a module, or None, and what became of it; twice None if it is no block."""
-    if isinstance(module, FusedBlock):
-        return None, "left: it is fused already"
     try:
         adapter = next((adapter for adapter in ADAPTERS if adapter.matches(module)), None)
         if adapter is None:
             return None, None
         reason = adapter.refusal(module)
+        if reason is None and isinstance(module, FusedBlock):
+            reason = "it is fused already"
         if reason is None:
             fused: Any = adapter.fuse(module, config)
             return fused, f"fused: {', '.join(fused.fused_steps)}"

@@ -45,10 +45,11 @@ _VIEWS = {
 @dataclass(frozen=True)
 class Operator:
     """One that was called: the shapes of its results (of attention and dropout those of what they
-    take), and with what dropout probability."""
+    take), the numbers that it was given, and with what probability it drops."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
+    numbers: tuple[float, ...] = ()
     dropout_p: float = 0.0
 
 
@@ -68,9 +69,8 @@ def difference(block: Any) -> str | None:
             reason = _unknown(found, p if training else 0.0, (sizes[0], heads, sizes[1], sizes[1]))
             if reason is not None:
                 return reason
-            if [(x.name, x.shapes) for x in found] != [
-                (x.name, _at(x.shapes, sizes)) for x in reference
-            ]:
+            wanted = [(x.name, _at(x.shapes, sizes), x.numbers) for x in reference]
+            if [(x.name, x.shapes, x.numbers) for x in found] != wanted:
                 return "what it computes depends on lengths, on the mode or on the dtype"
     return None
 
@@ -107,7 +107,7 @@ class _Recorder(internals.DispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not self.is_inside and name not in _VIEWS and func.namespace != "prim":
-            self.found.append(Operator(name, _shapes(out)))
+            self.found.append(Operator(name, _shapes(out), _numbers(args)))
         return out
 
 
@@ -127,7 +127,8 @@ class _Whole(TorchFunctionMode):
         given = named.arguments
         p = given["dropout_p"] if "dropout_p" in given else given["p"] * given["training"]
         shapes = _shapes(tuple(given.values())[:3])
-        self.recorder.found.append(Operator(func.__name__, shapes, float(p)))
+        numbers = _numbers((given.get("scale"), given.get("is_causal")))
+        self.recorder.found.append(Operator(func.__name__, shapes, numbers, float(p)))
         self.recorder.is_inside = True
         try:
             return func(*args, **kwargs)
@@ -157,6 +158,10 @@ _SIGNATURES = {
 def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(tuple(x.shape) for x in values if isinstance(x, Tensor))
+
+
+def _numbers(args: Any) -> tuple[float, ...]:
+    return tuple(x for x in args if isinstance(x, (int, float)))
 
 
 def _unknown(found: list[Operator], p: float, scores: tuple[int, ...]) -> str | None:

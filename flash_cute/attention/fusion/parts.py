@@ -112,19 +112,21 @@ class FusedBlock:
 def fused_copy(block: nn.Module, mixin: type[FusedBlock], config: FusionConfig) -> Any:
     """A copy of a block, with the same parts, of a class that is derived from its own."""
     copy: Any = internals.copy_of(block)
-    copy.__class__ = _fused_class(mixin, type(block))
+    bases: Any = (mixin, type(block))
+    copy.__class__ = fused_class(*bases)
     copy.fusion = config
     return copy
 
 
 @lru_cache(256)
-def _fused_class(mixin: type, base: type) -> type:
+def fused_class(mixin: Any, base: Any) -> type:
+    """The class of fused blocks of a class."""
     names = {"__module__": mixin.__module__, "derived_from": (mixin, base)}
     return type(f"Fused{base.__name__}", (mixin, base), names)
 
 
 def _empty(mixin: type, base: type) -> Any:
-    return object.__new__(_fused_class(mixin, base))
+    return object.__new__(fused_class(mixin, base))
 
 
 def own_method(module: nn.Module) -> str | None:
