@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ from flash_cute.attention.fusion import (
 from flash_cute.attention.fusion.parts import FusedBlock
 from flash_cute.precision import convert_model_to_fp8
 
+HERE = Path(__file__).resolve().parent
 MODELS = {
     "layer": lambda: encoder_layer(batch_first=True),
     "norm_first": lambda: encoder_layer(batch_first=True, norm_first=True, activation=nn.GELU()),
@@ -211,6 +216,48 @@ def test_a_changed_attribute_of_attention_acts():
         one[0].self_attn.head_dim = 16
     assert fused.model[0].frozen() is None
     torch.testing.assert_close(fused(x), given(x), rtol=1e-4, atol=1e-4)
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from fusion_models import WIDTH, encoder_layer, llama_block
+from flash_cute.attention.fusion import create_unified_attention_fusion
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+encoder = nn.TransformerEncoder(encoder_layer(batch_first=True), 2)
+for given, kinds in (
+    (encoder, nn.TransformerEncoderLayer),
+    (encoder, (nn.Linear, nn.LayerNorm)),
+    (nn.Sequential(llama_block(), llama_block()), type(llama_block())),
+    (nn.Sequential(llama_block()), nn.Linear),
+):
+    x, fused = torch.randn(2, 9, WIDTH), create_unified_attention_fusion(given)
+    parts = [part for part in (fused.model, *fused.modules()) if isinstance(part, kinds)]
+    wanted = given(x)
+    for part in parts:
+        fully_shard(part, mesh=mesh)
+    fully_shard(fused, mesh=mesh)
+    out = fused(x)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+    out.square().sum().backward()
+    wanted.square().sum().backward()
+    for (name, p), q in zip(fused.named_parameters(), given.parameters(), strict=True):
+        grad = p.grad.full_tensor()
+        torch.testing.assert_close(grad, q.grad, rtol=1e-3, atol=1e-3 * float(q.grad.abs().max()))
+    given.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_layers_and_parts():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHARDED], env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 # --- names, copies, several names of one part ----------------------------------------------------
