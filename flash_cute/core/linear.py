@@ -31,7 +31,7 @@ class OptimizedLinear(nn.Linear):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: an unknown level.
+        TypeError, ValueError: an unknown level, or a number of features that is no int, or below 0.
 
     Example::
 
@@ -54,6 +54,11 @@ class OptimizedLinear(nn.Linear):
             raise ValueError(
                 f"optimization_level is {optimization_level!r}; expected one of {', '.join(LEVELS)}"
             )
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} is {size!r}; expected an int")
+            if size < 0:
+                raise ValueError(f"{name} is {size}; expected 0 or more")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.optimization_level = optimization_level
 

@@ -314,6 +314,17 @@ def test_copies_and_pickles_stay_fused(kind):
         assert not {id(p) for p in one.parameters()} & {id(p) for p in given.parameters()}
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_replicas_of_data_parallel_have_members_of_their_own(kind):
+    """As nn.DataParallel makes them: of no parameters, which it sets then."""
+    _, fused = pair(kind)
+    x, replica = inputs(), fused._replicate_for_data_parallel()
+    for name, child in fused.named_children():
+        replica.add_module(name, copy.deepcopy(child).double())
+    assert replica.model is not fused.model
+    assert replica(x.double()).dtype == torch.float64 and fused(x).dtype == torch.float32
+
+
 def test_a_part_of_several_names():
     layer, last = encoder_layer(batch_first=True, dropout=0.1), nn.Linear(WIDTH, WIDTH)
     layer.dropout1 = layer.dropout2

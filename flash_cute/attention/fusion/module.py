@@ -132,6 +132,13 @@ class UnifiedAttentionFusion(nn.Module):
         """As of any module."""
         return self.model.get_submodule(target) if target else self
 
+    def _replicate_for_data_parallel(self) -> UnifiedAttentionFusion:
+        replica = super()._replicate_for_data_parallel()
+        copy = self.model._replicate_for_data_parallel()
+        internals.share_members(copy, replica)
+        replica.__dict__.update(model=copy, graphs=None)
+        return replica
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint where a submodule is found that is called "model"."""
         return {"model": "_whole"} if "model" in internals.children(self) else {}
