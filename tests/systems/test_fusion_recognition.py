@@ -179,6 +179,18 @@ def test_biases_of_some_projections():
     assert_same(block, fused, x, position_embeddings=rotary(9, 8))
 
 
+@pytest.mark.parametrize("eps", [None, 1e-5])
+def test_norms_of_torch(eps):
+    block, position = llama_block(), rotary(9, 8)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        setattr(block, name, nn.RMSNorm(WIDTH, eps=eps))
+    fused = create_unified_attention_fusion(block)
+    assert_same(block, fused, torch.randn(2, 9, WIDTH), position_embeddings=position)
+    x = torch.randn(2, 9, WIDTH).bfloat16() / 64  # where eps matters
+    out, wanted = fused.bfloat16()(x).double(), block.bfloat16()(x).double()
+    assert (out - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
 def test_positional_arguments_are_the_block_s():
     block, position = llama_block(), rotary(9, 8)
     fused, x = create_unified_attention_fusion(block), torch.randn(2, 9, WIDTH)

@@ -34,7 +34,7 @@ _RUNS: list[tuple[torch.dtype, bool, Sizes]] = [
 _COMPUTE = {
     "mm", "addmm", "bmm", "baddbmm", "mul", "add", "pow", "mean", "rsqrt", "sqrt", "div", "neg",
     "cat", "silu", "_softmax", "_safe_softmax", "_fused_rms_norm", "scaled_dot_product_attention",
-    "dropout",
+    "dropout", "rms_norm",
 }  # fmt: skip
 _VIEWS = {
     "t", "view", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "split", "slice",
@@ -44,8 +44,8 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Operator:
-    """One that was called: the shapes of its results (of attention and dropout those of what they
-    take), the numbers that it was given, and with what probability it drops."""
+    """One that was called: the shapes of its results (of attention, dropout and norms those of what
+    they take), the numbers that it was given, and with what probability it drops."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -112,7 +112,7 @@ class _Recorder(internals.DispatchMode):
 
 
 class _Whole(TorchFunctionMode):
-    """Has attention and dropout recorded as one operator each, whatever they consist of."""
+    """Has attention, dropout and norms recorded as one operator each, whatever they consist of."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class _Whole(TorchFunctionMode):
         named = _SIGNATURES[func].bind(*args, **kwargs)
         named.apply_defaults()
         given = named.arguments
-        p = given["dropout_p"] if "dropout_p" in given else given["p"] * given["training"]
+        p = given.get("dropout_p", given.get("p", 0.0) * given.get("training", 0))
         shapes = _shapes(tuple(given.values())[:3])
-        numbers = _numbers((given.get("scale"), given.get("is_causal")))
+        numbers = _numbers(given.get(name) for name in ("scale", "is_causal", "eps"))
         self.recorder.found.append(Operator(func.__name__, shapes, numbers, float(p)))
         self.recorder.is_inside = True
         try:
@@ -152,6 +152,7 @@ def _sdpa(
 _SIGNATURES = {
     F.scaled_dot_product_attention: inspect.signature(_sdpa),
     F.dropout: inspect.signature(F.dropout),
+    F.rms_norm: inspect.signature(F.rms_norm),
 }
 
 

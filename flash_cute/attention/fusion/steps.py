@@ -41,7 +41,8 @@ class Norm:
     def of(module: Any, rms: bool) -> Norm:
         eps = getattr(module, "variance_epsilon", None)
         eps = module.eps if eps is None else eps
-        eps = torch.finfo(module.weight.dtype).eps if eps is None else eps
+        if eps is None:  # torch's own, of the dtype that it computes in
+            eps = torch.finfo(torch.promote_types(module.weight.dtype, torch.float32)).eps
         return Norm(module.weight, getattr(module, "bias", None), eps, rms)
 
     def __call__(self, x: Tensor) -> Tensor:
