@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -100,6 +101,9 @@ def _of_single_level(formula: type[Formula]) -> Any:
 
 
 # --- kinds of tensors ----------------------------------------------------------------------------
+
+
+FakeTensor = fake_tensor.FakeTensor
 
 
 def is_fake(x: Tensor) -> bool:
@@ -348,10 +352,14 @@ def version(x: Tensor) -> int:
 
 def copy_of(module: torch.nn.Module) -> torch.nn.Module:
     """A copy with the same parameters and buffers, submodules being the module's own still. What
-    is set, registered or hooked on one of the two later is not so on the other."""
+    is set, registered or hooked on one of the two later is not so on the other. Its bound methods
+    are the copy's; what ``module.compile()`` has made, which calls the module itself, it lacks."""
     copy = type(module).__new__(type(module))
     for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, copy)
         copy.__dict__[name] = value.copy() if isinstance(value, dict) else value
+    copy.__dict__.pop("_compiled_call_impl", None)
     return copy
 
 
@@ -375,6 +383,35 @@ def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
 def has_hooks_of_any_kind(module: torch.nn.Module) -> bool:
     """The same, or whether saving or loading its state does."""
     return any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered that the call of any module runs."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The submodules by name, each under all of its names, as the module itself holds them."""
+    return module._modules
+
+
+def share_members(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Makes what ``other`` has registered, now and later, registered on ``module`` too: parameters,
+    buffers, submodules, and hooks of state dicts."""
+    for name in _MEMBERS:
+        module.__dict__[name] = other.__dict__[name]
+
+
+_MEMBERS = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def in_backward() -> bool:

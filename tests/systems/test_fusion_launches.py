@@ -10,6 +10,7 @@ import pytest
 import torch
 from fusion_models import encoder_layer, llama_block, tokens
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.llama_block import rotary
 from flash_cute.attention.fusion import (
@@ -20,7 +21,8 @@ from flash_cute.attention.fusion import (
     benchmark_fusion_performance,
     create_unified_attention_fusion,
 )
-from flash_cute.attention.fusion.graphs import KEPT, Recent, flatten, replace
+from flash_cute.attention.fusion.benchmark import _VIEWS
+from flash_cute.attention.fusion.graphs import KEPT, PINNED, Recent, flatten, replace
 
 FULL, AGGRESSIVE = FusionStrategy.FULL_BLOCK, OptimizationLevel.AGGRESSIVE
 
@@ -75,7 +77,36 @@ def test_benchmark_compares_outputs():
     fused = create_unified_attention_fusion(layer)
     stats = benchmark_fusion_performance(layer, fused, tokens(layer), num_runs=1)
     assert stats.max_difference is not None and stats.max_difference < 1e-4
-    assert stats.fused_kernel_launches <= stats.baseline_kernel_launches
+
+
+def operators_by_torch(model: nn.Module, x: torch.Tensor) -> int:
+    """Those that call no other, as torch's own ranges have them, without what only makes views."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
+        model(x)
+    ranges = [e for e in profiler.events() or [] if e.name.startswith(("aten::", "flash_cute::"))]
+    computing = [e for e in ranges if e.name not in _VIEWS]
+
+    def inside(outer):
+        return any(
+            e is not outer
+            and outer.time_range.start <= e.time_range.start
+            and e.time_range.end <= outer.time_range.end
+            for e in computing
+        )
+
+    return sum(not inside(e) for e in computing)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_launches_on_the_cpu_are_torch_s_operators(mode):
+    """What flash_cute's operators call on the CPU counts as what torch's layer calls does."""
+    layer = encoder_layer(dropout=0.1).train(mode == "train")
+    fused, x = create_unified_attention_fusion(layer), tokens(layer)
+    with torch.no_grad():
+        stats = benchmark_fusion_performance(layer, fused, x, num_runs=1)
+    found = (stats.baseline_kernel_launches, stats.fused_kernel_launches)
+    assert found == (operators_by_torch(layer, x), operators_by_torch(fused, x))
+    assert stats.launch_reduction == 1 - found[1] / found[0]
 
 
 @pytest.mark.parametrize("runs", [0, 1.5])
@@ -98,6 +129,9 @@ def test_recent_keeps_the_last_and_the_pinned():
     recent.put("c", 3, pinned=False)
     kept = [recent.get(key) for key in ("pinned", "a", "b", "c")]
     assert kept == [0, 1, None, 3]
+    for number in range(PINNED):
+        recent.put(number, number, pinned=True)
+    assert recent.get("pinned") is None and len(recent.pinned) == PINNED
     recent.clear()
     assert recent.get("pinned") is None and recent.get("a") is None
 

@@ -380,6 +380,39 @@ def test_hooks_of_any_kind():
         assert internals.has_hooks_of_any_kind(module), name
 
 
+def test_copies_of_modules_are_called_in_their_own_place():
+    """Bound methods are the copy's; what was compiled, which calls the module, it lacks."""
+    module = torch.nn.Linear(2, 2)
+    module.forward = module.forward
+    module.compile(backend="eager")
+    copy = internals.copy_of(module)
+    assert copy.forward.__self__ is copy and copy._compiled_call_impl is None
+    assert module.forward.__self__ is module and module._compiled_call_impl is not None
+
+
+def test_hooks_of_all_modules_are_told():
+    register = torch.nn.modules.module.register_module_forward_hook
+    assert not internals.has_global_hooks()
+    with register(lambda *_: None):
+        assert internals.has_global_hooks()
+    assert not internals.has_global_hooks()
+
+
+def test_shared_members_are_registered_on_both():
+    linear = torch.nn.Linear(2, 2)
+    module = torch.nn.Sequential(linear, linear, torch.nn.ReLU())
+    assert list(internals.children(module).values()) == [linear, linear, module[2]]
+    module.register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
+    module.register_buffer("steps", torch.zeros(1), persistent=False)
+    module.register_state_dict_post_hook(lambda _, state, *__: state.update(more=torch.ones(1)))
+    other = torch.nn.Module()
+    internals.share_members(other, module)
+    other.added = torch.nn.Tanh()
+    assert module.added is other.added and other.scale is module.scale
+    assert list(other.state_dict()) == list(module.state_dict())
+    assert "steps" not in other.state_dict() and "more" in other.state_dict()
+
+
 def test_versions_count_writes():
     x = torch.zeros(3)
     before = internals.version(x)

@@ -36,6 +36,15 @@ STEPS = {
 }
 
 
+@dataclass(frozen=True)
+class Means:
+    """By which means the steps of a call run: ``own`` kernels or torch's ops; ``save_memory``: the
+    activation is computed again in backward."""
+
+    own: bool
+    save_memory: bool
+
+
 @dataclass
 class FusionConfig:
     """Options of :class:`flash_cute.attention.fusion.UnifiedAttentionFusion`, which takes a copy.
@@ -50,8 +59,8 @@ class FusionConfig:
         enable_memory_optimization: the feed-forward step saves one hidden tensor for backward (two
             for a gated one), and computes the activation again. False saves it. Without effect at
             CONSERVATIVE and under torch.compile, which decides by itself.
-        target_sequence_length: tokens. At AGGRESSIVE the graphs of inputs of this length are kept
-            for good; of other lengths, the last few that were used.
+        target_sequence_length: tokens. At AGGRESSIVE the graphs of the last 32 kinds of input of
+            this length are kept; of other lengths, the last 4.
 
     Raises:
         TypeError, ValueError: a field is of another type, or the length is below 1.
@@ -77,7 +86,7 @@ class FusionConfig:
             ("target_sequence_length", int),
         ):
             value = getattr(self, name)
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"{name} is {value!r}; expected {kind.__name__}")
         if self.target_sequence_length < 1:
             tokens = self.target_sequence_length

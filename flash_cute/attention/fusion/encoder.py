@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,17 +13,33 @@ from torch import Tensor, nn
 from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion import masks, steps
 from flash_cute.attention.fusion.attention import attend_packed
-from flash_cute.attention.fusion.config import STEPS, FusionConfig
+from flash_cute.attention.fusion.config import FusionConfig
 from flash_cute.attention.fusion.graphs import drops
+from flash_cute.attention.fusion.parts import (
+    LINEARS,
+    FusedBlock,
+    are_plain,
+    difference,
+    fused_copy,
+    is_plain,
+    own_method,
+)
 
 SEEDS = 5  # of a layer
-_LINEARS = ("linear1", "linear2")
 _NORMS = ("norm1", "norm2")
 _DROPOUTS = ("dropout", "dropout1", "dropout2")
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "self_attn": (nn.MultiheadAttention,),
+    **dict.fromkeys(("self_attn.out_proj", "linear1", "linear2"), LINEARS),
+    **dict.fromkeys(_NORMS, (nn.LayerNorm,)),
+    **dict.fromkeys(_DROPOUTS, (nn.Dropout,)),
+}
+_PARTS = [(attrgetter(name), kinds) for name, kinds in _KINDS.items()]
 
 
-class FusedEncoderLayer(nn.Module):
-    """What nn.TransformerEncoderLayer computes, with its submodules' names and parameters."""
+class FusedEncoderLayer(FusedBlock):
+    """What nn.TransformerEncoderLayer computes, of its own parts. A part that is not plain any more
+    is called."""
 
     self_attn: Any
     linear1: Any
@@ -33,17 +50,8 @@ class FusedEncoderLayer(nn.Module):
     dropout1: Any
     dropout2: Any
     activation: Any
-
-    def __init__(self, layer: nn.TransformerEncoderLayer, config: FusionConfig) -> None:
-        super().__init__()
-        for name, child in layer.named_children():
-            self.add_module(name, child)
-        if not isinstance(layer.activation, nn.Module):
-            self.activation = layer.activation
-        self.norm_first, self.config = layer.norm_first, config
-        self.means = steps.Means(config.own_kernels, config.enable_memory_optimization)
-        self.fused_steps = STEPS[config.strategy]
-        self.training = layer.training
+    norm_first: bool
+    sizes: dict[str, Any]
 
     def forward(
         self,
@@ -55,22 +63,18 @@ class FusedEncoderLayer(nn.Module):
         """As nn.TransformerEncoderLayer: src (seqlen, batch, d_model), with ``batch_first``
         (batch, seqlen, d_model), or (seqlen, d_model). ``is_causal`` needs no
         ``src_mask``."""
+        if src.is_nested or internals.has_global_hooks():
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore
         visible = read_masks(self, src, src_mask, src_key_padding_mask, is_causal)
-        (seeds,) = draw_seeds([self], src)
-        return self.run(src, visible, seeds)
-
-    def run(self, src: Tensor, visible: masks.Visible, seeds: Any) -> Tensor:
-        """The same, of what :func:`read_masks` made of the masks. ``seeds``, int64 (SEEDS,) or as
-        many None: of attention (2), of the dropouts behind it, in the middle, and at the end."""
         x = src if src.dim() == 3 else src.unsqueeze(self.batch_dim)
-        norms = [steps.Norm.of(norm, rms=False) for norm in (self.norm1, self.norm2)]
+        seeds = self._seeds(x)
         if self.norm_first:
-            x, normal = self._attend(x, norms[0](x), visible, norms[1], seeds, True)
+            x, normal = self._attend(x, self.norm1(x), visible, self.norm2, seeds, True)
             out = self._add(x, self._feed_forward(normal, seeds[3]), seeds[4])
         else:
-            _, x = self._attend(x, x, visible, norms[0], seeds, False)
+            _, x = self._attend(x, x, visible, self.norm1, seeds, False)
             y = self._feed_forward(x, seeds[3])
-            _, out = self._add_norm(x, y, 2, norms[1], seeds[4], False)
+            _, out = self._add_norm(x, y, self.dropout2, self.norm2, seeds[4], False)
         return out if src.dim() == 3 else out.squeeze(self.batch_dim)
 
     def simplified(
@@ -94,89 +98,117 @@ class FusedEncoderLayer(nn.Module):
         src = call["src"]
         return src.shape[0 if src.dim() == 2 else 1 - self.batch_dim]
 
+    def frozen(self) -> Any:
+        """What a CUDA graph of it would freeze; None if a part is to be called by the host."""
+        activation = self.activation
+        plain = all([is_plain(part(self), *kinds) for part, kinds in _PARTS])
+        if isinstance(activation, nn.Module):
+            plain = plain and is_plain(activation, type(activation))
+        if not plain or internals.has_global_hooks() or not _takes_packed(self.self_attn):
+            return None
+        heads = self.self_attn.num_heads
+        return (heads, self.norm_first, activation, self.norm1.eps, self.norm2.eps)
+
+    def size(self, name: str) -> Any:
+        """What self_attn says of itself, or said when it was fused if it is no longer that."""
+        return getattr(self.self_attn, name, self.sizes[name])
+
     @property
     def batch_dim(self) -> int:
-        return 0 if self.self_attn.batch_first else 1
+        return 0 if self.size("batch_first") else 1
 
-    def _p(self, name: str) -> float:
-        dropout = getattr(self, name)
-        return dropout.p if dropout.training else 0.0
+    def _seeds(self, x: Tensor) -> Any:
+        """Of attention (2), of the dropouts behind it, in the middle, and at the end, drawn by one
+        kernel: int64 (SEEDS,), or as many None if nothing is dropped."""
+        parts = (self.self_attn, self.dropout, self.dropout1, self.dropout2)
+        return steps.draw_seeds(x, SEEDS) if any(map(drops, parts)) else (None,) * SEEDS
 
     def _attend(
         self,
         residual: Tensor,
         x: Tensor,
         visible: masks.Visible,
-        norm: steps.Norm,
+        norm: Any,
         seeds: Any,
         keep_sum: bool,
     ) -> tuple[Tensor, Tensor]:
         """Attention of x, its sum with the residual, and the norm that follows."""
-        attn, rng = self.self_attn, seeds[:2]
-        if not self.config.fuses("attention"):
-            y = self._attend_by_module(x, visible)
-            return self._add_norm(residual, y, 1, norm, seeds[2], keep_sum)
+        attn = self.self_attn
+        last = (self.dropout1, norm, seeds[2], keep_sum)
+        if not self.fusion.fuses("attention") or not _takes_packed(attn):
+            return self._add_norm(residual, self._attend_by_module(x, visible), *last)
         qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias)
         qkv = qkv.view(*x.shape[:2], 3, attn.num_heads, attn.head_dim)
         qkv = qkv if attn.batch_first else qkv.transpose(0, 1)
         p = attn.dropout if attn.training else 0.0
-        out = attend_packed(qkv, visible, p, rng if p and torch.is_tensor(rng) else None)
+        out = attend_packed(qkv, visible, p, seeds[:2] if p and torch.is_tensor(seeds) else None)
         out = out.flatten(2) if attn.batch_first else out.flatten(2).transpose(0, 1)
-        if self.config.fuses("norm"):
-            p = self._p("dropout1")
+        if self._fuses_norm(self.dropout1, norm) and is_plain(attn.out_proj, *LINEARS):
             return steps.linear_add_norm(
-                residual, out, attn.out_proj, norm, p, seeds[2], self.means, keep_sum
-            )
-        return self._add_norm(residual, attn.out_proj(out), 1, norm, seeds[2], keep_sum)
+                residual, out, attn.out_proj, steps.Norm.of(norm, rms=False), _p(self.dropout1),
+                seeds[2], self.means, keep_sum,
+            )  # fmt: skip
+        return self._add_norm(residual, attn.out_proj(out), *last)
 
     def _attend_by_module(self, x: Tensor, visible: masks.Visible) -> Tensor:
-        mask, batch_first = visible.mask, self.self_attn.batch_first
+        mask = visible.mask
         if visible.causal and mask is None:
-            mask = masks.later_keys(x, x.shape[1 if batch_first else 0])
+            mask = masks.later_keys(x, x.shape[1 - self.batch_dim])
         out, _ = self.self_attn(
             x, x, x, attn_mask=mask, key_padding_mask=visible.padding, need_weights=False,
             is_causal=visible.causal,
         )  # fmt: skip
         return out
 
+    def _fuses_norm(self, dropout: Any, norm: Any) -> bool:
+        plain = is_plain(dropout, nn.Dropout) and is_plain(norm, nn.LayerNorm)
+        return self.fusion.fuses("norm") and plain and norm.weight is not None
+
     def _add_norm(
-        self, x: Tensor, y: Tensor, place: int, norm: steps.Norm, seed: Any, keep_sum: bool
+        self, x: Tensor, y: Tensor, dropout: Any, norm: Any, seed: Any, keep_sum: bool
     ) -> tuple[Tensor, Tensor]:
-        """Dropout ``place`` of y, the sum, and the norm that follows."""
-        if self.config.fuses("norm"):
-            p = self._p(f"dropout{place}")
-            return steps.add_norm(x, y, norm, p, seed, self.means, keep_sum)
-        total = x + getattr(self, f"dropout{place}")(y)
-        module = self.norm2 if self.norm_first or place == 2 else self.norm1
-        return total, module(total)
+        """Dropout of y, the sum, and the norm that follows."""
+        if self._fuses_norm(dropout, norm):
+            of = steps.Norm.of(norm, rms=False)
+            return steps.add_norm(x, y, of, _p(dropout), seed, self.means, keep_sum)
+        total = x + dropout(y)
+        return total, norm(total)
 
     def _add(self, x: Tensor, y: Tensor, seed: Any) -> Tensor:
-        if self.config.fuses("norm"):
-            return steps.add(x, y, self._p("dropout2"), seed, self.means)
+        if self.fusion.fuses("norm") and is_plain(self.dropout2, nn.Dropout):
+            return steps.add(x, y, _p(self.dropout2), seed, self.means)
         return x + self.dropout2(y)
 
     def _feed_forward(self, x: Tensor, seed: Any) -> Tensor:
-        if not self.config.fuses("ffn"):
-            return self.linear2(self.dropout(self.activation(self.linear1(x))))
-        first, second = self.linear1, self.linear2
-        hidden = steps.Hidden(first.weight, first.bias, second.weight, second.bias, self.activation)
-        return steps.feed_forward(x, hidden, self._p("dropout"), seed, self.means)
+        first, second, activation = self.linear1, self.linear2, self.activation
+        plain = are_plain((first, second), *LINEARS) and is_plain(self.dropout, nn.Dropout)
+        if isinstance(activation, nn.Module):
+            plain = plain and is_plain(activation, type(activation))
+        if not self.fusion.fuses("ffn") or not plain:
+            return second(self.dropout(activation(first(x))))
+        hidden = steps.Hidden(first.weight, first.bias, second.weight, second.bias, activation)
+        return steps.feed_forward(x, hidden, _p(self.dropout), seed, self.means)
 
 
-class FusedEncoder(nn.Module):
-    """What nn.TransformerEncoder computes, of fused layers; masks are read once for all of them.
+def _p(dropout: Any) -> float:
+    return dropout.p if dropout.training else 0.0
+
+
+def _takes_packed(attn: Any) -> bool:
+    """Whether attention is a plain one that projects q, k and v by one product of one input."""
+    plain = is_plain(attn, nn.MultiheadAttention) and attn.in_proj_weight is not None
+    return plain and attn.bias_k is None and not attn.add_zero_attn
+
+
+class FusedEncoder(FusedBlock):
+    """What nn.TransformerEncoder computes: its layers are called, and read each mask once together.
 
     Padded positions get what the layers give them, also where nn.TransformerEncoder's fast path
     writes zeros.
     """
 
-    def __init__(self, encoder: nn.TransformerEncoder, layers: list[FusedEncoderLayer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.norm = encoder.norm
-        self.num_layers = encoder.num_layers
-        self.fused_steps = layers[0].fused_steps
-        self.training = self.layers.training = encoder.training
+    layers: Any
+    norm: Any
 
     def forward(
         self,
@@ -186,11 +218,12 @@ class FusedEncoder(nn.Module):
         is_causal: bool | None = None,
     ) -> Tensor:
         """As nn.TransformerEncoder; see :meth:`FusedEncoderLayer.forward`."""
-        first: Any = self.layers[0]
-        visible = read_masks(first, src, mask, src_key_padding_mask, bool(is_causal))
-        layers: list[Any] = list(self.layers)
-        for layer, seeds in zip(layers, draw_seeds(layers, src), strict=True):
-            src = layer.run(src, visible, seeds)
+        with nullcontext() if torch.compiler.is_compiling() else masks.read_once():
+            for layer in self.layers:
+                src = layer(
+                    src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
+                    is_causal=bool(is_causal),
+                )  # fmt: skip
         return src if self.norm is None else self.norm(src)
 
     def simplified(
@@ -201,10 +234,22 @@ class FusedEncoder(nn.Module):
         is_causal: bool | None = None,
     ) -> dict[str, Any]:
         """As the layers'."""
-        first: Any = self.layers[0]
-        call = first.simplified(src, mask, src_key_padding_mask, bool(is_causal))
-        call["mask"] = call.pop("src_mask")
-        return call
+        causal = bool(is_causal) or (mask is not None and masks.is_causal_mask(mask))
+        return {
+            "src": src,
+            "mask": None if causal else mask,
+            "src_key_padding_mask": src_key_padding_mask,
+            "is_causal": causal,
+        }
+
+    def frozen(self) -> Any:
+        """As a layer's."""
+        layers = list(self.layers)
+        parts = [*layers, *(() if self.norm is None else (self.norm,))]
+        if any(internals.has_hooks(x) or "forward" in vars(x) for x in parts):
+            return None
+        found = [x.frozen() if isinstance(x, FusedEncoderLayer) else None for x in layers]
+        return None if None in found else (*found, getattr(self.norm, "eps", None))
 
     def seqlen_of(self, call: dict[str, Any]) -> int:
         """Tokens a sequence of such a call."""
@@ -212,20 +257,11 @@ class FusedEncoder(nn.Module):
         return first.seqlen_of(call)
 
 
-def draw_seeds(layers: Sequence[FusedEncoderLayer], x: Tensor) -> Sequence[Any]:
-    """The seeds of each layer's dropouts, drawn by one kernel; None where nothing is dropped."""
-    if not any(drops(module) for layer in layers for module in layer.children()):
-        return [(None,) * SEEDS] * len(layers)
-    return steps.draw_seeds(x, len(layers) * SEEDS).view(len(layers), SEEDS).unbind()
-
-
 def read_masks(
     layer: FusedEncoderLayer, src: Tensor, mask: Any, padding: Any, is_causal: bool
 ) -> masks.Visible:
     """What the queries of src see. ValueError for another width or number of dimensions."""
-    width = layer.self_attn.embed_dim
-    if src.is_nested:
-        raise NotImplementedError("src is a nested tensor; give it padded, with a mask")
+    width = layer.size("embed_dim")
     if src.dim() not in (2, 3) or src.shape[-1] != width:
         raise ValueError(
             f"src has shape {tuple(src.shape)}; expected 2 or 3 dimensions, the last of {width}"
@@ -235,14 +271,7 @@ def read_masks(
         batch, seqlen = 1, src.shape[0]
     else:
         batch, seqlen = src.shape[layer.batch_dim], src.shape[1 - layer.batch_dim]
-    return masks.read(
-        mask, padding, is_causal, (batch, seqlen, layer.self_attn.num_heads), src.dtype
-    )
-
-
-def _is_torchs(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is of a kind, or of a subclass in torch.nn; parametrized ones are not."""
-    return isinstance(module, kind) and type(module).__module__.startswith("torch.nn.modules.")
+    return masks.read(mask, padding, is_causal, (batch, seqlen, layer.size("num_heads")), src.dtype)
 
 
 class EncoderLayerAdapter:
@@ -254,27 +283,34 @@ class EncoderLayerAdapter:
         return isinstance(module, nn.TransformerEncoderLayer)
 
     def refusal(self, module: Any) -> str | None:
-        base = nn.TransformerEncoderLayer
-        for name in ("forward", "_sa_block", "_ff_block"):
-            if getattr(type(module), name) is not getattr(base, name):
-                return f"{type(module).__name__} has a {name} of its own"
-        kinds = {"self_attn": nn.MultiheadAttention, "self_attn.out_proj": nn.Linear}
-        kinds.update(dict.fromkeys(_LINEARS, nn.Linear))
-        kinds.update(dict.fromkeys(_NORMS, nn.LayerNorm))
-        kinds.update(dict.fromkeys(_DROPOUTS, nn.Dropout))
-        for name, kind in kinds.items():
-            part = module.get_submodule(name)
-            if not _is_torchs(part, kind):
-                return f"{name} is {type(part).__name__}, not torch's {kind.__name__}"
-        attn = module.self_attn
-        if attn.in_proj_weight is None or attn.bias_k is not None or attn.add_zero_attn:
+        if (reason := _own_methods(module, ("forward", "_sa_block", "_ff_block"))) is not None:
+            return reason
+        if (reason := internals.skipped_if_fused(module)) is not None:
+            return reason
+        for name, kinds in _KINDS.items():
+            if (reason := difference(module.get_submodule(name), *kinds)) is not None:
+                return f"{name} {reason}"
+        if not _takes_packed(module.self_attn):
             return "self_attn has kdim, vdim, bias_k or add_zero_attn"
         if module.norm1.weight is None or module.norm2.weight is None:
             return "a norm has no weight"
-        return internals.skipped_if_fused(module)
+        return None
 
     def fuse(self, module: Any, config: FusionConfig) -> nn.Module:
-        return FusedEncoderLayer(module, config)
+        layer = fused_copy(module, FusedEncoderLayer, config)
+        names = ("embed_dim", "num_heads", "batch_first")
+        layer.sizes = {name: getattr(module.self_attn, name) for name in names}
+        return layer
+
+
+def _own_methods(module: nn.Module, names: tuple[str, ...]) -> str | None:
+    """What a module does in the place of what torch's class of its kind does, of some methods."""
+    for base in (nn.TransformerEncoderLayer, nn.TransformerEncoder):
+        for name in names if isinstance(module, base) else ():
+            if getattr(type(module), name) is not getattr(base, name):
+                return f"{type(module).__name__} has a {name} of its own"
+    own = own_method(module)
+    return None if own is None else f"it has a {own} that is not its class's"
 
 
 class EncoderAdapter:
@@ -286,8 +322,8 @@ class EncoderAdapter:
         return isinstance(module, nn.TransformerEncoder)
 
     def refusal(self, module: Any) -> str | None:
-        if type(module).forward is not nn.TransformerEncoder.forward:
-            return f"{type(module).__name__} has a forward of its own"
+        if (reason := _own_methods(module, ("forward",))) is not None:
+            return reason
         one = EncoderLayerAdapter()
         for number, layer in enumerate(module.layers):
             if not one.matches(layer):
@@ -297,4 +333,10 @@ class EncoderAdapter:
         return internals.skipped_if_fused(module) if len(module.layers) else "it has no layers"
 
     def fuse(self, module: Any, config: FusionConfig) -> nn.Module:
-        return FusedEncoder(module, [FusedEncoderLayer(layer, config) for layer in module.layers])
+        encoder = fused_copy(module, FusedEncoder, config)
+        encoder.layers = internals.copy_of(module.layers)
+        one = EncoderLayerAdapter()
+        fused = {id(layer): one.fuse(layer, config) for layer in module.layers}
+        for number, layer in enumerate(module.layers):
+            encoder.layers[number] = fused[id(layer)]
+        return encoder

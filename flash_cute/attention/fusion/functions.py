@@ -188,7 +188,7 @@ class LinearAddNorm(torch.autograd.Function):
 
 
 class FeedForward(torch.autograd.Function):
-    """linear(dropout(activation(linear(x)))), or gated: linear(gate(linear(x))).
+    """linear(dropout(activation(linear(x)))).
 
     Saved: x, the weights, the seed, and one hidden tensor: what the activation takes, or for relu
     what it gives. The rest is computed again in backward.
@@ -202,51 +202,64 @@ class FeedForward(torch.autograd.Function):
         b1: Tensor | None,
         w2: Tensor,
         b2: Tensor | None,
-        options: tuple[str, bool, float],
+        options: tuple[str, float],
         seed: Tensor | None,
     ) -> Tensor:
         ctx.kernels, ctx.options = kernels_for(x), options
         ctx.has_bias = (b1 is not None, b2 is not None)
-        name, gated, p = options
+        name, p = options
         rows = x.reshape(-1, x.shape[-1])
-        if name == "relu" and not gated and p == 0 and b1 is not None:
+        if name == "relu" and p == 0 and b1 is not None:
             hidden = kept = internals.linear_relu(rows, w1, b1)
         else:
             kept = F.linear(rows, w1, b1)
-            hidden = FeedForward.middle(ctx, kept, seed)
-            kept = hidden if name == "relu" and not gated else kept
+            hidden = ctx.kernels.activate(kept, None, name, p, seed)
+            kept = hidden if name == "relu" else kept
         ctx.save_for_backward(x, kept, w1, w2, seed)
         return F.linear(hidden, w2, b2).view(*x.shape[:-1], w2.shape[0])
-
-    @staticmethod
-    def middle(ctx: Any, x: Tensor, seed: Tensor | None) -> Tensor:
-        """What stands between the two products."""
-        name, gated, p = ctx.options
-        if gated:
-            return ctx.kernels.gate(x, name)
-        return ctx.kernels.activate(x, None, name, p, seed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, kept, w1, w2, seed = ctx.saved_tensors
-        (name, gated, p), needs = ctx.options, ctx.needs_input_grad
+        (name, p), needs = ctx.options, ctx.needs_input_grad
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         rows = x.reshape(-1, x.shape[-1])
-        relu = name == "relu" and not gated
         dw2 = None
         if needs[3]:
-            dw2 = grad.t() @ (kept if relu else FeedForward.middle(ctx, kept, seed))
+            hidden = kept if name == "relu" else ctx.kernels.activate(kept, None, name, p, seed)
+            dw2 = grad.t() @ hidden
         db2 = grad.sum(0) if ctx.has_bias[1] and needs[4] else None
-        dh = grad @ w2
-        if gated:
-            dh = ctx.kernels.gate_backward(dh, kept, name)
-        else:  # for relu what it gives is above 0 where what it takes is
-            dh = ctx.kernels.activate_backward(dh, kept, name, p, seed)
+        # For relu what it gives is above 0 where what it takes is.
+        dh = ctx.kernels.activate_backward(grad @ w2, kept, name, p, seed)
         dw1 = dh.t() @ rows if needs[1] else None
         db1 = dh.sum(0) if ctx.has_bias[0] and needs[2] else None
         dx = (dh @ w1).view(x.shape) if needs[0] else None
         return dx, dw1, db1, dw2, db2, None, None
+
+
+class GateLinear(torch.autograd.Function):
+    """linear(gate(x)). Saved: x and the weight; the gate's result is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, name: str) -> Tensor:
+        ctx.kernels, ctx.name, ctx.has_bias = kernels_for(x), name, b is not None
+        ctx.save_for_backward(x, w)
+        return F.linear(ctx.kernels.gate(x, name), w, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, w), needs = ctx.saved_tensors, ctx.needs_input_grad
+        grad = grads[0].reshape(-1, w.shape[0])
+        dw = None
+        if needs[1]:
+            dw = grad.t() @ ctx.kernels.gate(x, ctx.name).reshape(-1, w.shape[1])
+        db = grad.sum(0) if ctx.has_bias and needs[2] else None
+        dx = None
+        if needs[0]:
+            dx = ctx.kernels.gate_backward((grad @ w).view(*x.shape[:-1], -1), x, ctx.name)
+        return dx, dw, db, None
 
 
 class Rotate(torch.autograd.Function):
@@ -267,18 +280,38 @@ class Rotate(torch.autograd.Function):
         return dqkv, None, None, None, None
 
 
-class Packed(torch.autograd.Function):
-    """Weights that lie one after the other in memory, as one tensor, without a copy."""
+class Products(torch.autograd.Function):
+    """Several linear(x) of one x, side by side in one tensor: of weights, then of as many biases
+    or None. Saved: x and the weights."""
 
     @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> Tensor:
-        ctx.sizes = [weight.shape[0] for weight in weights]
-        ctx.save_for_backward(*weights)  # so that writes before backward are found out
-        first = weights[0]
-        shape = (sum(ctx.sizes), *first.shape[1:])
-        return first.detach().as_strided(shape, first.stride())
+    def forward(ctx: Any, x: Tensor, *parameters: Any) -> Tensor:
+        number = len(parameters) // 2
+        weights, biases = parameters[:number], parameters[number:]
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.save_for_backward(x, *weights)
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), sum(ctx.sizes))
+        for part, w, b in zip(out.split(ctx.sizes, dim=1), weights, biases, strict=True):
+            if b is None:
+                torch.mm(rows, w.t(), out=part)
+            else:
+                torch.addmm(b, rows, w.t(), out=part)
+        return out.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _ = ctx.saved_tensors
-        return grads[0].split(ctx.sizes)
+        (x, *weights), needs = ctx.saved_tensors, ctx.needs_input_grad
+        number = len(weights)
+        grad = grads[0].reshape(-1, sum(ctx.sizes))
+        parts = grad.split(ctx.sizes, dim=1)
+        rows, dx = x.reshape(-1, x.shape[-1]), None
+        if needs[0]:
+            dx = parts[0] @ weights[0]
+            for part, w in zip(parts[1:], weights[1:], strict=True):
+                dx.addmm_(part, w)
+            dx = dx.view(x.shape)
+        dw = [part.t() @ rows if needs[1 + i] else None for i, part in enumerate(parts)]
+        db = [part.sum(0) if needs[1 + number + i] else None for i, part in enumerate(parts)]
+        return dx, *dw, *db

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,31 +11,36 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
+
 T = TypeVar("T")
 KEPT = 4
+PINNED = 32
 _WARM_UPS = 3
 
 
 class Recent(Generic[T]):
-    """The last few values by key. Those stored as ``pinned`` stay, and do not count."""
+    """The last few values by key, and of those stored as ``pinned`` the last ``PINNED``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.values: OrderedDict[Hashable, T] = OrderedDict()
-        self.pinned: dict[Hashable, T] = {}
+        self.pinned: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable) -> T | None:
         """The value, which is the last used one from now on; None if it is not there."""
-        if key in self.values:
-            self.values.move_to_end(key)
-        return self.pinned.get(key, self.values.get(key))
+        for kept in (self.pinned, self.values):
+            if key in kept:
+                kept.move_to_end(key)
+                return kept[key]
+        return None
 
     def put(self, key: Hashable, value: T, pinned: bool) -> None:
-        """Keeps a value; of those not pinned the one longest unused goes."""
-        kept = self.pinned if pinned else self.values
+        """Keeps a value; of those pinned, or of the others, the one longest unused goes."""
+        kept, size = (self.pinned, PINNED) if pinned else (self.values, self.size)
         kept[key] = value
-        if len(self.values) > self.size:
-            self.values.popitem(last=False)
+        if len(kept) > size:
+            kept.popitem(last=False)
 
     def clear(self) -> None:
         """Keeps nothing."""
@@ -62,8 +68,10 @@ class Graphs:
     """Captures a model's forward at the first call with each kind of inputs, then replays it.
 
     Args:
-        model: returns one tensor.
-        seqlen: graphs of inputs of this length are kept for good, of others the last ``KEPT``.
+        model: returns one tensor. ``model.frozen()``, if it has that, are the numbers that a graph
+            would freeze, and None if a part of it is to be called by the host.
+        seqlen: of inputs of this length the last ``PINNED`` graphs are kept, of others the last
+            ``KEPT``.
     """
 
     def __init__(self, model: nn.Module, seqlen: int) -> None:
@@ -72,7 +80,7 @@ class Graphs:
         self.addresses: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        return Graphs(memo.get(id(self.model), self.model), self.seqlen)
+        return Graphs(copy.deepcopy(self.model, memo), self.seqlen)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "seqlen": self.seqlen, "recent": Recent(KEPT), "addresses": ()}
@@ -90,7 +98,12 @@ class Graphs:
             return "a gradient is wanted"
         if any(drops(module) for module in self.model.modules()):
             return "dropout is active"
+        if internals.has_hooks(self.model) or self._frozen() is None:
+            return "a part of the model was changed, and is called"
         return "another graph is captured" if torch.cuda.is_current_stream_capturing() else None
+
+    def _frozen(self) -> Any:
+        return self.model.frozen() if hasattr(self.model, "frozen") else ()  # type: ignore[operator]
 
     def run(self, call: dict[str, Any], seqlen: int) -> Tensor:
         """model(**call), of seqlen tokens, by one graph."""
@@ -103,7 +116,7 @@ class Graphs:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         precision = torch.backends.cuda.matmul.fp32_precision
         kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
-        key = (rest, kinds, autocast, precision)
+        key = (rest, kinds, autocast, precision, self._frozen())
         captured = self.recent.get(key)
         with torch.cuda.device(tensors[0].device):
             if captured is None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +55,35 @@ def read(
     Raises:
         TypeError, ValueError: a mask's dtype or shape is another.
     """
+    known = None if torch.compiler.is_compiling() else _read.get()
+    if known is None:
+        return _as_read(mask, padding, is_causal, shape, dtype)
+    key = (id(mask), id(padding), is_causal, shape, dtype)
+    if key not in known:
+        known[key] = _as_read(mask, padding, is_causal, shape, dtype)
+    return known[key]
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside, masks that are read again are what they were; none of them may be freed or change."""
+    token = _read.set({})
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+_read: ContextVar[dict[Any, Visible] | None] = ContextVar("masks that were read", default=None)
+
+
+def _as_read(
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> Visible:
     batch, seqlen, heads = shape
     _check("src_mask", mask, ((seqlen, seqlen), (batch * heads, seqlen, seqlen)))
     _check("src_key_padding_mask", padding, ((batch, seqlen),))

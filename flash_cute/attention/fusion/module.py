@@ -13,7 +13,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion.config import FusionConfig, FusionStrategy, OptimizationLevel
 from flash_cute.attention.fusion.encoder import EncoderAdapter, EncoderLayerAdapter
 from flash_cute.attention.fusion.graphs import Graphs
+from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
+from flash_cute.attention.fusion.parts import FusedBlock, own_method
 
 
 class BlockAdapter(Protocol):
@@ -28,9 +30,10 @@ class BlockAdapter(Protocol):
         """What keeps a module of this kind from being fused; None if nothing does."""
 
     def fuse(self, module: nn.Module, config: FusionConfig) -> nn.Module:
-        """The fused block, of the module's own submodules, under their names. Its attribute
-        ``fused_steps`` names the steps; its method ``simplified``, if it has one, takes a call's
-        arguments and gives them by name, with nothing left for forward to read on the host."""
+        """The fused block, of the module's own submodules, under their names; an exception leaves
+        the module as it is. Its attribute ``fused_steps`` names the steps; its method
+        ``simplified``, if it has one, takes a call's arguments and gives them by name, with nothing
+        left for forward to read on the host."""
 
 
 _RECORDED = ("output_hidden_states", "output_attentions")
@@ -41,8 +44,10 @@ class UnifiedAttentionFusion(nn.Module):
     """A model that computes what ``model`` does, with fused blocks.
 
     The model is left as it is. Its parameters and buffers are shared: they are the same objects, so
-    an optimizer of one trains the other. Keys of ``state_dict`` are the model's. What modules do
-    besides, training mode and hooks, is not shared. Gradients of gradients are refused.
+    an optimizer of one trains the other. Submodules, parameters and keys of ``state_dict`` have the
+    model's names. What modules do besides, training mode and hooks, is not shared. A part that is
+    changed later (hooks, adapters, other modules, wrappers) is called from then on. Gradients of
+    gradients are refused.
 
     Args:
         model: is, or holds, blocks of a kind in ``flash_cute.attention.fusion.ADAPTERS``.
@@ -51,6 +56,7 @@ class UnifiedAttentionFusion(nn.Module):
     Attributes:
         report: {name of a block: what is fused of it, or why it is left}.
         last_call: how the last call ran.
+        model: the model's copy that has the fused blocks.
 
     Raises:
         NotImplementedError: no block can be fused; the message says why, and what can be.
@@ -62,6 +68,8 @@ class UnifiedAttentionFusion(nn.Module):
         out = fused(torch.randn(100, 2, 512))  # (seqlen, batch, d_model), as layer's
     """
 
+    model: Any
+
     def __init__(self, model: nn.Module, config: FusionConfig | None = None) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -71,13 +79,13 @@ class UnifiedAttentionFusion(nn.Module):
         self.config = FusionConfig() if config is None else replace(config)
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
-        self.model = self._fused(shared_copy(model), "")
+        fused = self._fused(shared_copy(model), "", {})
         if not any(text.startswith("fused") for text in self.report.values()):
             raise NotImplementedError(_refusal(model, self.report))
+        internals.share_members(self, fused)
+        self.__dict__["model"] = fused  # no submodule: its members are this module's own
         self.training = model.training
         self.graphs = self._graphs()
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own arguments, and what it returns.
@@ -93,19 +101,19 @@ class UnifiedAttentionFusion(nn.Module):
                 raise NotImplementedError(f"{name}: fused blocks record nothing")
         with self._precision():
             if not self.config.enable_mixed_precision:
-                args, kwargs = self._cast(args), self._cast(kwargs)
+                args, kwargs = self._cast((args, kwargs))
             if torch.compiler.is_compiling():
                 return self.model(*args, **kwargs)
             if self.graphs is None:
                 self.last_call = "separate launches"
                 return self.model(*args, **kwargs)
-            call = self.model.simplified(*args, **kwargs)  # type: ignore[operator]
+            call = self.model.simplified(*args, **kwargs)
             reason = self.graphs.refusal(call)
             if reason is not None:
                 self.last_call = f"separate launches: {reason}"
                 return self.model(**call)
             self.last_call = "one CUDA graph"
-            return self.graphs.run(call, self.model.seqlen_of(call))  # type: ignore[operator]
+            return self.graphs.run(call, self.model.seqlen_of(call))
 
     def _graphs(self) -> Graphs | None:
         level = self.config.optimization_level
@@ -114,36 +122,88 @@ class UnifiedAttentionFusion(nn.Module):
             return None
         return Graphs(self.model, self.config.target_sequence_length)
 
-    def _fused(self, module: nn.Module, name: str) -> nn.Module:
-        for adapter in ADAPTERS:
-            if not adapter.matches(module):
-                continue
-            reason = adapter.refusal(module)
-            if reason is not None:
-                self.report[name] = f"left: {reason}"
-                break
-            fused: Any = adapter.fuse(module, self.config)
-            self.report[name] = f"fused: {', '.join(fused.fused_steps)}"
+    def train(self, mode: bool = True) -> UnifiedAttentionFusion:
+        """As of any module."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module."""
+        return self.model.get_submodule(target) if target else self
+
+    def _replicate_for_data_parallel(self) -> UnifiedAttentionFusion:
+        replica = super()._replicate_for_data_parallel()
+        copy = self.model._replicate_for_data_parallel()
+        internals.share_members(copy, replica)
+        replica.__dict__.update(model=copy, graphs=None)
+        return replica
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch.distributed.checkpoint where a submodule is found that is called "model"."""
+        return {"model": "_whole"} if "model" in internals.children(self) else {}
+
+    @property
+    def _whole(self) -> nn.Module:
+        return self.model
+
+    def _fused(
+        self, module: nn.Module, name: str, done: dict[int, nn.Module], unless: str = ""
+    ) -> nn.Module:
+        """The fused form of a block, or the module itself with what it holds fused; ``unless`` says
+        what may keep a fused block from being called."""
+        fused, text = _attempt(module, self.config)
+        if text is not None:
+            self.report[name] = text + unless * (fused is not None)
+        if fused is not None:
             return fused
-        for child_name, child in module.named_children():
-            fused_child = self._fused(child, f"{name}.{child_name}" if name else child_name)
-            setattr(module, child_name, fused_child)
+        if (method := own_method(module)) is not None:
+            unless = f" (unless {name or 'the model'} has a {method} that does not call it)"
+        children = internals.children(module)
+        for child_name, child in children.items():
+            if child is None:
+                continue
+            if id(child) not in done:
+                path = f"{name}.{child_name}" if name else child_name
+                done[id(child)] = self._fused(child, path, done, unless)
+            children[child_name] = done[id(child)]
         return module
 
     def _precision(self) -> AbstractContextManager[Any]:
-        parameter = next(self.parameters())
-        off = not self.config.enable_mixed_precision
-        return torch.autocast(parameter.device.type, enabled=False) if off else nullcontext()
+        if self.config.enable_mixed_precision:
+            return nullcontext()
+        return torch.autocast(next(self.parameters()).device.type, enabled=False)
 
     def _cast(self, values: Any) -> Any:
-        dtype = next(self.parameters()).dtype
+        """Tensors of ordinary floats in the dtype of the first parameter that has one."""
+        dtype = next((p.dtype for p in self.parameters() if p.dtype in _FLOATS), None)
 
-        def cast(x: Any) -> Any:
-            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        def cast(x: Tensor) -> Tensor:
+            return x.to(dtype) if x.dtype in _FLOATS else x
 
-        if isinstance(values, dict):
-            return {name: cast(x) for name, x in values.items()}
-        return tuple(map(cast, values))
+        return values if dtype is None else replace_tensors(values, cast)
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
+    """The fused form of a module, or None, and what became of it; twice None if it is no block."""
+    try:
+        adapter = next((adapter for adapter in ADAPTERS if adapter.matches(module)), None)
+        if adapter is None:
+            return None, None
+        reason = adapter.refusal(module)
+        if reason is None and isinstance(module, FusedBlock):
+            reason = "it is fused already"
+        if reason is None:
+            fused: Any = adapter.fuse(module, config)
+            return fused, f"fused: {', '.join(fused.fused_steps)}"
+    except NotImplementedError as error:
+        reason = str(error)
+    except Exception as error:  # a block of a kind that the adapter did not expect
+        reason = f"{type(error).__name__}: {error}"
+    return None, f"left: {reason}"
 
 
 def create_unified_attention_fusion(
@@ -167,14 +227,16 @@ def create_unified_attention_fusion(
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the tree of modules, with the same parameters and buffers."""
+    """A copy of the tree of modules, with the same parameters and buffers. What has several names
+    has one copy under all of them."""
     copies: dict[int, nn.Module] = {}
 
     def copy(module: nn.Module) -> nn.Module:
         if id(module) not in copies:
             new = copies[id(module)] = internals.copy_of(module)
-            for name, child in module.named_children():
-                setattr(new, name, copy(child))
+            children = internals.children(new)
+            for name, child in children.items():
+                children[name] = None if child is None else copy(child)
         return copies[id(module)]
 
     return copy(model)
@@ -187,16 +249,3 @@ def _refusal(model: nn.Module, report: dict[str, str]) -> str:
         f"{type(model).__name__} has no block that can be fused"
         f"{': ' + '; '.join(found) if found else ''}. Supported: {supported}"
     )
-
-
-_PREFIX = "model."
-
-
-def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix + _PREFIX)]:
-        state[prefix + key[len(prefix + _PREFIX) :]] = state.pop(key)
-
-
-def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[prefix + _PREFIX + key[len(prefix) :]] = state.pop(key)

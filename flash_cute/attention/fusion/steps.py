@@ -10,29 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_cute import _torch_internals as internals
+from flash_cute.attention.fusion.config import Means
 from flash_cute.attention.fusion.functions import (
     Activate,
     AddNorm,
     FeedForward,
     Gate,
+    GateLinear,
     LinearAddNorm,
-    Packed,
+    Products,
     as_it_lies,
     kernels_for,
     linear_kernels,
 )
+from flash_cute.attention.fusion.parts import LINEARS, are_plain, is_plain
 
 MAX_WIDTH = 32768  # of a norm's row, which one program of a kernel holds
-
-
-@dataclass(frozen=True)
-class Means:
-    """By which means the steps of a call run: ``own`` kernels or torch's ops; ``save_memory``: the
-    activation is computed again in backward."""
-
-    own: bool
-    save_memory: bool
 
 
 @dataclass
@@ -48,7 +41,8 @@ class Norm:
     def of(module: Any, rms: bool) -> Norm:
         eps = getattr(module, "variance_epsilon", None)
         eps = module.eps if eps is None else eps
-        eps = torch.finfo(module.weight.dtype).eps if eps is None else eps
+        if eps is None:  # torch's own, of the dtype that it computes in
+            eps = torch.finfo(torch.promote_types(module.weight.dtype, torch.float32)).eps
         return Norm(module.weight, getattr(module, "bias", None), eps, rms)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -101,40 +95,49 @@ def add(x: Tensor, y: Tensor, p: float, seed: Tensor | None, means: Means) -> Te
 
 @dataclass(frozen=True)
 class Hidden:
-    """The weights of a feed-forward step: ``gated`` is linear(activation(g) * u) with (g, u) the
-    halves of the first product."""
+    """The weights of a feed-forward step."""
 
     w1: Tensor
     b1: Tensor | None
     w2: Tensor
     b2: Tensor | None
     activation: Any
-    gated: bool = False
 
 
 def feed_forward(x: Tensor, hidden: Hidden, p: float, seed: Tensor | None, means: Means) -> Tensor:
     """linear(dropout(activation(linear(x))))."""
     name = activation_name(hidden.activation)
-    if not means.own or name is None or kernels_for(x) is None:
-        return _by_torch(x, hidden, p)
-    seed = seed if p else None
     w1, b1, w2, b2 = hidden.w1, hidden.b1, hidden.w2, hidden.b2
+    if not means.own or name is None or kernels_for(x) is None:
+        return F.linear(F.dropout(hidden.activation(F.linear(x, w1, b1)), p), w2, b2)
+    seed = seed if p else None
     if means.save_memory:
         x, w1, b1, w2, b2 = under_autocast(x, w1, b1, w2, b2)
-        return FeedForward.apply(x, w1, b1, w2, b2, (name, hidden.gated, p), seed)
-    x = F.linear(x, w1, b1)
-    x = Gate.apply(x, name) if hidden.gated else Activate.apply(x, None, name, p, seed)
-    return F.linear(x, w2, b2)
+        return FeedForward.apply(x, w1, b1, w2, b2, (name, p), seed)
+    return F.linear(Activate.apply(F.linear(x, w1, b1), None, name, p, seed), w2, b2)
 
 
-def _by_torch(x: Tensor, hidden: Hidden, p: float) -> Tensor:
-    x = F.linear(x, hidden.w1, hidden.b1)
-    if hidden.gated:
-        first, second = x.chunk(2, dim=-1)
-        x = hidden.activation(first) * second
-    else:
-        x = F.dropout(hidden.activation(x), p)
-    return F.linear(x, hidden.w2, hidden.b2)
+def gated(x: Tensor, first: Sequence[Any], last: Any, activation: Any, means: Means) -> Tensor:
+    """last(activation(g) * u) of the products (g, u) of two linears."""
+    both, _ = products(x, first)
+    name = activation_name(activation)
+    if not means.own or name is None or kernels_for(both) is None:
+        g, u = both.chunk(2, dim=-1)
+        return last(activation(g) * u)
+    if means.save_memory and is_plain(last, *LINEARS):
+        return GateLinear.apply(*under_autocast(both, last.weight, last.bias), name)
+    return last(Gate.apply(both, name))
+
+
+def products(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, list[int]]:
+    """The products of one input by several linears, side by side, and how wide each is. What is no
+    plain linear is called."""
+    if kernels_for(x) is None or not are_plain(linears, *LINEARS):
+        found = [linear(x) for linear in linears]
+        return torch.cat(found, dim=-1), [y.shape[-1] for y in found]
+    weights, biases = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias"))
+    out = Products.apply(*under_autocast(x, *weights, *biases))
+    return out, [len(weight) for weight in weights]
 
 
 def activation_name(activation: Any) -> str | None:
@@ -142,8 +145,11 @@ def activation_name(activation: Any) -> str | None:
     if isinstance(activation, nn.GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     if isinstance(activation, nn.Module):
-        return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(activation))
+        return _MODULES.get(type(activation))
     return {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"}.get(activation)
+
+
+_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
 def under_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -159,49 +165,3 @@ def under_autocast(*tensors: Any) -> tuple[Any, ...]:
 def draw_seeds(x: Tensor, number: int) -> Tensor:
     """int64 (number,) of x's device, from torch's generator: as ``flash_cute.rng_state``, more."""
     return torch.randint(-(2**63), 2**63 - 1, (number,), device=x.device)
-
-
-def pack(linears: Sequence[nn.Linear]) -> None:
-    """Moves the weights, and biases, one after the other, in one piece of memory.
-
-    The parameters stay the same objects with the same values.
-    """
-    for name in ("weight", "bias"):
-        parameters = [getattr(linear, name) for linear in linears]
-        if any(p is None or p.device.type == "meta" for p in parameters) or lie_packed(parameters):
-            continue
-        if len({(p.dtype, p.device) for p in parameters}) == 1:
-            together = torch.cat([p.detach() for p in parameters])
-            for p, part in zip(
-                parameters, together.split([len(p) for p in parameters]), strict=True
-            ):
-                p.data = part
-
-
-def packed(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of several products of one input, for one product.
-
-    Without a copy where :func:`pack` left them; ``module.to`` and torch.compile cost one.
-    """
-    weight, bias = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias"))
-    return _joined(weight), None if bias[0] is None else _joined(bias)
-
-
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    traced = torch.compiler.is_compiling() or internals.in_transform()
-    if not traced and not internals.is_fake(parameters[0]) and lie_packed(parameters):
-        return Packed.apply(*parameters)
-    return torch.cat(list(parameters))
-
-
-def lie_packed(parameters: Sequence[Tensor]) -> bool:
-    """Whether each lies right behind the one before, in the same storage."""
-    first = parameters[0]
-    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
-    for p in parameters:
-        if p.untyped_storage().data_ptr() != storage or p.storage_offset() != place:
-            return False
-        if p.dtype != first.dtype or not p.is_contiguous():
-            return False
-        place += p.numel()
-    return True

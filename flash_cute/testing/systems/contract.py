@@ -73,9 +73,8 @@ def inputs_are_kept(
     find: Findings, inputs: Mapping[str, Tensor | None], call: Callable[[], Any]
 ) -> Any:
     """Runs the call, and sees that it wrote to no input."""
-    before = {
-        n: (x.detach().clone(), internals.version(x)) for n, x in inputs.items() if x is not None
-    }
+    given = {name: x for name, x in inputs.items() if x is not None}
+    before = {name: (x.detach().clone(), internals.version(x)) for name, x in given.items()}
     result = call()
     for name, (value, version) in before.items():
         x = given[name]

@@ -1,0 +1,195 @@
+"""What a block's forward does, found out by running copies of it that have random weights.
+
+Its numbers and gradients must be its fused form's, and its operators those of a known block
+(``operators.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_cute.attention.fusion import operators
+
+Call = dict[str, Any]
+_SAME = 3e-4  # of the largest number of a row, in fp32
+_SIZES = (2, 130)  # batch and tokens of the trial on numbers
+_SMALL = ((1, 1), (1, 7), (3, 5))
+_DROPOUT = "attention_dropout"
+_ELSE = "it computes something else than a Llama block of these parts"
+
+
+def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str | None:
+    """Why a block of Llama's parts may not be replaced by its fused form; None if it may.
+
+    Nothing of the block changes, nor the state of a random generator.
+    """
+    weight = next(block.parameters())
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    with _undisturbed(weight.device) as drew:
+        generator = torch.Generator().manual_seed(0)
+        one = with_random_weights(block, exact, generator)
+        before = _numbers_of(one)
+        try:
+            reason = _other_numbers(one, fuse, generator) or operators.difference(block)
+        except Exception as error:  # whatever another kind of block raises
+            return f"a call as of a Llama block fails: {type(error).__name__}: {error}"
+        if reason is None and drew():
+            reason = "its forward draws random numbers"
+        changed = sorted(name for name, x in _numbers_of(one).items() if before.get(name, one) != x)
+        return reason or (f"its forward changes {changed}" if changed else None)
+
+
+def agrees(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> bool:
+    """Whether a block and a fused form give the same of a few tokens."""
+    generator = torch.Generator().manual_seed(0)
+    weight = next(block.parameters())
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    with _undisturbed(weight.device):
+        try:
+            one = with_random_weights(block, exact, generator).eval()
+            calls = _calls(one, *_SMALL[-1], generator)
+            return all(_same(one, fuse(one), call, gradients=False) for call in calls)
+        except Exception:  # the fused form calls parts as the block does not
+            return False
+
+
+def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    """A copy whose products keep the size of numbers, and whose norms have weights around 1."""
+
+    def draw(p: Tensor) -> Tensor:
+        noise = torch.randn(p.shape, generator=generator)
+        values = noise * p.shape[1] ** -0.5 if p.dim() == 2 else 1 + 0.2 * noise
+        return values.to(p.device, dtype)
+
+    return operators.with_weights(module, draw)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def _other_numbers(
+    block: Any, fuse: Callable[[nn.Module], nn.Module], generator: torch.Generator
+) -> str | None:
+    if hasattr(block.self_attn, "attention_dropout"):
+        block.self_attn.attention_dropout = 0.0  # where it drops, its operators have shown
+    fused = fuse(block)
+    for training in (True, False):
+        block.train(training)
+        fused.train(training)
+        for call in _calls(block, *_SIZES, generator):
+            if not _same(block, fused, call, gradients=True):
+                return _ELSE
+    for sizes in _SMALL:
+        for call in _calls(block, *sizes, generator):
+            if not _same(block, fused, call, gradients=False):
+                return _ELSE
+    return None
+
+
+def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> Iterator[Call]:
+    """Calls as models make them: with a mask, without one, with positions that begin again, and
+    without positions if the block can do without."""
+    weight, dim = block.self_attn.q_proj.weight, block.self_attn.head_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+
+    x = draw(batch, seqlen, weight.shape[1]) * 10 ** draw(batch, seqlen, 1)
+    position = {"position_embeddings": tuple(draw(1, seqlen, dim) for _ in "cs")}
+    seen = draw(batch, 1, seqlen, seqlen) > -0.5
+    seen |= torch.eye(seqlen, dtype=torch.bool, device=x.device)
+    mask = {"attention_mask": torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, -torch.inf)}
+    yield {"hidden_states": x, **mask, **position}
+    yield {"hidden_states": x, "attention_mask": None, **position}
+    if accepts(block, "position_ids"):
+        ids = torch.arange(seqlen, device=x.device).remainder(seqlen // 2 + 1).expand(batch, -1)
+        yield {"hidden_states": x, "attention_mask": None, "position_ids": ids, **position}
+    without = {"hidden_states": x, **mask, "position_embeddings": None}
+    try:
+        with torch.no_grad():
+            block(**without)
+    except Exception:
+        return
+    yield without
+
+
+def accepts(block: Any, name: str) -> bool:
+    """Whether a block's forward has an argument of this name, or takes any."""
+    parameters = inspect.signature(block.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _same(block: Any, fused: Any, call: Call, gradients: bool) -> bool:
+    results = []
+    x = call["hidden_states"]
+    upstream = x.roll(1, 0).tanh()
+    for one in (block, fused):
+        leaf = x.clone().requires_grad_(gradients)
+        with torch.set_grad_enabled(gradients):
+            out = one(**{**call, "hidden_states": leaf})
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            return False
+        grads: tuple[Any, ...] = ()
+        if gradients:
+            grads = torch.autograd.grad(
+                out, [leaf, *block.parameters()], upstream, materialize_grads=True
+            )
+        results.append((out.detach(), *grads))
+    (wanted, *of_block), (got, *of_fused) = results
+    near = bool(((wanted - got).abs().amax(-1) <= _SAME * (wanted - x).abs().amax(-1)).all())
+    # A bias of keys has no gradient but rounding: its bound is that of the largest.
+    largest = max((grad.abs().max() for grad in of_block[1:]), default=x.new_zeros(()))
+    return near and all(
+        _near(*both, 0.01 * largest) for both in zip(of_block, of_fused, strict=True)
+    )
+
+
+def _near(wanted: Tensor, got: Tensor, least: Tensor) -> bool:
+    scale = wanted.abs().amax(-1, keepdim=True) if wanted.dim() == 3 else wanted.abs().max()
+    return bool(((wanted - got).abs() <= 3 * _SAME * scale.clamp(min=least)).all())
+
+
+# --- what stays as it was ------------------------------------------------------------------------
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """What the modules in one are set to, their mode aside, and how long their collections are."""
+    found = {}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, (int, float, str)) and key not in ("training", _DROPOUT):
+                found[f"{name}.{key}"] = value
+            elif isinstance(value, (list, dict, set)):
+                found[f"{name}.{key}"] = len(value)
+    return found
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Every generator of random numbers is afterwards as it was, torch's, Python's and NumPy's, and
+    TF32 is off inside. Gives what tells whether the last two were used."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    precision = torch.backends.cuda.matmul.fp32_precision
+    devices = [device] if device.type == "cuda" else []
+
+    def drew() -> bool:
+        return repr((random.getstate(), numpy and numpy.random.get_state())) != repr(before)
+
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        with torch.random.fork_rng(devices=devices):
+            yield drew
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
