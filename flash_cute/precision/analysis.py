@@ -48,7 +48,8 @@ def analyze_precision_opportunities(
     ``model`` is no nn.Module, ValueError if no output depends on a weight.
 
     >>> found = analyze_precision_opportunities(nn.Linear(64, 64).half(), torch.ones(1, 64).half())
-    >>> found["recommendations"][0]["layer"]
+    >>> best, *_ = found["recommendations"]
+    >>> best["layer"]
     'weight'
     """
     if not isinstance(model, nn.Module):
