@@ -120,6 +120,8 @@ def test_explain_is_what_kernels_say():
     assert found["problem"] == str(problem) and found["notes"] == []
     assert found["plan"] == asdict(kernels.plan(problem, "h100"))
     assert found["kernels"] == [asdict(row) for row in kernels.explain(problem, "h100")]
+    (listed,) = json.loads(run("list", found["plan"]["kernel"]["id"], "--json"))
+    assert found["plan"]["kernel"] == listed  # whether it is built, too
     text = run("explain", *sizes, "--tile", "32,128")
     plan = kernels.plan(problem, "h100")
     assert f"plan: {plan}" in text and "tile: 192 queries x 80 keys" in text
