@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from progress import Progress
 from torch import Tensor
 
 from flash_cute import flash_attn_func
@@ -64,8 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     sizes = (options.batch, HEADS, options.seqlen, DIM)
-    for mode in [options.mode] if options.mode else ["fwd", "both"]:
+    modes = [options.mode] if options.mode else ["fwd", "both"]
+    progress = Progress("measurement", 2 * len(modes))
+    for mode in modes:
         for causal in (False, True):
+            progress()
             ms = flash_attention_v2(*sizes, causal, mode, device)
             products = {"fwd": 2, "both": 7}[mode]  # backward has five
             flops = products * 2 * options.batch * HEADS * options.seqlen**2 * DIM

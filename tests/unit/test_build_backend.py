@@ -20,8 +20,9 @@ def backend(monkeypatch):
     """The module, over a scikit-build-core that asks for ninja, which tests need not install."""
     package = ModuleType("scikit_build_core")
     package.build = ModuleType("scikit_build_core.build")
-    for name in ("build_editable", "build_sdist", "build_wheel"):
-        setattr(package.build, name, None)
+    for kind in ("editable", "sdist", "wheel"):
+        setattr(package.build, f"build_{kind}", None)
+        setattr(package.build, f"prepare_metadata_for_build_{kind}", f"metadata of {kind}")
     package.build.get_requires_for_build_wheel = lambda settings: ["ninja"]
     package.build.get_requires_for_build_editable = lambda settings: ["ninja"]
     for module in (package, package.build):
@@ -45,6 +46,12 @@ def test_a_build_never_asks_for_torch(backend, monkeypatch, asked, nvcc, wanted)
     needed = ["ninja", *["nvidia-cutlass==4.2.0.0"] * wanted]
     assert backend.get_requires_for_build_wheel() == needed
     assert backend.get_requires_for_build_editable() == needed
+
+
+def test_metadata_is_prepared_without_a_build(backend):
+    """Else pip compiles twice: once to read the version."""
+    assert backend.prepare_metadata_for_build_wheel == "metadata of wheel"
+    assert backend.prepare_metadata_for_build_editable == "metadata of editable"
 
 
 def test_headers_of_the_repository_are_enough():
