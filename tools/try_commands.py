@@ -24,6 +24,7 @@ PAGES = ("README.md", "docs/install.md", "docs/index.md", "docs/cli.md")
 TORCH = "torch==2.13.0"  # as the Makefile's
 MOST_BYTES = 4 << 30
 BLOCK = re.compile(r"^(?:<!-- (gpu|not in CI)(?:: [^\n]+)? -->\n)?```sh\n(.*?)^```$", re.M | re.S)
+_COMMENT = re.compile(r" +# .*")
 
 
 def blocks(page: str, gpu: bool) -> list[str]:
@@ -57,7 +58,8 @@ def run(folder: Path, variables: dict[str, str], gpu: bool) -> str:
     done: set[str] = set()
     for page in PAGES:
         for body in blocks(page, gpu):
-            lines = [line for line in body.splitlines() if line not in done]
+            lines = [_COMMENT.sub("", line) for line in body.splitlines()]
+            lines = [line for line in lines if line not in done]
             done.update(lines)
             started = time.monotonic()
             command = ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]

@@ -58,7 +58,8 @@ def on_files(files: Files, config: Any) -> Files:
                 continue
             known.add(target)
             if files.get_file_from_path(_place(target)) is None:
-                files.append(File.generated(config, _place(target), abs_src_path=str(ROOT / target)))
+                path = str(ROOT / target)
+                files.append(File.generated(config, _place(target), abs_src_path=path))
             if target.endswith(".md"):
                 sources.append(target)
     return files
