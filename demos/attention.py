@@ -17,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_cute import flash_attn_func
 from flash_cute.utils.timing import time_calls
 
+Inputs = tuple[Tensor, Tensor, Tensor]  # q, k and v
+
 BATCH, HEADS, DIM = 2, 4, 64
 CALLS = 5
 LONG_CALLS = 2
@@ -59,7 +61,7 @@ def with_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
 
 
-def compare(qkv: tuple[Tensor, ...], device: torch.device) -> float:
+def compare(qkv: Inputs, device: torch.device) -> float:
     """Prints a line a case; the largest difference of all."""
     print(f"{'case':<14}{'largest difference':>20}{'flash_cute':>14}{'written out':>14}")
     worst = 0.0
@@ -74,7 +76,7 @@ def compare(qkv: tuple[Tensor, ...], device: torch.device) -> float:
     return worst
 
 
-def compare_long(qkv: tuple[Tensor, ...], device: torch.device) -> float:
+def compare_long(qkv: Inputs, device: torch.device) -> float:
     """Prints what a window over longer sequences takes, here and in torch; their difference."""
     ours = partial(flash_attn_func, *qkv, causal=True, window_size=(WINDOW - 1, 0))
     theirs = partial(with_a_mask, *qkv)
@@ -93,9 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(options.device)
     generator = torch.Generator(device).manual_seed(0)
 
-    def inputs(tokens: int) -> tuple[Tensor, ...]:
+    def inputs(tokens: int) -> Inputs:
         shape = (3, BATCH, tokens, HEADS, DIM)
-        return torch.randn(shape, generator=generator, device=device).unbind()
+        q, k, v = torch.randn(shape, generator=generator, device=device).unbind()
+        return q, k, v
 
     print(f"{BATCH} x {options.seqlen} tokens, {HEADS} heads of {DIM}, fp32, on {device}")
     worst = compare(inputs(options.seqlen), device)
