@@ -8,18 +8,13 @@ foreach(flags "-I" "-s")
     COMMAND "${Python_EXECUTABLE}" ${flags} -c "import torch
 assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10), f'torch is {torch.__version__}'
 print(torch.__path__[0])"
-    OUTPUT_VARIABLE FLASH_CUTE_TORCH ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+    OUTPUT_VARIABLE FLASH_CUTE_TORCH ERROR_VARIABLE why OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
   if(NOT failed)
     break()
   endif()
 endforeach()
 if(failed)
-  # The same headers are in third_party/, so that nobody has to install torch twice; an empty libtorch.so has the name.
-  message(STATUS "${Python_EXECUTABLE} has no torch >= 2.10: its headers are those of third_party/torch")
-  set(FLASH_CUTE_TORCH "${CMAKE_SOURCE_DIR}/third_party/torch")
-  file(WRITE "${CMAKE_BINARY_DIR}/torch_by_name/empty.cpp" "")
-  add_library(torch SHARED "${CMAKE_BINARY_DIR}/torch_by_name/empty.cpp")
-  set_target_properties(torch PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/torch_by_name")
+  message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch >= 2.10, whose headers are needed: ${why}")
 endif()
 
 add_library(torch_stable INTERFACE)

@@ -1,9 +1,9 @@
 """Builds the package: scikit-build-core, and what a build on this machine needs besides.
 
-pip builds in an environment of its own, without what is installed. torch is never asked for there:
-its headers are those of the torch in the environment that pip installs into, and where there is
-none, copies in ``third_party/torch`` (``cmake/torch.cmake``). Where there is an nvcc, CUTLASS's
-headers are needed too.
+pip builds in an environment of its own, without what is installed. The library needs torch's
+headers alone, of any torch >= 2.10. They come from the torch of the environment that pip installs
+into, where there is one (``cmake/torch.cmake`` looks there first); else torch is downloaded for the
+build, as the package requires it anyway. Where there is an nvcc, so are CUTLASS's headers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+TORCH = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)"
 CUTLASS = "import importlib.util as u; assert u.find_spec('cutlass_library')"
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """scikit-build-core's requirements, and CUTLASS's headers for a build with nvcc."""
+    """scikit-build-core's requirements, torch and CUTLASS where they are missing."""
     return [*core.get_requires_for_build_wheel(config_settings), *_missing()]
 
 
@@ -55,8 +56,10 @@ def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) 
 def _missing() -> list[str]:
     asked = os.environ.get("FLASH_CUTE_BUILD")
     may_build_kernels = asked == "cuda" or (asked != "cpu" and shutil.which("nvcc") is not None)
-    has_headers = bool(os.environ.get("FLASH_CUTE_CUTLASS_DIR")) or _works(CUTLASS)
-    return ["nvidia-cutlass==4.2.0.0"] if may_build_kernels and not has_headers else []
+    needed = [] if _works(TORCH) else ["torch>=2.10"]
+    if may_build_kernels and not os.environ.get("FLASH_CUTE_CUTLASS_DIR") and not _works(CUTLASS):
+        needed.append("nvidia-cutlass==4.2.0.0")
+    return needed
 
 
 def _works(program: str) -> bool:
