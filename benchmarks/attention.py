@@ -18,13 +18,26 @@ from typing import Any
 
 import torch
 
+from flash_cute.hardware import available_memory
+
 from . import report, timing
-from .rivals import LOADERS, OURS, Candidate, Work, captured, describe, load, without_folders
+from .rivals import (
+    LOADERS,
+    OURS,
+    Candidate,
+    Work,
+    captured,
+    describe,
+    load,
+    scores_bytes,
+    without_folders,
+)
 from .suites import SUITES, Case, Inputs, make_inputs
 from .truth import Truth, check, reference
 
 _GRADIENTS = ("dq", "dk", "dv")
 _BYTES_OF_CACHES = 8 << 30
+_SHARE_OF_MEMORY = {"cpu": 0.1, "cuda": 0.8}  # of what is free, for one candidate
 _WITHOUT = " without the feature"
 _OTHERS, _IS_OTHER = f"{OURS}:PART, NAME=LIBRARY", rf"{OURS}:|(?!{OURS}=)\w+="
 
@@ -55,6 +68,8 @@ def prepare(
     graph take x and the others by turns.
     """
     try:
+        if too_much := _too_much(candidate, case, direction, x.q.device):
+            return {"status": "left out", "message": too_much}, []
         _poison(x)
         make = candidate.forward if direction == "fwd" else candidate.backward
         brief = case.brief and x.q.is_cuda
@@ -74,6 +89,15 @@ def prepare(
         return {"status": "failed", "message": describe(error)}, []
     entry = {"status": "wrong" if fault else "ok", "message": fault, "error": errors}
     return entry, [] if fault else works
+
+
+def _too_much(candidate: Candidate, case: Case, direction: str, device: torch.device) -> str:
+    """Why a candidate does not get the memory that it needs; "" if it does."""
+    needed = scores_bytes(candidate, case, direction)
+    given = int(available_memory(device) * _SHARE_OF_MEMORY[device.type]) if needed else 0
+    if needed <= given:
+        return ""
+    return f"needs {needed / 1e9:.1f} GB for its scores, and gets {given / 1e9:.1f} GB here"
 
 
 def _poison(x: Inputs) -> None:
@@ -195,7 +219,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rows = measure_case(session, case, directions, (options.seed + case.seed) % 2**31)
         result["results"] += rows
         for row in rows:
-            print(report.line(row), flush=True)
+            report.say(report.line(row, in_ms=device.type != "cuda"))
         if options.json:
             report.save(result, options.json)
         if device.type == "cuda":
@@ -215,7 +239,25 @@ def _without_folders(options: argparse.Namespace) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options, with `cases`: the suite's (case, directions) that are left to measure."""
+    """What `read` returns; options that make no sense end the program."""
+    try:
+        return read(argv)
+    except (ValueError, re.error) as error:
+        _parser().error(str(error))
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    """The options, with `cases`: the suite's (case, directions) that are left to measure.
+
+    Raises ValueError or re.error for values that make no sense.
+    """
+    options = _parser().parse_args(argv)
+    options.argv = argv
+    _complete(options)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.attention", description=__doc__)
     parser.add_argument("--suite", choices=sorted(SUITES), default="quick")
     parser.add_argument(
@@ -243,19 +285,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the inputs; default: a fresh one, recorded")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     parser.add_argument("--plot", type=Path, help="write a plot to this file (needs matplotlib)")
-    options = parser.parse_args(argv)
-    options.argv = argv
-    try:
-        _complete(options)
-    except (ValueError, re.error) as error:
-        parser.error(str(error))
-    return options
+    return parser
 
 
 def _complete(options: argparse.Namespace) -> None:
     """Fills the defaults that depend on other options; ValueError for what makes no sense."""
     default_rivals = {"fp8": "fa3fp8", "smoke": "math", "features": "fa2"}
     rivals = options.rivals
+    if rivals is None and options.case and options.device == "cpu":
+        rivals = "sdpa,math"
     if rivals is None:
         rivals = default_rivals.get(options.suite, "cudnn,fa2,fa3,fa4")
     options.rivals = [n for n in rivals.split(",") if n]
@@ -288,7 +326,11 @@ def _complete(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; 1 if a result of flash_cute was wrong or is missing, else 0."""
-    options = parse(sys.argv[1:] if argv is None else argv)
+    return measured(parse(sys.argv[1:] if argv is None else argv))
+
+
+def measured(options: argparse.Namespace) -> int:
+    """Measures what was asked for and shows it; the status of `main`."""
     result = run(options)
     report.show(result)
     if options.plot:

@@ -206,14 +206,19 @@ def _cache(case: Case, x: Inputs) -> dict[str, Any]:
 
 
 class Sdpa:
-    """One backend of torch's scaled_dot_product_attention, on transposed views."""
+    """torch's scaled_dot_product_attention on transposed views: one backend, or None for the one
+    that torch picks."""
 
-    def __init__(self, backend: SDPBackend, version: str) -> None:
+    def __init__(self, backend: SDPBackend | None, version: str) -> None:
         self._backend = backend
         self.version = version
 
     def _scope(self) -> AbstractContextManager[Any]:
-        return sdpa_kernel(self._backend)
+        return nullcontext() if self._backend is None else sdpa_kernel(self._backend)
+
+    @property
+    def stores_scores(self) -> bool:
+        return self._backend == SDPBackend.MATH
 
     def _attend(
         self, case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -237,6 +242,17 @@ class Sdpa:
         (dout,) = _transposed(x.dout)
         run = _autograd(out, leaves, dout)
         return Work(run, lambda grads: _transposed(*grads), self._scope, not case.feature)
+
+
+def scores_bytes(candidate: Candidate, case: Case, direction: str) -> int:
+    """Bytes that a candidate takes for matrices of scores; 0 if it stores none.
+
+    Measured at the peak of torch's math backend, in matrices of fp32: 2.6 forward, 3.5 backward.
+    """
+    if not (isinstance(candidate, Sdpa) and candidate.stores_scores):
+        return 0
+    scores = case.batch * case.heads * case.seqlen_q * case.seqlen_k
+    return scores * 4 * (3 if direction == "fwd" else 4)
 
 
 class FlashAttention2(Sdpa):
@@ -345,6 +361,10 @@ def _fa2(device: torch.device) -> Candidate:
     return FlashAttention2(SDPBackend.FLASH_ATTENTION, f"in torch {torch.__version__}")
 
 
+def _sdpa(device: torch.device) -> Candidate:
+    return Sdpa(None, f"in torch {torch.__version__}")
+
+
 def _math(device: torch.device) -> Candidate:
     return Sdpa(SDPBackend.MATH, f"in torch {torch.__version__}")
 
@@ -387,6 +407,7 @@ LOADERS: dict[str, Callable[[torch.device], Candidate]] = {  # of rivals
     "fa3fp8": _fa3fp8,
     "fa4": _fa4,
     "math": _math,
+    "sdpa": _sdpa,
 }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from gpt import GPT, flash_cute_attention
 from matplotlib.figure import Figure
+from progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from train_gpt import CPU, HELD_OUT_SHARE, Settings, batches, evaluate, load_text, train
@@ -55,7 +56,7 @@ def trained(settings: Settings, text: Tensor, one_bit: bool) -> GPT:
     layers = [m for b in blocks for m in b.mlp if isinstance(m, nn.Linear)]  # type: ignore
     for layer in layers:
         parametrize.register_parametrization(layer, "weight", OneBit())
-    train(model, text, settings, lambda loss: None)
+    train(model, text, settings, Progress("training step", settings.steps))
     for layer in layers:
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     return model.eval()
@@ -66,8 +67,10 @@ def measure(
 ) -> list[Point]:
     """Each strategy at each target. Targets that a strategy cannot meet are left out."""
     points = []
+    progress = Progress("compressed model", len(AllocationStrategy) * len(targets))
     for strategy in AllocationStrategy:
         for target in targets:
+            progress()
             config = PrecisionConfig(allocation_strategy=strategy, target_memory_reduction=target)
             try:
                 small = create_ultra_precision_module(model, config, calibration=samples)

@@ -20,6 +20,7 @@ from typing import cast
 
 import torch
 from gpt import GPT, Block, flash_cute_attention
+from progress import Progress
 from torch import Tensor
 from train_gpt import CPU, CUDA, Settings, load_text, train
 
@@ -164,7 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings: Settings = replace(CUDA if options.device == "cuda" else CPU, steps=options.steps)
     torch.manual_seed(settings.seed)
     model = settings.model(flash_cute_attention).to(options.device)
-    losses, _ = train(model, load_text(None).to(options.device), settings, lambda **_: None)
+    losses, _ = train(
+        model,
+        load_text(None).to(options.device),
+        settings,
+        Progress("training step", options.steps),
+    )
     print(f"loss after {options.steps} steps: {losses[-1]:.3f}")
 
     engine = Engine(model, pages=3 * settings.context // PAGE_SIZE, most_at_once=options.at_once)

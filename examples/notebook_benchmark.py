@@ -9,6 +9,7 @@ fp16, forward and backward. On CUDA the time is ``triton.testing.do_bench``'s, o
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ def flash_attention_v2(
     return milliseconds(both, device)
 
 
+def mask_of(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -64,14 +69,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     sizes = (options.batch, HEADS, options.seqlen, DIM)
-    for mode in [options.mode] if options.mode else ["fwd", "both"]:
+    modes = [options.mode] if options.mode else ["fwd", "both"]
+    for mode in modes:
         for causal in (False, True):
+            print(f"measuring {mode}, {mask_of(causal)} ...", file=sys.stderr, flush=True)
             ms = flash_attention_v2(*sizes, causal, mode, device)
             products = {"fwd": 2, "both": 7}[mode]  # backward has five
             flops = products * 2 * options.batch * HEADS * options.seqlen**2 * DIM
             rate = flops / (2 if causal else 1) / ms / 1e9
-            mask = "causal" if causal else "full"
-            print(f"{mode:<5}{mask:<7}{ms:>10.3f} ms{rate:>9.2f} TFLOP/s")
+            print(f"{mode:<5}{mask_of(causal):<7}{ms:>10.3f} ms{rate:>9.2f} TFLOP/s")
     return 0
 
 

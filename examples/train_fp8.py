@@ -20,6 +20,7 @@ from statistics import fmean
 import torch
 import torch.nn.functional as F
 from gpt import GPT, VOCABULARY, sdpa_attention
+from progress import Progress
 from torch import Tensor, nn
 
 from flash_cute.precision import FP8Config, FP8Format, FP8TrainingEngine
@@ -70,12 +71,15 @@ def train(
     model = trained if isinstance(trained, nn.Module) else trained.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=o.learning_rate)
     losses = []
+    name = "bf16 step" if isinstance(trained, nn.Module) else "fp8 step"
+    progress = Progress(name, o.steps)
     for step in range(o.steps):
         x, y = batch_of(text, step, o)
         if isinstance(trained, nn.Module):
             losses.append(bf16_step(trained, optimizer, x, y).item())
         else:
             losses.append(fp8_step(trained, optimizer, x, y).item())
+        progress(losses[-1])
     return losses
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from progress import Progress
 from torch import Tensor, nn
 
 from flash_cute.core import AttentionLayer, FusedGELU, OptimizedLinear
@@ -80,6 +81,7 @@ def train(model: nn.Module, steps: int, size: int, device: str) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     losses = []
+    progress = Progress("step", steps)
     for _ in range(steps):
         tokens, keep, largest = (x.to(device) for x in batch(generator, size))
         loss = F.cross_entropy(model(tokens, keep)[keep], largest[keep])
@@ -87,6 +89,7 @@ def train(model: nn.Module, steps: int, size: int, device: str) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        progress(losses[-1])
     return losses
 
 

@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ import torch
 
 from flash_cute import limits, validate
 from flash_cute.library import can_use_cuda, has_cuda_kernels
+from flash_cute.library import kernels as built_kernels
 from flash_cute.problem import OPS, Problem
 
 __all__ = [
@@ -217,7 +218,8 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
     found = json.loads(torch.ops.flash_cute.plan(_request(problem, gpu)))
     if "key_order" in found:
         found["key_order"] = KeyOrder(**found["key_order"])
-    return Plan(KernelConfig(**found.pop("kernel")), **found)
+    kernel = KernelConfig(**found.pop("kernel"))
+    return Plan(replace(kernel, built=kernel.id in built_kernels()), **found)
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:

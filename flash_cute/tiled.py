@@ -205,7 +205,8 @@ def _checked(tensors: dict[str, Tensor], bc: int, br: int, use_half: bool) -> st
                 "(B, H, N, D)"
             )
         if x.dtype not in validate.DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32 or torch.float16")
+            dtypes = validate.listed(validate.DTYPES)
+            raise TypeError(f"{name} has dtype {x.dtype}; expected {dtypes}")
         if x.dtype != q.dtype:
             raise TypeError(f"dtypes differ: Q has {q.dtype}, {name} {x.dtype}; cast them to one")
         if x.device != q.device:

@@ -15,7 +15,13 @@ import sys
 from typing import Any
 
 from scikit_build_core import build as core
-from scikit_build_core.build import build_editable, build_sdist, build_wheel
+from scikit_build_core.build import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
 
 __all__ = [
     "build_editable",
@@ -24,6 +30,8 @@ __all__ = [
     "get_requires_for_build_editable",
     "get_requires_for_build_sdist",
     "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",  # without it pip compiles everything to read a version
+    "prepare_metadata_for_build_wheel",
 ]
 
 TORCH = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)"

@@ -171,5 +171,6 @@ def _pattern(pattern: Any) -> AttentionPatterns:
     try:
         return AttentionPatterns(pattern)
     except ValueError:
-        supported = ", ".join(str(member) for member in AttentionPatterns)
+        known = (member for member in AttentionPatterns if member != AttentionPatterns.SPARSE)
+        supported = ", ".join(map(str, known))
         raise ValueError(f"pattern is {pattern!r}; supported: {supported}") from None

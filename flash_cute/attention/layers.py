@@ -91,6 +91,7 @@ class FlashAttention3(MultiHeadAttention):
 def _refuse_systems(pattern: AttentionPatterns) -> None:
     if pattern not in (AttentionPatterns.FULL, AttentionPatterns.CAUSAL):
         raise NotImplementedError(
-            f"pattern is {pattern}, which is not supported yet; supported: "
-            f"{AttentionPatterns.FULL}, {AttentionPatterns.CAUSAL}"
+            f"pattern is {pattern}, which this layer does not have; supported: "
+            f"{AttentionPatterns.FULL}, {AttentionPatterns.CAUSAL}, and by create_attention "
+            f"{AttentionPatterns.RING}, {AttentionPatterns.CONTEXT_PARALLEL}"
         )

@@ -1,6 +1,8 @@
 """The command ``flash-cute``, or ``python -m flash_cute``: see, explain, time, profile kernels.
 
-It needs the extra ``cli`` (typer and rich). docs/cli.md has an output of each command.
+It needs the extra ``cli`` (typer and rich). docs/cli.md has an output of each command. Modules here
+import one another by relative names, and flash_cute inside of their functions where help would
+wait for it: the script ``flash-cute`` imports this folder without the package around it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,6 @@ def main() -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         sys.exit(f"flash-cute needs {' and '.join(missing)}: pip install 'flash-cute[cli]'")
-    from flash_cute.cli.app import app
+    from .app import app
 
     app()

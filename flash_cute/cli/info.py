@@ -1,4 +1,4 @@
-"""What ``flash-cute info`` tells: the machine, torch, and the library that is loaded."""
+"""What ``flash-cute info`` tells, and a bug report needs: versions, library, GPUs, machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import flash_cute
 from flash_cute import kernels, library
+
+# Distributions that calls may pass through.
+_BESIDE = ("triton", "transformers", "flash-attn", "vllm", "diffusers")
 
 
 def gather() -> dict[str, Any]:
@@ -62,8 +66,16 @@ def _torch() -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "cudnn": _guarded(torch.backends.cudnn.version),
-        "triton": _guarded(lambda: version("triton")),
+        "threads": torch.get_num_threads(),
+        **{name: _version(name) for name in _BESIDE},
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _gpus() -> list[Any]:
@@ -85,7 +97,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _tools() -> dict[str, str | None]:
-    tools: dict[str, str | None] = {name: shutil.which(name) for name in ("nvcc", "ncu")}
+    tools: dict[str, str | None] = {name: shutil.which(name) for name in ("c++", "nvcc", "ncu")}
     tools["driver"] = None
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -94,5 +106,33 @@ def _tools() -> dict[str, str | None]:
     return tools
 
 
-def _environment() -> dict[str, str]:
-    return {name: x for name, x in sorted(os.environ.items()) if name.startswith("FLASH_CUTE_")}
+def _environment() -> dict[str, Any]:
+    """The machine, and the variables that flash_cute reads."""
+    machine = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libc": " ".join(platform.libc_ver()),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    asked = {name: x for name, x in sorted(os.environ.items()) if name.startswith("FLASH_CUTE_")}
+    return machine | asked
+
+
+def _cpu() -> str:
+    """The CPU's name, and its best instructions for torch."""
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text().splitlines() if names.is_file() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = found[0] if found else platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def lines(name: str, part: Any) -> list[str]:
+    """A part as text."""
+    if name == "kernels" and "all" in part:
+        counts = {x: n for x, n in part.items() if x != "all"}
+        families = ", ".join(f"{x} {n}" for x, n in counts.items() if n)
+        return [f"built: {sum(counts.values())} of {part['all']}", *[families][: bool(families)]]
+    if isinstance(part, dict):
+        return [f"{x}: {'-' if y is None else y}" for x, y in part.items()] or ["none"]
+    return [", ".join(lines(name, x)) for x in part] or ["none"]

@@ -1,65 +1,125 @@
-"""Tables of ``flash-cute list`` and ``flash-cute explain``."""
+"""What commands print: tables where they have room, else some lines for each row."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from flash_cute import kernels
-from flash_cute.cli.profile import ROOFS, Profile
 from flash_cute.kernels import Gpu, KernelConfig, Problem, Verdict
 
-_THREADS_OF_SM = {86: 1536, 89: 1536}  # else 2048
-_STYLES = {"chosen": "bold green", "fits": "", "refused": "dim"}
+from .profile import ROOFS, Profile
+
+_THREADS_OF_SM = {86: 1536, 89: 1536, 120: 1536}  # else 2048
 _WIDE = 240  # columns of what is no terminal
 
 
-def console() -> Console:
-    """Standard output; outside of a terminal lines are not folded to its width."""
-    return Console(width=None if sys.stdout.isatty() else _WIDE)
+def is_terminal() -> bool:
+    """Whether a person reads it."""
+    return sys.stdout.isatty()
 
 
-def of_kernels(rows: Iterable[KernelConfig], gpu: Gpu) -> Table:
-    """One line a kernel, with how many of its CTAs an SM of a GPU holds, and of its threads."""
+def width() -> int:
+    """Columns of a line: those that COLUMNS says, else the terminal's; without one, many."""
+    if os.environ.get("COLUMNS", "").isdigit():
+        return int(os.environ["COLUMNS"])
+    return os.get_terminal_size().columns if is_terminal() else _WIDE
+
+
+def say(text: str, indent: int = 0) -> None:
+    """Prints a line, folded between words; a word longer than a line is folded too."""
+    further = " " * (indent + 2)
+    for line in text.splitlines() or [""]:
+        typer.echo(
+            textwrap.fill(
+                line, width(), initial_indent=" " * indent, subsequent_indent=further,
+                break_on_hyphens=False,
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table, and what to print of each row where the table has no room: a name and its facts."""
+
+    table: Table
+    lines: Sequence[tuple[str, str]]
+
+    def show(self) -> None:
+        console = Console(width=width())
+        room = Measurement.get(console, console.options.update(width=_WIDE), self.table).maximum
+        if room <= width():
+            console.print(self.table)
+            return
+        if self.table.title:
+            say(str(self.table.title))
+        for name, facts in self.lines:
+            say(name)
+            say(facts, indent=2)
+
+
+def of_kernels(rows: Iterable[KernelConfig], gpu: Gpu) -> Rows:
+    """A kernel each, with how many of its CTAs an SM of a GPU holds, and of its threads."""
     table = Table(
         "kernel", "tile", "stages", "threads", "registers, at most", "shared memory",
         "CTAs an SM", "occupancy", "built", box=box.SIMPLE,
         title=f"{gpu.name}, sm_{gpu.capability}",
     )  # fmt: skip
+    lines = []
     for kernel in rows:
         ctas = kernels.ctas_an_sm(kernel, gpu)
         share = ctas * kernel.threads / _THREADS_OF_SM.get(gpu.capability, 2048)
+        tile, memory = f"{kernel.block_m} x {kernel.block_n}", f"{kernel.smem_bytes / 1024:.0f} KiB"
         table.add_row(
-            kernel.id, f"{kernel.block_m} x {kernel.block_n}", str(kernel.stages),
-            str(kernel.threads), str(kernel.most_registers), f"{kernel.smem_bytes / 1024:.0f} KiB",
-            str(ctas or "-"), f"{share:.0%}" if ctas else "-", "yes" if kernel.built else "-",
+            kernel.id, tile, str(kernel.stages), str(kernel.threads), str(kernel.most_registers),
+            memory, str(ctas or "-"), f"{share:.0%}" if ctas else "-",
+            "yes" if kernel.built else "-",
         )  # fmt: skip
-    return table
+        fit = f"{ctas} CTA{'s' * (ctas > 1)} an SM ({share:.0%})" if ctas else "not on this GPU"
+        facts = f"{tile}, {kernel.stages} stages, {kernel.threads} threads, "
+        facts += f"{kernel.most_registers} registers, {memory}, {fit}{', built' * kernel.built}"
+        lines.append((kernel.id, facts))
+    return Rows(table, lines)
 
 
-def of_verdicts(rows: Iterable[Verdict]) -> Table:
-    """One line a kernel: chosen, or why not."""
-    table = Table("", "kernel", "why not", box=box.SIMPLE)
-    for row in rows:
-        table.add_row(row.verdict, row.id, row.reason, style=_STYLES[row.verdict])
-    return table
+def say_verdicts(rows: Sequence[Verdict], every: bool) -> None:
+    """What became of the other kernels, by reason; the ids of ``every`` one, or of an only one."""
+    for verdict, heading in (("fits", "also able to do it:"), ("refused", "refused:")):
+        by_reason: dict[str, list[str]] = {}
+        for row in rows:
+            if row.verdict == verdict:
+                by_reason.setdefault(row.reason, []).append(row.id)
+        if by_reason:
+            say(heading)
+        for reason, ids in by_reason.items():
+            alone = len(ids) == 1
+            say(ids[0] if alone else f"{len(ids)} kernels: {reason}", indent=2)
+            for line in [reason] if alone else ids * every:
+                say(line, indent=4)
 
 
-def of_profiles(found: Iterable[Profile]) -> Table:
-    """One line a kernel: its time, percent of each roof, and what its warps wait for most."""
+def of_profiles(found: Iterable[Profile]) -> Rows:
+    """A kernel each: its time, percent of each roof, and what its warps wait for most."""
     table = Table("kernel", "us", "registers", *ROOFS, "warps wait for", box=box.SIMPLE)
+    lines = []
     for kernel in found:
-        roofs = ["-" if x is None else f"{x:.0f} %" for x in kernel.roofs.values()]
+        roofs = {x: "-" if y is None else f"{y:.0f} %" for x, y in kernel.roofs.items()}
         waits = ", ".join(f"{name} {x:.0%}" for name, x in list(kernel.stalls.items())[:3])
-        table.add_row(
-            kernel.kernel, f"{kernel.microseconds:.1f}", str(kernel.registers or "-"), *roofs,
-            waits or "-",
-        )  # fmt: skip
-    return table
+        time, registers = f"{kernel.microseconds:.1f}", str(kernel.registers or "-")
+        table.add_row(kernel.kernel, time, registers, *roofs.values(), waits or "-")
+        shares = ", ".join(f"{x} {y}" for x, y in roofs.items())
+        facts = f"{time} us, {registers} registers; {shares}; warps wait for {waits or '-'}"
+        lines.append((kernel.kernel, facts))
+    return Rows(table, lines)
 
 
 def notes(problem: Problem) -> list[str]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flash_cute import kernels
-from flash_cute.cli.options import dtype, problem
 from flash_cute.kernels import Problem
 from flash_cute.library import can_use_cuda
 from flash_cute.tuning import autotune, calibration
 from flash_cute.tuning.report import Report
+
+from .options import dtype, problem
 
 _SHAPE = re.compile(
     r"(?:(?P<op>fwd|bwd|decode) )?(?P<dtype>\w+) b(?P<batch>\d+)"
@@ -41,9 +43,8 @@ def parse(text: str) -> Problem:
     return problem(op=op, dtype=kind, causal=mask == "causal", **sizes)
 
 
-def run(shapes: list[str], path: Path | None, rounds: int) -> Report:
-    """Measures shapes on the current GPU, with a progress bar on standard error."""
-    problems = [parse(text) for text in shapes]
+def run(problems: list[Problem], path: Path | None, rounds: int) -> Report:
+    """Measures calls on the current GPU, with a progress bar on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("tuning", total=None)
@@ -54,11 +55,26 @@ def run(shapes: list[str], path: Path | None, rounds: int) -> Report:
         return autotune(problems, path=path, rounds=rounds, progress=progress)
 
 
-def show(path: Path | None) -> dict[str, object]:
-    """What of a file this library uses on this GPU, and what not, and why."""
+def show(path: Path | None) -> dict[str, Any]:
+    """What of a file this library uses on this GPU, and what not, and why.
+
+    Raises:
+        FileNotFoundError: there is no file.
+    """
+    file = path or calibration.default_path()
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}; `flash-cute tune SHAPES` writes one")
     loaded = calibration.load(path, kernels.gpu() if can_use_cuda() else None)
     return {
-        "file": str(path or calibration.default_path()),
+        "file": str(file),
         "kernels": {bucket: str(choice) for bucket, choice in loaded.kernels.items()},
         "misses": [{"what": miss.what, "reason": miss.reason} for miss in loaded.misses],
     }
+
+
+def lines(shown: dict[str, Any]) -> list[str]:
+    """What :func:`show` found, as text."""
+    rules = [f"  {bucket} = {choice}" for bucket, choice in shown["kernels"].items()]
+    misses = [f"  {miss['what']}: {miss['reason']}" for miss in shown["misses"]]
+    found = [f"file: {shown['file']}", "used:", *(rules or ["  nothing"])]
+    return [*found, *(["not used:", *misses] if misses else [])]

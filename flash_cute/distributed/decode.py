@@ -64,8 +64,9 @@ def cp_decode(
         cache_seqlens: int, or int32 (batch,): tokens on all ranks before k joins. Tokens of a
             tensor's lengths that no rank has room for are neither written nor read.
         cache_batch_idx, block_table: as there, of this rank's cache.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, num_splits, return_softmax_lse,
-            sink: as there; masks and ALiBi go by positions in the whole sequence.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink: as there; masks and ALiBi
+            go by positions in the whole sequence.
+        num_splits, return_softmax_lse: as there.
         block: so many tokens in a row belong to the first rank, as many to the next, and so on in
             turns: ranks have as much to do whatever the length. The last turn has what is left of
             the capacity. None is a rank's capacity, so that a rank gets tokens once the ones before

@@ -49,7 +49,8 @@ def analyze_precision_opportunities(
     weight, or squares of outputs or gradients are not finite.
 
     >>> found = analyze_precision_opportunities(nn.Linear(64, 64).half(), torch.ones(1, 64).half())
-    >>> found["recommendations"][0]["layer"]
+    >>> best, *_ = found["recommendations"]
+    >>> best["layer"]
     'weight'
     """
     if not isinstance(model, nn.Module):

@@ -193,9 +193,8 @@ def test_example_of_the_readme_runs(capsys):
 
 @pytest.mark.parametrize("page", [page for page in GUIDES if page != "README.md"])
 def test_examples_of_the_guides_run(page, tmp_path, monkeypatch):
-    """Those of a page in order, as one program."""
+    """Each alone, as a reader copies it."""
     monkeypatch.chdir(tmp_path)
     fences = FENCE.findall((ROOT / page).read_text())
-    names: dict[str, object] = {}
     for body in (body for language, body in fences if language == "python"):
-        exec(body, names)
+        exec(body, {})

@@ -51,3 +51,25 @@ def test_every_example_is_run_by_a_test():
     names = [path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "gpt"]
     assert len(names) >= 6
     assert [name for name in names if name not in texts] == []
+
+
+def test_progress_is_said_at_the_first_step_every_seconds_and_the_last(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    progress = importlib.import_module("progress")
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    step = progress.Progress("step", 9)
+    for second in (0, 1, 2, 6, 7, 8, 9, 10, 10):
+        now[0] = float(second)
+        step(loss=second / 2)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "step: 1 of 9, loss 0.000",
+        "step: 4 of 9, loss 3.000",
+        "step: 9 of 9, loss 5.000",
+    ]
+
+
+@pytest.mark.parametrize("name", ["generate", "compress_model", "train_fp8", "train_layers"])
+def test_examples_that_take_minutes_say_where_they_are(name):
+    assert "Progress(" in (ROOT / "examples" / f"{name}.py").read_text()

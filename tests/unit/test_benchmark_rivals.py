@@ -1,11 +1,13 @@
 """Rivals of the benchmarks: how they are loaded and called, and what is said of missing ones."""
 
+import json
 import sys
 
 import torch
 from torch_sdpa import sdpa
 
-from benchmarks import attention, rivals, suites, timing, truth
+from benchmarks import attention, report, rivals, suites, timing, truth
+from benchmarks.rivals import Work
 from benchmarks.suites import SUITES
 from flash_cute import library
 
@@ -160,3 +162,42 @@ def test_flash_attention_3_is_called_with_gradients_to_fill():
     candidate = object.__new__(rivals.FlashAttention3)
     candidate._ops = Ops
     assert _right(candidate)
+
+
+def test_a_rival_that_needs_too_much_memory_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(attention, "available_memory", lambda device: 100_000)
+    case = "bf16 b1 h2/2 q64 k64 d16/16 causal"  # 8192 scores
+    file = tmp_path / "f.json"
+    arguments = ["--device", "cpu", "--case", case, "--rounds", "1", "--json", str(file)]
+    assert attention.main(arguments) == 0
+    result = json.loads(file.read_text())
+    for row, needed in zip(result["results"], (8192 * 4 * 3, 8192 * 4 * 4), strict=True):
+        entries = row["candidates"]
+        assert list(entries) == ["flash_cute", "sdpa", "math"]
+        said = f"needs {needed / 1e9:.1f} GB for its scores, and gets 0.0 GB here"
+        assert entries["math"] == {"status": "left out", "message": said}
+        assert entries["flash_cute"]["status"] == entries["sdpa"]["status"] == "ok"
+        assert row["best_rival"] == "sdpa"
+    assert "left out" in report.markdown(result)
+
+
+def test_one_run_is_enough_of_what_is_slow_on_a_cpu(monkeypatch):
+    runs = []
+
+    def slow(work, calls, device):
+        runs.append(calls)
+        return 1000.0 * calls
+
+    monkeypatch.setattr(timing, "elapsed_ms", slow)
+    work = Work(lambda: None, tuple)
+    assert timing.calls_for(work, 50.0, torch.device("cpu")) == 1 and runs == [1]
+    assert timing.calls_for(work, 50.0, torch.device("cuda")) == 3
+
+
+def test_words_that_cases_share_stand_once():
+    names = [f"bf16 b1 h2/2 q{n} k{n} d16/16 causal" for n in (32, 48)]
+    assert report.shared_words(names) == ("bf16 b1 h2/2 d16/16 causal", ["q32 k32", "q48 k48"])
+    assert report.shared_words(names[:1]) == ("", names[:1])
+    assert report.shared_words([names[0]] * 2) == ("", [names[0]] * 2)
+    with_feature = report.shared_words([names[0], names[0] + " +alibi"])
+    assert with_feature == (names[0], ["", "+alibi"])

@@ -120,6 +120,8 @@ def test_explain_is_what_kernels_say():
     assert found["problem"] == str(problem) and found["notes"] == []
     assert found["plan"] == asdict(kernels.plan(problem, "h100"))
     assert found["kernels"] == [asdict(row) for row in kernels.explain(problem, "h100")]
+    (listed,) = json.loads(run("list", found["plan"]["kernel"]["id"], "--json"))
+    assert found["plan"]["kernel"] == listed  # whether it is built, too
     text = run("explain", *sizes, "--tile", "32,128")
     plan = kernels.plan(problem, "h100")
     assert f"plan: {plan}" in text and "tile: 192 queries x 80 keys" in text
@@ -135,13 +137,18 @@ def test_explain_is_what_kernels_say():
         (["--op", "bwd", "--deterministic"], "dq_accumulate=serialized"),
         (["--op", "decode", "--seqlen", "1", "--seqlen-k", "9000", "--page-size", "16"], "decode_"),
         (["--dtype", "e4m3"], "float8_e4m3fn has no kernels yet: q, k and v are widened"),
-        (["--head-dim", "300"], "no kernel can do it"),
         (["--softcap", "--alibi", "--dropout", "--varlen"], "_rich_"),
         (["--window", "100,0", "--dropout", "--gpu", "a100"], "window_size=(100,0)"),
     ],
 )
 def test_explain_options(arguments, words):
     assert words in run("explain", "--gpu", "h100", *arguments)
+
+
+def test_explain_fails_if_no_kernel_can_do_it():
+    assert "no kernel can do it" in run("explain", "--head-dim", "300", status=1)
+    found = json.loads(run("explain", "--head-dim", "300", "--gpu", "h100", "--json", status=1))
+    assert found["plan"] is None and all(row["reason"] for row in found["kernels"])
 
 
 @pytest.mark.parametrize(

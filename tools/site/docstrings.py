@@ -1,0 +1,14 @@
+"""A hook of mkdocs: docstrings in the site have neither roles nor double colons of Sphinx."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_ROLE = re.compile(r":\w+:<code>~?")
+_CODE_FOLLOWS = re.compile(r"::</p>")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """ ":func:`f`" is "`f`", and "Example::" is "Example:"."""
+    return _CODE_FOLLOWS.sub(":</p>", _ROLE.sub("<code>", html))
