@@ -265,3 +265,43 @@ def test_slopes_that_want_a_gradient_are_named(device):
     for call in (flash_cute.flash_attn_func, OPS.fwd):
         with pytest.raises(NotImplementedError, match="alibi_slopes requires grad, and has no"):
             call(**good_arguments("func", device), alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_tensor_of_another_rank_is_named(device, name):
+    dense, packed = (good_arguments(x, device) for x in ("func", "varlen_func"))
+    for bad, dims in ((dense[name][0], 3), (dense[name][None], 5)):
+        with pytest.raises(ValueError, match=f"^{name} has {dims} dimensions, shape .*; expected"):
+            flash_cute.flash_attn_func(**(dense | {name: bad}))
+    for bad in (packed[name][0], packed[name][None]):
+        with pytest.raises(ValueError, match=rf"^{name} has shape .*; expected \(total_"):
+            flash_cute.flash_attn_varlen_func(**(packed | {name: bad}))
+    paged = packed | pages(packed)
+    if name != "q":
+        with pytest.raises(ValueError, match=rf"^{name} has shape .*; expected \(num_blocks, page"):
+            flash_cute.flash_attn_varlen_func(**(paged | {name: packed[name]}))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_last_dimension_with_gaps_is_named_by_the_op(device, name):
+    """The functions copy it. Of one column, or of none at all, there are no gaps."""
+    arguments = good_arguments("func", device)
+    gaps = arguments[name].mT.contiguous().mT
+    with pytest.raises((ValueError, RuntimeError), match=f"{name}.s last dimension has stride 4|2"):
+        OPS.fwd(**(arguments | {name: gaps}))
+    column = torch.ones(1, 8, 2, 4, device=device)[..., ::4]
+    assert column.stride(-1) == 4 and (OPS.fwd(column, column, column)[0] == 1).all()
+
+
+def test_head_dims_of_caches(device):
+    """v may have one column; none of them is too few."""
+    arguments = cache(device, k=None, v=None)
+    narrow = arguments | {"v_cache": arguments["v_cache"][..., :1]}
+    out = flash_cute.flash_attn_with_kvcache(**narrow)
+    torch.testing.assert_close(out, flash_cute.flash_attn_with_kvcache(**arguments)[..., :1])
+    message = "head dims are 16 of q, 16 of k_cache, 0 of v_cache; .* none may be 0"
+    with pytest.raises(ValueError, match=message):
+        flash_cute.flash_attn_with_kvcache(**(arguments | {"v_cache": narrow["v_cache"][..., :0]}))
+    none = {x: arguments[x][..., :0] for x in ("q", "k_cache")}
+    with pytest.raises(ValueError, match="head dims are 0 of q, 0 of k_cache, 16 of v_cache"):
+        flash_cute.flash_attn_with_kvcache(**(arguments | none))
