@@ -118,7 +118,7 @@ def check_tests(copy: Copy, tests: Sequence[str]) -> None:
     outcome, seconds, output = copy.run(tests)
     if outcome != "survived":
         sys.exit(f"{output}\nwithout any change: {outcome}: {' '.join(tests)}")
-    if seconds > copy.timeout / 2:
+    if seconds > 0.75 * copy.timeout:
         sys.exit(f"{seconds:.0f} s of {copy.timeout:.0f} s without any change: {' '.join(tests)}")
 
 
@@ -150,9 +150,9 @@ def run(root: Path, settings: Settings, drawn: Sequence[mutants.Mutant], session
 def report(
     packages: Iterable[str], drawn: Sequence[mutants.Mutant], results: Mapping[str, dict[str, Any]]
 ) -> str:
-    """What survived, then a line of each package and one of all."""
+    """What survived or did not end in time, then a line of each package and one of all."""
     tried = [results[mutant.key] for mutant in drawn if mutant.key in results]
-    lines = [result["diff"] for result in tried if result["outcome"] not in NOTICED]
+    lines = [f"{x['outcome']}: {x['diff']}" for x in tried if x["outcome"] != "killed"]
     for name in (*packages, ""):
         counts = Counter(x["outcome"] for x in tried if x["module"].startswith(name))
         if total := counts.total():
