@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=200, help="of mutants; default 200")
     parser.add_argument("--package", nargs="+", default=settings.packages, help="default: all")
+    parser.add_argument("--timeout", type=float, help="of a mutant, on a machine that is busy")
     parser.add_argument("--session", type=Path, help="default: build/mutation/SEED.jsonl")
     parser.add_argument("--report", action="store_true", help="run nothing")
     args = parser.parse_args()
+    settings = replace(settings, timeout=args.timeout or settings.timeout)
     session = args.session or ROOT / f"build/mutation/{args.seed}.jsonl"
     drawn = mutants.draw(ROOT, settings.modules(ROOT, args.package), args.count, args.seed)
     if not args.report:
