@@ -26,7 +26,7 @@ _UNSEEN = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Raise)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module, by its path below the root of the repository."""
+    """One change of one module, by its path below the folder of the code."""
 
     module: str
     before: str

@@ -43,18 +43,20 @@ NOTICED = ("killed", "timeout")
 class Settings:
     """``[tool.mutation]`` of pyproject.toml."""
 
-    packages: list[str]
+    packages: list[str]  # of flash_cute
     timeout: float  # seconds of the tests of a mutant
-    tests: dict[str, list[str]]  # by the longest beginning of a module's path
-    exclude: list[str]  # beginnings of paths
+    tests: dict[str, list[str]]  # below tests/, by the longest beginning of a path in flash_cute/
+    exclude: list[str]  # such beginnings
 
     @classmethod
     def of(cls, root: Path) -> Settings:
         return cls(**tomllib.loads((root / "pyproject.toml").read_text())["tool"]["mutation"])
 
     def modules(self, root: Path, packages: Iterable[str]) -> list[str]:
-        paths = (path for package in packages for path in (root / package).rglob("*.py"))
-        modules = (str(path.relative_to(root)) for path in paths)
+        """Paths of the packages' modules in flash_cute/."""
+        code = root / "flash_cute"
+        paths = (path for package in packages for path in (code / package).rglob("*.py"))
+        modules = (str(path.relative_to(code)) for path in paths)
         return sorted(module for module in modules if not module.startswith(tuple(self.exclude)))
 
     def tests_of(self, module: str) -> list[str]:
@@ -62,7 +64,7 @@ class Settings:
         beginnings = [beginning for beginning in self.tests if module.startswith(beginning)]
         if not beginnings:
             raise KeyError(f"pyproject.toml, tool.mutation.tests: no tests of {module}")
-        return self.tests[max(beginnings, key=len)]
+        return [f"tests/{test}" for test in self.tests[max(beginnings, key=len)]]
 
 
 class Copy:
@@ -102,7 +104,7 @@ class Copy:
 
     def try_out(self, mutant: mutants.Mutant, tests: Sequence[str]) -> tuple[str, float]:
         """The outcome of one mutant. Each has a time of its own, by which Python compiles it."""
-        path = self.folder / mutant.module
+        path = self.folder / "flash_cute" / mutant.module
         self.count += 1
         try:
             path.write_text(mutant.after)
@@ -176,7 +178,8 @@ def main() -> int:
     args = parser.parse_args()
     settings = replace(settings, timeout=args.timeout or settings.timeout)
     session = args.session or ROOT / f"build/mutation/{args.seed}.jsonl"
-    drawn = mutants.draw(ROOT, settings.modules(ROOT, args.package), args.count, args.seed)
+    modules = settings.modules(ROOT, args.package)
+    drawn = mutants.draw(ROOT / "flash_cute", modules, args.count, args.seed)
     if not args.report:
         run(ROOT, settings, drawn, session)
     print(report(args.package, drawn, read(session)))

@@ -35,7 +35,7 @@ def added(x: int | None, to: int = 1) -> int | None:
 def limit(self) -> int:
     return min(self.size, 7)
 '''
-TEST = """from package.module import added
+TEST = """from flash_cute.package.module import added
 
 def test_added():
     assert added(2, 3) == 5
@@ -47,23 +47,25 @@ def root(tmp_path: Path) -> Path:
     """A repository of one module and its test."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     files = {
-        "package/__init__.py": "",
-        "package/module.py": CODE,
-        "package/kernels_for_a_gpu.py": "LIMIT = 1",
-        "test_module.py": TEST,
+        "flash_cute/package/__init__.py": "",
+        "flash_cute/package/module.py": CODE,
+        "flash_cute/package/kernels_for_a_gpu.py": "LIMIT = 1",
+        "tests/test_module.py": TEST,
         ".gitignore": "build/\n__pycache__/\n",
         "pyproject.toml": "[tool.mutation]\ntimeout = 60\npackages = ['package']\n"
         "exclude = ['package/kernels']\n"
         "[tool.mutation.tests]\n'package/' = ['test_module.py']\n'package/module' = ['other.py']\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
 def draw(root: Path, count: int = 1000, seed: int = 0) -> list[mutants.Mutant]:
-    return mutants.draw(root, ["package/__init__.py", "package/module.py"], count, seed)
+    return mutants.draw(
+        root / "flash_cute", ["package/__init__.py", "package/module.py"], count, seed
+    )
 
 
 def changed_lines(root: Path) -> set[str]:
@@ -94,8 +96,8 @@ def test_a_draw_is_of_its_seed_and_of_the_code_alone(root):
 
 def test_a_module_has_the_tests_of_the_longest_beginning_of_its_path(root):
     settings = mutation.Settings.of(root)
-    assert settings.tests_of("package/__init__.py") == ["test_module.py"]
-    assert settings.tests_of("package/module.py") == ["other.py"]
+    assert settings.tests_of("package/__init__.py") == ["tests/test_module.py"]
+    assert settings.tests_of("package/module.py") == ["tests/other.py"]
     with pytest.raises(KeyError, match="no tests of elsewhere"):
         settings.tests_of("elsewhere/module.py")
 
@@ -125,11 +127,11 @@ def test_a_run_tells_what_was_noticed_and_leaves_the_checkout_as_it_is(root):
     mutation.run(root, settings, drawn, session)
     results = mutation.read(session)
     assert [results[mutant.key]["outcome"] for mutant in drawn] == ["killed", "survived"]
-    assert (root / "package/module.py").read_text() == CODE
+    assert (root / "flash_cute/package/module.py").read_text() == CODE
     text = mutation.report(["package"], drawn, results)
     assert "+def added(x: int | None, to: int = 2)" in text and "x - to" not in text
     assert "package: 1 of 2 noticed (50%), 0 of them by the time; 1 survived" in text
-    (root / "test_module.py").write_text(TEST + "    assert added(2) == 3\n")
+    (root / "tests/test_module.py").write_text(TEST + "    assert added(2) == 3\n")
     mutation.run(root, settings, drawn, session)  # only what survived
     assert len(session.read_text().splitlines()) == 3
     assert "all: 2 of 2 noticed (100%)" in mutation.report(
@@ -138,10 +140,10 @@ def test_a_run_tells_what_was_noticed_and_leaves_the_checkout_as_it_is(root):
 
 
 def test_a_mutant_that_does_not_end_counts_as_noticed(root):
-    (root / "test_module.py").write_text(
-        "from package.module import added\ndef test():\n    while added(2, 3) != 5: pass\n"
+    (root / "tests/test_module.py").write_text(
+        "from flash_cute.package.module import added\ndef test():\n    while added(2, 3) != 5: pass\n"
     )
-    settings = mutation.Settings(["package"], 12, {"package/": ["test_module.py"]}, [])
+    settings = mutation.Settings(["package"], 2, {"package/": ["test_module.py"]}, [])
     drawn, session = [find(root, "return x - to")], root / "build/results.jsonl"
     mutation.run(root, settings, drawn, session)
     (result,) = map(json.loads, session.read_text().splitlines())
@@ -152,7 +154,7 @@ def test_a_mutant_that_does_not_end_counts_as_noticed(root):
 
 
 def test_tests_that_fail_without_a_change_end_the_run(root):
-    (root / "test_module.py").write_text("def test(): assert 1 == 2")
+    (root / "tests/test_module.py").write_text("def test(): assert 1 == 2")
     settings = mutation.Settings(["package"], 60, {"package/": ["test_module.py"]}, [])
     with pytest.raises(SystemExit, match=r"assert 1 == 2(.|\n)*without any change: killed"):
         mutation.run(root, settings, draw(root, 1), root / "build/results.jsonl")
@@ -161,5 +163,5 @@ def test_tests_that_fail_without_a_change_end_the_run(root):
 def test_tests_that_take_most_of_the_time_without_a_change_end_the_run(root, monkeypatch):
     monkeypatch.setattr(mutation.Copy, "run", lambda *_: ("survived", 46.0, ""))
     settings = mutation.Settings(["package"], 60, {"package/": ["test_module.py"]}, [])
-    with pytest.raises(SystemExit, match=r"46 s of 60 s without any change: test_module\.py"):
+    with pytest.raises(SystemExit, match=r"46 s of 60 s without any change: tests/test_module\.py"):
         mutation.run(root, settings, draw(root, 1), root / "build/results.jsonl")
