@@ -139,11 +139,11 @@ def test_a_run_tells_what_was_noticed_and_leaves_the_checkout_as_it_is(root):
     )
 
 
-def test_a_mutant_that_does_not_end_counts_as_noticed(root):
-    (root / "tests/test_module.py").write_text(
-        "from flash_cute.package.module import added\ndef test():\n    while added(2, 3) != 5: pass\n"
-    )
-    settings = mutation.Settings(["package"], 2, {"package/": ["test_module.py"]}, [])
+def test_a_mutant_that_does_not_end_counts_as_noticed(root, monkeypatch):
+    monkeypatch.setattr(mutation, "check_tests", lambda *_: None)
+    endless = "def test():\n    while added(2, 3) != 5: pass\n"
+    (root / "tests/test_module.py").write_text(TEST.partition("def")[0] + endless)
+    settings = mutation.Settings(["package"], 3, {"package/": ["test_module.py"]}, [])
     drawn, session = [find(root, "return x - to")], root / "build/results.jsonl"
     mutation.run(root, settings, drawn, session)
     (result,) = map(json.loads, session.read_text().splitlines())
