@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 from precision_models import encoder, error, model_bytes, perceptron, reachable_bytes
+from torch import nn
 
 from flash_cute.precision import (
     AllocationStrategy,
     PrecisionConfig,
+    PrecisionFormat,
     QuantizationMode,
     analyze_precision_opportunities,
     create_ultra_precision_module,
@@ -84,3 +86,21 @@ def test_savings_are_the_most_that_one_percent_allows():
     assert found["base_bytes"] == model_bytes(model)
     ratio = found["potential_savings"] / found["base_bytes"]
     assert found["potential_savings_ratio"] == ratio >= target
+
+
+def test_static_scales_of_inputs_are_bytes_of_the_budget():
+    """A budget that weights alone would fill to the last byte."""
+    model, chosen = perceptron(width=64), {"base_precision": PrecisionFormat.INT8}
+    static = chosen | {"quantization_mode": QuantizationMode.STATIC}
+    config = PrecisionConfig(target_memory_reduction=0.3, **static)
+    stats = create_ultra_precision_module(model, config).get_precision_stats()
+    scales = 4 * sum(isinstance(module, nn.Linear) for module in model.modules())
+    full = 1 - (stats.stored_bytes - scales) / stats.base_bytes
+    for target in (full, full - 1 / stats.base_bytes, full - (scales - 1) / stats.base_bytes):
+        config = PrecisionConfig(target_memory_reduction=target, **static)
+        held = reachable_bytes(create_ultra_precision_module(model, config))
+        assert held <= (1 - target) * stats.base_bytes + 1e-6
+    config = PrecisionConfig(target_memory_reduction=full, **chosen)  # no scale is held
+    assert reachable_bytes(create_ultra_precision_module(model, config)) > 0.95 * (1 - full) * (
+        stats.base_bytes
+    )
