@@ -190,10 +190,6 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     return distance % size != 0 or _is_reached(distance // size, sorted(steps, reverse=True))
 
 
-def _last_element(x: Tensor) -> int:
-    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-
-
 def _is_reached(distance: int, steps: list[tuple[int, int, int]]) -> bool:
     """Whether ``distance`` is a sum of strides, each so many times as it may be taken."""
     if not steps:

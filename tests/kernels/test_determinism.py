@@ -215,7 +215,8 @@ def test_sequence_alone_or_in_a_batch(device):
     if device == "cuda":
         check_same(results, {name: x[3:4] for name, x in together.items()})
     for name, x in results.items():
-        torch.testing.assert_close(x, together[name][3:4], rtol=2e-2, atol=2e-3)
+        # Sums in fp32 in another order: a rounding more or less in bf16.
+        torch.testing.assert_close(x, together[name][3:4], rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

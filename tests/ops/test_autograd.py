@@ -135,6 +135,13 @@ def test_mapped_inputs_keep_their_gradients(device):
     bounds.check_same_bits("out", mapped.detach(), one_by_one.detach())
     grads = [torch.autograd.grad(out.float().square().sum(), x)[0] for out in (mapped, one_by_one)]
     torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
+    leaves = [leaf(torch.randn(3, 1, 8, 2, 16, device=device, dtype=BF16)) for _ in "qkv"]
+    mapped = torch.func.vmap(flash_cute.flash_attn_func)(*leaves)
+    one_by_one = torch.stack([flash_cute.flash_attn_func(*x) for x in zip(*leaves, strict=True)])
+    both = [torch.autograd.grad(out.float().square().sum(), leaves) for out in (mapped, one_by_one)]
+    for name, got, expected in zip(("dq", "dk", "dv"), *both, strict=True):
+        if device == "cpu" or name != "dq":
+            bounds.check_same_bits(name, got, expected)
 
 
 def attention_of_squares(q, k, v, sink):

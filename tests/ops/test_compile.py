@@ -118,6 +118,23 @@ def test_options_that_data_tells_are_refused(option, number):
         compiled(q, torch.tensor(number))
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("option", ["dropout_p", "softcap"])
+def test_options_whose_sign_alone_is_known_are_refused(option):
+    """0 switches them off, so the graph must know that, too."""
+
+    def call(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        number = x.item()
+        torch._check(number >= 0.0)
+        return flash_cute.flash_attn_func(q, q, q, **{option: number})
+
+    torch._dynamo.reset()
+    (q,) = randoms((1, 8, 2, 16), device="cpu")
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=f"{option} is a number that the compiled graph computes"):
+        compiled(q, torch.tensor(0.5))
+
+
 @pytest.mark.parametrize("option", ["dropout_p", "softcap"])
 def test_options_of_data_work_beside_graphs(option):
     """Without a full graph the number is read, and the call made for it."""
