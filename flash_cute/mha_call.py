@@ -96,16 +96,15 @@ def backward(
     philox: tuple[Tensor | None, Tensor | None],
 ) -> Backward:
     """The same of backward; ``given`` are its buffers by name, in the order of its results."""
-    names = ("dout", "q", "k", "v", "out", "softmax_lse")
-    bound = dict(zip(names, saved, strict=True))
-    validate_ops.of_forward(bound | {"dlse": None})
-    q, k, v = saved[1:4]
-    validate.contiguous_last("dout", bound["dout"])
-    validate.contiguous_last("out", bound["out"])
-    if not bound["softmax_lse"].is_contiguous():
+    dout, q, k, v, out, softmax_lse = saved
+    validate_ops.of_forward(q, v, out, softmax_lse, dout, None)
+    validate.contiguous_last("dout", dout)
+    validate.contiguous_last("out", out)
+    if not softmax_lse.is_contiguous():
         raise ValueError("softmax_lse is not contiguous; call softmax_lse.contiguous()")
+    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
     shapes = {"dq_": q.shape, "dk_": k.shape, "dv_": v.shape}
-    _buffers({x: (y, tuple(shapes[x])) for x, y in given.items() if y is not None}, bound)
+    _buffers({x: (y, tuple(shapes[x])) for x, y in given.items() if y is not None}, read)
     rng = None if score.dropout_p == 0 else _state_of(q, *philox)
     args = (
         *saved, *sequences, None, *score.arguments(rng), deterministic, ops.allow_tf32(q),

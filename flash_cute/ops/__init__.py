@@ -24,7 +24,6 @@ from flash_cute.ops.autograd import (
 )
 from flash_cute.ops.schema import (
     attend_kvcache,
-    bind,
     bwd,
     combine,
     fwd,
@@ -38,7 +37,6 @@ __all__ = [
     "allow_tf32",
     "attend_kvcache",
     "backward_arguments",
-    "bind",
     "bwd",
     "call",
     "combine",

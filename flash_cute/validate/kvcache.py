@@ -5,7 +5,7 @@ Nothing here looks into index tensors: :mod:`flash_cute.check` does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute import validate
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
+
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import FwdKvcacheCall
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -82,18 +85,14 @@ def call(
     return batch
 
 
-def op_arguments(bound: dict[str, Any]) -> None:
-    """The same for a direct call of the op on the CPU; ``bound``: its arguments by name."""
-    names = (
-        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
-        "cache_batch_idx", "cache_leftpad", "block_table", "cu_seqlens_q", "max_seqlen_q",
-        "cu_seqlens_k_new", "rotary_seqlens", "num_splits", "split_size",
-    )  # fmt: skip
-    batch = call(*(bound[name] for name in names))
+def op_arguments(given: FwdKvcacheCall) -> None:
+    """The same for a direct call of the op on the CPU."""
+    before_scores: list[Any] = list(given[: given._fields.index("softmax_scale")])
+    batch = call(*before_scores, given.num_splits, given.split_size)
     validate_options.check(
-        bound["q"], batch, 0.0, bound["softmax_scale"], bound["is_causal"],
-        (bound["window_size_left"], bound["window_size_right"]), bound["softcap"],
-        bound["alibi_slopes"], False, bound["sink"], validate_options.OF_OPS,
+        given.q, batch, 0.0, given.softmax_scale, given.is_causal,
+        (given.window_size_left, given.window_size_right), given.softcap, given.alibi_slopes,
+        False, given.sink, validate_options.OF_OPS,
     )  # fmt: skip
 
 
