@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import validate
+from flash_cute.validate import options as validate_options
 
 # How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
 # not depend on it.
@@ -71,6 +72,11 @@ def window(x: Any) -> Any:
             return x
         x = x.tolist()
     return tuple(-1 if side is None else integer(side) for side in x)
+
+
+def sides(x: Any) -> tuple[int, int]:
+    """:func:`window`'s two sides; TypeError or ValueError for what is no such sequence."""
+    return validate_options.sides(window(x))
 
 
 def sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:

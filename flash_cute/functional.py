@@ -14,19 +14,9 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, fp8, ops, validate
-from flash_cute.attend import (
-    OUT_OF,
-    Dropout,
-    Result,
-    Score,
-    Varlen,
-    Wanted,
-    attend,
-    is_direct,
-    is_plain,
-    needs_grad,
-)
 from flash_cute.ops import autocast
+from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.run import Result, is_direct, is_plain, needs_grad, run
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
@@ -154,15 +144,11 @@ def flash_attn_func(
     check.dense(q, k)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[2], softmax_scale)
-    result = attend(
-        (q, k, v),
-        None,
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        out=out,
-    )
+    call = FwdCall(
+        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    result = run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out)
     return result if narrow is None else narrow.finish(result)
 
 
@@ -264,15 +250,12 @@ def flash_attn_varlen_func(
     check.varlen(q, k, *sequences, block_table, zero_tensors)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
-    result = attend(
-        (q, k, v),
-        Varlen(*sequences, zero_tensors, block_table),
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        out=out,
-    )
+    call = VarlenFwdCall(
+        q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
+        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    result = run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out)
     return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 
 
@@ -304,5 +287,5 @@ def _out_alone(
     """out of the op ``fwd``; on the CPU the LSE of bf16 takes longer, and is left out here."""
     out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
     with internals.below_versions():
-        OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
+        ops.OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
     return out

@@ -17,6 +17,7 @@ from flash_cute.distributed.local import unrounded
 from flash_cute.distributed.plan import Plan
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
+from flash_cute.ops.typed import FwdCall
 from flash_cute.rng import rng_of_call
 from flash_cute.validate import options as validate_options
 
@@ -267,11 +268,13 @@ def _check(
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     validate.dense(*rows_first)
     batch = len(plan.lengths) if plan.packed else len(q)
-    validate_options.check(
-        q, batch, options["dropout_p"], options["softmax_scale"], options["causal"],
-        options["window_size"], options["softcap"], options["alibi_slopes"],
-        options["deterministic"], options["sink"],
+    call = FwdCall(
+        q, k, v, options["softmax_scale"], options["causal"],
+        *validate_options.sides(options["window_size"]), options["softcap"],
+        options["alibi_slopes"], options["sink"], options["dropout_p"], None,
+        options["deterministic"],
     )  # fmt: skip
+    validate_options.check(call, batch)
     if q.is_cuda:
         validate.cuda(q, v, options["sink"])
     if options["dropout_p"] and plan.strategy != "ulysses" and plan.ranks > 1:

@@ -19,6 +19,7 @@ from flash_cute.distributed import agreement, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, slots
+from flash_cute.ops.typed import FwdCall
 from flash_cute.validate import options as validate_options
 
 
@@ -350,4 +351,5 @@ def _lengths(seqlen: int | None, cu_seqlens: Sequence[int] | Tensor | None) -> t
 
 def _check_window(window_size: Any) -> None:
     q = torch.empty(1, 1, 1, 1, device="meta")
-    validate_options.check(q, 1, 0, None, False, window_size, 0, None, False, None)
+    left, right = validate_options.sides(window_size)
+    validate_options.check(FwdCall(q, q, q, None, False, left, right), 1)

@@ -66,7 +66,7 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _differentiable(op, FORMULAS[op], _inputs(op)), "Autograd")
     for name, op in (("bwd", schema.bwd), ("varlen_bwd", schema.varlen_bwd)):
         library.impl(name, _differentiable(op, refusal(op), tuple), "Autograd")
-    for op in schema.OUT_OVERLOADS:
+    for op in schema.OUT_OF.values():
         for key in ("Autograd", "ADInplaceOrView"):  # the second alone in inference mode
             library.impl(op, _reject_gradients(op, _OUT_OVERLOAD), key)
     for op, writes_with in (

@@ -14,6 +14,7 @@ from flash_cute.ops.schema import CALLS, OPS, Results
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
+from flash_cute.validate.options import OF_OPS
 
 
 def register(library: torch.library.Library) -> None:
@@ -81,7 +82,7 @@ def _attend_kvcache(*args: Any) -> Results:
 
 
 def _kvcache(call: FwdKvcacheCall) -> Results:
-    validate_kvcache.op_arguments(call)
+    validate_kvcache.check(call, OF_OPS)
     with torch.autocast("cpu", enabled=False):
         return cpu.fwd_kvcache(call)
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.ops import schema
-from flash_cute.ops.schema import CALLS, OUT_OVERLOADS, Results, bwd, fwd, varlen_bwd, varlen_fwd
+from flash_cute.ops.schema import CALLS, OUT_OF, Results, bwd, fwd, varlen_bwd, varlen_fwd
 from flash_cute.ops.typed import AttendKvcacheCall, CombineCall, FwdKvcacheCall
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
+from flash_cute.validate.options import OF_OPS
 
 
 def register(library: torch.library.Library) -> None:
@@ -30,11 +31,11 @@ def register(library: torch.library.Library) -> None:
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"flash_cute::{name}", fake, lib=library)
-    for op, functional in zip(OUT_OVERLOADS, (fwd, bwd, varlen_fwd, varlen_bwd), strict=True):
+    for functional, op in OUT_OF.items():
         torch.library.register_fake(op, partial(_out, op, functional), lib=library)
 
 
-def _check(check: Callable[..., None], call: Any, *outputs: Tensor | None) -> None:
+def _check(check: Callable[..., object], call: Any, *outputs: Tensor | None) -> None:
     """Refuses what the op refuses, by the numbers that a graph is made with, and makes no guard:
     ``check`` gets the call, and what an out overload writes into, with examples of symbolic sizes.
     Where data is to tell some of them, the op asks when it runs."""
@@ -108,7 +109,7 @@ def _bwd(op: Any, *args: Any, **named: Any) -> Results:
 
 
 def _kvcache(call: FwdKvcacheCall) -> Results:
-    _check(validate_kvcache.op_arguments, call)
+    _check(lambda given: validate_kvcache.check(given, OF_OPS), call)
     q, v_cache = call.q, call.v_cache
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (

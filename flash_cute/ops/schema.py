@@ -21,7 +21,12 @@ varlen_bwd = OPS.varlen_bwd.default
 fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
 combine = OPS.combine.default
-OUT_OVERLOADS = (OPS.fwd.out, OPS.bwd.out, OPS.varlen_fwd.out, OPS.varlen_bwd.out)
+OUT_OF = {
+    fwd: OPS.fwd.out,
+    bwd: OPS.bwd.out,
+    varlen_fwd: OPS.varlen_fwd.out,
+    varlen_bwd: OPS.varlen_bwd.out,
+}
 
 # The class of each op's calls: a call has the op's arguments as its fields, in their order.
 CALLS: dict[Any, Any] = {
@@ -33,10 +38,8 @@ CALLS: dict[Any, Any] = {
     attend_kvcache: typed.AttendKvcacheCall,
     combine: typed.CombineCall,
 }
-CALLS |= {
-    out_overload: CALLS[op]
-    for out_overload, op in zip(OUT_OVERLOADS, (fwd, bwd, varlen_fwd, varlen_bwd), strict=True)
-}
+CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}
+OP_OF = {CALLS[op]: op for op in OUT_OF}
 
 
 def written(op: Any) -> list[str]:

@@ -30,11 +30,7 @@ def arguments(call: Any) -> None:
     else:
         validate.dense(q, k, v)
         batch = q.shape[0]
-    window = (call.window_size_left, call.window_size_right)
-    validate_options.check(
-        q, batch, call.dropout_p, call.softmax_scale, call.is_causal, window, call.softcap,
-        call.alibi_slopes, call.deterministic, call.sink, validate_options.OF_OPS,
-    )  # fmt: skip
+    validate_options.check(call, batch, validate_options.OF_OPS)
     if call.rng is not None:
         check_rng(call.rng, q)
     elif call.dropout_p > 0:
