@@ -17,7 +17,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, ops, plan_log, validate
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
-from flash_cute.run import is_direct, is_plain, needs_grad
+from flash_cute.run import are_counts, are_rows, is_direct, is_plain, needs_grad, refusal
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
@@ -120,16 +120,17 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate.kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
+    refused = None
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
     usual = usual and sink is s_aux is learnable_sink is None and not others
     usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
-    usual = usual and type(num_splits) is type(split_size) is int
+    usual = usual and are_counts(num_splits, split_size)
     usual = usual and is_plain(
         softmax_scale, causal, window_size, softcap, alibi_slopes, 0, check_indices
     )
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining)
+    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining) and are_rows(k, v)
     if direct and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
@@ -139,8 +140,10 @@ def flash_attn_with_kvcache(
             )
             if results is not None:
                 return results if return_softmax_lse else results[0]
-        except (RuntimeError, TypeError, ValueError):
-            pass
+        except (RuntimeError, TypeError, ValueError) as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
     accept.others(flash_attn_with_kvcache, others)
     sink = accept.sink(sink, s_aux, learnable_sink)
     left, right = accept.sides(window_size)
@@ -198,6 +201,9 @@ def flash_attn_with_kvcache(
             steps = causal or (left, right) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             check.positions(len(rotary_cos), rows, used, rotary_seqlens)
+    if refused is not None:
+        _check_vectors(call)
+        raise refused
     if plan_log.is_on():
         plan_log.cache(call, batch)
     try:
@@ -206,13 +212,18 @@ def flash_attn_with_kvcache(
             out, softmax_lse = ops.attend_kvcache(*attention)
         else:
             out, softmax_lse = ops.fwd_kvcache(*call)
-    except NotImplementedError:
-        raise
-    except RuntimeError:
-        if q.is_cuda:  # one reason has a remedy; looking for it in each call would take long
-            validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)
+    except RuntimeError as error:
+        if refusal(error) is not None:
+            _check_vectors(call)
         raise
     return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _check_vectors(call: FwdKvcacheCall) -> None:
+    """Words for the one reason of an op's refusal that has a remedy; to look for it takes long."""
+    if call.q.is_cuda:
+        rotated = call.rotary_cos is not None
+        validate_kvcache.vectors(None if rotated else call.q, call.k_cache, call.v_cache)
 
 
 def _straight(
@@ -234,6 +245,8 @@ def _straight(
     k_begins, v_begins = k_cache.data_ptr(), v_cache.data_ptr()
     apart = k_begins + k_cache.nbytes <= v_begins or v_begins + v_cache.nbytes <= k_begins
     if not (apart and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        return None
+    if k_cache.is_neg() or v_cache.is_neg():
         return None
     *rows, rotary_seqlens = joining
     sequences = (None, 0, None, rotary_seqlens)

@@ -53,9 +53,14 @@ def is_plain(
     )
 
 
+def are_counts(*numbers: Any) -> bool:
+    """Whether each is an int that ops can be given, from 0 on."""
+    return all(type(x) is int and 0 <= x <= validate.INT64_MAX for x in numbers)
+
+
 def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
-    """Whether such a call may go straight to its op: plain tensors of one device, and nothing
-    around the call that has to see it."""
+    """Whether such a call may go straight to its op: plain tensors of one device that need no copy
+    and no other dtype, and nothing around the call that has to see it."""
     if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
         return False
     device = q.device
@@ -63,12 +68,34 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
         if x is not None and (type(x) is not Tensor or x.device != device):
             return False
     return (
-        (q.is_cuda or q.is_cpu)
+        are_rows(q, k, v)
+        and (q.is_cuda or q.is_cpu)
+        and q.dtype in validate.DTYPES
         and not torch.is_autocast_enabled(device.type)
         and not (check.is_on() or plan_log.is_on())
         and not ops.transformed()
         and not internals.in_context_parallel()
     )
+
+
+def are_rows(*tensors: Tensor | None) -> bool:
+    """Whether the last dimension of each is contiguous, of those that there are."""
+    try:
+        for x in tensors:
+            if x is not None and x.stride(-1) != 1:
+                return False
+    except (RuntimeError, IndexError):  # of layouts and ranks that validation refuses
+        return False
+    return True
+
+
+def refusal(error: Exception) -> Exception | None:
+    """An op's refusal of a call that went straight to it, without its frames: validation has better
+    words for it. None for any other error, such as one of CUDA, which nobody catches."""
+    is_worded = isinstance(error, (TypeError, ValueError, NotImplementedError))
+    if is_worded or str(error).startswith("flash_cute: "):
+        return error.with_traceback(None)
+    return None
 
 
 def run(
@@ -79,13 +106,17 @@ def run(
     generator: torch.Generator | None,
     packed: Tensor | None = None,
     out: Tensor | None = None,
+    refused: Exception | None = None,
 ) -> Result:
     """Attention of a call whose q, k and v, and sequences, are valid; the rest is validated here.
 
-    ``packed`` is the tensor that k and v, and maybe q, are views of, ``out`` the one to fill.
+    ``packed`` is the tensor that k and v, and maybe q, are views of, ``out`` the one to fill,
+    ``refused`` the :func:`refusal` that is raised if validation has no better words.
     """
     q, k, v = call.q, call.k, call.v
     _validate(call, return_lse, return_rng)
+    if refused is not None:
+        raise refused
     grad = needs_grad(q, k, v)
     if call.sink is not None and call.sink.requires_grad:
         grad = torch.is_grad_enabled()

@@ -3,6 +3,9 @@ validation on the way."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -150,3 +153,38 @@ def test_a_gradient_takes_no_detour(monkeypatch):
     with pytest.raises(NotImplementedError, match="not differentiable again"):
         (again,) = torch.autograd.grad(function(**arguments).sum(), q, create_graph=True)
         again.sum().backward()
+
+
+@pytest.mark.parametrize("call", [dense, varlen, cache])
+@pytest.mark.parametrize(
+    "words", ["CUDA out of memory. Tried to allocate 2 GiB", "flash_cute: odd"]
+)
+def test_an_error_of_the_op_is_raised_as_it_is_and_nothing_is_tried_again(monkeypatch, call, words):
+    """Out of memory, say, or a refusal that validation has no words for."""
+    function, arguments = call("cpu", torch.float32)
+    error, calls = RuntimeError(words), []
+
+    def broken(*args, **named):
+        calls.append(args)
+        raise error
+
+    for name in ("fwd", "varlen_fwd", "attend_kvcache"):
+        monkeypatch.setattr(ops, name, broken)
+    with pytest.raises(RuntimeError, match=words) as raised:
+        function(**arguments)
+    assert raised.value is error and len(calls) == 1
+    assert raised.value.__context__ is None
+
+
+def test_a_refused_call_keeps_no_tensor_alive():
+    function, arguments = dense("cpu", torch.float32)
+    arguments["k"] = arguments["k"][:, :, :, :32]
+    alive = weakref.ref(arguments["q"])
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="head dim"):
+            function(**arguments)
+        del arguments
+        assert alive() is None
+    finally:
+        gc.enable()
