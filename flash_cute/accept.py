@@ -18,9 +18,9 @@ from flash_cute.validate import options as validate_options
 
 # How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
 # not depend on it.
-_HINTS = {"num_splits": int, "pack_gqa": bool, "sm_margin": int}
+HINTS = {"num_splits": int, "pack_gqa": bool, "sm_margin": int}
 # Features that do not exist, with the values that ask for nothing.
-_ABSENT = {
+ABSENT = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
     "scheduler_metadata": None,
 }  # fmt: skip
@@ -121,16 +121,14 @@ def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
         TypeError: anything else, with the name that it has here.
     """
     for name, x in named.items():
-        if name in _HINTS:
-            if x is not None and not isinstance(integer(x), _HINTS[name]):
-                raise TypeError(
-                    f"{name} is {validate.kind_of(x)}; expected {_HINTS[name].__name__}"
-                )
-        elif name in _ABSENT:
-            if x is not None and x is not _ABSENT[name]:
+        if name in HINTS:
+            if x is not None and not isinstance(integer(x), HINTS[name]):
+                raise TypeError(f"{name} is {validate.kind_of(x)}; expected {HINTS[name].__name__}")
+        elif name in ABSENT:
+            if x is not None and x is not ABSENT[name]:
                 raise NotImplementedError(
                     f"{name} is given, and {function.__name__} has no such feature yet; leave it "
-                    f"{_ABSENT[name]}"
+                    f"{ABSENT[name]}"
                 )
         elif name != "return_softmax_lse":
             raise TypeError(_unknown(function, name))

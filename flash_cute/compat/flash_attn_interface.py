@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flash_cute
+from flash_cute import functional, functional_packed, kvcache
 from flash_cute.compat import calls
 from flash_cute.compat.flash_attn_3_raw import _flash_attn_backward, _flash_attn_forward  # noqa: F401
 
@@ -49,7 +49,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_cute.flash_attn_func`; ``return_attn_probs`` returns (out, softmax_lse)."""
-    return flash_cute.flash_attn_func(
+    return functional.flash_attn_func(
         q, k, v, **_options(softmax_scale, causal, window_size, softcap),
         deterministic=deterministic, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
@@ -82,11 +82,11 @@ def flash_attn_qkvpacked_func(
     }  # fmt: skip
     more |= _options(softmax_scale, causal, window_size, softcap)
     if qkv.dim() == 5:
-        return flash_cute.flash_attn_qkvpacked_func(qkv, **more)
+        return functional_packed.flash_attn_qkvpacked_func(qkv, **more)
     if num_heads_q is None:
         raise ValueError("num_heads_q is None; qkv of 4 dimensions needs it")
     heads_k = (qkv.shape[2] - num_heads_q) // 2
-    return flash_cute.flash_attn_func(*qkv.split([num_heads_q, heads_k, heads_k], 2), **more)
+    return functional.flash_attn_func(*qkv.split([num_heads_q, heads_k, heads_k], 2), **more)
 
 
 @calls.raises_as_flash_attn
@@ -116,7 +116,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_cute.flash_attn_varlen_func`; ``return_attn_probs`` returns (out, lse)."""
-    return flash_cute.flash_attn_varlen_func(
+    return functional.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q,
         seqused_k=seqused_k, **_options(softmax_scale, causal, window_size, softcap),
         deterministic=deterministic, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
@@ -133,7 +133,7 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`flash_cute.flash_attn_combine`: (out, softmax_lse)."""
-    return flash_cute.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return kvcache.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 
 @calls.raises_as_flash_attn
@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
     calls.no_metadata(scheduler_metadata)
     cache_batch_idx, page_table = calls.picked(cache_batch_idx, page_table)
     with torch.no_grad():
-        results = flash_cute.flash_attn_with_kvcache(
+        results = kvcache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
             cache_leftpad, **_options(softmax_scale, causal, window_size, softcap),
             rotary_interleaved=rotary_interleaved, num_splits=num_splits,
