@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from flash_cute import validate
+from flash_cute.validate import options as validate_options
 
 # How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
 # not depend on it.
-_HINTS = ("num_splits", "pack_gqa", "sm_margin")
+HINTS = {"num_splits": int, "pack_gqa": bool, "sm_margin": int}
 # Features that do not exist, with the values that ask for nothing.
-_ABSENT = {
+ABSENT = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
     "scheduler_metadata": None,
 }  # fmt: skip
@@ -74,6 +75,11 @@ def window(x: Any) -> Any:
     return tuple(-1 if side is None else integer(side) for side in x)
 
 
+def sides(x: Any) -> tuple[int, int]:
+    """:func:`window`'s two sides; TypeError or ValueError for what is no such sequence."""
+    return validate_options.sides(window(x))
+
+
 def sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
     """One of three names of attention sinks; vLLM and transformers have the second, FA4 the third.
 
@@ -116,16 +122,16 @@ def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
         TypeError: anything else, with the name that it has here.
     """
     for name, x in named.items():
-        if name in _HINTS:
+        if name in HINTS:
             if name == "pack_gqa" and not isinstance(x, (bool, NoneType)):
                 raise TypeError(f"{name} is {validate.kind_of(x)}; expected bool")
             if name != "pack_gqa" and x is not None:
                 validate.count(name, integer(x))
-        elif name in _ABSENT:
-            if x is not None and x is not _ABSENT[name]:
+        elif name in ABSENT:
+            if x is not None and x is not ABSENT[name]:
                 raise NotImplementedError(
                     f"{name} is given, and {function.__name__} has no such feature yet; leave it "
-                    f"{_ABSENT[name]}"
+                    f"{ABSENT[name]}"
                 )
         elif name != "return_softmax_lse":
             raise TypeError(_unknown(function, name))

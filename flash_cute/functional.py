@@ -14,19 +14,9 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, fp8, ops, validate
-from flash_cute.attend import (
-    OUT_OF,
-    Dropout,
-    Result,
-    Score,
-    Varlen,
-    Wanted,
-    attend,
-    is_direct,
-    is_plain,
-    needs_grad,
-)
 from flash_cute.ops import autocast
+from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.run import Result, are_counts, is_direct, is_plain, needs_grad, refusal, run
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
@@ -127,7 +117,7 @@ def flash_attn_func(
         out, rng = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
-    sink = accept.sink(sink, s_aux, learnable_sink)
+    sink, refused = accept.sink(sink, s_aux, learnable_sink), None
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is bool and not others
     usual = usual and is_plain(
@@ -135,15 +125,17 @@ def flash_attn_func(
         return_attn_probs, return_rng, return_max_logits,
     )  # fmt: skip
     if usual and is_direct(q, k, v):
-        # A call at its shortest: the op's own checks come first, and only a call that they refuse
-        # goes on to the validation below, which says what is wrong with it.
+        # A call at its shortest: the op's own checks come first. One that they refuse goes on to
+        # the validation below, which says what is wrong with it, and no further.
         try:
             out_alone = q.is_cpu and q.dtype == torch.bfloat16 and not return_lse
             if out_alone and not needs_grad(q, k, v) and internals.are_plain((q, k, v)):
                 return _out_alone(q, k, v, softmax_scale, causal)
             return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
-        except (RuntimeError, TypeError, ValueError):
-            pass
+        except (RuntimeError, TypeError, ValueError) as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
     return_lse = accept.others(flash_attn_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):
@@ -154,15 +146,14 @@ def flash_attn_func(
     check.dense(q, k)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[2], softmax_scale)
-    result = attend(
-        (q, k, v),
-        None,
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        out=out,
-    )
+    call = FwdCall(
+        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    result = run(
+        call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
+        refused=refused,
+    )  # fmt: skip
     return result if narrow is None else narrow.finish(result)
 
 
@@ -232,10 +223,10 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
-    sink = accept.sink(sink, s_aux, learnable_sink)
+    sink, refused = accept.sink(sink, s_aux, learnable_sink), None
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
-    usual = usual and type(max_seqlen_q) is type(max_seqlen_k) is int
+    usual = usual and are_counts(max_seqlen_q, max_seqlen_k) and cu_seqlens_k is not None
     usual = usual and is_plain(
         softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
         return_attn_probs, return_rng, return_max_logits,
@@ -248,8 +239,10 @@ def flash_attn_varlen_func(
                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
                 zero_tensors, block_table,
             )  # fmt: skip
-        except (RuntimeError, TypeError, ValueError):
-            pass
+        except (RuntimeError, TypeError, ValueError) as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
     return_lse = accept.others(flash_attn_varlen_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):
@@ -264,15 +257,15 @@ def flash_attn_varlen_func(
     check.varlen(q, k, *sequences, block_table, zero_tensors)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
-    result = attend(
-        (q, k, v),
-        Varlen(*sequences, zero_tensors, block_table),
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        out=out,
-    )
+    call = VarlenFwdCall(
+        q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
+        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    result = run(
+        call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
+        refused=refused,
+    )  # fmt: skip
     return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 
 
@@ -304,5 +297,5 @@ def _out_alone(
     """out of the op ``fwd``; on the CPU the LSE of bf16 takes longer, and is left out here."""
     out = q.new_empty((*q.shape[:-1], *v.shape[-1:]))
     with internals.below_versions():
-        OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
+        ops.OUT_OF[ops.fwd](q, k, v, softmax_scale, causal, out=out)
     return out

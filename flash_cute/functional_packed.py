@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flash_cute import accept, check, fp8, validate
-from flash_cute.attend import Dropout, Result, Score, Varlen, Wanted, attend
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
+from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.run import Result, run
 
 
 def flash_attn_kvpacked_func(
@@ -62,15 +63,11 @@ def flash_attn_kvpacked_func(
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
     check.dense(q, k)
-    return attend(
-        (q, k, v),
-        None,
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        packed=kv,
-    )
+    call = FwdCall(
+        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv)
 
 
 def flash_attn_qkvpacked_func(
@@ -118,15 +115,11 @@ def flash_attn_qkvpacked_func(
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
     check.dense(q, k)
-    return attend(
-        (q, k, v),
-        None,
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        packed=qkv,
-    )
+    call = FwdCall(
+        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -182,15 +175,12 @@ def flash_attn_varlen_kvpacked_func(
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences)
     check.varlen(q, k, *sequences, None, zero_tensors)
-    return attend(
-        (q, k, v),
-        Varlen(*sequences, zero_tensors),
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        packed=kv,
-    )
+    call = VarlenFwdCall(
+        q, k, v, *sequences, zero_tensors, None, softmax_scale, causal,
+        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -242,12 +232,9 @@ def flash_attn_varlen_qkvpacked_func(
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
     sequences = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused, seqused)
     check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
-    return attend(
-        (q, k, v),
-        Varlen(*sequences, zero_tensors),
-        Score(softmax_scale, causal, window_size, softcap, alibi_slopes, sink),
-        Dropout(dropout_p, generator, rng),
-        Wanted(return_lse, return_attn_probs, return_rng, return_max_logits),
-        deterministic,
-        packed=qkv,
-    )
+    call = VarlenFwdCall(
+        q, k, v, *sequences, zero_tensors, None, softmax_scale, causal,
+        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, ops, plan_log, validate
-from flash_cute.attend import is_direct, is_plain, needs_grad
 from flash_cute.ops import autocast
+from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
+from flash_cute.run import are_counts, are_rows, is_direct, is_plain, needs_grad, refusal
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
@@ -119,16 +120,17 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate.kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
+    refused = None
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
     usual = usual and sink is s_aux is learnable_sink is None and not others
     usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
-    usual = usual and type(num_splits) is type(split_size) is int
+    usual = usual and are_counts(num_splits, split_size)
     usual = usual and is_plain(
         softmax_scale, causal, window_size, softcap, alibi_slopes, 0, check_indices
     )
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining)
+    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining) and are_rows(k, v)
     if direct and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
@@ -138,11 +140,14 @@ def flash_attn_with_kvcache(
             )
             if results is not None:
                 return results if return_softmax_lse else results[0]
-        except (RuntimeError, TypeError, ValueError):
-            pass
+        except (RuntimeError, TypeError, ValueError) as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
     accept.others(flash_attn_with_kvcache, others)
     sink = accept.sink(sink, s_aux, learnable_sink)
-    window_size, max_seqlen_q = accept.window(window_size), accept.integer(max_seqlen_q)
+    left, right = accept.sides(window_size)
+    max_seqlen_q = accept.integer(max_seqlen_q)
     if page_table is not None:
         if block_table is not None:
             raise ValueError("block_table and page_table are given; they are names of one argument")
@@ -158,12 +163,14 @@ def flash_attn_with_kvcache(
     q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
     q, k, v = accept.rows(q, k, v)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
-    caches = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
-    sequences = (cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens)
-    batch = validate_kvcache.call(
-        *caches, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, *sequences,
+    used: Any = cache_seqlens
+    call = FwdKvcacheCall(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, used, cache_batch_idx,
+        cache_leftpad, block_table, cu_seqlens_q, longest_q, cu_seqlens_k_new, rotary_seqlens,
+        softmax_scale, causal, left, right, softcap, alibi_slopes, sink, rotary_interleaved,
         num_splits, split_size,
     )  # fmt: skip
+    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS)
     if cu_seqlens_q is None and max_seqlen_q is not None:
         validate.length("max_seqlen_q", max_seqlen_q)
         if max_seqlen_q not in (0, q.shape[1]):
@@ -171,13 +178,9 @@ def flash_attn_with_kvcache(
                 f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes "
                 "with cu_seqlens_q"
             )
-    used = cache_seqlens
-    if isinstance(used, (int, torch.SymInt)):
+    if not (used is None or isinstance(used, Tensor)):
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
-    cached = (used, cache_batch_idx, cache_leftpad, block_table)
-    validate_options.check(
-        q, batch, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, sink
-    )
+        call = call._replace(cache_seqlens=used)
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, sink)
     if check.wanted(q):
@@ -193,40 +196,34 @@ def flash_attn_with_kvcache(
     if check_indices or check.wanted(q):
         queries = _lengths("cu_seqlens_q", q, cu_seqlens_q, batch, max_seqlen_q)
         new = [0] * batch if k is None else _lengths("cu_seqlens_k_new", k, cu_seqlens_k_new, batch)
-        check.cache(k_cache, new, *cached)
+        check.cache(k_cache, new, used, cache_batch_idx, cache_leftpad, block_table)
         if rotary_cos is not None:
-            steps = causal or tuple(window_size) != (-1, -1)
+            steps = causal or (left, right) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             check.positions(len(rotary_cos), rows, used, rotary_seqlens)
+    if refused is not None:
+        _check_vectors(call)
+        raise refused
     if plan_log.is_on():
-        page_size = 0 if block_table is None else k_cache.shape[1]
-        pages = 1 if block_table is None else block_table.shape[1]
-        plan_log.cache(
-            q, k_cache, v_cache, batch=batch, seqlen_q=longest_q or q.shape[1],
-            seqlen_k=pages * k_cache.shape[1], page_size=page_size,
-            lengths=used is not None, leftpad=cache_leftpad is not None, causal=causal,
-            window_size=tuple(window_size), softmax_scale=softmax_scale or 1.0, softcap=softcap > 0,
-            alibi=alibi_slopes is not None, varlen=cu_seqlens_q is not None, num_splits=num_splits,
-            split_size=split_size,
-        )  # fmt: skip
-    score = (softmax_scale, causal, *window_size, softcap, alibi_slopes, sink)
-    splits = (num_splits, split_size)
+        plan_log.cache(call, batch)
     try:
         if k is None:
-            out, softmax_lse = ops.attend_kvcache(
-                q, k_cache, v_cache, *cached, cu_seqlens_q, longest_q, *score, *splits
-            )
+            attention = AttendKvcacheCall(*(getattr(call, x) for x in AttendKvcacheCall._fields))
+            out, softmax_lse = ops.attend_kvcache(*attention)
         else:
-            out, softmax_lse = ops.fwd_kvcache(
-                *caches, *cached, *sequences, *score, rotary_interleaved, *splits
-            )
-    except NotImplementedError:
-        raise
-    except RuntimeError:
-        if q.is_cuda:  # one reason has a remedy; looking for it in each call would take long
-            validate_kvcache.vectors(None if rotary_cos is not None else q, k_cache, v_cache)
+            out, softmax_lse = ops.fwd_kvcache(*call)
+    except RuntimeError as error:
+        if refusal(error) is not None:
+            _check_vectors(call)
         raise
     return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _check_vectors(call: FwdKvcacheCall) -> None:
+    """Words for the one reason of an op's refusal that has a remedy; to look for it takes long."""
+    if call.q.is_cuda:
+        rotated = call.rotary_cos is not None
+        validate_kvcache.vectors(None if rotated else call.q, call.k_cache, call.v_cache)
 
 
 def _straight(
@@ -248,6 +245,8 @@ def _straight(
     k_begins, v_begins = k_cache.data_ptr(), v_cache.data_ptr()
     apart = k_begins + k_cache.nbytes <= v_begins or v_begins + v_cache.nbytes <= k_begins
     if not (apart and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        return None
+    if k_cache.is_neg() or v_cache.is_neg():
         return None
     *rows, rotary_seqlens = joining
     sequences = (None, 0, None, rotary_seqlens)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from flash_cute import check, validate
-from flash_cute.mha_call import Backward, Forward, Score, backward, forward
+from flash_cute.mha_call import Backward, Forward, backward, forward, unbounded, validated
+from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 
 
 def mha_fwd(
@@ -72,17 +73,12 @@ def mha_fwd(
     """
     validate.dense(q, k, v)
     check.dense(q, k)
-    score = Score(
-        alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap,
+    call = FwdCall(
+        q, k, v, softmax_scale, is_causal, unbounded(window_size_left),
+        unbounded(window_size_right), softcap, alibi_slopes_, None, p_dropout,
+        return_softmax=return_softmax,
     )  # fmt: skip
-    batch, seqlen_q, heads, _ = q.shape
-    score.check(q, v, batch)
-    lse_shape = (batch, heads, seqlen_q)
-    return forward(
-        torch.ops.flash_cute.fwd, (q, k, v), (), score, out_, return_softmax, gen_,
-        lse_shape, (*lse_shape, k.shape[1]),
-    )  # fmt: skip
+    return forward(validated(call), out_, gen_)
 
 
 def mha_varlen_fwd(
@@ -143,17 +139,12 @@ def mha_varlen_fwd(
     validate.varlen(q, k, v, *sequences, block_table_, "block_table_")
     validate.flag("zero_tensors", zero_tensors)
     check.varlen(q, k, *sequences, block_table_, zero_tensors)
-    score = Score(
-        alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap,
+    call = VarlenFwdCall(
+        q, k, v, *sequences, zero_tensors, block_table_, softmax_scale, is_causal,
+        unbounded(window_size_left), unbounded(window_size_right), softcap, alibi_slopes_, None,
+        p_dropout, return_softmax=return_softmax,
     )  # fmt: skip
-    batch, (total_q, heads, _) = len(cu_seqlens_q) - 1, q.shape
-    score.check(q, v, batch)
-    return forward(
-        torch.ops.flash_cute.varlen_fwd, (q, k, v), (*sequences, zero_tensors, block_table_),
-        score, out_, return_softmax, gen_,
-        (heads, total_q), (batch, heads, max_seqlen_q, max_seqlen_k),
-    )  # fmt: skip
+    return forward(validated(call), out_, gen_)
 
 
 def mha_bwd(
@@ -207,15 +198,14 @@ def mha_bwd(
     """
     validate.dense(q, k, v)
     check.dense(q, k)
-    score = Score(
-        alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap,
+    call = BwdCall(
+        dout, q, k, v, out, softmax_lse, None, softmax_scale, is_causal,
+        unbounded(window_size_left), unbounded(window_size_right), softcap, alibi_slopes_, None,
+        p_dropout, deterministic=deterministic,
     )  # fmt: skip
-    score.check(q, v, len(q), deterministic)
     return backward(
-        torch.ops.flash_cute.bwd, (dout, q, k, v, out, softmax_lse), (), score,
-        {"dq_": dq_, "dk_": dk_, "dv_": dv_}, deterministic, (philox_seed, philox_offset),
-    )  # fmt: skip
+        validated(call), {"dq_": dq_, "dk_": dk_, "dv_": dv_}, (philox_seed, philox_offset)
+    )
 
 
 def mha_varlen_bwd(
@@ -272,13 +262,11 @@ def mha_varlen_bwd(
     validate.varlen(q, k, v, *sequences)
     validate.flag("zero_tensors", zero_tensors)
     check.varlen(q, k, *sequences, None, zero_tensors)
-    score = Score(
-        alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap,
+    call = VarlenBwdCall(
+        dout, q, k, v, out, softmax_lse, *sequences, zero_tensors, None, softmax_scale, is_causal,
+        unbounded(window_size_left), unbounded(window_size_right), softcap, alibi_slopes_, None,
+        p_dropout, deterministic=deterministic,
     )  # fmt: skip
-    score.check(q, v, len(cu_seqlens_q) - 1, deterministic)
     return backward(
-        torch.ops.flash_cute.varlen_bwd, (dout, q, k, v, out, softmax_lse),
-        (*sequences, zero_tensors), score,
-        {"dq_": dq_, "dk_": dk_, "dv_": dv_}, deterministic, (philox_seed, philox_offset),
-    )  # fmt: skip
+        validated(call), {"dq_": dq_, "dk_": dk_, "dv_": dv_}, (philox_seed, philox_offset)
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_cute import ops, validate
+from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 from flash_cute.rng import check_generator, rng_of_call
+from flash_cute.run import batch_of
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
 
@@ -18,104 +20,83 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Backward = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class Score(NamedTuple):
-    """What turns q k^T into weights, under the ops' names."""
+def unbounded(side: int) -> int:
+    """A side of the window: each negative number leaves it open."""
+    return -1 if isinstance(side, int) and side < 0 else side
 
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    softmax_scale: float | None
-    is_causal: bool
-    left: int
-    right: int
-    softcap: float
 
-    def window(self) -> tuple[int, int]:
-        left, right = (-1 if isinstance(x, int) and x < 0 else x for x in (self.left, self.right))
-        return left, right
-
-    def check(self, q: Tensor, v: Tensor, batch: int, deterministic: bool = False) -> None:
-        validate_options.check(
-            q, batch, self.dropout_p, self.softmax_scale, self.is_causal, self.window(),
-            self.softcap, self.alibi_slopes, deterministic, None, _NAMES,
-        )  # fmt: skip
-        if q.is_cuda:
-            validate.cuda(q, v)
-
-    def arguments(self, rng: Tensor | None) -> tuple[Any, ...]:
-        """As ops take them; there is no sink."""
-        return (
-            self.softmax_scale, self.is_causal, *self.window(), self.softcap, self.alibi_slopes,
-            None, self.dropout_p, rng,
-        )  # fmt: skip
+def validated(call: Any) -> Any:
+    """The call, of valid shapes, if what its scores become is valid too."""
+    validate_options.check(call, batch_of(call), _NAMES)
+    if call.q.is_cuda:
+        validate.cuda(call.q, call.v)
+    return call
 
 
 @torch.no_grad()
 def forward(
-    op: Any,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sequences: tuple[Any, ...],
-    score: Score,
-    out_: Tensor | None,
-    return_softmax: bool,
-    gen_: torch.Generator | None,
-    lse_shape: tuple[int, ...],
-    softmax_shape: tuple[int, ...],
+    call: FwdCall | VarlenFwdCall, out_: Tensor | None, gen_: torch.Generator | None
 ) -> Forward:
-    """What both functions of forward do after their checks; ``op`` is a packet with overloads."""
-    q, k, v = qkv
-    validate.flag("return_softmax", return_softmax)
+    """What both functions of forward do after their checks."""
+    q, k, v = call.q, call.k, call.v
+    validate.flag("return_softmax", call.return_softmax)
     if out_ is not None:
         _buffers({"out_": (out_, (*q.shape[:-1], v.shape[-1]))}, {"q": q, "k": k, "v": v})
     if gen_ is not None:
-        _generator(gen_, q, score.dropout_p)
-    rng = rng_of_call(q, score.dropout_p, gen_, None)
-    args = (
-        *qkv, *sequences, *score.arguments(rng), False, return_softmax, False, ops.allow_tf32(q),
-    )  # fmt: skip
+        _generator(gen_, q, call.dropout_p)
+    rng = rng_of_call(q, call.dropout_p, gen_, None)
+    call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(q))
+    op = ops.OP_OF[type(call)]
     if out_ is None:
         with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):  # as with buffers
-            out, softmax_lse, _, softmax = op.default(*args)
+            out, softmax_lse, _, softmax = op(*call)
     else:
-        out = out_
+        out, (lse_shape, softmax_shape) = out_, _statistics(call)
         softmax_lse = q.new_empty(lse_shape, dtype=validate_ops.statistic_dtype(q))
-        softmax = q.new_empty(softmax_shape) if return_softmax else None
-        op.out(*args, out=out, softmax_lse=softmax_lse, softmax=softmax)
+        softmax = q.new_empty(softmax_shape) if call.return_softmax else None
+        ops.OUT_OF[op](*call, out=out, softmax_lse=softmax_lse, softmax=softmax)
     state = q.new_zeros(2, dtype=torch.int64) if rng is None else rng
     seed, offset = state.unbind()
     return out, q, k, v, softmax_lse, seed, offset, q.new_empty(0) if softmax is None else softmax
 
 
+def _statistics(call: FwdCall | VarlenFwdCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of softmax_lse and of the probabilities."""
+    *_, rows, heads, _ = call.q.shape
+    if isinstance(call, VarlenFwdCall):
+        longest = (call.max_seqlen_q, call.max_seqlen_k)
+        return (heads, rows), (batch_of(call), heads, *longest)
+    lse_shape = (len(call.q), heads, rows)
+    return lse_shape, (*lse_shape, call.k.shape[1])
+
+
 @torch.no_grad()
 def backward(
-    op: Any,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    sequences: tuple[Any, ...],
-    score: Score,
+    call: BwdCall | VarlenBwdCall,
     given: dict[str, Tensor | None],
-    deterministic: bool,
     philox: tuple[Tensor | None, Tensor | None],
 ) -> Backward:
     """The same of backward; ``given`` are its buffers by name, in the order of its results."""
-    names = ("dout", "q", "k", "v", "out", "softmax_lse")
-    bound = dict(zip(names, saved, strict=True))
-    validate_ops.of_forward(bound | {"dlse": None})
-    q, k, v = saved[1:4]
-    validate.contiguous_last("dout", bound["dout"])
-    validate.contiguous_last("out", bound["out"])
-    if not bound["softmax_lse"].is_contiguous():
-        raise ValueError("softmax_lse is not contiguous; call softmax_lse.contiguous()")
-    shapes = {"dq_": q.shape, "dk_": k.shape, "dv_": v.shape}
-    _buffers({x: (y, tuple(shapes[x])) for x, y in given.items() if y is not None}, bound)
-    rng = None if score.dropout_p == 0 else _state_of(q, *philox)
-    args = (
-        *saved, *sequences, None, *score.arguments(rng), deterministic, ops.allow_tf32(q),
+    q, k, v, dout, out, softmax_lse = (
+        call.q, call.k, call.v, call.dout, call.out, call.softmax_lse
     )  # fmt: skip
+    validate_ops.of_forward(q, v, out, softmax_lse, dout, None)
+    validate.contiguous_last("dout", dout)
+    validate.contiguous_last("out", out)
+    if not softmax_lse.is_contiguous():
+        raise ValueError("softmax_lse is not contiguous; call softmax_lse.contiguous()")
+    read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
+    shapes = {"dq_": q.shape, "dk_": k.shape, "dv_": v.shape}
+    _buffers({x: (y, tuple(shapes[x])) for x, y in given.items() if y is not None}, read)
+    rng = None if call.dropout_p == 0 else _state_of(q, *philox)
+    call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(q))
+    op = ops.OP_OF[type(call)]
     if all(x is None for x in given.values()):
-        dq, dk, dv, _, softmax_d = op.default(*args)
+        dq, dk, dv, _, softmax_d = op(*call)
         return dq, dk, dv, softmax_d
     dq, dk, dv = (q.new_empty(shapes[x]) if y is None else y for x, y in given.items())
-    softmax_d = torch.empty_like(saved[5], memory_format=torch.contiguous_format)
-    op.out(*args, dq=dq, dk=dk, dv=dv, softmax_d=softmax_d)
+    softmax_d = torch.empty_like(softmax_lse, memory_format=torch.contiguous_format)
+    ops.OUT_OF[op](*call, dq=dq, dk=dk, dv=dv, softmax_d=softmax_d)
     return dq, dk, dv, softmax_d
 
 

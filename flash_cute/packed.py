@@ -26,13 +26,13 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None, op: Any, args: tuple
+        ctx: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None, call: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *unpacked_q, k, v = packed.unbind(-3)
-        every = (*(unpacked_q or (q,)), k, v, *args)
-        out, softmax_lse, _, probs = ops.call(op, every)
-        ctx.op = op
-        ops.save_for_backward(ctx, op, (packed, q, sink, out, softmax_lse), every)
+        ctx.op = op = ops.OP_OF[type(call)]
+        call = call._replace(q=unpacked_q[0] if q is None else q, k=k, v=v)
+        out, softmax_lse, _, probs = ops.call(op, call)
+        ops.save_for_backward(ctx, op, (packed, q, sink, out, softmax_lse), call)
         if probs is not None:
             ctx.mark_non_differentiable(probs)
         ctx.set_materialize_grads(False)
@@ -53,7 +53,7 @@ class PackedAttention(torch.autograd.Function):
                 grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():
             grads = _NotAgain.apply(packed, q, sink, dout, dlse, *grads)
-        return (*grads, None, None)
+        return (*grads, None)
 
 
 def _filled(

@@ -26,6 +26,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import kernels, ops, validate
 from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
+from flash_cute.ops.typed import FwdCall, FwdKvcacheCall, VarlenFwdCall
 
 _asked = os.environ.get("FLASH_CUTE_LOG", "")
 if _asked not in ("", "plan"):
@@ -51,36 +52,50 @@ def switched(on: bool = True) -> Iterator[None]:
         _on = before
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: tuple[Any, ...], backward: bool, **options: Any
-) -> None:
-    """Logs a call, and its gradient if one may be asked for; ``options`` are fields of a Problem.
-
-    q, k and v are dense, or packed with ``sequences``, which varlen ops take behind them.
-    """
-    options["allow_tf32"] = ops.allow_tf32(q)
-    deterministic = ops.deterministic(options.pop("deterministic", False))
+def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
+    """Logs a call, and its gradient if one may be asked for."""
+    q, k, v = call.q, call.k, call.v
+    options = _scores(call) | {"dropout": call.dropout_p > 0, "allow_tf32": ops.allow_tf32(q)}
+    deterministic = ops.deterministic(call.deterministic)
 
     def problem(op: str) -> kernels.Problem:
         given = {**options, "deterministic": deterministic and op == "bwd"}
-        if sequences:
-            return kernels.Problem.of_packed(q, k, v, sequences, op, **given)
-        return kernels.Problem.of(q, k, v, op, **given)
+        if isinstance(call, FwdCall):
+            return kernels.Problem.of(q, k, v, op, **given)
+        sequences = (
+            call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
+            call.seqused_q, call.seqused_k, call.zero_tensors, call.block_table,
+        )  # fmt: skip
+        return kernels.Problem.of_packed(q, k, v, sequences, op, **given)
 
     for op in ("fwd", "bwd")[: 1 + backward]:
         say((q, k, v), op, problem)
 
 
-def cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> None:
-    """Logs a call over a key/value cache; ``options`` are fields of a Problem."""
+def cache(call: FwdKvcacheCall, batch: int) -> None:
+    """Logs a call over a key/value cache."""
+    q, k_cache, v_cache, table = call.q, call.k_cache, call.v_cache, call.block_table
+    pages, page_size = (1, 0) if table is None else (table.shape[1], k_cache.shape[1])
 
     def problem(op: str) -> kernels.Problem:
         return kernels.Problem(
-            op, q.dtype, heads=q.shape[-2], heads_k=k_cache.shape[2], head_dim=q.shape[-1],
-            head_dim_v=v_cache.shape[3], **options,
+            op, q.dtype, batch, q.shape[-2], k_cache.shape[2], call.max_seqlen_q or q.shape[1],
+            pages * k_cache.shape[1], q.shape[-1], v_cache.shape[3],
+            varlen=call.cu_seqlens_q is not None, page_size=page_size,
+            lengths=call.cache_seqlens is not None, leftpad=call.cache_leftpad is not None,
+            num_splits=call.num_splits, split_size=call.split_size, **_scores(call),
         )  # fmt: skip
 
     say((q, k_cache, v_cache), "decode", problem)
+
+
+def _scores(call: Any) -> dict[str, Any]:
+    """What calls of all ops have, as fields of a Problem."""
+    return {
+        "causal": call.is_causal, "softcap": call.softcap > 0,
+        "window_size": (call.window_size_left, call.window_size_right),
+        "softmax_scale": call.softmax_scale or 1.0, "alibi": call.alibi_slopes is not None,
+    }  # fmt: skip
 
 
 def say(

@@ -1,4 +1,5 @@
-"""Types of ``torch.ops.flash_cute``, from the ops' schemas: ``flash_cute/ops/typed.py``.
+"""``flash_cute/ops/typed.py``, from the ops' schemas: arguments of each op as one value, and types
+of ``torch.ops.flash_cute``.
 
 ``python tools/op_stubs.py --write`` writes it, ``--check`` exits with 1 if it holds anything else.
 ``--freeze`` writes the schemas themselves to ``flash_cute/ops/schemas.txt``: what a release
@@ -24,18 +25,23 @@ import flash_cute  # noqa: E402, F401  loads the ops
 TYPED = ROOT / "flash_cute" / "ops" / "typed.py"
 FROZEN = ROOT / "flash_cute" / "ops" / "schemas.txt"
 PUBLIC = ("fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache", "attend_kvcache", "combine")
-HEAD = '''"""``torch.ops.flash_cute`` with types, made of the ops' schemas by tools/op_stubs.py.
+HEAD = '''"""Calls as values, and ``torch.ops.flash_cute`` with types: made of the ops' schemas by
+tools/op_stubs.py.
+
+A call has the op's arguments as its fields, in their order and with their defaults; what an out
+overload writes into is not among them.
 
 Example::
 
-    from flash_cute.ops.typed import OPS
+    from flash_cute.ops.typed import OPS, FwdCall
 
-    out, softmax_lse, _, _ = OPS.fwd(q, k, v, is_causal=True)
+    call = FwdCall(q, k, v, is_causal=True)
+    out, softmax_lse, _, _ = OPS.fwd(*call._replace(softcap=30.0))
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -57,17 +63,25 @@ def python_type(kind: Any) -> str:
     return {"SymInt": "int", "ScalarType": "torch.dtype", "number": "float"}.get(name, name)
 
 
+def declared(argument: Any) -> str:
+    """An argument with its type, and its default if it has one."""
+    default = f" = {argument.default_value!r}" if argument.has_default_value() else ""
+    return f"{argument.name}: {python_type(argument.real_type)}{default}"
+
+
+def call(schema: Any, title: str) -> str:
+    """The arguments of a functional op as a class."""
+    fields = "".join(f"    {declared(argument)}\n" for argument in schema.arguments)
+    return f"class {title}Call(NamedTuple):\n{fields}\n"
+
+
 def method(schema: Any, name: str) -> str:
     """One overload as a method."""
     words = ["self"]
     for argument in schema.arguments:
         if argument.kwarg_only and "*" not in words:
             words.append("*")
-        kind = "torch.dtype" if argument.name == "out_dtype" else python_type(argument.real_type)
-        if argument.name == "out_dtype" and argument.has_default_value():
-            kind += " | None"
-        default = f" = {argument.default_value!r}" if argument.has_default_value() else ""
-        words.append(f"{argument.name}: {kind}{default}")
+        words.append(declared(argument))
     results = [python_type(result.real_type) for result in schema.returns]
     returned = "None" if not results else f"tuple[{', '.join(results)}]"
     return f"    def {name}({', '.join(words)}) -> {returned}: ...\n"
@@ -75,17 +89,17 @@ def method(schema: Any, name: str) -> str:
 
 def text() -> str:
     """The whole module, before it is formatted."""
-    classes, fields = [], []
+    calls, classes, fields = [], [], []
     for name in PUBLIC:
         own = [schema for schema in schemas() if schema.name == f"flash_cute::{name}"]
         title = name.title().replace("_", "")
         body = "".join(method(schema, schema.overload_name or "__call__") for schema in own)
+        calls.append(call(getattr(torch.ops.flash_cute, name).default._schema, title))
         classes.append(f"class {title}(Protocol):\n{body}\n")
         fields.append(f"    {name}: {title}\n")
     ops = f"class Ops(Protocol):\n{''.join(fields)}\n"
-    return (
-        HEAD + "\n".join([*classes, ops]) + "\nOPS = cast(Ops, cast(Any, torch.ops.flash_cute))\n"
-    )
+    typed = "OPS = cast(Ops, cast(Any, torch.ops.flash_cute))\n"
+    return HEAD + "\n".join([*calls, *classes, ops, typed])
 
 
 def formatted() -> str:

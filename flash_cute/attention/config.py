@@ -11,6 +11,7 @@ import torch
 from flash_cute import validate
 from flash_cute.core.multihead import check_heads
 from flash_cute.hardware.devices import named_device
+from flash_cute.ops.typed import FwdCall
 from flash_cute.validate import options as validate_options
 
 
@@ -100,10 +101,10 @@ class AttentionConfig:
             if x < 1:
                 raise ValueError(f"{name} is {x}; expected at least 1")
         q = torch.empty(1, 1, self.num_heads, self.head_dim, device="meta")
-        validate_options.check(
-            q, 1, self.dropout, self.softmax_scale, False, self.window_size, self.softcap, None,
-            self.deterministic, None,
-        )  # fmt: skip
+        window = validate_options.sides(self.window_size)
+        call = FwdCall(q, q, q, self.softmax_scale, False, *window, self.softcap, None, None)
+        call = call._replace(dropout_p=self.dropout, deterministic=self.deterministic)
+        validate_options.check(call, 1)
 
     @property
     def head_dim(self) -> int:

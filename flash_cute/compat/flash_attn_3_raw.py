@@ -14,6 +14,7 @@ from torch import Tensor
 import flash_cute
 from flash_cute import accept, check, mha_call, validate
 from flash_cute.compat import calls
+from flash_cute.ops.typed import BwdCall, VarlenBwdCall
 
 
 @calls.raises_as_flash_attn
@@ -157,26 +158,24 @@ def _flash_attn_backward(
             raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]}, which is written")
     dout, q, k, v, out = accept.rows(dout, q, k, v, out)
     left, right = calls.sides(window_size_left, window_size_right)
-    score = mha_call.Score(None, 0.0, softmax_scale, is_causal, left, right, calls.softcap(softcap))
-    op: Any = torch.ops.flash_cute.bwd
-    sequences: tuple[Any, ...] = ()
+    score: Any = {
+        "softmax_scale": softmax_scale, "is_causal": is_causal, "window_size_left": left,
+        "window_size_right": right, "softcap": calls.softcap(softcap),
+        "deterministic": deterministic,
+    }  # fmt: skip
+    call: BwdCall | VarlenBwdCall
     if cu_seqlens_q is cu_seqlens_k is sequed_q is sequed_k is None:
         validate.dense(q, k, v)
         check.dense(q, k)
-        batch = len(q)
+        call = BwdCall(dout, q, k, v, out, softmax_lse, **score)
     else:
-        op = torch.ops.flash_cute.varlen_bwd
         longest = [accept.integer(x) for x in (max_seqlen_q, max_seqlen_k)]
         told = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
         rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", told)
         validate.varlen(q, k, v, *rows)
         check.varlen(q, k, *rows, None, False)
-        batch, sequences = len(rows[0]) - 1, (*rows, False)
-    score.check(q, v, batch, deterministic)
-    return mha_call.backward(
-        op, (dout, q, k, v, out, softmax_lse), sequences, score, written, deterministic,
-        (None, None),
-    )[3]  # fmt: skip
+        call = VarlenBwdCall(dout, q, k, v, out, softmax_lse, *rows, **score)
+    return mha_call.backward(mha_call.validated(call), written, (None, None))[3]
 
 
 def _check_lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flash_cute
-from flash_cute import validate
+from flash_cute import functional, functional_packed, kvcache, validate
 from flash_cute.compat import calls
 from flash_cute.compat.flash_attn_3_raw import _flash_attn_backward, _flash_attn_forward  # noqa: F401
 
@@ -51,7 +50,7 @@ def flash_attn_func(
 ) -> Any:
     """:func:`flash_cute.flash_attn_func`; ``return_attn_probs`` returns (out, softmax_lse)."""
     validate.flag("return_attn_probs", return_attn_probs)
-    return flash_cute.flash_attn_func(
+    return functional.flash_attn_func(
         q, k, v, **_options(softmax_scale, causal, window_size, softcap),
         deterministic=deterministic, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
@@ -85,9 +84,9 @@ def flash_attn_qkvpacked_func(
     }  # fmt: skip
     more |= _options(softmax_scale, causal, window_size, softcap)
     if qkv.dim() == 5:
-        return flash_cute.flash_attn_qkvpacked_func(qkv, **more)
+        return functional_packed.flash_attn_qkvpacked_func(qkv, **more)
     heads_k = calls.kv_heads(qkv, num_heads_q)
-    return flash_cute.flash_attn_func(*qkv.split([num_heads_q, heads_k, heads_k], 2), **more)
+    return functional.flash_attn_func(*qkv.split([num_heads_q, heads_k, heads_k], 2), **more)
 
 
 @calls.raises_as_flash_attn
@@ -118,7 +117,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """:func:`flash_cute.flash_attn_varlen_func`; ``return_attn_probs`` returns (out, lse)."""
     validate.flag("return_attn_probs", return_attn_probs)
-    return flash_cute.flash_attn_varlen_func(
+    return functional.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q,
         seqused_k=seqused_k, **_options(softmax_scale, causal, window_size, softcap),
         deterministic=deterministic, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
@@ -135,7 +134,7 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`flash_cute.flash_attn_combine`: (out, softmax_lse)."""
-    return flash_cute.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return kvcache.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 
 @calls.raises_as_flash_attn
@@ -177,7 +176,7 @@ def flash_attn_with_kvcache(
     calls.no_metadata(scheduler_metadata)
     cache_batch_idx, page_table = calls.picked(cache_batch_idx, page_table)
     with torch.no_grad():
-        results = flash_cute.flash_attn_with_kvcache(
+        results = kvcache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
             cache_leftpad, **_options(softmax_scale, causal, window_size, softcap),
             rotary_interleaved=rotary_interleaved, num_splits=num_splits,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.odd import Odd, is_usual
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
+
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import BwdCall, VarlenBwdCall
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
@@ -134,78 +139,34 @@ def _differentiate(
 
 
 @internals.without_autograd
-def bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dlse: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Tensor | None = None,
-    deterministic: bool = False,
-    allow_tf32: bool = False,
-) -> Results:
+def bwd(call: BwdCall) -> Results:
     """The op ``bwd`` on the CPU: (dq, dk, dv, dsink, softmax_d) of a call of ``fwd``.
 
     ``dout`` is shaped like out, and ``dlse`` like softmax_lse or None for 0. The result is bitwise
     repeatable, ``deterministic`` or not. Raises ValueError for dropout without ``rng``.
     """
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
-    softmax_d = _softmax_d(dout, out, dlse)
-    dq, dk, dv = _differentiate(dout, q, k, v, out, softmax_lse, dlse, softmax_d, options)
-    return dq, dk, dv, _dsink(options, softmax_lse, softmax_d), softmax_d
+    options = Options.of(call)
+    softmax_d = _softmax_d(call.dout, call.out, call.dlse)
+    dq, dk, dv = _differentiate(
+        call.dout, call.q, call.k, call.v, call.out, call.softmax_lse, call.dlse, softmax_d, options
+    )
+    return dq, dk, dv, _dsink(options, call.softmax_lse, softmax_d), softmax_d
 
 
 @internals.without_autograd
-def varlen_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    dlse: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Tensor | None = None,
-    deterministic: bool = False,
-    allow_tf32: bool = False,
-) -> Results:
+def varlen_bwd(call: VarlenBwdCall) -> Results:
     """The op ``varlen_bwd`` on the CPU: (dq, dk, dv, dsink, softmax_d) of packed sequences.
 
     Rows of no sequence get gradients and softmax_d of 0, with or without ``zero_tensors``; else as
     ``bwd``. Raises ValueError for dropout without ``rng``.
     """
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    q, k, v, dout, out, dlse = call.q, call.k, call.v, call.dout, call.out, call.dlse
+    options, softmax_lse = Options.of(call), call.softmax_lse
     softmax_d = torch.zeros_like(softmax_lse, memory_format=torch.contiguous_format)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     parts = zip(
-        varlen.spans(cu_seqlens_q, seqused_q, max_seqlen_q, len(q)),
-        varlen.spans(cu_seqlens_k, seqused_k, max_seqlen_k, len(k)),
+        varlen.spans(call.cu_seqlens_q, call.seqused_q, call.max_seqlen_q, len(q)),
+        varlen.spans(call.cu_seqlens_k, call.seqused_k, call.max_seqlen_k, len(k)),
         strict=False,
     )
     for index, (rows, keys) in enumerate(parts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.odd import Odd
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
+
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import FwdCall, VarlenFwdCall
 
 
 class Outputs(NamedTuple):
@@ -152,100 +155,57 @@ def attend(
 
 
 @internals.without_autograd
-def fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Tensor | None = None,
-    deterministic: bool = False,
-    return_softmax: bool = False,
-    return_row_max: bool = False,
-    allow_tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def fwd(call: FwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The op ``fwd`` on the CPU: (out, softmax_lse, row_max, softmax) of dense q, k and v.
 
     q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k,
     dim_v); fp16, bf16, fp32 or fp64. The result is bitwise repeatable, ``deterministic`` or not.
     Raises ValueError for dropout without ``rng``.
     """
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
-    in_bf16 = plain.is_fast_in_bf16(q)
-    if not return_softmax and not return_row_max:
+    q, k, v = call.q, call.k, call.v
+    options, in_bf16 = Options.of(call), plain.is_fast_in_bf16(q)
+    if not call.return_softmax and not call.return_row_max:
         results = _attend_plainly(q, k, v, options, in_bf16)
         if results is not None:
             return *results, None, None
     batch, seqlen_q, heads, _ = q.shape
     statistic = (batch, heads, seqlen_q)
-    shape = (*statistic, k.shape[1])
-    outputs = Outputs.of_no_keys(q, v, statistic, shape, return_softmax, return_row_max)
+    shape, asked = (*statistic, k.shape[1]), (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, v, statistic, shape, *asked)
     attend(q, k, v, options, outputs, in_bf16=in_bf16)
     return outputs
 
 
 @internals.without_autograd
-def fwd_without_lse(*args: Any) -> tuple[Tensor | None, ...]:
+def fwd_without_lse(call: FwdCall) -> tuple[Tensor | None, ...]:
     """The same where nobody asks for more than out: what takes time of its own is None."""
-    q, k, v, softmax_scale, is_causal, left, right, *rules = args[:12]
+    q, k, v = call.q, call.k, call.v
     if plain.is_fast_in_bf16(q):
-        window = (left, 0 if is_causal else right)
-        options = Options.of(q, softmax_scale, window, *rules)
-        results = _attend_plainly(q, k, v, options, in_bf16=True, with_lse=False)
+        results = _attend_plainly(q, k, v, Options.of(call), in_bf16=True, with_lse=False)
         if results is not None:
             return *results, None, None
-    return fwd(*args)
+    return fwd(call)
 
 
 @internals.without_autograd
-def varlen_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Tensor | None = None,
-    deterministic: bool = False,
-    return_softmax: bool = False,
-    return_row_max: bool = False,
-    allow_tf32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def varlen_fwd(call: VarlenFwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The op ``varlen_fwd`` on the CPU: (out, softmax_lse, row_max, softmax) of packed sequences.
 
     q (total_q, heads, dim); k and v (total_k, heads_k, dim or dim_v), or with ``block_table``
     (num_blocks, page_size, heads_k, dim or dim_v). Rows of no sequence get out 0 and lse -inf, with
     or without ``zero_tensors``. Raises ValueError for dropout without ``rng``.
     """
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, dropout_p, rng)
+    q, options = call.q, Options.of(call)
     total_q, heads, _ = q.shape
-    shape = (max(len(cu_seqlens_q) - 1, 0), heads, max_seqlen_q, max_seqlen_k)
-    outputs = Outputs.of_no_keys(q, v, (heads, total_q), shape, return_softmax, return_row_max)
+    batch = max(len(call.cu_seqlens_q) - 1, 0)
+    shape = (batch, heads, call.max_seqlen_q, call.max_seqlen_k)
+    asked = (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, call.v, (heads, total_q), shape, *asked)
+    of_keys = (call.cu_seqlens_k, call.seqused_k, call.max_seqlen_k, call.block_table)
     parts = zip(
-        varlen.spans(cu_seqlens_q, seqused_q, max_seqlen_q, total_q),
-        varlen.sequences(k, cu_seqlens_k, seqused_k, max_seqlen_k, block_table),
-        varlen.sequences(v, cu_seqlens_k, seqused_k, max_seqlen_k, block_table),
+        varlen.spans(call.cu_seqlens_q, call.seqused_q, call.max_seqlen_q, total_q),
+        varlen.sequences(call.k, *of_keys),
+        varlen.sequences(call.v, *of_keys),
         strict=False,
     )
     for index, (rows, keys, values) in enumerate(parts):

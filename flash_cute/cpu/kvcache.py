@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from flash_cute import _torch_internals as internals
 from flash_cute.cpu import varlen
 from flash_cute.cpu.forward import Outputs, attend
 from flash_cute.cpu.tiles import Options, compute_dtype
+
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import FwdKvcacheCall
 
 
 class Rotary(NamedTuple):
@@ -40,6 +43,7 @@ class Place(NamedTuple):
     pages: Tensor  # (blocks,), ids of which some may not exist
     used: int
     leftpad: int
+    capacity: int  # rows of all its pages
 
     def rows(self, cache: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
         """Page, row in the page, and whether the page exists, of rows [first, last)."""
@@ -64,106 +68,71 @@ class Place(NamedTuple):
         return gathered[None]
 
 
-def _places(
-    batch: int,
-    capacity: int,
-    cache_seqlens: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-) -> Iterator[Place]:
+def _places(call: FwdKvcacheCall, batch: int) -> Iterator[Place]:
     """The place of each sequence; without a table a sequence has one page."""
-    if block_table is None:
-        pages = torch.arange(batch) if cache_batch_idx is None else cache_batch_idx.long()
-        pages = pages[:, None]
+    if call.block_table is not None:
+        pages = call.block_table.long()
+    elif call.cache_batch_idx is not None:
+        pages = call.cache_batch_idx.long()[:, None]
     else:
-        pages = block_table.long()
-    lengths = [capacity] * batch if cache_seqlens is None else cache_seqlens.tolist()
-    pads = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
-    for index in range(batch):
-        used = min(max(lengths[index], 0), capacity)
-        yield Place(pages[index], used, min(max(pads[index], 0), used))
+        pages = torch.arange(batch)[:, None]
+    capacity = pages.shape[1] * call.k_cache.shape[1]
+    used, leftpad = call.cache_seqlens, call.cache_leftpad
+    lengths = [capacity] * batch if used is None else used.clamp(0, capacity).tolist()
+    pads = [0] * batch if leftpad is None else leftpad.tolist()
+    for page, length, pad in zip(pages, lengths, pads, strict=True):
+        yield Place(page, length, min(max(pad, 0), length), capacity)
 
 
 @torch.no_grad()
-def fwd_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    cu_seqlens_k_new: Tensor | None = None,
-    rotary_seqlens: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    rotary_interleaved: bool = True,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> tuple[Tensor, Tensor]:
+def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     """The op ``fwd_kvcache`` on the CPU: (out, softmax_lse); k and v join the caches in place.
 
     q (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``; caches (batch,
     capacity, heads_k, dim or dim_v), or (num_blocks, page_size, ..) with ``block_table``. No row's
     result depends on another row, so ``num_splits`` and ``split_size`` change nothing.
     """
-    window = (window_size_left, 0 if is_causal else window_size_right)
-    options = Options.of(q, softmax_scale, window, softcap, alibi_slopes, sink, 0.0, None)
+    q, options = call.q, Options.of(call)
     rotary = None
-    if rotary_cos is not None and rotary_sin is not None:
-        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-    step = int(max(window) >= 0)  # without a band all queries stand where the first does
-    heads = q.shape[-2]
-    packed = q if cu_seqlens_q is not None else q.flatten(0, 1)
-    offsets = cu_seqlens_q
+    if call.rotary_cos is not None and call.rotary_sin is not None:
+        rotary = Rotary(call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
+    step = int(max(options.window) >= 0)  # without a band all queries stand where the first does
+    packed, offsets, longest_q = q, call.cu_seqlens_q, call.max_seqlen_q
     if offsets is None:
-        max_seqlen_q = q.shape[1]
-        offsets = torch.arange(len(q) + 1) * max_seqlen_q
-    batch = len(offsets) - 1
-    blocks = 1 if block_table is None else block_table.shape[1]
-    capacity = blocks * k_cache.shape[1]
-    outputs = Outputs.of_no_keys(packed, v_cache, (heads, len(packed)), (), False, False)
-    new_rows = [slice(0)] * batch
-    if k is not None and cu_seqlens_k_new is not None:
-        new_rows = list(varlen.spans(cu_seqlens_k_new, None, len(k), len(k)))
-    parts = zip(
-        varlen.spans(offsets, None, max_seqlen_q, len(packed)),
-        _places(batch, capacity, cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
-        strict=True,
-    )
-    for index, (rows, place) in enumerate(parts):
+        packed, longest_q = q.flatten(0, 1), q.shape[1]
+        offsets = torch.arange(len(q) + 1) * longest_q
+    statistic = (heads := q.shape[-2], len(packed))
+    outputs = Outputs.of_no_keys(packed, call.v_cache, statistic, (), False, False)
+    places = list(_places(call, len(offsets) - 1))
+    joining = _new_rows(call, len(places))
+    rows_of_each = varlen.spans(offsets, None, longest_q, len(packed))
+    for index, (rows, place) in enumerate(zip(rows_of_each, places, strict=True)):
         queries, last = packed[rows], place.used
-        position = last if rotary_seqlens is None else int(rotary_seqlens[index])
-        if k is not None and v is not None:
-            at = index if cu_seqlens_k_new is None else new_rows[index]
-            new_k, new_v = k[at], v[at]
-            last = min(last + len(new_k), capacity)
+        position = last if call.rotary_seqlens is None else int(call.rotary_seqlens[index])
+        if call.k is not None and call.v is not None:
+            new_k, new_v = call.k[joining[index]], call.v[joining[index]]
+            last = min(last + len(new_k), place.capacity)
             if rotary is not None:
                 new_k = rotary.turn(new_k, position, 1)
                 queries = rotary.turn(queries, position, step)
-            place.write(k_cache, new_k, last)
-            place.write(v_cache, new_v, last)
-        keys, values = place.read(k_cache, last), place.read(v_cache, last)
+            place.write(call.k_cache, new_k, last)
+            place.write(call.v_cache, new_v, last)
+        keys, values = place.read(call.k_cache, last), place.read(call.v_cache, last)
         part = outputs.of_sequence(index, rows, keys.shape[1])
         attend(queries[None], keys, values, options, part, index)
     out, lse = outputs.out, outputs.softmax_lse
-    if cu_seqlens_q is None:
+    if call.cu_seqlens_q is None:
         with internals.below_versions():  # new tensors, and no views of them
             out = out.view(*q.shape[:-1], out.shape[-1])
             lse = lse.view(heads, *q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse
+
+
+def _new_rows(call: FwdKvcacheCall, batch: int) -> Sequence[int | slice]:
+    """Where k and v have the rows of each sequence that join the cache."""
+    if call.k is None or call.cu_seqlens_k_new is None:
+        return range(batch)
+    return list(varlen.spans(call.cu_seqlens_k_new, None, len(call.k), len(call.k)))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,26 +79,18 @@ class Options:
     rng: Tensor | None  # (2,)
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        softmax_scale: float | None,
-        window: tuple[int, int],
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        sink: Tensor | None,
-        dropout_p: float,
-        rng: Tensor | None,
-    ) -> Options:
-        dtype = compute_dtype(q)
+    def of(cls, call: Any) -> Options:
+        """Of a call of any op of attention; those over a cache have no dropout."""
+        dtype, dim = compute_dtype(call.q), call.q.shape[-1]
+        slopes, sink, dropout_p = call.alibi_slopes, call.sink, getattr(call, "dropout_p", 0.0)
         return cls(
-            scale=max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale,
-            window=window,
-            softcap=softcap,
-            slopes=None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.to(dtype)),
+            scale=max(dim, 1) ** -0.5 if call.softmax_scale is None else call.softmax_scale,
+            window=(call.window_size_left, 0 if call.is_causal else call.window_size_right),
+            softcap=call.softcap,
+            slopes=None if slopes is None else torch.atleast_2d(slopes.to(dtype)),
             sink=None if sink is None else sink.to(dtype),
             dropout_p=dropout_p,
-            rng=rng,
+            rng=call.rng if dropout_p else None,
         )
 
     @property

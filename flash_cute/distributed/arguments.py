@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute import validate
+from flash_cute.ops.typed import FwdCall
 from flash_cute.validate import options as validate_options
 
 
@@ -99,7 +100,8 @@ def check_dtype(dtype: Any) -> None:
 def check_window(window_size: Any) -> None:
     """Refuses what :func:`flash_cute.flash_attn_func` does."""
     q = torch.empty(1, 1, 1, 1, device="meta")
-    validate_options.check(q, 1, 0, None, False, window_size, 0, None, False, None)
+    left, right = validate_options.sides(window_size)
+    validate_options.check(FwdCall(q, q, q, None, False, left, right), 1)
 
 
 def lengths(seqlen: Any, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from flash_cute.distributed.plan import Plan, plan_of
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
 from flash_cute.ops.autograd import refuse_tangents
+from flash_cute.ops.typed import FwdCall
 from flash_cute.rng import rng_of_call
 from flash_cute.validate import options as validate_options
 
@@ -309,11 +310,13 @@ def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     validate.dense(*rows_first)
     batch = len(plan.lengths) if plan.packed else len(q)
-    validate_options.check(
-        q, batch, options["dropout_p"], options["softmax_scale"], options["causal"],
-        options["window_size"], options["softcap"], options["alibi_slopes"],
-        options["deterministic"], options["sink"],
+    call = FwdCall(
+        q, k, v, options["softmax_scale"], options["causal"],
+        *validate_options.sides(options["window_size"]), options["softcap"],
+        options["alibi_slopes"], options["sink"], options["dropout_p"], None,
+        options["deterministic"],
     )  # fmt: skip
+    validate_options.check(call, batch)
     validate.flag("return_lse", return_lse)
     rng_of_call(q, 0.0, *random)  # checks them
     if internals.in_forward_mode():

@@ -19,6 +19,7 @@ from flash_cute.distributed.trace import named
 from flash_cute.kvcache import flash_attn_with_kvcache
 from flash_cute.ops import autocast
 from flash_cute.ops.autograd import refuse_tangents
+from flash_cute.ops.typed import FwdKvcacheCall
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import options as validate_options
 
@@ -236,15 +237,15 @@ def _check(
     if not isinstance(used, Tensor):
         validate.length("cache_seqlens", used)
         lengths = torch.full((len(q),), used, dtype=torch.int32, device=q.device)
-    batch = validate_kvcache.call(
-        q, k_cache, v_cache, k, v, None, None, lengths, cache_batch_idx, None, block_table, None,
-        0, None, None, num_splits, 0,
+    call = FwdKvcacheCall(
+        q, k_cache, v_cache, k, v, None, None, lengths, cache_batch_idx, None, block_table,
+        softmax_scale=options["softmax_scale"], is_causal=options["causal"],
+        softcap=options["softcap"], alibi_slopes=slopes, sink=options["sink"],
+        num_splits=num_splits,
     )  # fmt: skip
-    causal, window_size = options["causal"], options["window_size"]
-    validate_options.check(
-        q, batch, 0.0, options["softmax_scale"], causal, window_size, options["softcap"], slopes,
-        False, options["sink"],
-    )  # fmt: skip
+    left, right = validate_options.sides(options["window_size"])
+    call = call._replace(window_size_left=left, window_size_right=right)
+    validate_kvcache.check(call, validate_options.OF_FUNCTIONS)
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, options["sink"])
     if block is not None:
@@ -268,7 +269,7 @@ def _check(
             f"alibi_slopes are given and block is {block}: distances would not be consecutive; "
             "leave block None"
         )
-    right = 0 if causal else window_size[1]
+    right = 0 if call.is_causal else right
     if slopes is not None and q.shape[1] > 1 and right != 0:
         raise NotImplementedError(
             f"alibi_slopes are given for {q.shape[1]} queries that see tokens behind them; give "

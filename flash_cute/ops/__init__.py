@@ -23,8 +23,9 @@ from flash_cute.ops.autograd import (
     save_for_backward,
 )
 from flash_cute.ops.schema import (
+    OP_OF,
+    OUT_OF,
     attend_kvcache,
-    bind,
     bwd,
     combine,
     fwd,
@@ -35,10 +36,11 @@ from flash_cute.ops.schema import (
 from flash_cute.ops.switches import allow_tf32, deterministic
 
 __all__ = [
+    "OP_OF",
+    "OUT_OF",
     "allow_tf32",
     "attend_kvcache",
     "backward_arguments",
-    "bind",
     "bwd",
     "call",
     "combine",

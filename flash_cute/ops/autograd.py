@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import limits, validate
 from flash_cute.ops import schema, switches
-from flash_cute.ops.schema import DEFAULTS, Results
+from flash_cute.ops.schema import CALLS, Results
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
 
@@ -30,13 +30,15 @@ _BACKWARD_OF = {schema.fwd: schema.bwd, schema.varlen_fwd: schema.varlen_bwd}
 _TENSORS = {
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "alibi_slopes", "rng",
 }  # fmt: skip
-_FIRST = ("q", "k", "v", "sink", "out", "softmax_lse")  # of what backward finds saved
+# Inputs that have a gradient, in the order of the backward ops' results.
+DIFFERENTIABLE = ("q", "k", "v", "sink")
+_FIRST = (*DIFFERENTIABLE, "out", "softmax_lse")  # of what backward finds saved
 
 
 class _Layout(NamedTuple):
     """Where a backward op's arguments come from. Functions pick some of the forward op's."""
 
-    inputs: Callable[[Sequence[Any]], tuple[Any, ...]]  # q, k, v and sink
+    inputs: Callable[[Sequence[Any]], tuple[Any, ...]]  # DIFFERENTIABLE
     tensors: Callable[[Sequence[Any]], tuple[Any, ...]]  # _TENSORS
     others: Callable[[Sequence[Any]], tuple[Any, ...]]  # the rest
     deterministic: int  # its place among others
@@ -46,17 +48,16 @@ class _Layout(NamedTuple):
 
 
 def _layout(op: Any) -> _Layout:
-    names = list(DEFAULTS[op])
-    inputs = [name for name in names if name in _FIRST]
+    names = CALLS[op]._fields
+    inputs = [name for name in names if name in DIFFERENTIABLE]
     tensors = [name for name in names if name in _TENSORS]
     others = [name for name in names if name not in (*inputs, *tensors)]
     found = ["dout", "dlse", "deterministic", *_FIRST, *tensors, *others]
     pick = [itemgetter(*map(names.index, wanted)) for wanted in (inputs, tensors, others)]
-    given = tuple(map(found.index, DEFAULTS[_BACKWARD_OF[op]]))
+    given = tuple(map(found.index, CALLS[_BACKWARD_OF[op]]._fields))
     return _Layout(pick[0], pick[1], pick[2], others.index("deterministic"), given)
 
 
-_VALUES = {op: tuple(defaults.values()) for op, defaults in DEFAULTS.items()}
 _LAYOUTS = {op: _layout(op) for op in _BACKWARD_OF}
 
 
@@ -65,7 +66,7 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _differentiable(op, FORMULAS[op], _inputs(op)), "Autograd")
     for name, op in (("bwd", schema.bwd), ("varlen_bwd", schema.varlen_bwd)):
         library.impl(name, _differentiable(op, refusal(op), tuple), "Autograd")
-    for op in schema.OUT_OVERLOADS:
+    for op in schema.OUT_OF.values():
         for key in ("Autograd", "ADInplaceOrView"):  # the second alone in inference mode
             library.impl(op, _reject_gradients(op, _OUT_OVERLOAD), key)
     for op, writes_with in (
@@ -84,13 +85,13 @@ def _differentiable(
     torch.library.register_autograd would do the same, but not inside of torch.func's transforms,
     and take 100 us a call to read the schema.
     """
-    defaults = _VALUES[op]
-    slopes = list(DEFAULTS[op]).index("alibi_slopes")
+    call_of = CALLS[op]
 
     def completed(args: Sequence[Any]) -> tuple[Any, ...]:
-        if len(args) > slopes and args[slopes] is not None:
-            validate_options.no_gradient_of_slopes(args[slopes])
-        return inputs((*args, *defaults[len(args) :]))
+        call = call_of(*args)
+        if call.alibi_slopes is not None:
+            validate_options.no_gradient_of_slopes(call.alibi_slopes)
+        return inputs(call)
 
     return differentiable_kernel(op, formula, completed)
 
@@ -127,29 +128,26 @@ def forward_of(op: Any, args: Sequence[Any]) -> Results:
 
 
 def _inputs(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Of a formula: q, k, v and sink, which have gradients, and all arguments as one, for autograd
-    takes its time over each that it is given."""
+    """Of a formula: what has gradients, and the whole call as one, for autograd takes its time over
+    each that it is given."""
     own = _LAYOUTS[op].inputs
-    return lambda args: (*own(args), args)
+    return lambda call: (*own(call), call)
 
 
 def _formula(op: Any) -> type[internals.Formula]:
     """Of a forward op, whose gradient is one call of its backward op."""
-    names = list(DEFAULTS[op])
-    table = names.index("block_table") if "block_table" in names else None
 
     class Attention(internals.Formula):
         @staticmethod
-        def forward(
-            ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, args: Sequence[Any]
-        ) -> Results:
-            if table is not None and args[table] is not None:
-                validate_ops.no_gradient_of_pages(dict(zip(names, args, strict=True)))
-            results = out, softmax_lse, row_max, softmax = forward_of(op, args)
+        def forward(ctx: Any, *inputs_and_call: Any) -> Results:
+            *inputs, attention = inputs_and_call
+            if getattr(attention, "block_table", None) is not None:
+                validate_ops.no_gradient_of_pages(attention)
+            results = out, softmax_lse, row_max, softmax = forward_of(op, attention)
             if row_max is not None or softmax is not None:
                 ctx.mark_non_differentiable(*[x for x in (row_max, softmax) if x is not None])
             ctx.set_materialize_grads(False)
-            save_for_backward(ctx, op, (q, k, v, sink, out, softmax_lse), args)
+            save_for_backward(ctx, op, (*inputs, out, softmax_lse), attention)
             return results
 
         @staticmethod
@@ -157,11 +155,16 @@ def _formula(op: Any) -> type[internals.Formula]:
             saved = ctx.saved_tensors  # once: a checkpoint unpacks them one time
             given = backward_arguments(ctx, op, saved, dout, dlse)
             with limits.again(ctx.limit):
-                dq, dk, dv, dsink, _ = call(_BACKWARD_OF[op], given)
-            sink = saved[3]
-            return dq, dk, dv, None if sink is None else dsink.to(sink.dtype), None
+                *gradients, _ = call(_BACKWARD_OF[op], given)
+            inputs = saved[: len(DIFFERENTIABLE)]
+            return (*map(_in_dtype_of, inputs, gradients), None)
 
     return Attention
+
+
+def _in_dtype_of(x: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The gradient of ``x`` as autograd wants it; None if there is no ``x``."""
+    return gradient if x is None or gradient is None else gradient.to(x.dtype)
 
 
 FORMULAS = {op: _formula(op) for op in _BACKWARD_OF}
@@ -184,10 +187,9 @@ def refusal(op: Any) -> type[internals.Formula]:
 
 def differentiable(op: Any, args: Sequence[Any], allow_tf32: bool) -> Results:
     """A forward op with its gradient, without the dispatcher's way to it: for plain tensors, with
-    nothing around the call. Arguments between ``args`` and ``allow_tf32`` are defaults, and so
-    there is no sink."""
-    every = (*args, *_VALUES[op][len(args) : -1], allow_tf32)
-    return FORMULAS[op].apply(*args[:3], None, every)
+    nothing around the call."""
+    attention = CALLS[op](*args, allow_tf32=allow_tf32)
+    return FORMULAS[op].apply(*_LAYOUTS[op].inputs(attention), attention)
 
 
 def save_for_backward(
@@ -258,7 +260,7 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
     """Autograd's kernel of an op that has no gradient. What it writes, with the argument
     ``writes_with`` alone if one is named, gets another version, by which autograd knows that a
     tensor saved for backward has changed."""
-    names, written = list(DEFAULTS[op]), schema.written(op)
+    names, written = CALLS[op]._fields, schema.written(op)
 
     def kernel(*args: Any, **named: Any) -> Any:
         tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]

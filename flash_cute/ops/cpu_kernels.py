@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +10,16 @@ import torch
 from flash_cute import _torch_internals as internals
 from flash_cute import cpu
 from flash_cute.cpu.forward import fwd_without_lse
-from flash_cute.ops.schema import DEFAULTS, OPS, Results, attend_kvcache, bind, fwd_kvcache
+from flash_cute.ops.schema import CALLS, OPS, Results
+from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
+from flash_cute.validate.options import OF_OPS
 
 
 def register(library: torch.library.Library) -> None:
     internals.settle_vector_math()
-    functions: dict[str, Callable[..., Results]] = {
+    functions: dict[str, Callable[[Any], Results]] = {
         "fwd": cpu.fwd,
         "bwd": cpu.bwd,
         "varlen_fwd": cpu.varlen_fwd,
@@ -26,40 +27,45 @@ def register(library: torch.library.Library) -> None:
     }
     for name, function in functions.items():
         op = getattr(OPS, name).default
-        kernel = _checked(op, function)
-        library.impl(name, kernel, "CPU")
-        out_alone = _checked(op, fwd_without_lse) if name == "fwd" else kernel
-        library.impl(f"{name}.out", _into(op, kernel, out_alone), "CPU")
-    library.impl("fwd_kvcache", partial(_kvcache, fwd_kvcache), "CPU")
-    library.impl("attend_kvcache", partial(_kvcache, attend_kvcache), "CPU")
+        compute = _checked(function)
+        out_alone = _checked(fwd_without_lse) if name == "fwd" else compute
+        library.impl(name, _functional(op, compute), "CPU")
+        library.impl(f"{name}.out", _into(op, compute, out_alone), "CPU")
+    library.impl("fwd_kvcache", _fwd_kvcache, "CPU")
+    library.impl("attend_kvcache", _attend_kvcache, "CPU")
     library.impl("combine", _combine, "CPU")
 
 
-def _checked(op: Any, function: Callable[..., Results]) -> Callable[..., Results]:
-    """The kernel of a functional op."""
+def _checked(function: Callable[[Any], Results]) -> Callable[[Any], Results]:
+    """The same of a call that is checked first."""
 
-    def kernel(*args: Any) -> Results:
-        validate_ops.arguments(bind(op, args))
+    def compute(call: Any) -> Results:
+        validate_ops.arguments(call)
         if not torch.is_autocast_enabled("cpu"):  # the usual case, and a context takes 10 us
-            return function(*args)
+            return function(call)
         with torch.autocast("cpu", enabled=False):
-            return function(*args)
+            return function(call)
 
-    return kernel
+    return compute
+
+
+def _functional(op: Any, compute: Callable[[Any], Results]) -> Callable[..., Results]:
+    """The kernel of a functional op."""
+    call_of = CALLS[op]
+    return lambda *args: compute(call_of(*args))
 
 
 def _into(
-    op: Any, kernel: Callable[..., Results], out_alone: Callable[..., Results]
+    op: Any, compute: Callable[[Any], Results], out_alone: Callable[[Any], Results]
 ) -> Callable[..., None]:
     """The kernel of an out overload: computes, by ``out_alone`` if no more than that is asked for,
     then copies into the tensors given."""
-    names = internals.results(op)
+    names, call_of = internals.results(op), CALLS[op]
 
     def out_kernel(*args: Any, **given: Any) -> None:
-        bound = bind(op, args)
         is_out_alone = all(x is None for name, x in given.items() if name != "out")
-        compute = out_alone if is_out_alone and "out" in given else kernel
-        results = validate_ops.outputs(bound, given, names, lambda x: compute(*x.values()))
+        computed = out_alone if is_out_alone and "out" in given else compute
+        results = validate_ops.outputs(call_of(*args), given, names, computed)
         for name, result in results.items():
             if result is not None and given.get(name) is not None:
                 given[name].copy_(result)
@@ -67,11 +73,18 @@ def _into(
     return out_kernel
 
 
-def _kvcache(op: Any, *args: Any) -> Results:
-    bound = DEFAULTS[fwd_kvcache] | bind(op, args)
-    validate_kvcache.op_arguments(bound)
+def _fwd_kvcache(*args: Any) -> Results:
+    return _kvcache(FwdKvcacheCall(*args))
+
+
+def _attend_kvcache(*args: Any) -> Results:
+    return _kvcache(FwdKvcacheCall(**AttendKvcacheCall(*args)._asdict()))
+
+
+def _kvcache(call: FwdKvcacheCall) -> Results:
+    validate_kvcache.check(call, OF_OPS)
     with torch.autocast("cpu", enabled=False):
-        return cpu.fwd_kvcache(**bound)
+        return cpu.fwd_kvcache(call)
 
 
 def _combine(*args: Any) -> Results:

@@ -11,20 +11,11 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.ops import schema
-from flash_cute.ops.schema import (
-    DEFAULTS,
-    OUT_OVERLOADS,
-    Results,
-    attend_kvcache,
-    bind,
-    bwd,
-    fwd,
-    fwd_kvcache,
-    varlen_bwd,
-    varlen_fwd,
-)
+from flash_cute.ops.schema import CALLS, OUT_OF, Results, bwd, fwd, varlen_bwd, varlen_fwd
+from flash_cute.ops.typed import AttendKvcacheCall, CombineCall, FwdKvcacheCall
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
+from flash_cute.validate.options import OF_OPS
 
 
 def register(library: torch.library.Library) -> None:
@@ -34,36 +25,37 @@ def register(library: torch.library.Library) -> None:
         "bwd": partial(_bwd, bwd),
         "varlen_bwd": partial(_bwd, varlen_bwd),
         "fwd_kvcache": _fwd_kvcache,
-        "attend_kvcache": partial(_kvcache, attend_kvcache),
+        "attend_kvcache": _attend_kvcache,
         "combine": _combine,
         "lab_forward": _refuse_lost_views_of_out,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"flash_cute::{name}", fake, lib=library)
-    for op, functional in zip(OUT_OVERLOADS, (fwd, bwd, varlen_fwd, varlen_bwd), strict=True):
+    for functional, op in OUT_OF.items():
         torch.library.register_fake(op, partial(_out, op, functional), lib=library)
 
 
-def _check(check: Callable[[dict[str, Any]], None], bound: dict[str, Any]) -> None:
-    """Refuses what the op refuses, by the numbers that a graph is made with, and makes no guard.
+def _check(check: Callable[..., object], call: Any, *outputs: Tensor | None) -> None:
+    """Refuses what the op refuses, by the numbers that a graph is made with, and makes no guard:
+    ``check`` gets the call, and what an out overload writes into, with examples of symbolic sizes.
     Where data is to tell some of them, the op asks when it runs."""
-    examples: dict[int, Tensor] = {}
-    given = {}
-    for name, x in bound.items():
+    made: dict[int, Tensor] = {}
+    given: list[Any] = []
+    for x in (*call, *outputs):
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
-            given[name] = internals.example(x)
-            if given[name] is None and x is not None:
+            given.append(internals.example(x))
+            if given[-1] is None and x is not None:
                 return
             continue
         numbers = [internals.example(n) for n in (*x.shape, *x.stride())]
         if None in numbers:
             return
-        if id(x) not in examples:
-            examples[id(x)] = x
+        if id(x) not in made:
+            made[id(x)] = x
             if any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride())):
-                examples[id(x)] = x.new_empty_strided(numbers[: x.dim()], numbers[x.dim() :])
-        given[name] = examples[id(x)]
-    check(given)
+                made[id(x)] = x.new_empty_strided(numbers[: x.dim()], numbers[x.dim() :])
+        given.append(made[id(x)])
+    check(call._make(given[: len(call)]), *given[len(call) :])
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -89,37 +81,36 @@ def _fwd_results(
 
 
 def _fwd(op: Any, *args: Any, **named: Any) -> Results:
-    bound = bind(op, args, named)
-    _check(validate_ops.arguments, bound)
-    q, k = bound["q"], bound["k"]
+    call = CALLS[op](*args, **named)
+    _check(validate_ops.arguments, call)
+    q, k = call.q, call.k
     if op is varlen_fwd:
         total_q, heads, _ = q.shape
         lse_shape: Sequence[int] = (heads, total_q)
-        batch = bound["cu_seqlens_q"].shape[0] - 1
-        softmax_shape = (batch, heads, bound["max_seqlen_q"], bound["max_seqlen_k"])
+        batch = call.cu_seqlens_q.shape[0] - 1
+        softmax_shape = (batch, heads, call.max_seqlen_q, call.max_seqlen_k)
     else:
         batch, seqlen_q, heads, _ = q.shape
         lse_shape = (batch, heads, seqlen_q)
         softmax_shape = (*lse_shape, k.shape[1])
-    returns = bound["return_softmax"], bound["return_row_max"]
-    return _fwd_results(q, bound["v"], lse_shape, softmax_shape, *returns)
+    returns = call.return_softmax, call.return_row_max
+    return _fwd_results(q, call.v, lse_shape, softmax_shape, *returns)
 
 
 def _bwd(op: Any, *args: Any, **named: Any) -> Results:
-    bound = bind(op, args, named)
-    _check(validate_ops.arguments, bound)
-    q, sink, lse = bound["q"], bound["sink"], bound["softmax_lse"]
+    call = CALLS[op](*args, **named)
+    _check(validate_ops.arguments, call)
+    q, sink, lse = call.q, call.sink, call.softmax_lse
     return (
-        *(x.new_empty(x.shape) for x in (q, bound["k"], bound["v"])),
+        *(x.new_empty(x.shape) for x in (q, call.k, call.v)),
         None if sink is None else q.new_empty(sink.shape, dtype=torch.float32),
         lse.new_empty(lse.shape),
     )
 
 
-def _kvcache(op: Any, *args: Any, **named: Any) -> Results:
-    bound = DEFAULTS[fwd_kvcache] | bind(op, args, named)
-    _check(validate_kvcache.op_arguments, bound)
-    q, v_cache = bound["q"], bound["v_cache"]
+def _kvcache(call: FwdKvcacheCall) -> Results:
+    _check(lambda given: validate_kvcache.check(given, OF_OPS), call)
+    q, v_cache = call.q, call.v_cache
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (
         q.new_empty((*q.shape[:-1], v_cache.shape[-1])),
@@ -127,26 +118,31 @@ def _kvcache(op: Any, *args: Any, **named: Any) -> Results:
     )
 
 
+def _attend_kvcache(*args: Any, **named: Any) -> Results:
+    return _kvcache(FwdKvcacheCall(**AttendKvcacheCall(*args, **named)._asdict()))
+
+
 def _fwd_kvcache(*args: Any, **named: Any) -> Results:
-    bound = bind(fwd_kvcache, args, named)
-    if bound["k"] is not None:
-        _refuse_lost_views(k_cache=bound["k_cache"], v_cache=bound["v_cache"])
-        _refuse_lost_rows(bound["k_cache"], bound["k"])
-    return _kvcache(fwd_kvcache, *args, **named)
+    call = FwdKvcacheCall(*args, **named)
+    if call.k is not None:
+        _refuse_lost_views(k_cache=call.k_cache, v_cache=call.v_cache)
+        _refuse_lost_rows(call.k_cache, call.k)
+    return _kvcache(call)
 
 
 def _out(op: Any, functional: Any, *args: Any, **named: Any) -> None:
-    bound = bind(op, args, named)
     written = schema.written(op)
-    _refuse_lost_views(**{name: bound[name] for name in written})
+    outputs = {name: named.pop(name, None) for name in written}
+    _refuse_lost_views(**outputs)
+    fake = _fwd if functional in (fwd, varlen_fwd) else _bwd
 
-    def check(given: dict[str, Any]) -> None:
-        outputs = {name: given.pop(name) for name in written}
-        names = internals.results(functional)
-        fake = _fwd if functional in (fwd, varlen_fwd) else _bwd
-        validate_ops.outputs(given, outputs, names, lambda x: fake(functional, **x))
+    def check(call: Any, *given: Tensor | None) -> None:
+        validate_ops.outputs(
+            call, dict(zip(written, given, strict=True)), internals.results(functional),
+            lambda changed: fake(functional, *changed),
+        )  # fmt: skip
 
-    _check(check, bound)
+    _check(check, CALLS[functional](*args, **named), *outputs.values())
 
 
 def _refuse_lost_views_of_out(*_: Any, out: Tensor) -> None:
@@ -179,10 +175,11 @@ def _refuse_lost_rows(k_cache: Tensor, k: Tensor) -> None:
         )
 
 
-def _combine(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None) -> Results:
-    bound = {"out_partial": out_partial, "lse_partial": lse_partial, "dtype": dtype}
-    _check(lambda given: validate_kvcache.partials(**given), bound)
+def _combine(*args: Any, **named: Any) -> Results:
+    call = CombineCall(*args, **named)
+    _check(lambda given: validate_kvcache.partials(*given), call)
+    out, lse = call.out_partial, call.lse_partial
     return (
-        out_partial.new_empty(out_partial.shape[1:], dtype=dtype or out_partial.dtype),
-        lse_partial.new_empty(lse_partial.shape[1:]),
+        out.new_empty(out.shape[1:], dtype=call.dtype or out.dtype),
+        lse.new_empty(lse.shape[1:]),
     )

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu.varlen import spans
-from flash_cute.ops.schema import DEFAULTS, OPS
+from flash_cute.ops.schema import CALLS, OPS
+from flash_cute.ops.typed import (
+    AttendKvcacheCall,
+    BwdCall,
+    FwdCall,
+    FwdKvcacheCall,
+    VarlenBwdCall,
+    VarlenFwdCall,
+)
 from flash_cute.ops.when_imported import when_imported
 
 
@@ -37,61 +45,58 @@ def _register_formulas() -> None:
 
 
 def _formula(packet: Any, pairs: Any) -> Any:
-    names = list(DEFAULTS[packet.default])
+    names = CALLS[packet.default]._fields
     is_backward = "dout" in names
 
     def flops(*args: Any, **named: Any) -> int:
-        bound = dict(zip(names, args, strict=False)) | named
-        dim, dim_v = bound["q"].shape[-1], _values(bound).shape[-1]
+        call = CALLS[packet.default](*args, **{x: named[x] for x in named if x in names})
+        dim, dim_v = call.q.shape[-1], _values(call).shape[-1]
         # S = QK^T and PV; in backward S, dK and dQ have the dims of q, dP and dV those of v.
         columns = 3 * dim + 2 * dim_v if is_backward else dim + dim_v
-        return 2 * bound["q"].shape[-2] * pairs(bound) * columns
+        return 2 * call.q.shape[-2] * pairs(call) * columns
 
     return flops
 
 
-def _values(bound: dict[str, Any]) -> Tensor:
-    return bound["v_cache"] if "v_cache" in bound else bound["v"]
+def _values(call: Any) -> Tensor:
+    return call.v_cache if hasattr(call, "v_cache") else call.v
 
 
-def _dense_pairs(bound: dict[str, Any]) -> int:
+def _dense_pairs(call: FwdCall | BwdCall) -> int:
     """Pairs of a query and a key of one head, over all sequences."""
-    batch, seqlen_q = bound["q"].shape[:2]
-    return batch * seqlen_q * bound["k"].shape[1]
+    batch, seqlen_q = call.q.shape[:2]
+    return batch * seqlen_q * call.k.shape[1]
 
 
-def _varlen_pairs(bound: dict[str, Any]) -> int:
-    q, k, table = bound["q"], bound["k"], bound.get("block_table")
-    queries = _lengths(
-        bound["cu_seqlens_q"], bound["max_seqlen_q"], q.shape[0], bound.get("seqused_q")
-    )
-    offsets, longest, used = bound["cu_seqlens_k"], bound["max_seqlen_k"], bound.get("seqused_k")
+def _varlen_pairs(call: VarlenFwdCall | VarlenBwdCall) -> int:
+    table = getattr(call, "block_table", None)
+    queries = _lengths(call.cu_seqlens_q, call.max_seqlen_q, len(call.q), call.seqused_q)
+    offsets, longest, used = call.cu_seqlens_k, call.max_seqlen_k, call.seqused_k
     if table is None:
-        keys = _lengths(offsets, longest, k.shape[0], used)
+        keys = _lengths(offsets, longest, len(call.k), used)
     elif _is_unknown(offsets):
         keys = [longest] * table.shape[0]
     else:
-        capacity = min(longest, table.shape[1] * k.shape[1])
+        capacity = min(longest, table.shape[1] * call.k.shape[1])
         keys = (offsets.diff() if used is None else used).clamp(0, capacity).tolist()
     return sum(n * m for n, m in zip(queries, keys, strict=True))
 
 
-def _cached_pairs(bound: dict[str, Any]) -> int:
-    q, k_cache, table = bound["q"], bound["k_cache"], bound.get("block_table")
-    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    offsets = bound.get("cu_seqlens_q")
-    if offsets is None:
+def _cached_pairs(cached: FwdKvcacheCall | AttendKvcacheCall) -> int:
+    call = FwdKvcacheCall(**cached._asdict())
+    q, table = call.q, call.block_table
+    capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    if call.cu_seqlens_q is None:
         queries = [q.shape[1]] * q.shape[0]
     else:
-        queries = _lengths(offsets, bound["max_seqlen_q"], q.shape[0])
-    new, new_offsets = bound.get("k"), bound.get("cu_seqlens_k_new")
-    if new is None:
+        queries = _lengths(call.cu_seqlens_q, call.max_seqlen_q, q.shape[0])
+    if call.k is None:
         joining = [0] * len(queries)
-    elif new_offsets is None:
-        joining = [new.shape[1]] * len(queries)
+    elif call.cu_seqlens_k_new is None:
+        joining = [call.k.shape[1]] * len(queries)
     else:
-        joining = _lengths(new_offsets, new.shape[0], new.shape[0])
-    used, pads = bound.get("cache_seqlens"), bound.get("cache_leftpad")
+        joining = _lengths(call.cu_seqlens_k_new, call.k.shape[0], call.k.shape[0])
+    used, pads = call.cache_seqlens, call.cache_leftpad
     if used is None or _is_unknown(used):
         in_use = [capacity] * len(queries)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 import flash_cute.library  # noqa: F401  loads the ops
 from flash_cute import _torch_internals as internals
+from flash_cute.ops import typed
 
 Results = tuple[Tensor | None, ...]  # of an op; None is what was not asked for
 
@@ -21,23 +21,25 @@ varlen_bwd = OPS.varlen_bwd.default
 fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
 combine = OPS.combine.default
-OUT_OVERLOADS = (OPS.fwd.out, OPS.bwd.out, OPS.varlen_fwd.out, OPS.varlen_bwd.out)
+OUT_OF = {
+    fwd: OPS.fwd.out,
+    bwd: OPS.bwd.out,
+    varlen_fwd: OPS.varlen_fwd.out,
+    varlen_bwd: OPS.varlen_bwd.out,
+}
 
-# Arguments of every op in order, with their defaults: reading a schema takes long.
-DEFAULTS: dict[Any, dict[str, Any]] = {
-    op: {argument.name: argument.default_value for argument in internals.arguments(op)}
-    for op in (
-        fwd, bwd, varlen_fwd, varlen_bwd, fwd_kvcache, attend_kvcache, combine, *OUT_OVERLOADS
-    )
-}  # fmt: skip
-
-
-def bind(op: Any, args: Sequence[Any], named: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The op's arguments by name, defaults filled in from its schema."""
-    bound = dict(DEFAULTS[op])
-    bound.update(zip(bound, args, strict=False))
-    bound.update(named or {})
-    return bound
+# The class of each op's calls: a call has the op's arguments as its fields, in their order.
+CALLS: dict[Any, Any] = {
+    fwd: typed.FwdCall,
+    bwd: typed.BwdCall,
+    varlen_fwd: typed.VarlenFwdCall,
+    varlen_bwd: typed.VarlenBwdCall,
+    fwd_kvcache: typed.FwdKvcacheCall,
+    attend_kvcache: typed.AttendKvcacheCall,
+    combine: typed.CombineCall,
+}
+CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}
+OP_OF = {CALLS[op]: op for op in OUT_OF}
 
 
 def written(op: Any) -> list[str]:

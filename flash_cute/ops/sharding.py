@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flash_cute.ops.schema import bind, bwd, fwd, varlen_bwd, varlen_fwd
+from flash_cute.ops.schema import CALLS, bwd, fwd, varlen_bwd, varlen_fwd
 from flash_cute.ops.when_imported import when_imported
 
 # Where tensors have the batch and the heads, dense and varlen.
@@ -51,26 +51,26 @@ def _register() -> None:
 def _shardings(op: Any, *args: Any, **named: Any) -> list[tuple[list[Any], list[Any]]]:
     """(placements of results, placements of the tensors among the arguments), all that are right
     along one dimension of the mesh."""
-    given = dict(zip(bind(op, ()), args, strict=False)) | named
-    bound = bind(op, args, named)
+    call = CALLS[op](*args, **named)
+    given = dict(zip(call._fields, args, strict=False)) | named  # in the order that torch expects
     tensors = {name: x for name, x in given.items() if hasattr(x, "placements")}
-    _refuse(op, bound, tensors)
+    _refuse(op, call, tensors)
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     places: list[Callable[[str], Any]] = [lambda name: Replicate()]
     is_dense = op in (fwd, bwd)
-    heads, heads_k = bound["q"].shape[-2], bound["k"].shape[-2]
+    heads, heads_k = call.q.shape[-2], call.k.shape[-2]
     if is_dense:
 
         def in_batch(name: str) -> Any:
             if name == "dsink":
                 return Partial()
-            if name == "sink" or (name == "alibi_slopes" and len(bound[name].shape) == 1):
+            if name == "sink" or (name == "alibi_slopes" and len(getattr(call, name).shape) == 1):
                 return Replicate()
             return Shard(0)
 
         places.append(in_batch)
-    mesh = bound["q"].mesh
+    mesh = call.q.mesh
     if heads_k == 1 or _divides(mesh, heads, heads_k):
 
         def in_heads(name: str) -> Any:
@@ -83,14 +83,14 @@ def _shardings(op: Any, *args: Any, **named: Any) -> list[tuple[list[Any], list[
             if name == "softmax":
                 return Shard(1)
             if name == "alibi_slopes":
-                return Shard(len(bound[name].shape) - 1)
+                return Shard(len(getattr(call, name).shape) - 1)
             return Shard(0) if name in ("sink", "dsink") else Replicate()
 
         if heads_k != 1 or _divides(mesh, heads, heads):
             places.append(in_heads)
     asked = {"row_max": "return_row_max", "softmax": "return_softmax"}
     there = [
-        bound["sink"] is not None if name == "dsink" else bool(bound.get(asked.get(name, "q")))
+        call.sink is not None if name == "dsink" else bool(getattr(call, asked.get(name, "q")))
         for name in _RESULTS[op]
     ]
     return [
@@ -112,7 +112,7 @@ def _divides(mesh: Any, heads: int, heads_k: int) -> bool:
     return all(heads_k % n == 0 for n in shares if n <= heads_k) and heads_k >= min(sizes)
 
 
-def _refuse(op: Any, bound: dict[str, Any], tensors: dict[str, Any]) -> None:
+def _refuse(op: Any, call: Any, tensors: dict[str, Any]) -> None:
     is_dense = op in (fwd, bwd)
     for name in ("q", "k", "v"):
         dims = {x.dim for x in tensors[name].placements if x.is_shard()}
@@ -122,7 +122,7 @@ def _refuse(op: Any, bound: dict[str, Any], tensors: dict[str, Any]) -> None:
                 "would have to exchange keys; redistribute it to Replicate(), or shard the batch "
                 "or the heads"
             )
-    if bound["dropout_p"] and any(x.is_shard() for x in tensors["q"].placements):
+    if call.dropout_p and any(x.is_shard() for x in tensors["q"].placements):
         raise NotImplementedError(
             "dropout_p is not 0, and q is sharded: what is dropped depends on the place in the "
             "whole; use torch.distributed.tensor.experimental.local_map, with an rng of each device"

@@ -1,18 +1,173 @@
-"""``torch.ops.flash_cute`` with types, made of the ops' schemas by tools/op_stubs.py.
+"""Calls as values, and ``torch.ops.flash_cute`` with types: made of the ops' schemas by
+tools/op_stubs.py.
+
+A call has the op's arguments as its fields, in their order and with their defaults; what an out
+overload writes into is not among them.
 
 Example::
 
-    from flash_cute.ops.typed import OPS
+    from flash_cute.ops.typed import OPS, FwdCall
 
-    out, softmax_lse, _, _ = OPS.fwd(q, k, v, is_causal=True)
+    call = FwdCall(q, k, v, is_causal=True)
+    out, softmax_lse, _, _ = OPS.fwd(*call._replace(softcap=30.0))
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+
+
+class FwdCall(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    dropout_p: float = 0.0
+    rng: Tensor | None = None
+    deterministic: bool = False
+    return_softmax: bool = False
+    return_row_max: bool = False
+    allow_tf32: bool = False
+
+
+class BwdCall(NamedTuple):
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    softmax_lse: Tensor
+    dlse: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    dropout_p: float = 0.0
+    rng: Tensor | None = None
+    deterministic: bool = False
+    allow_tf32: bool = False
+
+
+class VarlenFwdCall(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    zero_tensors: bool = False
+    block_table: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    dropout_p: float = 0.0
+    rng: Tensor | None = None
+    deterministic: bool = False
+    return_softmax: bool = False
+    return_row_max: bool = False
+    allow_tf32: bool = False
+
+
+class VarlenBwdCall(NamedTuple):
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    softmax_lse: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    zero_tensors: bool = False
+    dlse: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    dropout_p: float = 0.0
+    rng: Tensor | None = None
+    deterministic: bool = False
+    allow_tf32: bool = False
+
+
+class FwdKvcacheCall(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int = 0
+    cu_seqlens_k_new: Tensor | None = None
+    rotary_seqlens: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    rotary_interleaved: bool = True
+    num_splits: int = 0
+    split_size: int = 0
+
+
+class AttendKvcacheCall(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int = 0
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    num_splits: int = 0
+    split_size: int = 0
+
+
+class CombineCall(NamedTuple):
+    out_partial: Tensor
+    lse_partial: Tensor
+    dtype: torch.dtype | None = None
 
 
 class Fwd(Protocol):

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.ops.schema import OPS, Results, bind
+from flash_cute.ops.schema import CALLS, OPS, Results
+from flash_cute.ops.typed import AttendKvcacheCall, CombineCall
 
-Bound = dict[str, Any]  # arguments by name; mapped ones have the dimension of samples in front
-# (op, how many samples, names of the mapped arguments, all arguments): results with a dimension of
-# samples, and where it is
-Rule = Callable[[Any, int, set[str], Bound], tuple[Results, tuple[int | None, ...]]]
+# (op, how many samples, names of the mapped arguments, the call, whose mapped arguments have the
+# dimension of samples in front): results with a dimension of samples, and where it is
+Rule = Callable[[Any, int, set[str], Any], tuple[Results, tuple[int | None, ...]]]
 
 _ROWS = ("q", "k", "v", "dout", "out")  # (.., heads, dim)
 _STATISTICS = ("softmax_lse", "dlse")  # (.., heads, rows)
@@ -50,49 +50,52 @@ def _readable(name: str, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _each(name: str, samples: int, mapped: set[str], bound: Bound) -> Tensor:
+def _each(name: str, samples: int, mapped: set[str], call: Any) -> Tensor:
     """The argument with a dimension of samples in front, mapped or not."""
-    x = bound[name]
+    x = getattr(call, name)
     return x if name in mapped else x.expand(samples, *x.shape)
 
 
-def _one_by_one(op: Any, samples: int, mapped: set[str], bound: Bound) -> Any:
+def _given(call: Any, *names: str) -> list[str]:
+    """Those of the names that the call has, and not as None."""
+    return [name for name in names if getattr(call, name, None) is not None]
+
+
+def _one_by_one(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
     def sample(i: int) -> Results:
-        return op(*(_readable(n, x[i]) if n in mapped else x for n, x in bound.items()))
+        own = {name: _readable(name, getattr(call, name)[i]) for name in mapped}
+        return op(*call._replace(**own))
 
     calls = [sample(i) for i in range(samples)]
     results = [None if xs[0] is None else torch.stack(xs) for xs in zip(*calls, strict=True)]
     return tuple(results), tuple(None if x is None else 0 for x in results)
 
 
-def _into_batch(op: Any, samples: int, mapped: set[str], bound: Bound) -> Any:
+def _into_batch(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
     """Results have the batch in front, all of them: dsink is none."""
-    batch = bound["q"].shape["q" in mapped]
-    folded = dict(bound)
-    for name in (*_ROWS, *_STATISTICS, *_PLACES):
-        if bound.get(name) is not None:
-            x = _each(name, samples, mapped, bound).flatten(0, 1)
-            folded[name] = _readable(name, x)
-    slopes = bound["alibi_slopes"]
+    batch = call.q.shape["q" in mapped]
+    folded = {
+        name: _readable(name, _each(name, samples, mapped, call).flatten(0, 1))
+        for name in _given(call, *_ROWS, *_STATISTICS, *_PLACES)
+    }
+    slopes = call.alibi_slopes
     if slopes is not None and (slopes.dim() == 2 or "alibi_slopes" in mapped):
-        each = _each("alibi_slopes", samples, mapped, bound)
+        each = _each("alibi_slopes", samples, mapped, call)
         each = each if each.dim() == 3 else each[:, None].expand(-1, batch, -1)
         folded["alibi_slopes"] = _readable("alibi_slopes", each.flatten(0, 1))
-    results = op(*folded.values())
+    results = op(*call._replace(**folded))
     unfolded = tuple(None if x is None else x.unflatten(0, (samples, batch)) for x in results)
     return unfolded, tuple(None if x is None else 0 for x in results)
 
 
-def _into_heads(op: Any, samples: int, mapped: set[str], bound: Bound, heads: Any) -> Any:
+def _into_heads(op: Any, samples: int, mapped: set[str], call: Any, heads: Any) -> Any:
     """``heads``: where each result has them."""
-    folded = dict(bound)
-    for name in (*_ROWS, *_STATISTICS, "alibi_slopes", "sink"):
-        if bound.get(name) is not None:
-            dim = -1 if name in ("alibi_slopes", "sink") else -2
-            each = _each(name, samples, mapped, bound).movedim(0, dim - 1)
-            x = each.flatten(dim - 1, dim)
-            folded[name] = _readable(name, x)
-    results = op(*folded.values())
+    folded = {}
+    for name in _given(call, *_ROWS, *_STATISTICS, "alibi_slopes", "sink"):
+        dim = -1 if name in ("alibi_slopes", "sink") else -2
+        each = _each(name, samples, mapped, call).movedim(0, dim - 1)
+        folded[name] = _readable(name, each.flatten(dim - 1, dim))
+    results = op(*call._replace(**folded))
     unfolded = tuple(
         None if x is None else x.unflatten(dim, (samples, x.shape[dim] // samples))
         for x, dim in zip(results, heads, strict=True)
@@ -101,59 +104,58 @@ def _into_heads(op: Any, samples: int, mapped: set[str], bound: Bound, heads: An
     return unfolded, tuple(dims)
 
 
-def _attention(
-    op: Any, samples: int, mapped: set[str], bound: Bound, heads: tuple[int, ...]
-) -> Any:
+def _attention(op: Any, samples: int, mapped: set[str], call: Any, heads: tuple[int, ...]) -> Any:
     """Of ``fwd``, ``bwd`` and their varlen forms; ``heads``: where each result has them."""
-    if bound["dropout_p"] > 0 or mapped & _SEQUENCES:
-        return _one_by_one(op, samples, mapped, bound)
-    bound["rng"] = None
-    sink_of_each = "sink" in mapped or (bound["sink"] is not None and "dout" in bound)
-    if sink_of_each or "cu_seqlens_q" in bound:
-        return _into_heads(op, samples, mapped, bound, heads)
-    return _into_batch(op, samples, mapped, bound)
+    if call.dropout_p > 0 or mapped & _SEQUENCES:
+        return _one_by_one(op, samples, mapped, call)
+    call = call._replace(rng=None)
+    sink_of_each = "sink" in mapped or (call.sink is not None and hasattr(call, "dout"))
+    if sink_of_each or hasattr(call, "cu_seqlens_q"):
+        return _into_heads(op, samples, mapped, call, heads)
+    return _into_batch(op, samples, mapped, call)
 
 
-def _attend_kvcache(op: Any, samples: int, mapped: set[str], bound: Bound) -> Any:
+def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcacheCall) -> Any:
     """Samples share their caches, or have caches of their own, which become one."""
     caches = mapped & {"k_cache", "v_cache"}
-    if bound["cu_seqlens_q"] is not None or "sink" in mapped or len(caches) == 1:
-        return _one_by_one(op, samples, mapped, bound)
-    q, k_cache = bound["q"], bound["k_cache"]
-    batch, pages = q.shape["q" in mapped], k_cache.shape[bool(caches)]
-    name = "cache_batch_idx" if bound["block_table"] is None else "block_table"
-    if bound[name] is None and not (caches and batch == pages):
-        bound[name] = torch.arange(batch, dtype=torch.int32, device=q.device)
-    if bound[name] is not None:
-        places = _each(name, samples, mapped, bound)
+    if call.cu_seqlens_q is not None or "sink" in mapped or len(caches) == 1:
+        return _one_by_one(op, samples, mapped, call)
+    q = call.q
+    batch, pages = q.shape["q" in mapped], call.k_cache.shape[bool(caches)]
+    name = "cache_batch_idx" if call.block_table is None else "block_table"
+    if getattr(call, name) is None and not (caches and batch == pages):
+        own = torch.arange(batch, dtype=torch.int32, device=q.device)
+        call = call._replace(cache_batch_idx=own)
+    folded: dict[str, Any] = {}
+    if getattr(call, name) is not None:
+        places = _each(name, samples, mapped, call)
         if caches:  # a place that is outside of its sample's cache stays outside of all
             first = torch.arange(samples, dtype=torch.int32, device=q.device) * pages
             first = first.view(samples, *[1] * (places.dim() - 1))
             places = torch.where((places >= 0) & (places < pages), places + first, -1)
-        bound[name] = places.flatten(0, 1).contiguous()
+        folded[name] = places.flatten(0, 1).contiguous()
     for cache in caches:
-        bound[cache] = _readable(cache, bound[cache].flatten(0, 1))
-    return _into_batch(op, samples, mapped, bound)
+        folded[cache] = _readable(cache, getattr(call, cache).flatten(0, 1))
+    return _into_batch(op, samples, mapped, call._replace(**folded))
 
 
-def _combine(op: Any, samples: int, mapped: set[str], bound: Bound) -> Any:
+def _combine(op: Any, samples: int, mapped: set[str], call: CombineCall) -> Any:
     """(parts, .., dim) of each sample becomes (parts, rows, dim) of all."""
     out_partial, lse_partial = (
-        _each(name, samples, mapped, bound).movedim(0, 1) for name in ("out_partial", "lse_partial")
+        _each(name, samples, mapped, call).movedim(0, 1) for name in ("out_partial", "lse_partial")
     )
     rows = out_partial.shape[1:-1]
     out, lse = op(
-        out_partial.flatten(1, -2).contiguous(),
-        lse_partial.flatten(1).contiguous(),
-        bound["dtype"],
+        out_partial.flatten(1, -2).contiguous(), lse_partial.flatten(1).contiguous(), call.dtype
     )
     return (out.view(*rows, out.shape[-1]), lse.view(rows)), (0, 0)
 
 
-def _refuse(op: Any, samples: int, mapped: set[str], bound: Bound) -> NoReturn:
+def _refuse(op: Any, samples: int, mapped: set[str], call: Any) -> NoReturn:
+    names = ", ".join(name for name in call._fields if name in mapped)
     raise NotImplementedError(
-        f"{op}: vmap over {', '.join(x for x in bound if x in mapped)} is not supported, as the op "
-        "writes into its caches; make samples part of the batch"
+        f"{op}: vmap over {names} is not supported, as the op writes into its caches; make samples "
+        "part of the batch"
     )
 
 
@@ -170,14 +172,15 @@ def _refuse_outputs(op: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
-    bound = bind(op, args)
-    dims = {name: dim for name, dim in zip(bound, in_dims, strict=False) if dim is not None}
-    bound |= {name: bound[name].movedim(dim, 0) for name, dim in dims.items()}
+    call = CALLS[op](*args)
+    dims = {name: d for name, d in zip(call._fields, in_dims, strict=False) if d is not None}
+    call = call._replace(**{name: getattr(call, name).movedim(d, 0) for name, d in dims.items()})
     if samples > 0:
-        return rule(op, samples, set(dims), bound)
+        return rule(op, samples, set(dims), call)
     # Nothing has the shapes of one sample's results, so that one of zeros is computed.
-    one = {name: bound[name].new_zeros((1, *bound[name].shape[1:])) for name in dims}
-    results, out_dims = rule(op, 1, set(dims), bound | one)
+    given = {name: getattr(call, name) for name in dims}
+    one = {name: x.new_zeros((1, *x.shape[1:])) for name, x in given.items()}
+    results, out_dims = rule(op, 1, set(dims), call._replace(**one))
     none = [
         None if x is None else x.narrow(d or 0, 0, 0)
         for x, d in zip(results, out_dims, strict=True)

@@ -5,7 +5,7 @@ Nothing here looks into index tensors: :mod:`flash_cute.check` does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,29 +15,24 @@ from flash_cute import validate
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
 
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import FwdKvcacheCall
+
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def call(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int,
-    cu_seqlens_k_new: Tensor | None,
-    rotary_seqlens: Tensor | None,
-    num_splits: int,
-    split_size: int,
-) -> int:
-    """Shapes, dtypes, devices and strides of a call; returns the batch size."""
+def check(call: FwdKvcacheCall, names: validate_options.Names) -> int:
+    """All of a call but what index tensors hold; returns the batch size."""
+    batch = _shapes(call)
+    validate_options.check(call, batch, names)
+    return batch
+
+
+def _shapes(call: FwdKvcacheCall) -> int:
+    """Shapes, dtypes, devices, strides and counts; returns the batch size. ``cache_seqlens`` may be
+    one number for all, as the function takes it."""
+    q, k_cache, v_cache, k = call.q, call.k_cache, call.v_cache, call.k
+    cu_seqlens_q, block_table, lengths = call.cu_seqlens_q, call.block_table, call.cache_seqlens
     validate.same_kind(q, k_cache, v_cache, "k_cache", "v_cache")
     rank = 4 if cu_seqlens_q is None else 3
     if q.dim() != rank:
@@ -48,53 +43,37 @@ def call(
         batch = q.shape[0]
     else:
         batch = validate.index_tensor("cu_seqlens_q", cu_seqlens_q, q) - 1
-        validate.length("max_seqlen_q", max_seqlen_q)
+        validate.length("max_seqlen_q", call.max_seqlen_q)
         if batch < 0:
             raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
-    lengths = cache_seqlens
     if isinstance(lengths, (int, torch.SymInt)):
         _length_of_all(lengths)
         lengths = None
     for name, x in (
         ("cache_seqlens", lengths),
-        ("cache_batch_idx", cache_batch_idx),
-        ("cache_leftpad", cache_leftpad),
-        ("rotary_seqlens", rotary_seqlens),
+        ("cache_batch_idx", call.cache_batch_idx),
+        ("cache_leftpad", call.cache_leftpad),
+        ("rotary_seqlens", call.rotary_seqlens),
     ):
         if x is not None and validate.index_tensor(name, x, q) != batch:
             raise ValueError(f"{name} has {len(x)} entries; expected {batch}, one a sequence")
     if block_table is not None:
         validate.check_block_table(block_table, q, batch)
-        if cache_batch_idx is not None:
+        if call.cache_batch_idx is not None:
             raise ValueError("cache_batch_idx and block_table are given; a table names the pages")
-    elif cache_batch_idx is None and len(k_cache) < batch:
+    elif call.cache_batch_idx is None and len(k_cache) < batch:
         raise ValueError(
             f"the caches hold {len(k_cache)} sequences, q has {batch}; give cache_batch_idx, or "
             "larger caches"
         )
-    _new_keys(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
-    if lengths is not cache_seqlens:
+    _new_keys(q, k_cache, v_cache, k, call.v, batch, call.cache_seqlens, call.cu_seqlens_k_new)
+    if lengths is not call.cache_seqlens:
         blocks = 1 if block_table is None else block_table.shape[1]
-        new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
-        _fits(cache_seqlens, new, k_cache.shape[1] * blocks)
-    _rotary(q, k, rotary_cos, rotary_sin, rotary_seqlens)
-    _splits(num_splits, split_size)
+        new = 0 if k is None or call.cu_seqlens_k_new is not None else k.shape[1]
+        _fits(call.cache_seqlens, new, k_cache.shape[1] * blocks)
+    _rotary(q, k, call.rotary_cos, call.rotary_sin, call.rotary_seqlens)
+    _splits(call.num_splits, call.split_size)
     return batch
-
-
-def op_arguments(bound: dict[str, Any]) -> None:
-    """The same for a direct call of the op on the CPU; ``bound``: its arguments by name."""
-    names = (
-        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
-        "cache_batch_idx", "cache_leftpad", "block_table", "cu_seqlens_q", "max_seqlen_q",
-        "cu_seqlens_k_new", "rotary_seqlens", "num_splits", "split_size",
-    )  # fmt: skip
-    batch = call(*(bound[name] for name in names))
-    validate_options.check(
-        bound["q"], batch, 0.0, bound["softmax_scale"], bound["is_causal"],
-        (bound["window_size_left"], bound["window_size_right"]), bound["softcap"],
-        bound["alibi_slopes"], False, bound["sink"], validate_options.OF_OPS,
-    )  # fmt: skip
 
 
 def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:

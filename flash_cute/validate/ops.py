@@ -5,7 +5,7 @@ that are to hold results. Errors as in :mod:`flash_cute.validate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,47 +15,44 @@ from flash_cute import validate
 from flash_cute.rng import check_rng
 from flash_cute.validate import options as validate_options
 
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import VarlenFwdCall
 
-def arguments(bound: dict[str, Any]) -> None:
-    """All that a direct call of an op on the CPU is given; ``bound``: its arguments by name."""
-    q, k, v = bound["q"], bound["k"], bound["v"]
-    if "cu_seqlens_q" in bound:
+
+def arguments(call: Any) -> None:
+    """All that a direct call of ``fwd``, ``bwd`` or a varlen form of them on the CPU is given."""
+    q, k, v = call.q, call.k, call.v
+    if hasattr(call, "cu_seqlens_q"):
         validate.varlen(
-            q, k, v, bound["cu_seqlens_q"], bound["cu_seqlens_k"], bound["max_seqlen_q"],
-            bound["max_seqlen_k"], bound["seqused_q"], bound["seqused_k"], bound.get("block_table"),
+            q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
+            call.seqused_q, call.seqused_k, getattr(call, "block_table", None),
         )  # fmt: skip
-        batch = len(bound["cu_seqlens_q"]) - 1
+        batch = len(call.cu_seqlens_q) - 1
     else:
         validate.dense(q, k, v)
         batch = q.shape[0]
-    window = (bound["window_size_left"], bound["window_size_right"])
-    validate_options.check(
-        q, batch, bound["dropout_p"], bound["softmax_scale"], bound["is_causal"], window,
-        bound["softcap"], bound["alibi_slopes"], bound["deterministic"], bound["sink"],
-        validate_options.OF_OPS,
-    )  # fmt: skip
-    if bound["rng"] is not None:
-        check_rng(bound["rng"], q)
-    elif bound["dropout_p"] > 0:
+    validate_options.check(call, batch, validate_options.OF_OPS)
+    if call.rng is not None:
+        check_rng(call.rng, q)
+    elif call.dropout_p > 0:
         raise ValueError(
             "rng is None; dropout needs an int64 tensor (seed, offset), e.g. flash_cute.rng_state()"
         )
-    if "softmax_lse" in bound:
-        of_forward(bound)
+    if hasattr(call, "softmax_lse"):
+        of_forward(q, call.v, call.out, call.softmax_lse, call.dout, call.dlse)
 
 
-def of_forward(bound: dict[str, Any]) -> None:
+def of_forward(
+    q: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> None:
     """What backward is given of forward's results and their gradients; also asked by its fake."""
-    q = bound["q"]
     *lead, rows, heads, _ = q.shape
-    kinds = (
-        ((*lead, rows, heads, bound["v"].shape[-1]), q.dtype, ("dout", "out")),
-        ((*lead, heads, rows), statistic_dtype(q), ("softmax_lse", "dlse")),
-    )
-    for shape, dtype, names in kinds:
-        for name in names:
-            if name != "dlse" or bound[name] is not None:
-                _like(name, bound[name], shape, dtype, q.device)
+    shape = (*lead, rows, heads, v.shape[-1])
+    _like("dout", dout, shape, q.dtype, q.device)
+    _like("out", out, shape, q.dtype, q.device)
+    _like("softmax_lse", softmax_lse, (*lead, heads, rows), statistic_dtype(q), q.device)
+    if dlse is not None:
+        _like("dlse", dlse, (*lead, heads, rows), statistic_dtype(q), q.device)
 
 
 def statistic_dtype(q: Tensor) -> torch.dtype:
@@ -64,27 +61,28 @@ def statistic_dtype(q: Tensor) -> torch.dtype:
 
 
 def outputs(
-    bound: dict[str, Any],
+    call: Any,
     given: Mapping[str, Tensor | None],
     names: Sequence[str],
-    compute: Callable[[dict[str, Any]], Sequence[Tensor | None]],
+    compute: Callable[[Any], Sequence[Tensor | None]],
 ) -> dict[str, Tensor | None]:
     """The results by ``names`` of a call of an out overload, which fit the tensors ``given``;
-    ``compute`` takes the arguments to compute them from: flags of results that are optional among
-    them, and what gradients depend on in fp32 where they are not to be rounded."""
+    ``compute`` takes the call to compute them from: it asks for the results that are optional, and
+    has what gradients depend on in fp32 where they are not to be rounded."""
     there = {name: x for name, x in given.items() if x is not None}
     for name in ("row_max", "softmax"):
-        if bound.get(f"return_{name}") and name not in there:
+        if getattr(call, f"return_{name}", False) and name not in there:
             raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
     asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
-    exact = bound
-    if fp32_gradients(bound["q"], given):
-        arguments(bound)
-        exact = bound | {name: bound[name].float() for name in ("dout", "q", "k", "v", "out")}
-    results = dict(zip(names, compute(exact | asked), strict=True))
+    exact = call
+    if fp32_gradients(call.q, given):
+        arguments(call)
+        read = ("dout", "q", "k", "v", "out")
+        exact = call._replace(**{name: getattr(call, name).float() for name in read})
+    results = dict(zip(names, compute(exact._replace(**asked)), strict=True))
     for name in there.keys() | {"dsink"} & results.keys():  # dsink goes with sink
         output(name, there.get(name), results[name])
-    apart(there, bound)
+    apart(there, call._asdict())
     return results
 
 
@@ -140,12 +138,12 @@ def own_memory(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
 
 
-def apart(outputs: Mapping[str, Tensor | None], bound: dict[str, Any]) -> None:
+def apart(outputs: Mapping[str, Tensor | None], given: Mapping[str, Any]) -> None:
     """No tensor given to an out overload begins where another one does, or an argument."""
     if all(x is None for x in outputs.values()):
         return
     read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
-    inputs = {name: bound.get(name) for name in read if name not in outputs}
+    inputs = {name: given.get(name) for name in read if name not in outputs}
     names = {place: name for name, x in inputs.items() if (place := address(x)) is not None}
     for name, x in outputs.items():
         place = address(x)
@@ -202,9 +200,10 @@ def _is_reached(distance: int, steps: list[tuple[int, int, int]]) -> bool:
     return any(_is_reached(distance - i * stride, others) for i in range(first, last + 1))
 
 
-def no_gradient_of_pages(bound: dict[str, Any]) -> None:
+def no_gradient_of_pages(call: VarlenFwdCall) -> None:
     """Refuses what would need a gradient through a block_table, and names it."""
-    names = [name for name in ("q", "k", "v", "sink") if _wants_gradient(bound[name])]
+    inputs = {"q": call.q, "k": call.k, "v": call.v, "sink": call.sink}
+    names = [name for name, x in inputs.items() if _wants_gradient(x)]
     raise NotImplementedError(
         f"block_table is given and {' and '.join(names) or 'an argument'} require"
         f"{'' if len(names) > 1 else 's'} grad; attention over pages has no backward: detach() "

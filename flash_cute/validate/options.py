@@ -28,22 +28,12 @@ OF_FUNCTIONS = Names()
 OF_OPS = Names(causal="is_causal", window_size=("window_size_left", "window_size_right"))
 
 
-def check(
-    q: Tensor,
-    batch: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    sink: Tensor | None,
-    names: Names = OF_FUNCTIONS,
-) -> None:
-    """All of them, of one call with ``batch`` sequences."""
-    validate.flag(names.causal, causal)
-    validate.flag("deterministic", deterministic)
+def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
+    """All of them, of a call of any op with ``batch`` sequences. Calls over a cache have no dropout
+    and no backward."""
+    softmax_scale, softcap = call.softmax_scale, call.softcap
+    validate.flag(names.causal, call.is_causal)
+    validate.flag("deterministic", getattr(call, "deterministic", False))
     if softmax_scale is not None:
         number("softmax_scale", softmax_scale)
         if not (
@@ -54,7 +44,7 @@ def check(
                 f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number that "
                 "fp32 holds"
             )
-    _window(window_size, names.window_size)
+    _window(call.window_size_left, call.window_size_right, names.window_size)
     number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0 and not _FP32_LEAST <= softcap <= _FP32_MOST:
@@ -62,17 +52,22 @@ def check(
             f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
             "positive normal number of fp32"
         )
-    number(names.dropout_p, dropout_p)
-    _known(names.dropout_p, dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(
-            f"{names.dropout_p} is {validate.shown(dropout_p)}; expected a probability in [0, 1]"
-        )
-    heads = q.shape[-2]
-    if alibi_slopes is not None:
-        _alibi_slopes(names.alibi_slopes, alibi_slopes, q, heads, batch)
-    if sink is not None:
-        _sink(sink, q, heads)
+    _dropout(names.dropout_p, getattr(call, "dropout_p", 0.0))
+    heads = call.q.shape[-2]
+    if call.alibi_slopes is not None:
+        _alibi_slopes(names.alibi_slopes, call.alibi_slopes, call.q, heads, batch)
+    if call.sink is not None:
+        _sink(call.sink, call.q, heads)
+
+
+def sides(window_size: Any) -> tuple[int, int]:
+    """(left, right) of what functions take as ``window_size``; :func:`check` looks at each."""
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size is {validate.kind_of(window_size)}; expected (left, right)")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size}; expected (left, right)")
+    left, right = window_size
+    return left, right
 
 
 def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
@@ -97,12 +92,14 @@ def _known(name: str, x: float) -> None:
         )
 
 
-def _window(window_size: Any, names: tuple[str, str] | None) -> None:
-    if not isinstance(window_size, (tuple, list)):
-        raise TypeError(f"window_size is {validate.kind_of(window_size)}; expected (left, right)")
-    if len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size}; expected (left, right)")
-    left, right = window_size
+def _dropout(name: str, p: float) -> None:
+    number(name, p)
+    _known(name, p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} is {validate.shown(p)}; expected a probability in [0, 1]")
+
+
+def _window(left: int, right: int, names: tuple[str, str] | None) -> None:
     if type(left) is not int or type(right) is not int:
         _window_types(left, right, names or ("window_size's left", "window_size's right"))
     most = validate.INT64_MAX

@@ -6,6 +6,7 @@ import inspect
 import random
 from typing import Any
 
+import cpu_calls
 import pytest
 import torch
 from cpu_oracle import (
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_cute import cpu, reference
 from flash_cute.cpu import tiles
+from flash_cute.ops.schema import CALLS
 
 NO_KEYS = -torch.inf
 
@@ -64,12 +66,12 @@ def test_random_options(small_blocks, seed):
     (q, k, v), options, dtype = case["tensors"], case["options"], case["dtype"]
     exact = reference.attention(q, k, v, **options)
     weighted = reference.attention(q, k, v.abs(), **options).out
-    results = cpu.fwd(q, k, v, **options, return_softmax=True, return_row_max=True)
+    results = cpu_calls.fwd(q, k, v, **options, return_softmax=True, return_row_max=True)
     assert_forward(results, exact, weighted)
 
     out, lse = results[:2]
     dout, dlse = randn(*out.shape, dtype=dtype, seed=4), randn(*lse.shape, seed=5).to(lse.dtype)
-    *gradients, dsink, softmax_d = cpu.bwd(dout, q, k, v, out, lse, dlse, **options)
+    *gradients, dsink, softmax_d = cpu_calls.bwd(dout, q, k, v, out, lse, dlse, **options)
     expected = oracle_gradients(reference.attention, (q, k, v), options, dout, dlse)
     assert_gradients(gradients, expected[:3], dtype)
     row_dots = (dout.double() * out.double()).sum(-1).transpose(1, 2) - dlse
@@ -89,7 +91,7 @@ def test_default_blocks(heads_k):
     exact = reference.attention(q, k, v, **options)
     weighted = reference.attention(q, k, v.abs(), **options).out
     assert_forward(
-        cpu.fwd(q, k, v, **options, return_softmax=True, return_row_max=True), exact, weighted
+        cpu_calls.fwd(q, k, v, **options, return_softmax=True, return_row_max=True), exact, weighted
     )
 
 
@@ -101,12 +103,12 @@ def test_window_truth_table(small_blocks, lengths):
     for left in sides:
         for right in sides:
             options = {"window_size_left": left, "window_size_right": right}
-            out, lse, _, softmax = cpu.fwd(q, k, v, **options, return_softmax=True)
+            out, lse, _, softmax = cpu_calls.fwd(q, k, v, **options, return_softmax=True)
             seen = reference.visible(*lengths, False, left, right)
             assert torch.equal(softmax[0, 0] > 0, seen)
             exact = reference.attention(q, k, v, **options)
             torch.testing.assert_close((out, lse), exact[:2])
-            gradients = cpu.bwd(dout, q, k, v, out, lse, **options)[:3]
+            gradients = cpu_calls.bwd(dout, q, k, v, out, lse, **options)[:3]
             zeros = torch.zeros_like(lse)
             expected = oracle_gradients(reference.attention, (q, k, v), options, dout, zeros)
             torch.testing.assert_close(gradients, expected)
@@ -119,13 +121,13 @@ def test_window_truth_table(small_blocks, lengths):
 def test_empty_dimensions(shape):
     q, k, v = qkv(*shape)
     rng = torch.tensor([1, 2])
-    out, lse, row_max, softmax = cpu.fwd(q, k, v, dropout_p=0.5, rng=rng)
+    out, lse, row_max, softmax = cpu_calls.fwd(q, k, v, dropout_p=0.5, rng=rng)
     assert out.shape == (*q.shape[:3], v.shape[-1]) and lse.shape == q.shape[:3:2] + q.shape[1:2]
     assert row_max is None and softmax is None
     if shape[2] == 0:
         assert not out.any() and (lse == NO_KEYS).all()
     dout = torch.ones_like(out)
-    dq, dk, dv, _, softmax_d = cpu.bwd(dout, q, k, v, out, lse, dropout_p=0.5, rng=rng)
+    dq, dk, dv, _, softmax_d = cpu_calls.bwd(dout, q, k, v, out, lse, dropout_p=0.5, rng=rng)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     assert softmax_d.shape == lse.shape and not dq.any()
 
@@ -133,14 +135,14 @@ def test_empty_dimensions(shape):
 @pytest.mark.parametrize("sink", [None, torch.tensor([0.5, -torch.inf])])
 def test_rows_without_keys(small_blocks, sink):
     q, k, v = qkv(1, 20, 5)
-    out, lse, row_max, _ = cpu.fwd(q, k, v, is_causal=True, sink=sink, return_row_max=True)
+    out, lse, row_max, _ = cpu_calls.fwd(q, k, v, is_causal=True, sink=sink, return_row_max=True)
     assert not out[:, :15].any() and not out.signbit()[:, :15].any()
     expected = torch.full((2, 15), NO_KEYS) if sink is None else sink[:, None].expand(2, 15)
     assert torch.equal(lse[0, :, :15], expected)
     assert (row_max[0, :, :15] == NO_KEYS).all()
     dout = torch.ones_like(out)
     dout[:, :15] = torch.nan
-    dq, dk, dv, *_ = cpu.bwd(dout, q, k, v, out, lse, is_causal=True, sink=sink)
+    dq, dk, dv, *_ = cpu_calls.bwd(dout, q, k, v, out, lse, is_causal=True, sink=sink)
     assert not dq[:, :15].any()
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
@@ -149,9 +151,9 @@ def test_scores_of_minus_infinity_are_no_keys(small_blocks):
     q, k, v = qkv(1, 9, 20)
     q = q.abs()
     k[:, :, 0] = -torch.inf
-    out, lse, *_ = cpu.fwd(q, k, v)
+    out, lse, *_ = cpu_calls.fwd(q, k, v)
     assert not out[:, :, 0].any() and (lse[:, 0] == NO_KEYS).all() and lse[:, 1].isfinite().all()
-    dq, dk, dv, *_ = cpu.bwd(torch.ones_like(out), q, k, v, out, lse)
+    dq, dk, dv, *_ = cpu_calls.bwd(torch.ones_like(out), q, k, v, out, lse)
     assert not any(x[:, :, 0].any() for x in (dq, dk, dv))
 
 
@@ -161,7 +163,7 @@ def test_visible_nonfinite_values_follow_the_oracle(small_blocks, which, poison)
     tensors = qkv(1, 20, 24)
     tensors[which][0, 13, 1, 3] = poison
     options = {"is_causal": True, "window_size_left": 6}
-    out, lse, *_ = cpu.fwd(*tensors, **options)
+    out, lse, *_ = cpu_calls.fwd(*tensors, **options)
     exact = reference.attention(*tensors, **options)
     torch.testing.assert_close(out.double(), exact.out, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(
@@ -176,8 +178,8 @@ def test_hidden_bits_change_nothing(small_blocks, group):
     dout = randn(*q.shape, seed=4)
 
     def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        out, lse, *_ = cpu.fwd(q, k, v, is_causal=True)
-        return out, lse, *cpu.bwd(dout, q, k, v, out, lse, is_causal=True)[:3]
+        out, lse, *_ = cpu_calls.fwd(q, k, v, is_causal=True)
+        return out, lse, *cpu_calls.bwd(dout, q, k, v, out, lse, is_causal=True)[:3]
 
     def planted(x: Tensor, index: int, value: float) -> Tensor:
         x = x.clone()
@@ -197,12 +199,12 @@ def test_hidden_bits_change_nothing(small_blocks, group):
 
 
 class Attend(torch.autograd.Function):
-    """cpu.fwd and cpu.bwd as one differentiable function of q, k, v and sink."""
+    """cpu_calls.fwd and cpu_calls.bwd as one differentiable function of q, k, v and sink."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink, options, varlen):
         ctx.options, ctx.varlen = options, varlen
-        forward = cpu.varlen_fwd if varlen else cpu.fwd
+        forward = cpu_calls.varlen_fwd if varlen else cpu_calls.fwd
         out, lse, *_ = forward(q, k, v, **varlen, **options, sink=sink)
         ctx.save_for_backward(q, k, v, out, lse, sink)
         return out, lse
@@ -210,7 +212,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         *saved, sink = ctx.saved_tensors
-        backward = cpu.varlen_bwd if ctx.varlen else cpu.bwd
+        backward = cpu_calls.varlen_bwd if ctx.varlen else cpu_calls.bwd
         results = backward(dout, *saved, **ctx.varlen, dlse=dlse, sink=sink, **ctx.options)
         dq, dk, dv, dsink, _ = results
         return dq, dk, dv, dsink, None, None
@@ -255,11 +257,11 @@ def test_gradcheck(monkeypatch, options, varlen):
 def test_results_are_new_contiguous_and_without_grad():
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 6, 6))
     leaves = [x.requires_grad_() for x in (q, k, v, randn(2))]
-    out, lse, row_max, softmax = cpu.fwd(
+    out, lse, row_max, softmax = cpu_calls.fwd(
         *leaves[:3], sink=leaves[3], return_softmax=True, return_row_max=True
     )
     dout = randn(1, 1, 1, 1).expand(out.shape)
-    gradients = cpu.bwd(dout, *leaves[:3], out, lse, sink=leaves[3])
+    gradients = cpu_calls.bwd(dout, *leaves[:3], out, lse, sink=leaves[3])
     results = (out, lse, row_max, softmax, *gradients)
     assert not any(x.requires_grad for x in results)
     assert all(x.is_contiguous() for x in results)
@@ -277,8 +279,10 @@ def test_repeats_bitwise_whatever_the_strides(small_blocks):
     results = []
     for tensors in ((q, k, v), (q, k, v), views):
         options = {"is_causal": True, "sink": torch.ones(4)}
-        out, lse, *_ = cpu.fwd(*tensors, **options)
-        results.append((out, lse, *cpu.bwd(torch.ones_like(out), *tensors, out, lse, **options)))
+        out, lse, *_ = cpu_calls.fwd(*tensors, **options)
+        results.append(
+            (out, lse, *cpu_calls.bwd(torch.ones_like(out), *tensors, out, lse, **options))
+        )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -307,16 +311,16 @@ def test_memory_is_linear_in_the_lengths():
         "rng": torch.tensor([1, 2]),
     }
     with Largest() as largest:
-        out, lse, *_ = cpu.fwd(q, k, v, **options)
-        cpu.bwd(torch.ones_like(out), q, k, v, out, lse, **options)
+        out, lse, *_ = cpu_calls.fwd(q, k, v, **options)
+        cpu_calls.bwd(torch.ones_like(out), q, k, v, out, lse, **options)
     assert largest.numel <= 2 * max(q.numel(), heads * tiles.QUERY_BLOCK * tiles.KEY_BLOCK)
     assert largest.numel <= heads * seqlen**2 / 8  # whatever the blocks are
 
 
 @pytest.mark.parametrize("name", cpu.__all__)
 def test_signature_is_the_schema(name):
-    schema = getattr(torch.ops.flash_cute, name).default._schema.arguments
-    parameters = inspect.signature(getattr(cpu, name)).parameters.values()
+    op = getattr(torch.ops.flash_cute, name).default
+    schema, parameters = op._schema.arguments, inspect.signature(CALLS[op]).parameters.values()
     expected = [(a.name, a.default_value) for a in schema if a.has_default_value()]
     defaults = [(p.name, p.default) for p in parameters if p.default is not p.empty]
     assert [p.name for p in parameters] == [a.name for a in schema] and defaults == expected
@@ -325,4 +329,4 @@ def test_signature_is_the_schema(name):
 def test_dropout_needs_rng():
     q, k, v = qkv(1, 2, 2)
     with pytest.raises(ValueError, match="rng"):
-        cpu.fwd(q, k, v, dropout_p=0.5)
+        cpu_calls.fwd(q, k, v, dropout_p=0.5)

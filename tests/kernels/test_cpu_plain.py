@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cpu_calls
 import pytest
 import torch
 from cpu_oracle import (
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_cute import _torch_internals as internals
-from flash_cute import cpu, flash_attn_func, flash_attn_with_kvcache, reference, validate
+from flash_cute import flash_attn_func, flash_attn_with_kvcache, reference, validate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -40,9 +41,9 @@ def calls(monkeypatch):
 
 def both_ways(tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv."""
-    out, lse, *_ = cpu.fwd(*tensors, **options)
+    out, lse, *_ = cpu_calls.fwd(*tensors, **options)
     dout = randn(*out.shape, dtype=out.dtype, seed=4)
-    return out, lse, *cpu.bwd(dout, *tensors, out, lse, **options)[:3]
+    return out, lse, *cpu_calls.bwd(dout, *tensors, out, lse, **options)[:3]
 
 
 def check(tensors: tuple[Tensor, ...], options: dict[str, Any]) -> None:
@@ -50,7 +51,7 @@ def check(tensors: tuple[Tensor, ...], options: dict[str, Any]) -> None:
     q, k, v = tensors
     exact = reference.attention(q, k, v, **options)
     weighted = reference.attention(q, k, v.abs(), **options).out
-    results = cpu.fwd(q, k, v, **options, return_softmax=True, return_row_max=True)
+    results = cpu_calls.fwd(q, k, v, **options, return_softmax=True, return_row_max=True)
     assert_forward(results, exact, weighted)
     out, lse, *gradients = both_ways(tensors, options)
     assert torch.equal(out, results[0]) and torch.equal(lse, results[1])
@@ -118,10 +119,10 @@ def test_other_calls(calls, name):
 
 def test_a_gradient_of_lse_takes_tiles(calls):
     q, k, v = qkv(1, 20, 20)
-    out, lse, *_ = cpu.fwd(q, k, v)
+    out, lse, *_ = cpu_calls.fwd(q, k, v)
     del calls[:]
     dout, dlse = randn(*out.shape, seed=4), randn(*lse.shape, seed=5)
-    gradients = cpu.bwd(dout, q, k, v, out, lse, dlse)[:3]
+    gradients = cpu_calls.bwd(dout, q, k, v, out, lse, dlse)[:3]
     expected = oracle_gradients(reference.attention, (q, k, v), {}, dout, dlse)
     assert_gradients(gradients, expected[:3], torch.float32)
     assert calls == []
@@ -163,12 +164,12 @@ def test_odd_numbers_follow_the_oracle(where, poison, heads, causal):
 def test_odd_gradients_and_statistics_stay_in_their_rows(causal):
     """A dout that is not finite, and a row that forward says saw nothing."""
     q, k, v = qkv(2, 40, 40)
-    out, lse, *_ = cpu.fwd(q, k, v, is_causal=causal)
+    out, lse, *_ = cpu_calls.fwd(q, k, v, is_causal=causal)
     dout = randn(*out.shape, seed=4)
-    usual = cpu.bwd(dout, q, k, v, out, lse, is_causal=causal)[:3]
+    usual = cpu_calls.bwd(dout, q, k, v, out, lse, is_causal=causal)[:3]
     dout[0, 17, 1] = torch.nan
     lse[1, 0, 23] = -torch.inf
-    dq, dk, dv = cpu.bwd(dout, q, k, v, out, lse, is_causal=causal)[:3]
+    dq, dk, dv = cpu_calls.bwd(dout, q, k, v, out, lse, is_causal=causal)[:3]
     assert dq[0, 17, 1].isnan().all() and not dq[1, 23, 0].any()
     others = torch.ones(2, 40, 2, dtype=torch.bool)
     others[0, 17, 1] = others[1, 23, 0] = False
@@ -213,16 +214,16 @@ def test_varlen_has_the_bits_of_its_sequences():
     offsets = torch.tensor((3, 20, 21, 58), dtype=torch.int32)
     lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 60}
     lengths |= {"max_seqlen_k": 60, "is_causal": True}
-    out, lse, *_ = cpu.varlen_fwd(q, k, v, **lengths)
+    out, lse, *_ = cpu_calls.varlen_fwd(q, k, v, **lengths)
     dout = randn(*out.shape, seed=4)
-    gradients = cpu.varlen_bwd(dout, q, k, v, out, lse, **lengths)[:3]
+    gradients = cpu_calls.varlen_bwd(dout, q, k, v, out, lse, **lengths)[:3]
     assert not out[:3].any() and not any(x[58:].any() for x in gradients)
     for start, stop in zip(starts, stops, strict=True):
         part = slice(start, stop)
         tensors = q[None, part], k[None, part], v[None, part]
-        alone, alone_lse, *_ = cpu.fwd(*tensors, is_causal=True)
+        alone, alone_lse, *_ = cpu_calls.fwd(*tensors, is_causal=True)
         assert torch.equal(out[part], alone[0]) and torch.equal(lse[:, part], alone_lse[0])
-        theirs = cpu.bwd(dout[None, part], *tensors, alone, alone_lse, is_causal=True)[:3]
+        theirs = cpu_calls.bwd(dout[None, part], *tensors, alone, alone_lse, is_causal=True)[:3]
         for x, y in zip(gradients, theirs, strict=True):
             assert torch.equal(x[part], y[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cpu_calls
 import pytest
 import torch
 from cpu_oracle import (
@@ -15,7 +16,7 @@ from cpu_oracle import (
 )
 from torch import Tensor
 
-from flash_cute import cpu, reference
+from flash_cute import reference
 from flash_cute.cpu import tiles
 
 NO_KEYS = -torch.inf
@@ -73,12 +74,14 @@ def test_packed(name, options, dtype):
     q, k, v = (x[0] for x in qkv(1, 30, 40, heads=4, dtype=dtype))
     exact = reference.attention_varlen(q, k, v, **packed, **options)
     weighted = reference.attention_varlen(q, k, v.abs(), **packed, **options).out
-    results = cpu.varlen_fwd(q, k, v, **packed, **options, return_softmax=True, return_row_max=True)
+    results = cpu_calls.varlen_fwd(
+        q, k, v, **packed, **options, return_softmax=True, return_row_max=True
+    )
     assert_forward(results, exact, weighted)
 
     out, lse = results[:2]
     dout, dlse = randn(*out.shape, dtype=dtype, seed=4), randn(*lse.shape, seed=5)
-    *gradients, _, softmax_d = cpu.varlen_bwd(
+    *gradients, _, softmax_d = cpu_calls.varlen_bwd(
         dout, q, k, v, out, lse, **packed, dlse=dlse, **options
     )
     if name == "decreasing":  # overlapping sequences have results, but no gradients worth a name
@@ -98,9 +101,9 @@ def test_packed(name, options, dtype):
 def test_packed_sequences_equal_dense_ones():
     q, k, v = (x[0] for x in qkv(1, 30, 40))
     packed = {"cu_seqlens_q": ints(0, 13, 30), "cu_seqlens_k": ints(0, 17, 40)}
-    out, lse, *_ = cpu.varlen_fwd(q, k, v, **packed, max_seqlen_q=17, max_seqlen_k=23)
+    out, lse, *_ = cpu_calls.varlen_fwd(q, k, v, **packed, max_seqlen_q=17, max_seqlen_k=23)
     for rows, keys in ((slice(0, 13), slice(0, 17)), (slice(13, 30), slice(17, 40))):
-        alone, alone_lse, *_ = cpu.fwd(q[None, rows], k[None, keys], v[None, keys])
+        alone, alone_lse, *_ = cpu_calls.fwd(q[None, rows], k[None, keys], v[None, keys])
         assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
 
 
@@ -124,8 +127,8 @@ def test_rows_of_no_sequence_change_nothing():
     for value in (0.0, torch.nan, torch.inf):
         q, k, v, dout = (x.clone() for x in tensors)
         q[unused[0]], dout[unused[0]], k[unused[1]], v[unused[1]] = value, value, value, value
-        out, lse, *_ = cpu.varlen_fwd(q, k, v, **packed)
-        results.append((out, lse, *cpu.varlen_bwd(dout, q, k, v, out, lse, **packed)))
+        out, lse, *_ = cpu_calls.varlen_fwd(q, k, v, **packed)
+        results.append((out, lse, *cpu_calls.varlen_bwd(dout, q, k, v, out, lse, **packed)))
     for poisoned in results[1:]:
         for clean, other in zip(results[0], poisoned, strict=True):
             assert torch.equal(clean, other)
@@ -151,7 +154,7 @@ def test_paged(seqused_k):
     exact = reference.attention_varlen(q, cache_k, cache_v, **packed, **RICH)
     weighted = reference.attention_varlen(q, cache_k, cache_v.abs(), **packed, **RICH).out
     asked = {"return_softmax": True, "return_row_max": True}
-    results = cpu.varlen_fwd(q, cache_k, cache_v, **packed, **RICH, **asked)
+    results = cpu_calls.varlen_fwd(q, cache_k, cache_v, **packed, **RICH, **asked)
     assert_forward(results, exact, weighted)
 
     used = torch.zeros(9, 4, dtype=torch.bool)
@@ -162,7 +165,7 @@ def test_paged(seqused_k):
                 used[pages[position // 4], position % 4] = True
     for cache in (cache_k, cache_v):
         cache[~used] = torch.nan
-    poisoned = cpu.varlen_fwd(q, cache_k, cache_v, **packed, **RICH, **asked)
+    poisoned = cpu_calls.varlen_fwd(q, cache_k, cache_v, **packed, **RICH, **asked)
     for clean, other in zip(results, poisoned, strict=True):
         assert torch.equal(clean, other)
 
@@ -171,7 +174,7 @@ def test_paged_cache_without_blocks():
     q, cache = randn(3, 2, 8), torch.empty(0, 4, 2, 8)
     lengths = {"cu_seqlens_q": ints(0, 3), "cu_seqlens_k": ints(0, 5)}
     table = ints(0, 1).view(1, 2)
-    out, lse, *_ = cpu.varlen_fwd(
+    out, lse, *_ = cpu_calls.varlen_fwd(
         q, cache, cache, **lengths, max_seqlen_q=3, max_seqlen_k=5, block_table=table
     )
     assert not out.any()

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import flash_cute
 from flash_cute import library, ops
+from flash_cute.ops.typed import BwdCall
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
@@ -174,7 +175,7 @@ def test_compiled_backward_follows_torchs_switch(device):
 
     def record(graph, _):
         calls = [node for node in graph.graph.nodes if node.target is ops.bwd]
-        asked.extend(ops.bind(ops.bwd, x.args, x.kwargs)["deterministic"] for x in calls)
+        asked.extend(BwdCall(*x.args, **x.kwargs).deterministic for x in calls)
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()

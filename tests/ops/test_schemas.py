@@ -7,6 +7,7 @@ import re
 import pytest
 
 op_stubs = pytest.importorskip("op_stubs", reason="tools/ of the source tree is not on the path")
+signatures = pytest.importorskip("signatures")
 CALL = re.compile(r"flash_cute::(\S+)\((.*)\) -> (.*)")
 CURRENT = {str(schema).partition("(")[0]: str(schema) for schema in op_stubs.schemas()}
 RELEASED = op_stubs.FROZEN.read_text().splitlines()
@@ -38,6 +39,10 @@ def test_types_are_those_of_the_schemas():
 @pytest.mark.parametrize("old", RELEASED, ids=lambda line: line.partition("(")[0])
 def test_calls_of_the_release_stay_possible(old):
     assert takes(CURRENT[old.partition("(")[0]], old)
+
+
+def test_types_of_the_functions_are_of_their_signatures():
+    assert signatures.is_current(), "python tools/signatures.py --write"
 
 
 def test_changes_of_a_schema_are_told_apart():

@@ -3,11 +3,13 @@ validation on the way."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from flash_cute import (
-    attend,
     check,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -16,6 +18,7 @@ from flash_cute import (
     kvcache,
     ops,
     plan_log,
+    run,
 )
 from flash_cute.validate import kvcache as validate_kvcache
 
@@ -85,7 +88,7 @@ def test_the_op_is_called_once_and_directly(call, monkeypatch):
     name = name or "fwd_kvcache"
     calls, op = [], getattr(ops, name)
     monkeypatch.setattr(ops, name, lambda *args, **named: calls.append(args) or op(*args, **named))
-    monkeypatch.setattr(functional, "attend", None)
+    monkeypatch.setattr(functional, "run", None)
     monkeypatch.setattr(validate_kvcache, "cuda", None)
     function(**arguments)
     assert len(calls) == 1
@@ -94,19 +97,19 @@ def test_the_op_is_called_once_and_directly(call, monkeypatch):
 @pytest.mark.parametrize("switched", [check.switched, plan_log.switched], ids=["check", "plan_log"])
 def test_calls_that_are_looked_at_go_the_long_way(switched):
     q = torch.randn(1, 3, 2, 8)
-    assert attend.is_direct(q, q, q)
+    assert run.is_direct(q, q, q)
     with switched():
-        assert not attend.is_direct(q, q, q)
+        assert not run.is_direct(q, q, q)
 
 
 def test_autocast_meta_and_other_kinds_go_the_long_way():
     q = torch.randn(1, 3, 2, 8)
     with torch.autocast("cpu"):
-        assert not attend.is_direct(q, q, q)
-    assert not attend.is_direct(q, q, q.to("meta"))
-    assert not attend.is_direct(q, q, q, torch.zeros(2, device="meta"))
-    assert not attend.is_direct(q, q, q, [0, 3])
-    assert not attend.is_direct(q, q, torch.nn.Parameter(q, requires_grad=False))
+        assert not run.is_direct(q, q, q)
+    assert not run.is_direct(q, q, q.to("meta"))
+    assert not run.is_direct(q, q, q, torch.zeros(2, device="meta"))
+    assert not run.is_direct(q, q, q, [0, 3])
+    assert not run.is_direct(q, q, torch.nn.Parameter(q, requires_grad=False))
 
 
 def test_new_keys_that_require_grad_are_refused():
@@ -128,7 +131,7 @@ def test_caches_are_seen_to_change():
 def test_gradients_are_those_of_the_validated_way(device, call, with_lse, monkeypatch):
     function, arguments = call(device, torch.float32)
     gradients = []
-    for is_direct in (lambda *_: False, attend.is_direct):
+    for is_direct in (lambda *_: False, run.is_direct):
         monkeypatch.setattr(functional, "is_direct", is_direct)
         qkv = [arguments[n].clone().requires_grad_(n != "k") for n in "qkv"]
         results = function(**arguments | dict(zip("qkv", qkv, strict=True)), return_lse=with_lse)
@@ -141,7 +144,7 @@ def test_gradients_are_those_of_the_validated_way(device, call, with_lse, monkey
 
 def test_a_gradient_takes_no_detour(monkeypatch):
     function, arguments = dense("cpu", torch.float32)
-    monkeypatch.setattr(functional, "attend", None)
+    monkeypatch.setattr(functional, "run", None)
     q = arguments["q"].requires_grad_()
     out = function(**arguments)
     assert out.grad_fn.name() == "AttentionBackward"
@@ -150,3 +153,38 @@ def test_a_gradient_takes_no_detour(monkeypatch):
     with pytest.raises(NotImplementedError, match="not differentiable again"):
         (again,) = torch.autograd.grad(function(**arguments).sum(), q, create_graph=True)
         again.sum().backward()
+
+
+@pytest.mark.parametrize("call", [dense, varlen, cache])
+@pytest.mark.parametrize(
+    "words", ["CUDA out of memory. Tried to allocate 2 GiB", "flash_cute: odd"]
+)
+def test_an_error_of_the_op_is_raised_as_it_is_and_nothing_is_tried_again(monkeypatch, call, words):
+    """Out of memory, say, or a refusal that validation has no words for."""
+    function, arguments = call("cpu", torch.float32)
+    error, calls = RuntimeError(words), []
+
+    def broken(*args, **named):
+        calls.append(args)
+        raise error
+
+    for name in ("fwd", "varlen_fwd", "attend_kvcache"):
+        monkeypatch.setattr(ops, name, broken)
+    with pytest.raises(RuntimeError, match=words) as raised:
+        function(**arguments)
+    assert raised.value is error and len(calls) == 1
+    assert raised.value.__context__ is None
+
+
+def test_a_refused_call_keeps_no_tensor_alive():
+    function, arguments = dense("cpu", torch.float32)
+    arguments["k"] = arguments["k"][:, :, :, :32]
+    alive = weakref.ref(arguments["q"])
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="head dim"):
+            function(**arguments)
+        del arguments
+        assert alive() is None
+    finally:
+        gc.enable()

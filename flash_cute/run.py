@@ -1,0 +1,192 @@
+"""The one way from every public attention function to its op: :func:`run` validates a call, runs
+one op and orders its results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import _torch_internals as internals
+from flash_cute import check, ops, plan_log, validate
+from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.packed import PackedAttention
+from flash_cute.rng import rng_of_call
+from flash_cute.validate import ops as validate_ops
+from flash_cute.validate import options as validate_options
+
+Result = Any  # out, or the tuple that a call asks for
+_NUMBERS = (int, float)
+
+
+Call = FwdCall | VarlenFwdCall
+
+
+def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call of these has a gradient."""
+    return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+
+
+def is_plain(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    *switches: bool,
+) -> bool:
+    """Whether scores are scaled, and masked by ``causal`` at most, and every switch is off. False,
+    too, where an argument is of a kind that validation has to look at, and in graphs."""
+    return (
+        not torch.compiler.is_compiling()  # numbers may be known to data alone
+        and (softmax_scale is None or type(softmax_scale) is float)
+        and type(causal) is bool
+        and type(window_size) is tuple
+        and type(softcap) in _NUMBERS
+        and type(dropout_p) in _NUMBERS
+        and softcap == dropout_p == 0
+        and alibi_slopes is None
+        and window_size == (-1, -1)
+        and all(switch is False for switch in switches)
+    )
+
+
+def are_counts(*numbers: Any) -> bool:
+    """Whether each is an int that ops can be given, from 0 on."""
+    return all(type(x) is int and 0 <= x <= validate.INT64_MAX for x in numbers)
+
+
+def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+    """Whether such a call may go straight to its op: plain tensors of one device that need no copy
+    and no other dtype, and nothing around the call that has to see it."""
+    if not (type(q) is type(k) is type(v) is Tensor):  # fakes and other kinds are validated
+        return False
+    device = q.device
+    for x in (k, v, *others):  # one on meta would have the op's fake run
+        if x is not None and (type(x) is not Tensor or x.device != device):
+            return False
+    return (
+        are_rows(q, k, v)
+        and (q.is_cuda or q.is_cpu)
+        and q.dtype in validate.DTYPES
+        and not torch.is_autocast_enabled(device.type)
+        and not (check.is_on() or plan_log.is_on())
+        and not ops.transformed()
+        and not internals.in_context_parallel()
+    )
+
+
+def are_rows(*tensors: Tensor | None) -> bool:
+    """Whether the last dimension of each is contiguous, of those that there are."""
+    try:
+        for x in tensors:
+            if x is not None and x.stride(-1) != 1:
+                return False
+    except (RuntimeError, IndexError):  # of layouts and ranks that validation refuses
+        return False
+    return True
+
+
+def refusal(error: Exception) -> Exception | None:
+    """An op's refusal of a call that went straight to it, without its frames: validation has better
+    words for it. None for any other error, such as one of CUDA, which nobody catches."""
+    is_worded = isinstance(error, (TypeError, ValueError, NotImplementedError))
+    if is_worded or str(error).startswith("flash_cute: "):
+        return error.with_traceback(None)
+    return None
+
+
+def run(
+    call: Call,
+    *,
+    return_lse: bool,
+    return_rng: bool,
+    generator: torch.Generator | None,
+    packed: Tensor | None = None,
+    out: Tensor | None = None,
+    refused: Exception | None = None,
+) -> Result:
+    """Attention of a call whose q, k and v, and sequences, are valid; the rest is validated here.
+
+    ``packed`` is the tensor that k and v, and maybe q, are views of, ``out`` the one to fill,
+    ``refused`` the :func:`refusal` that is raised if validation has no better words.
+    """
+    q, k, v = call.q, call.k, call.v
+    _validate(call, return_lse, return_rng)
+    if refused is not None:
+        raise refused
+    grad = needs_grad(q, k, v)
+    if call.sink is not None and call.sink.requires_grad:
+        grad = torch.is_grad_enabled()
+    if plan_log.is_on():
+        plan_log.attention(call, grad)
+    rng = rng_of_call(q, call.dropout_p, generator, call.rng)
+    call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(q))
+    op = ops.OP_OF[type(call)]
+    is_eager = not torch.compiler.is_compiling() and not ops.transformed()
+    row_max = probs = None
+    if out is not None:
+        if grad or call.return_softmax:
+            raise ValueError(
+                "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
+                "without return_attn_probs"
+            )
+        softmax_lse, row_max = _into(out, op, call, return_lse)
+    elif not grad and is_eager:
+        # Straight to the kernel: without gradients the Python autograd formula is only a detour.
+        with internals.below_autograd():
+            out, softmax_lse, row_max, probs = op(*call)
+    elif packed is not None and packed.requires_grad and is_eager and not call.return_row_max:
+        separate_q = q if packed.shape[-3] == 2 else None
+        out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, call.sink, call)
+    else:
+        out, softmax_lse, row_max, probs = op(*call)
+    results = [out]
+    if return_lse or call.return_softmax:
+        results.append(softmax_lse)
+    if call.return_softmax:
+        results.append(probs)
+    if return_rng:
+        results.append(rng)
+    if row_max is not None:
+        results.append(row_max.detach().amax((0, 2) if isinstance(call, FwdCall) else 1))
+    return tuple(results) if len(results) > 1 else out
+
+
+def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:
+    validate.whole_sequences()
+    validate.flag("return_attn_probs", call.return_softmax)
+    validate.flag("return_lse", return_lse)
+    validate.flag("return_rng", return_rng)
+    validate.flag("return_max_logits", call.return_row_max)
+    if isinstance(call, VarlenFwdCall):
+        validate.flag("zero_tensors", call.zero_tensors)
+    validate_options.check(call, batch_of(call))
+    if call.q.is_cuda:
+        validate.cuda(call.q, call.v, call.sink)
+
+
+def batch_of(call: Any) -> int:
+    """How many sequences a call has, dense or packed."""
+    offsets = getattr(call, "cu_seqlens_q", None)
+    return call.q.shape[0] if offsets is None else offsets.shape[0] - 1
+
+
+def _into(
+    out: Tensor, op: Any, call: Call, return_lse: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Attention into ``out``, by the op's out overload; softmax_lse and row_max if asked for."""
+    q = call.q
+    validate_ops.buffer("out", out, (*q.shape[:-1], call.v.shape[-1]), q.dtype, q.device)
+    validate.contiguous_last("out", out)
+    if not torch.compiler.is_compiling():
+        validate_ops.apart({"out": out}, {"q": q, "k": call.k, "v": call.v})
+    *lead, rows, heads, _ = q.shape
+    softmax_lse, row_max = (
+        q.new_empty((*lead, heads, rows), dtype=validate_ops.statistic_dtype(q)) if asked else None
+        for asked in (return_lse, call.return_row_max)
+    )
+    ops.OUT_OF[op](*call, out=out, softmax_lse=softmax_lse, row_max=row_max)
+    return softmax_lse, row_max
