@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
 from flash_cute import validate
+from flash_cute.ops.typed import FwdKvcacheCall
 from flash_cute.validate import kvcache as validate_kvcache
+from flash_cute.validate.options import OF_FUNCTIONS
 
 FP32 = torch.finfo(torch.float32)
 INT64 = 2**63 - 1
@@ -131,8 +133,8 @@ def test_splits(device, name):
         got = flash_cute.flash_attn_with_kvcache(**arguments, **{name: value})
         torch.testing.assert_close(got, expected)
     splits = {"num_splits": 0, "split_size": 0} | {name: INT64}
-    caches = (arguments[x] for x in ("q", "k_cache", "v_cache"))
-    assert validate_kvcache.call(*caches, *[None] * 9, 0, None, None, **splits) == 2
+    call = FwdKvcacheCall(*(arguments[x] for x in ("q", "k_cache", "v_cache")), **splits)
+    assert validate_kvcache.check(call, OF_FUNCTIONS) == 2
     for value in (-1, INT64 + 1):
         with pytest.raises(ValueError, match=f"^{name} is {value}; expected a count"):
             flash_cute.flash_attn_with_kvcache(**arguments, **{name: value})
