@@ -101,6 +101,7 @@ def cp_decode(
         raise TypeError(f"cp is {type(cp).__name__}; expected a ContextParallel")
     problem = None
     try:
+        validate.flag("return_softmax_lse", return_softmax_lse)
         for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             validate.tensor(name, x)
         q, k, v = autocast.cast_as(k_cache, q, k, v)

@@ -158,6 +158,8 @@ def refused(change: str) -> str:
         ("{'cache_seqlens': 12}", "have room for 6 each"),
         ("{'cache_seqlens': None}", "cache_seqlens is None"),
         ("{'softcap': -1.0}", "softcap"),
+        ("{'return_softmax_lse': None}", "return_softmax_lse is NoneType"),
+        ("{'return_softmax_lse': '8'}", "return_softmax_lse is str"),
         ("{'block': 2, 'alibi_slopes': torch.rand(4)}", "alibi_slopes"),
     ],
 )
