@@ -226,11 +226,11 @@ def flash_attn_varlen_func(
     sink, refused = accept.sink(sink, s_aux, learnable_sink), None
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
-    usual = usual and are_counts(max_seqlen_q, max_seqlen_k) and cu_seqlens_k is not None
-    usual = usual and is_plain(
+    usual = usual and cu_seqlens_k is not None and is_plain(
         softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
         return_attn_probs, return_rng, return_max_logits,
     )  # fmt: skip
+    usual = usual and are_counts(max_seqlen_q, max_seqlen_k)
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if usual and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func

@@ -124,10 +124,10 @@ def flash_attn_with_kvcache(
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
     usual = usual and sink is s_aux is learnable_sink is None and not others
     usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
-    usual = usual and are_counts(num_splits, split_size)
     usual = usual and is_plain(
         softmax_scale, causal, window_size, softcap, alibi_slopes, 0, check_indices
     )
+    usual = usual and are_counts(num_splits, split_size)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
     direct = usual and is_direct(q, k_cache, v_cache, *places, *joining) and are_rows(k, v)

@@ -54,7 +54,7 @@ def is_plain(
 
 
 def are_counts(*numbers: Any) -> bool:
-    """Whether each is an int that ops can be given, from 0 on."""
+    """Whether each is an int that ops can be given, from 0 on; asked outside of graphs alone."""
     return all(type(x) is int and 0 <= x <= validate.INT64_MAX for x in numbers)
 
 

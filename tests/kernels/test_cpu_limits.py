@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 
+import cpu_calls
 import pytest
 import torch
 from cpu_oracle import assert_bounded, qkv, randn
 
-from flash_cute import cpu, reference
+from flash_cute import reference
 from flash_cute.cpu import odd, plain, streaming, tiles, varlen
 from flash_cute.cpu.kvcache import Place, Rotary
 from flash_cute.cpu.odd import Odd, is_usual
+from flash_cute.ops.typed import FwdCall
 
 
 def causal_of(q, k, v, **options) -> bool | None:
     """What ATen's kernel is told of the mask; None if it does not get the call."""
-    window = options.pop("window", (-1, -1))
-    rules = {"softmax_scale": None, "softcap": 0.0, "alibi_slopes": None, "sink": None}
-    rules |= {"dropout_p": 0.0, "rng": None} | options
-    return plain.causal_of(q, k, v, tiles.Options.of(q, window=window, **rules))
+    left, right = options.pop("window", (-1, -1))
+    call = FwdCall(q, k, v, window_size_left=left, window_size_right=right, **options)
+    return plain.causal_of(q, k, v, tiles.Options.of(call))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def causal_of(q, k, v, **options) -> bool | None:
 def test_scales(scale: float, taken: bool):
     q, k, v = qkv(1, 4, 5)
     assert causal_of(q, k, v, softmax_scale=scale) is (False if taken else None)
-    out = cpu.fwd(q, k, v, softmax_scale=scale)[0]
+    out = cpu_calls.fwd(q, k, v, softmax_scale=scale)[0]
     exact, weighted = (reference.attention(q, k, x, softmax_scale=scale).out for x in (v, v.abs()))
     if abs(scale) <= 1:
         assert_bounded(out, exact, weighted)
@@ -116,7 +117,7 @@ def test_blocks_of_keys_hold_each_visible_pair_once(monkeypatch, block: int, win
     monkeypatch.setattr(tiles, "KEY_BLOCK", 3)
     for lengths in ((5, 9), (9, 5), (7, 7), (1, 4), (4, 0)):
         q, k, _ = qkv(1, *lengths, heads=2, heads_k=1)
-        made = tiles.Tiles(q, k, tiles.Options.of(q, None, window, 0.0, None, None, 0.0, None))
+        made = tiles.Tiles(q, k, tiles.Options.of(FwdCall(q, k, k, None, False, *window)))
         times = torch.zeros(2, *lengths, dtype=torch.int)
         seen = reference.visible(*lengths, False, *window)
         for rows in made.query_blocks():
@@ -181,15 +182,15 @@ def test_rotary_embedding_turns_pairs_by_the_angle_of_their_position(interleaved
 def test_rows_of_a_sequence_in_pages():
     """Page 7 does not exist; what it would hold reads as zeros, and is not written."""
     cache = torch.arange(1.0, 13).view(4, 3, 1, 1)
-    place = Place(torch.tensor([2, 7, 0]), used=5, leftpad=1)
+    place = Place(torch.tensor([2, 7, 0]), used=5, leftpad=1, capacity=9)
     assert place.read(cache, 9).flatten().tolist() == [8, 9, 0, 0, 0, 1, 2, 3]
     ids, rows, there = place.rows(cache, 2, 7)
     assert ids.tolist() == [2, 7, 7, 7, 0] and rows.tolist() == [2, 0, 1, 2, 0]
     assert there.tolist() == [True, False, False, False, True]
     place.write(cache, torch.tensor([50.0, 60, 70, 80]).view(4, 1, 1), 8)
     assert cache.flatten().tolist() == [60, 70, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    alone = Place(torch.tensor([3]), used=2, leftpad=1)
+    alone = Place(torch.tensor([3]), used=2, leftpad=1, capacity=3)
     view = alone.read(cache, 3)
     assert view.flatten().tolist() == [11, 12] and view.data_ptr() == cache[3, 1].data_ptr()
     for page in (-1, 4):
-        assert not Place(torch.tensor([page]), 2, 0).read(cache, 2).any()
+        assert not Place(torch.tensor([page]), 2, 0, 3).read(cache, 2).any()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash
 
@@ -43,6 +42,8 @@ def register() -> None:
 
 def _refuse_older_releases() -> None:
     """Older ones give layers other arguments, which show in results alone, or not at all."""
+    import transformers  # whichever is there now
+
     release = tuple(int(x) for x in re.findall(r"\d+", transformers.__version__)[:2])
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))
