@@ -7,7 +7,7 @@ import torch
 
 from flash_cute.attention.fusion import FusionStrategy, create_unified_attention_fusion
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

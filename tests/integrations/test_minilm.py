@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.20")
 import transformers
 
 from flash_cute.integrations import transformers as integration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.20")
 import hf_models
 from hf_models import DECODERS, ENCODERS, assert_equal, model, results, tokens
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.20")
 from hf_models import (
     DECODERS,
     assert_equal,
