@@ -148,5 +148,5 @@ def run_tune(
         else:
             problems = [tune.parse(text) for text in shapes or []]
             if not can_use_cuda():
-                raise RuntimeError("there is no GPU here, or a library without kernels for it")
+                raise RuntimeError("tuning needs a GPU that has kernels, and there is none here")
             tables.say(str(tune.run(problems, path, rounds)))

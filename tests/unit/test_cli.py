@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = not torch.cuda.is_available()
 
 
+@pytest.fixture(autouse=True)
+def piped(monkeypatch):
+    """Output goes to no terminal, so that tables are as wide as they like."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def run(*arguments, status=0):
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == status, result.output
