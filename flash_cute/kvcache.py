@@ -130,7 +130,7 @@ def flash_attn_with_kvcache(
     usual = usual and are_counts(num_splits, split_size)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining) and are_rows(k, v)
+    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining)
     if direct and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
@@ -241,7 +241,9 @@ def _straight(
     if all(x is None for x in joining):
         with internals.below_autograd():
             return ops.attend_kvcache(*caches, *places, None, 0, *score, *splits)
-    _, k_cache, v_cache = caches
+    (_, k_cache, v_cache), (k, v, *_) = caches, joining
+    if k is None or v is None or not are_rows(k, v, v):
+        return None
     k_begins, v_begins = k_cache.data_ptr(), v_cache.data_ptr()
     apart = k_begins + k_cache.nbytes <= v_begins or v_begins + v_cache.nbytes <= k_begins
     if not (apart and k_cache.is_contiguous() and v_cache.is_contiguous()):

@@ -53,9 +53,10 @@ def is_plain(
     )
 
 
-def are_counts(*numbers: Any) -> bool:
-    """Whether each is an int that ops can be given, from 0 on; asked outside of graphs alone."""
-    return all(type(x) is int and 0 <= x <= validate.INT64_MAX for x in numbers)
+def are_counts(x: Any, y: Any) -> bool:
+    """Whether both are ints that ops can be given, from 0 on; asked outside of graphs alone."""
+    most = validate.INT64_MAX
+    return type(x) is type(y) is int and 0 <= x <= most and 0 <= y <= most
 
 
 def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
@@ -78,15 +79,12 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
     )
 
 
-def are_rows(*tensors: Tensor | None) -> bool:
-    """Whether the last dimension of each is contiguous, of those that there are."""
+def are_rows(x: Tensor, y: Tensor, z: Tensor) -> bool:
+    """Whether the last dimension of each is contiguous."""
     try:
-        for x in tensors:
-            if x is not None and x.stride(-1) != 1:
-                return False
+        return x.stride(-1) == y.stride(-1) == z.stride(-1) == 1
     except (RuntimeError, IndexError):  # of layouts and ranks that validation refuses
         return False
-    return True
 
 
 def refusal(error: Exception) -> Exception | None:

@@ -164,7 +164,9 @@ def _formula(op: Any) -> type[internals.Formula]:
 
 def _in_dtype_of(x: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """The gradient of ``x`` as autograd wants it; None if there is no ``x``."""
-    return gradient if x is None or gradient is None else gradient.to(x.dtype)
+    if x is None or gradient is None or gradient.dtype == x.dtype:
+        return gradient
+    return gradient.to(x.dtype)
 
 
 FORMULAS = {op: _formula(op) for op in _BACKWARD_OF}
