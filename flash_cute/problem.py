@@ -119,7 +119,7 @@ class Problem:
         """Of packed q (total_q, heads, dim), k and v, with ``sequences`` what the op varlen_fwd
         takes behind them. Over pages in 16 bits it is a call over a cache, but where vectors do
         not begin on 16-byte boundaries: keys are then laid out anew."""
-        cu_seqlens_q, _, longest_q, longest_k, _, used_q, *_ = sequences
+        cu_seqlens_q, _, longest_q, longest_k, used_q, *_ = sequences
         block_table = sequences[7] if len(sequences) > 7 else None
         sizes: dict[str, Any] = {
             "dtype": q.dtype, "batch": len(cu_seqlens_q) - 1, "heads": q.shape[1],

@@ -88,8 +88,8 @@ def are_rows(x: Tensor, y: Tensor, z: Tensor) -> bool:
 
 
 def refusal(error: Exception) -> Exception | None:
-    """An op's refusal of a call that went straight to it, without its frames: validation has better
-    words for it. None for any other error, such as one of CUDA, which nobody catches."""
+    """What an op says of a call that went straight to it, without its frames: validation may have
+    better words for it. None for other errors, such as torch's when memory is out."""
     is_worded = isinstance(error, (TypeError, ValueError, NotImplementedError))
     if is_worded or "flash_cute: " in str(error):  # behind a place in csrc
         return error.with_traceback(None)

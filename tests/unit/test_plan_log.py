@@ -81,6 +81,10 @@ def test_problems_of_packed_tensors():
     )
     gathered = kernels.Problem.of_packed(q, pages, pages, paged, dropout=True)
     assert str(gathered) == "fwd bfloat16 b2 h4/2 q7 k12 d64/64 dropout varlen"
+    used = torch.zeros(2, dtype=torch.int32)
+    of_queries, of_keys = ((*paged[:4], *x, *paged[6:]) for x in ((used, None), (None, used)))
+    assert str(kernels.Problem.of_packed(q, pages, pages, of_queries)).startswith("fwd ")
+    assert str(kernels.Problem.of_packed(q, pages, pages, of_keys)).startswith("decode ")
     shifted = torch.zeros(6, 16, 2, 72, dtype=BF16)[..., 1:65]
     gathered = kernels.Problem.of_packed(q, shifted, shifted, paged)
     assert str(gathered) == "fwd bfloat16 b2 h4/2 q7 k12 d64/64 varlen unaligned"
