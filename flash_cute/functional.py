@@ -16,7 +16,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, fp8, ops, validate
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
-from flash_cute.run import Result, are_counts, is_direct, is_plain, needs_grad, refusal, run
+from flash_cute.run import Result, are_counts, is_direct, is_plain, is_refusal, needs_grad, run
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
@@ -117,7 +117,7 @@ def flash_attn_func(
         out, rng = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
-    sink, refused = accept.sink(sink, s_aux, learnable_sink), None
+    sink, refused = accept.sink(sink, s_aux, learnable_sink), list[Exception]()
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is bool and not others
     usual = usual and is_plain(
@@ -133,9 +133,9 @@ def flash_attn_func(
                 return _out_alone(q, k, v, softmax_scale, causal)
             return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
         except (RuntimeError, TypeError, ValueError) as error:
-            refused = refusal(error)
-            if refused is None:
+            if not is_refusal(error):
                 raise
+            refused.append(error.with_traceback(None))
     return_lse = accept.others(flash_attn_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):
@@ -223,10 +223,10 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
-    sink, refused = accept.sink(sink, s_aux, learnable_sink), None
+    sink, refused = accept.sink(sink, s_aux, learnable_sink), list[Exception]()
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
-    usual = usual and cu_seqlens_k is not None and is_plain(
+    usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None and is_plain(
         softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
         return_attn_probs, return_rng, return_max_logits,
     )  # fmt: skip
@@ -240,9 +240,9 @@ def flash_attn_varlen_func(
                 zero_tensors, block_table,
             )  # fmt: skip
         except (RuntimeError, TypeError, ValueError) as error:
-            refused = refusal(error)
-            if refused is None:
+            if not is_refusal(error):
                 raise
+            refused.append(error.with_traceback(None))
     return_lse = accept.others(flash_attn_varlen_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):

@@ -8,6 +8,7 @@ not ``qv``, descales of fp8, ``attention_chunk``, nor how its kernels are schedu
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute import accept, check, ops, plan_log, validate
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
-from flash_cute.run import are_counts, are_rows, is_direct, is_plain, needs_grad, refusal
+from flash_cute.run import are_counts, are_rows, is_direct, is_plain, is_refusal, needs_grad
 from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate import ops as validate_ops
 from flash_cute.validate import options as validate_options
@@ -120,7 +121,7 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate.kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
     """
-    refused = None
+    refused: list[Exception] = []
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
     usual = usual and sink is s_aux is learnable_sink is None and not others
     usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
@@ -141,9 +142,9 @@ def flash_attn_with_kvcache(
             if results is not None:
                 return results if return_softmax_lse else results[0]
         except (RuntimeError, TypeError, ValueError) as error:
-            refused = refusal(error)
-            if refused is None:
+            if not is_refusal(error):
                 raise
+            refused.append(error.with_traceback(None))
     accept.others(flash_attn_with_kvcache, others)
     sink = accept.sink(sink, s_aux, learnable_sink)
     left, right = accept.sides(window_size)
@@ -201,9 +202,9 @@ def flash_attn_with_kvcache(
             steps = causal or (left, right) != (-1, -1)
             rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
             check.positions(len(rotary_cos), rows, used, rotary_seqlens)
-    if refused is not None:
+    if refused:
         _check_vectors(call)
-        raise refused
+        raise refused.pop()
     if plan_log.is_on():
         plan_log.cache(call, batch)
     try:
@@ -212,8 +213,10 @@ def flash_attn_with_kvcache(
             out, softmax_lse = ops.attend_kvcache(*attention)
         else:
             out, softmax_lse = ops.fwd_kvcache(*call)
+    except NotImplementedError:
+        raise
     except RuntimeError as error:
-        if refusal(error) is not None:
+        if is_refusal(error):
             _check_vectors(call)
         raise
     return (out, softmax_lse) if return_softmax_lse else out
@@ -288,8 +291,8 @@ def flash_attn_combine(
     rows = math.prod(lead)
     partial_rows = (out_partial.reshape(parts, rows, dim), lse_partial.reshape(parts, rows))
     result, lse = ops.combine(*(x.contiguous() for x in partial_rows), out_dtype)
-    with internals.below_versions():  # as no views, which nobody may write in every mode
-        result, lse = result.view(*lead, dim), lse.view(lead)
+    with nullcontext() if torch.compiler.is_compiling() else internals.below_versions():
+        result, lse = result.view(*lead, dim), lse.view(lead)  # as no views, which may be written
     if out is not None:
         validate_ops.output("out", out, result)
         result = out.copy_(result)

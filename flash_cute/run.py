@@ -87,13 +87,11 @@ def are_rows(x: Tensor, y: Tensor, z: Tensor) -> bool:
         return False
 
 
-def refusal(error: Exception) -> Exception | None:
-    """What an op says of a call that went straight to it, without its frames: validation may have
-    better words for it. None for other errors, such as torch's when memory is out."""
+def is_refusal(error: Exception) -> bool:
+    """Whether an op says this of the call itself, so that validation may have better words for it;
+    not for torch's errors, such as those of memory that is out."""
     is_worded = isinstance(error, (TypeError, ValueError, NotImplementedError))
-    if is_worded or "flash_cute: " in str(error):  # behind a place in csrc
-        return error.with_traceback(None)
-    return None
+    return is_worded or "flash_cute: " in str(error)  # behind a place in csrc
 
 
 def run(
@@ -104,17 +102,18 @@ def run(
     generator: torch.Generator | None,
     packed: Tensor | None = None,
     out: Tensor | None = None,
-    refused: Exception | None = None,
+    refused: list[Exception] | None = None,
 ) -> Result:
     """Attention of a call whose q, k and v, and sequences, are valid; the rest is validated here.
 
     ``packed`` is the tensor that k and v, and maybe q, are views of, ``out`` the one to fill,
-    ``refused`` the :func:`refusal` that is raised if validation has no better words.
+    ``refused`` has the refusal of a call that went straight to its op, which is raised if
+    validation has no better words. It leaves its list: frames that hold it keep tensors alive.
     """
     q, k, v = call.q, call.k, call.v
     _validate(call, return_lse, return_rng)
-    if refused is not None:
-        raise refused
+    if refused:
+        raise refused.pop()
     grad = needs_grad(q, k, v)
     if call.sink is not None and call.sink.requires_grad:
         grad = torch.is_grad_enabled()

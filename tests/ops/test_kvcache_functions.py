@@ -253,3 +253,11 @@ def test_combine_is_the_whole(make_cache):
     got, got_lse = flash_cute.flash_attn_combine(out, lse)
     torch.testing.assert_close(got, whole.float(), rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(got_lse.transpose(1, 2), whole_lse)
+
+
+def test_combine_compiles_as_one_graph(device):
+    parts = torch.randn(3, 2, 5, 4, 16, device=device), torch.randn(3, 2, 5, 4, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_cute.flash_attn_combine, fullgraph=True, backend="aot_eager")
+    for x, y in zip(compiled(*parts), flash_cute.flash_attn_combine(*parts), strict=True):
+        assert torch.equal(x, y)

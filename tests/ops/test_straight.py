@@ -176,15 +176,23 @@ def test_an_error_of_the_op_is_raised_as_it_is_and_nothing_is_tried_again(monkey
     assert raised.value.__context__ is None
 
 
-def test_a_refused_call_keeps_no_tensor_alive():
+@pytest.mark.parametrize("is_worded", [True, False])
+def test_a_refused_call_keeps_no_tensor_alive(monkeypatch, is_worded):
     function, arguments = dense("cpu", torch.float32)
-    arguments["k"] = arguments["k"][:, :, :, :32]
+    if is_worded:
+        arguments["k"] = arguments["k"][:, :, :, :32]
+    else:
+        monkeypatch.setattr(ops, "fwd", refusing)
     alive = weakref.ref(arguments["q"])
     gc.disable()
     try:
-        with pytest.raises(ValueError, match="head dim"):
+        with pytest.raises((ValueError, RuntimeError), match="head dim"):
             function(**arguments)
         del arguments
         assert alive() is None
     finally:
         gc.enable()
+
+
+def refusing(*_, **__):
+    raise RuntimeError("flash_cute: a head dim that validation knows nothing of")
