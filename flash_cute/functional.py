@@ -117,7 +117,8 @@ def flash_attn_func(
         out, rng = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
-    sink, refused = accept.sink(sink, s_aux, learnable_sink), list[Exception]()
+    refused: list[Exception] = []
+    sink = accept.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is bool and not others
     usual = usual and is_plain(
@@ -223,7 +224,8 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
     """
-    sink, refused = accept.sink(sink, s_aux, learnable_sink), list[Exception]()
+    refused: list[Exception] = []
+    sink = accept.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
     usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None and is_plain(

@@ -258,12 +258,14 @@ def _equal_plan(
 
 
 def context(of_layer: GroupOfLayer, size: int, strategy: str) -> Any:
-    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once."""
+    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once, and again if
+    torch.distributed was started again."""
     from flash_cute.distributed import ContextParallel, groups
 
-    if (size, strategy) not in of_layer.contexts:
-        whole = dist.group.WORLD if of_layer.value is None else of_layer.value
-        of_layer.contexts[size, strategy] = ContextParallel(
-            groups.part_of(whole, size), strategy=strategy, layout="contiguous"
-        )
-    return of_layer.contexts[size, strategy]
+    whole = dist.group.WORLD if of_layer.value is None else of_layer.value
+    part = groups.part_of(whole, size)
+    cp = of_layer.contexts.get((size, strategy))
+    if cp is None or cp.group is not part:
+        cp = ContextParallel(part, strategy=strategy, layout="contiguous")
+        of_layer.contexts[size, strategy] = cp
+    return cp

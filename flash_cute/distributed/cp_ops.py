@@ -124,6 +124,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
     ctx.options = (scale, softcap, left, right, deterministic, plan)
+    ctx.owner = plan_of(plan)  # whose groups live until backward
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -181,6 +182,7 @@ def _(x: Tensor, plan: str) -> Tensor:
 
 def _keep_plan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.plan = inputs
+    ctx.owner = plan_of(ctx.plan)
 
 
 def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:

@@ -179,6 +179,7 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, copies: int, plan: str) -> tuple[Tenso
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.to_heads, ctx.plan, *_ = inputs
+    ctx.owner = plan_of(ctx.plan)  # whose groups live until backward
 
 
 def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
@@ -188,6 +189,7 @@ def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 def _keep_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, ctx.to_heads, ctx.plan, *_ = inputs
+    ctx.owner = plan_of(ctx.plan)
 
 
 def _results_back(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
@@ -200,6 +202,7 @@ def _results_back(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
 
 def _keep_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.copies, ctx.plan = inputs[3:5]
+    ctx.owner = plan_of(ctx.plan)
 
 
 def _exchange_qkv_back(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:

@@ -92,6 +92,23 @@ def test_contexts_and_what_plans_hold_die_with_their_last_user():
     assert alive() is None and name not in groups._HELD
 
 
+def backward_after_the_context(strategy: str) -> list[torch.Tensor]:
+    cp = ContextParallel(strategy=strategy)
+    x = torch.randn(1, 12, 4, 8, requires_grad=True)
+    out = cp_attention(x, x, x, cp.plan(12 * cp.size))
+    del cp
+    gc.collect()
+    out.sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_backward_outlives_the_context(two, strategy):
+    for out, grad in two.run(backward_after_the_context, strategy):
+        assert out.isfinite().all() and grad.isfinite().all() and grad.abs().sum() > 0
+
+
 def test_copies_of_a_plan_are_equal_and_usable():
     cp = ContextParallel()
     plan = cp.plan(24, causal=True)

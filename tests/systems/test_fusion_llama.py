@@ -40,6 +40,15 @@ def test_heads_and_biases(heads_k, bias, device):
     assert_same(block, fused, x, position_embeddings=(cos, sin))
 
 
+@pytest.mark.parametrize("shape", [(0, 5, WIDTH), (2, 0, WIDTH)])
+def test_nothing_to_attend(shape, device):
+    block = create_unified_attention_fusion(llama_block(device))
+    x = torch.randn(shape, device=device, requires_grad=True)
+    out = block(x)
+    out.sum().backward()
+    assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+
+
 def test_masks(device):
     block = llama_block(device)
     fused = create_unified_attention_fusion(block)

@@ -258,7 +258,7 @@ class GateLinear(torch.autograd.Function):
         db = grad.sum(0) if ctx.has_bias and needs[2] else None
         dx = None
         if needs[0]:
-            dx = ctx.kernels.gate_backward((grad @ w).view(*x.shape[:-1], -1), x, ctx.name)
+            dx = ctx.kernels.gate_backward((grad @ w).view(*x.shape[:-1], w.shape[1]), x, ctx.name)
         return dx, dw, db, None
 
 
@@ -297,7 +297,7 @@ class Products(torch.autograd.Function):
                 torch.mm(rows, w.t(), out=part)
             else:
                 torch.addmm(b, rows, w.t(), out=part)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], sum(ctx.sizes))
 
     @staticmethod
     @once_differentiable
