@@ -21,7 +21,7 @@ __attribute__((noinline)) const char* error_of(StableIValue* stack, uint64_t num
   } catch (const std::exception& error) {
     message = error.what();
   } catch (...) {
-    message = "flash_cute: unknown error";
+    message = "unknown error in flash_cute";
   }
   return message.c_str();
 }

@@ -39,7 +39,7 @@ void combine(StableIValue* stack, uint64_t, uint64_t) {
               : dtype == ScalarType::BFloat16 ? Partials::Element::BF16
                                               : Partials::Element::FP32;
   const cudaError_t error = combine(p, current_stream(out_partial));
-  FC_CHECK(error == cudaSuccess, "combine: ", cudaGetErrorString(error));
+  check_cuda("combine", error);
   in.put(out, lse);
 }
 

@@ -39,7 +39,7 @@ void run_gathered(const DecodeProblem& p, int rows, const View& q, const View& k
   const Tensor lengths = allocate(q, {f.batch}, ScalarType::Int);
   const GatheredKeys to{tensor_view(View(gathered_k), "k"), tensor_view(View(gathered_v), "v"), rows,
                         static_cast<int*>(lengths.data_ptr())};
-  check_launch("gather_pages", gather_pages(p, to, current_stream(q)));
+  check_cuda("gather_pages", gather_pages(p, to, current_stream(q)));
   f.k = to.k;
   f.v = to.v;
   f.pages = {};
@@ -57,7 +57,7 @@ void run_in_pages(DecodeProblem p, const Kernel<Op::Fwd>& kernel, const View& q)
     lengths = allocate(q, {p.fwd.batch}, ScalarType::Int);
     p.fwd.varlen.used_k = p.added.lengths = static_cast<int*>(lengths.data_ptr());
   }
-  if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(q)));
+  if (p.appends()) check_cuda("append_keys", append_keys(p, current_stream(q)));
   run(kernel, p.fwd, plan_over_cache(kernel.config, p.fwd, device(q.device)), q);
 }
 
@@ -86,7 +86,7 @@ void attend_cache(StableIValue* stack, bool joins) {
     p.fwd.q = tensor_view(View(rotated), "q");
   }
   if (!p.whole_vectors()) {
-    if (p.appends()) check_launch("append_keys", append_keys(p, current_stream(a.q)));
+    if (p.appends()) check_cuda("append_keys", append_keys(p, current_stream(a.q)));
     run_gathered(p, p.fwd.seqlen_k, a.q, a.k_cache, a.v_cache);
   } else {
     FC_CHECK(p.has_vectors(), "q and the caches must have vectors on 16-byte boundaries");
@@ -101,8 +101,8 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
   check_cached_queries(a);
   const Tensor lengths = allocate(q, {a.batch}, ScalarType::Int);
   int* const counts = static_cast<int*>(lengths.data_ptr());
-  check_launch("count_paged_keys",
-               count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts, current_stream(q)));
+  check_cuda("count_paged_keys",
+             count_paged_keys(a.varlen.cu_k, a.varlen.used_k, a.batch, a.seqlen_k, counts, current_stream(q)));
   DecodeProblem p{};
   p.fwd = a;
   p.fwd.varlen.cu_k = p.fwd.varlen.used_k = nullptr;

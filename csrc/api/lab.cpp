@@ -16,23 +16,19 @@
 namespace flash_cute {
 namespace {
 
-void check(cudaError_t error, const char* what) {
-  FC_CHECK(error == cudaSuccess, "lab: ", what, ": ", cudaGetErrorString(error));
-}
-
 // A point on a stream, whose time can be asked for.
 class Mark {
  public:
-  Mark() { check(cudaEventCreate(&event_), "cannot create an event"); }
+  Mark() { check_cuda("creating an event", cudaEventCreate(&event_)); }
   Mark(const Mark&) = delete;
   Mark& operator=(const Mark&) = delete;
   ~Mark() { cudaEventDestroy(event_); }
 
-  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cannot record an event"); }
+  void record(cudaStream_t stream) { check_cuda("recording an event", cudaEventRecord(event_, stream)); }
   float milliseconds_from(const Mark& begin) const {
-    check(cudaEventSynchronize(event_), "the kernel failed");
+    check_cuda("running the kernel", cudaEventSynchronize(event_));
     float milliseconds = 0.f;
-    check(cudaEventElapsedTime(&milliseconds, begin.event_, event_), "cannot read the time");
+    check_cuda("reading the time", cudaEventElapsedTime(&milliseconds, begin.event_, event_));
     return milliseconds;
   }
 
@@ -87,7 +83,7 @@ void lab_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Call call = take_call(in);
   const lab::ForwardKernelArgs args = arguments(call);
   const torch::stable::accelerator::DeviceGuard guard(call.q.device);
-  check(call.kernel.launch(args, current_stream(call.q)), "launch");
+  check_cuda("launching the kernel", call.kernel.launch(args, current_stream(call.q)));
 }
 
 // Waits for the kernel; the time is its own and that of its launch on the GPU.
@@ -97,11 +93,11 @@ void lab_forward_timed(StableIValue* stack, uint64_t, uint64_t) {
   const lab::ForwardKernelArgs args = arguments(call);
   const torch::stable::accelerator::DeviceGuard guard(call.q.device);
   lab::Usage loaded;  // a kernel is loaded when it is first asked for, which the time must not have in it
-  check(call.kernel.usage(loaded), "cannot load the kernel");
+  check_cuda("loading the kernel", call.kernel.usage(loaded));
   const cudaStream_t stream = current_stream(call.q);
   Mark begin, end;
   begin.record(stream);
-  check(call.kernel.launch(args, stream), "launch");
+  check_cuda("launching the kernel", call.kernel.launch(args, stream));
   end.record(stream);
   in.put(static_cast<double>(end.milliseconds_from(begin)));
 }
@@ -109,7 +105,7 @@ void lab_forward_timed(StableIValue* stack, uint64_t, uint64_t) {
 void lab_usage(StableIValue* stack, uint64_t, uint64_t) {
   Stack in(stack);
   lab::Usage usage;
-  check(lab::find(in.take<std::string>()).usage(usage), "cannot load the kernel");
+  check_cuda("loading the kernel", lab::find(in.take<std::string>()).usage(usage));
   in.put(int64_t{usage.registers}, int64_t{usage.local_bytes}, int64_t{usage.ctas_per_sm});
 }
 

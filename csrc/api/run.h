@@ -17,7 +17,7 @@ void run(const Kernel<op>& kernel, const Problem<op>& problem, const Plan<op>& p
   Arena arena(size.numbers() > 0 ? static_cast<float*>(memory.data_ptr()) : nullptr);
   const Workspace<op> workspace = lay_out(arena, kernel.config, problem, plan);
   const cudaError_t error = kernel.launch({problem, plan, workspace}, current_stream(q));
-  if (error != cudaSuccess) check_launch(kernel.config.id().c_str(), error);
+  if (error != cudaSuccess) check_cuda(kernel.config.id().c_str(), error);
 }
 
 // The same with the plan of a call of this thread.

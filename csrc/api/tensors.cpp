@@ -160,8 +160,8 @@ cudaStream_t current_stream(const View& t) {
   return static_cast<cudaStream_t>(stream);
 }
 
-void check_launch(const char* what, cudaError_t error) {
-  FC_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+void check_cuda(const char* what, cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, "CUDA error in flash_cute, ", what, ": ", cudaGetErrorString(error));
 }
 
 }  // namespace flash_cute

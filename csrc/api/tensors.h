@@ -82,7 +82,8 @@ int checked_int(int64_t value, const char* name);
 
 cudaStream_t current_stream(const View& t);
 
-// Throws an error that names what was launched.
-void check_launch(const char* what, cudaError_t error);
+// Throws an error that names what was asked of CUDA. Its words begin unlike a refusal's ("flash_cute: "), which Python
+// words anew.
+void check_cuda(const char* what, cudaError_t error);
 
 }  // namespace flash_cute

@@ -15,12 +15,14 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
+void check(const char* what, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("CUDA error in flash_cute, ") + what + ": " + cudaGetErrorString(error));
+}
+
 int attribute(cudaDeviceAttr which, int index) {
   int value = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&value, which, index);
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("flash_cute: cannot query the GPU: ") + cudaGetErrorString(error));
-  }
+  check("querying the GPU", cudaDeviceGetAttribute(&value, which, index));
   return value;
 }
 
@@ -35,15 +37,11 @@ int memory_gb_s(int index) {
 std::array<int, kMostClustered + 1> clusters(int index) {
   std::array<int, kMostClustered + 1> counts{};
   int current = 0;
-  auto check = [](cudaError_t error) {
-    if (error != cudaSuccess) {
-      throw std::runtime_error(std::string("flash_cute: cannot ask for clusters: ") + cudaGetErrorString(error));
-    }
-  };
-  check(cudaGetDevice(&current));
-  check(cudaSetDevice(index));
-  for (int ctas = 1; ctas <= kMostClustered; ++ctas) check(max_active_clusters(ctas, counts[ctas]));
-  check(cudaSetDevice(current));
+  const char* const what = "querying clusters";
+  check(what, cudaGetDevice(&current));
+  check(what, cudaSetDevice(index));
+  for (int ctas = 1; ctas <= kMostClustered; ++ctas) check(what, max_active_clusters(ctas, counts[ctas]));
+  check(what, cudaSetDevice(current));
   return counts;
 }
 
