@@ -42,14 +42,16 @@ class Stack {
   StableIValue* next_;
 };
 
+constexpr double kMostScale = 0x1p127;  // of scores: kernels multiply by log2(e), in fp32
+
 // The parameters of the element-wise rule, in the order of the schemas.
 struct ElementArguments {
   double softcap;
 
   ElementRule rule() const {
     const ElementRule rule{.softcap = static_cast<float>(softcap)};
-    FC_CHECK(softcap == 0 || (softcap > 0 && std::isnormal(rule.softcap)), "softcap is ", softcap,
-             "; expected 0, or a positive normal number of fp32");
+    FC_CHECK(softcap == 0 || (0 < softcap && softcap <= kMostScale && std::isnormal(rule.softcap)), "softcap is ",
+             softcap, "; expected 0, or a positive normal number of fp32, at most 2**127");
     return rule;
   }
 };

@@ -12,7 +12,8 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import validate
 
-_FP32_LEAST, _FP32_MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_FP32 = torch.finfo(torch.float32)
+_MOST = 2.0**127  # kernels multiply by log2(e), in fp32
 
 
 class Names(NamedTuple):
@@ -37,21 +38,29 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     if softmax_scale is not None:
         number("softmax_scale", softmax_scale)
         if not (
-            validate.allowed(softmax_scale >= -_FP32_MOST)
-            and validate.allowed(softmax_scale <= _FP32_MOST)
+            validate.allowed(softmax_scale >= -_MOST) and validate.allowed(softmax_scale <= _MOST)
         ):
             raise ValueError(
-                f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number that "
-                "fp32 holds"
+                f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number "
+                "between -2**127 and 2**127"
             )
     _window(call.window_size_left, call.window_size_right, names.window_size)
     number("softcap", softcap)
     _known("softcap", softcap)
-    if softcap != 0.0 and not _FP32_LEAST <= softcap <= _FP32_MOST:
-        raise ValueError(
-            f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
-            "positive normal number of fp32"
-        )
+    if softcap != 0.0:
+        if not _FP32.tiny <= softcap <= _MOST:
+            raise ValueError(
+                f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
+                "positive normal number of fp32, at most 2**127"
+            )
+        if softmax_scale is not None and not validate.allowed(
+            abs(softmax_scale) <= softcap * _FP32.max
+        ):
+            raise ValueError(
+                f"softcap is {validate.shown(softcap)} and softmax_scale "
+                f"{validate.shown(softmax_scale)}; expected a ratio softmax_scale / softcap that "
+                "fp32 holds"
+            )
     _dropout(names.dropout_p, getattr(call, "dropout_p", 0.0))
     heads = call.q.shape[-2]
     if call.alibi_slopes is not None:

@@ -18,6 +18,7 @@ from flash_cute.validate import kvcache as validate_kvcache
 from flash_cute.validate.options import OF_FUNCTIONS
 
 FP32 = torch.finfo(torch.float32)
+MOST = 2.0**127
 INT64 = 2**63 - 1
 OPS = torch.ops.flash_cute
 
@@ -29,8 +30,8 @@ def after(x: float) -> float:
 
 NUMBERS: list[tuple[str, list[Any], list[Any]]] = [
     ("dropout_p", [0, 0.0, 1, 1.0], [-5e-324, after(1.0)]),
-    ("softmax_scale", [0, FP32.max, -FP32.max], [after(FP32.max), after(-FP32.max)]),
-    ("softcap", [0, FP32.tiny, FP32.max], [math.nextafter(FP32.tiny, 0), after(FP32.max), -5e-324]),
+    ("softmax_scale", [0, MOST, -MOST], [after(MOST), after(-MOST)]),
+    ("softcap", [0, FP32.tiny, MOST], [math.nextafter(FP32.tiny, 0), after(MOST), -5e-324]),
 ]
 
 
@@ -42,6 +43,19 @@ def test_numbers(device, name, taken, refused):
     for value in refused:
         with pytest.raises(ValueError, match=f"^{name} is {re.escape(str(value))}; expected"):
             flash_cute.flash_attn_func(**arguments, **{name: value})
+
+
+def test_a_softcap_far_below_the_scale(device):
+    """Their ratio is a number of fp32."""
+    arguments = {x: y.zero_() for x, y in good_arguments("func", device).items()}
+    scale = 2.0**100
+    least = scale / FP32.max
+    for sign in (1, -1):
+        options = {"softmax_scale": sign * scale, "softcap": math.nextafter(least, 1)}
+        assert not flash_cute.flash_attn_func(**arguments, **options).any()
+        for call in (flash_cute.flash_attn_func, OPS.fwd):
+            with pytest.raises((ValueError, RuntimeError), match=r"softmax_scale / softcap"):
+                call(**arguments, softmax_scale=sign * scale, softcap=least / 2)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -61,7 +75,7 @@ def test_windows(device, side):
         with pytest.raises(ValueError, match=rf"^window_size is {shown}; -1 means unbounded"):
             flash_cute.flash_attn_func(**arguments, window_size=window)
     with pytest.raises(ValueError, match=rf"^{name} is -2; -1 means unbounded"):
-        OPS.fwd(**(arguments | {"q": arguments["q"].cpu()}), **{name: -2})
+        OPS.fwd(**{x: y.cpu() for x, y in arguments.items()}, **{name: -2})
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
@@ -289,7 +303,8 @@ def test_a_last_dimension_with_gaps_is_named_by_the_op(device, name):
     """The functions copy it. Of one column, or of none at all, there are no gaps."""
     arguments = good_arguments("func", device)
     gaps = arguments[name].mT.contiguous().mT
-    with pytest.raises((ValueError, RuntimeError), match=f"{name}.s last dimension has stride 4|2"):
+    words = f"{name}'s last dimension (has|must be contiguous; its) stride (is )?[42]"
+    with pytest.raises((ValueError, RuntimeError), match=words):
         OPS.fwd(**(arguments | {name: gaps}))
     column = torch.ones(1, 8, 2, 4, device=device)[..., ::4]
     assert column.stride(-1) == 4 and (OPS.fwd(column, column, column)[0] == 1).all()

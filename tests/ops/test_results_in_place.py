@@ -121,6 +121,10 @@ def test_results_without_a_gradient(device, name, dtype):
     """They may take one in place: results of a part of a model that is not trained."""
     function = (FUNCTIONS | INFERENCE)[name]
     tensors = inputs(device, dtype, needs_grad=False)
+    if name in ("cache", "append") and device == "cuda" and dtype == torch.float32:
+        with pytest.raises(NotImplementedError, match="float32 is not supported over a key/value"):
+            function(*tensors)
+        return
     with torch.no_grad():
         out = results(function, tensors)
     weight = torch.full((), 3.0, device=device, requires_grad=True)
