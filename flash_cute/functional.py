@@ -121,10 +121,8 @@ def flash_attn_func(
     sink = accept.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is bool and not others
-    usual = usual and is_plain(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
-        return_attn_probs, return_rng, return_max_logits,
-    )  # fmt: skip
+    usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
+    usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     if usual and is_direct(q, k, v):
         # A call at its shortest: the op's own checks come first. One that they refuse goes on to
         # the validation below, which says what is wrong with it, and no further.
@@ -228,10 +226,9 @@ def flash_attn_varlen_func(
     sink = accept.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
-    usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None and is_plain(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, deterministic,
-        return_attn_probs, return_rng, return_max_logits,
-    )  # fmt: skip
+    usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None
+    usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
+    usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     usual = usual and are_counts(max_seqlen_q, max_seqlen_k)
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if usual and is_direct(q, k, v, *indices):

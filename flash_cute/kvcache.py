@@ -125,9 +125,8 @@ def flash_attn_with_kvcache(
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
     usual = usual and sink is s_aux is learnable_sink is None and not others
     usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
-    usual = usual and is_plain(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, 0, check_indices
-    )
+    usual = usual and check_indices is False
+    usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, 0)
     usual = usual and are_counts(num_splits, split_size)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
@@ -241,11 +240,12 @@ def _straight(
     """The op without anything around it; None where rows join caches whose memory validation has
     to look at."""
     score = (softmax_scale, causal, -1, -1, 0.0, None, None)
-    if all(x is None for x in joining):
+    k, v, rotary_cos, rotary_sin, rotary_seqlens = joining
+    if k is v is rotary_cos is rotary_sin is rotary_seqlens is None:
         with internals.below_autograd():
             return ops.attend_kvcache(*caches, *places, None, 0, *score, *splits)
-    (_, k_cache, v_cache), (k, v, *_) = caches, joining
-    if k is None or v is None or not are_rows(k, v, v):
+    _, k_cache, v_cache = caches
+    if k is None or v is None or not are_rows(k, k, v):
         return None
     k_begins, v_begins = k_cache.data_ptr(), v_cache.data_ptr()
     apart = k_begins + k_cache.nbytes <= v_begins or v_begins + v_cache.nbytes <= k_begins
@@ -253,8 +253,7 @@ def _straight(
         return None
     if k_cache.is_neg() or v_cache.is_neg():
         return None
-    *rows, rotary_seqlens = joining
-    sequences = (None, 0, None, rotary_seqlens)
+    rows, sequences = (k, v, rotary_cos, rotary_sin), (None, 0, None, rotary_seqlens)
     return ops.fwd_kvcache(*caches, *rows, *places, *sequences, *score, rotary_interleaved, *splits)
 
 

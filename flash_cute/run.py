@@ -35,10 +35,9 @@ def is_plain(
     softcap: float,
     alibi_slopes: Tensor | None,
     dropout_p: float,
-    *switches: bool,
 ) -> bool:
-    """Whether scores are scaled, and masked by ``causal`` at most, and every switch is off. False,
-    too, where an argument is of a kind that validation has to look at, and in graphs."""
+    """Whether scores are scaled, and masked by ``causal`` at most. False, too, where an argument is
+    of a kind that validation has to look at, and in graphs."""
     return (
         not torch.compiler.is_compiling()  # numbers may be known to data alone
         and (softmax_scale is None or type(softmax_scale) is float)
@@ -49,7 +48,6 @@ def is_plain(
         and softcap == dropout_p == 0
         and alibi_slopes is None
         and window_size == (-1, -1)
-        and all(switch is False for switch in switches)
     )
 
 
@@ -82,6 +80,8 @@ def is_direct(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
 def are_rows(x: Tensor, y: Tensor, z: Tensor) -> bool:
     """Whether the last dimension of each is contiguous."""
     try:
+        if x.is_contiguous() and y.is_contiguous() and z.is_contiguous():  # the fastest to ask
+            return True
         return x.stride(-1) == y.stride(-1) == z.stride(-1) == 1
     except (RuntimeError, IndexError):  # of layouts and ranks that validation refuses
         return False

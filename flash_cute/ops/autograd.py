@@ -136,12 +136,13 @@ def _inputs(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 def _formula(op: Any) -> type[internals.Formula]:
     """Of a forward op, whose gradient is one call of its backward op."""
+    may_have_pages = "block_table" in CALLS[op]._fields
 
     class Attention(internals.Formula):
         @staticmethod
         def forward(ctx: Any, *inputs_and_call: Any) -> Results:
-            *inputs, attention = inputs_and_call
-            if getattr(attention, "block_table", None) is not None:
+            inputs, attention = inputs_and_call[:-1], inputs_and_call[-1]
+            if may_have_pages and attention.block_table is not None:
                 validate_ops.no_gradient_of_pages(attention)
             results = out, softmax_lse, row_max, softmax = forward_of(op, attention)
             if row_max is not None or softmax is not None:
@@ -190,7 +191,9 @@ def refusal(op: Any) -> type[internals.Formula]:
 def differentiable(op: Any, args: Sequence[Any], allow_tf32: bool) -> Results:
     """A forward op with its gradient, without the dispatcher's way to it: for plain tensors, with
     nothing around the call."""
-    attention = CALLS[op](*args, allow_tf32=allow_tf32)
+    attention = CALLS[op](*args)
+    if allow_tf32:
+        attention = attention._replace(allow_tf32=True)
     return FORMULAS[op].apply(*_LAYOUTS[op].inputs(attention), attention)
 
 
