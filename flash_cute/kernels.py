@@ -131,14 +131,17 @@ class KeyOrder:
     down_and_up: bool  # sets by turns begin with the last queries, and with the first ones
 
 
-_NOT_IN_ITS_LINE = ("kernel", "key_order", "heads_together", "l2_fraction")  # fields of a plan
+# Fields of a plan.
+_NOT_IN_ITS_LINE = ("kernel", "launches", "key_order", "heads_together", "l2_fraction")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call runs."""
+    """What a call runs: the plan of the kernel that makes out, and ``launches``, all kernels and
+    passes in their order."""
 
     kernel: KernelConfig
+    launches: tuple[str, ...] = ()
     num_splits: int = 1  # of the keys (backward: of the queries of a tile of keys)
     pack_gqa: int = 1  # query heads of a group that share a tile of queries
     heads_together: int | None = None  # Hopper's forward: heads whose tiles of queries alternate
@@ -159,7 +162,7 @@ class Plan:
             for f in fields(self)
             if f.name not in _NOT_IN_ITS_LINE and getattr(self, f.name) not in (f.default, 0)
         ]
-        return " ".join([self.kernel.id, *rest])
+        return " ".join([" > ".join(self.launches), *rest])
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,8 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
     if "key_order" in found:
         found["key_order"] = KeyOrder(**found["key_order"])
     kernel = KernelConfig(**found.pop("kernel"))
-    return Plan(replace(kernel, built=kernel.id in built_kernels()), **found)
+    launches = tuple(found.pop("launches").split())
+    return Plan(replace(kernel, built=kernel.id in built_kernels()), launches, **found)
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:

@@ -205,7 +205,7 @@ def flash_attn_with_kvcache(
         _check_vectors(call)
         raise refused.pop()
     if plan_log.is_on():
-        plan_log.cache(call, batch)
+        plan_log.cache(call)
     try:
         if k is None:
             attention = AttendKvcacheCall(*(getattr(call, x) for x in AttendKvcacheCall._fields))

@@ -18,13 +18,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import kernels, ops, validate
+from flash_cute import kernels, validate
 from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
 from flash_cute.ops.typed import FwdCall, FwdKvcacheCall, VarlenFwdCall
 
@@ -54,48 +53,14 @@ def switched(on: bool = True) -> Iterator[None]:
 
 def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
     """Logs a call, and its gradient if one may be asked for."""
-    q, k, v = call.q, call.k, call.v
-    options = _scores(call) | {"dropout": call.dropout_p > 0, "allow_tf32": ops.allow_tf32(q)}
-    deterministic = ops.deterministic(call.deterministic)
-
-    def problem(op: str) -> kernels.Problem:
-        given = {**options, "deterministic": deterministic and op == "bwd"}
-        if isinstance(call, FwdCall):
-            return kernels.Problem.of(q, k, v, op, **given)
-        sequences = (
-            call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
-            call.seqused_q, call.seqused_k, call.zero_tensors, call.block_table,
-        )  # fmt: skip
-        return kernels.Problem.of_packed(q, k, v, sequences, op, **given)
-
+    qkv = (call.q, call.k, call.v)
     for op in ("fwd", "bwd")[: 1 + backward]:
-        say((q, k, v), op, problem)
+        say(qkv, op, lambda op: kernels.Problem.of_call(call, op))
 
 
-def cache(call: FwdKvcacheCall, batch: int) -> None:
+def cache(call: FwdKvcacheCall) -> None:
     """Logs a call over a key/value cache."""
-    q, k_cache, v_cache, table = call.q, call.k_cache, call.v_cache, call.block_table
-    pages, page_size = (1, 0) if table is None else (table.shape[1], k_cache.shape[1])
-
-    def problem(op: str) -> kernels.Problem:
-        return kernels.Problem(
-            op, q.dtype, batch, q.shape[-2], k_cache.shape[2], call.max_seqlen_q or q.shape[1],
-            pages * k_cache.shape[1], q.shape[-1], v_cache.shape[3],
-            varlen=call.cu_seqlens_q is not None, page_size=page_size,
-            lengths=call.cache_seqlens is not None, leftpad=call.cache_leftpad is not None,
-            num_splits=call.num_splits, split_size=call.split_size, **_scores(call),
-        )  # fmt: skip
-
-    say((q, k_cache, v_cache), "decode", problem)
-
-
-def _scores(call: Any) -> dict[str, Any]:
-    """What calls of all ops have, as fields of a Problem."""
-    return {
-        "causal": call.is_causal, "softcap": call.softcap > 0,
-        "window_size": (call.window_size_left, call.window_size_right),
-        "softmax_scale": call.softmax_scale or 1.0, "alibi": call.alibi_slopes is not None,
-    }  # fmt: skip
+    say((call.q, call.k_cache, call.v_cache), "decode", lambda _: kernels.Problem.of_call(call))
 
 
 def say(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.fp8 import DTYPES as FP8_DTYPES
+from flash_cute.ops import switches
 from flash_cute.validate import INT64_MAX
 
 OPS = ("fwd", "bwd", "decode")
@@ -22,8 +23,8 @@ class Problem:
     head_dim, and for totals batch times length.
 
     ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with seqlen_k the capacity of the
-    cache, and varlen calls over pages in 16 bits. fp8 is planned as the 16 bits that it is widened
-    to: see :func:`flash_cute.flash_attn_func`.
+    cache. fp8 is planned as the 16 bits that it is widened to: see
+    :func:`flash_cute.flash_attn_func`.
 
     Raises:
         ValueError: a size is no int, negative, or beyond int64; heads are no multiple of heads_k;
@@ -53,9 +54,18 @@ class Problem:
     deterministic: bool = False  # bwd
     fp32_gradients: bool = False  # bwd: of 16-bit inputs, in buffers of bwd.out
     allow_tf32: bool = False  # fp32
-    page_size: int = 0  # decode, as what follows; 0: no pages
-    lengths: bool = False  # whether the device alone knows how long sequences are
+    seqused_q: bool = False  # fwd, as the next two
+    return_row_max: bool = False
+    return_softmax: bool = False
+    sink: bool = False  # bwd
+    page_size: int = 0  # fwd and decode; 0: no pages
+    max_blocks: int | None = None  # pages of a sequence; None: as many as seqlen_k takes
+    lengths: bool = False  # decode, as what follows: the device alone knows how long sequences are
     leftpad: bool = False
+    append: bool = False
+    rotary: bool = False
+    cache_batch_idx: bool = False
+    cu_seqlens_k_new: bool = False
     num_splits: int = 0
     split_size: int = 0
 
@@ -68,8 +78,8 @@ class Problem:
                 f"dtype {self.dtype} has no CUDA kernel; expected {', '.join(map(str, known))}"
             )
         least = {"heads": 1, "heads_k": 1, "head_dim": 1, "head_dim_v": 1}
-        sizes = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "page_size", "num_splits",
-                 "split_size", *least)  # fmt: skip
+        sizes = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "page_size", "max_blocks",
+                 "num_splits", "split_size", *least)  # fmt: skip
         for name in sizes:
             size, at_least = getattr(self, name), least.get(name, 0)
             if size is None and name in _MAY_BE_NONE:
@@ -112,28 +122,33 @@ class Problem:
         )  # fmt: skip
 
     @classmethod
-    def of_packed(
-        cls, q: Tensor, k: Tensor, v: Tensor, sequences: tuple[Any, ...], op: str = "fwd",
-        **options: Any,
-    ) -> Problem:  # fmt: skip
-        """Of packed q (total_q, heads, dim), k and v, with ``sequences`` what the op varlen_fwd
-        takes behind them. Over pages in 16 bits it is a call over a cache, but where vectors do
-        not begin on 16-byte boundaries: keys are then laid out anew."""
-        cu_seqlens_q, _, longest_q, longest_k, used_q, *_ = sequences
-        block_table = sequences[7] if len(sequences) > 7 else None
-        sizes: dict[str, Any] = {
-            "dtype": q.dtype, "batch": len(cu_seqlens_q) - 1, "heads": q.shape[1],
-            "heads_k": k.shape[-2], "seqlen_q": longest_q, "head_dim": q.shape[2],
-            "head_dim_v": v.shape[-1], "varlen": True, "total_q": len(q),
-            "unaligned": not all(map(_is_aligned, (q, k, v))), **options,
+    def of_call(cls, call: Any, op: str | None = None) -> Problem:
+        """Of a call of any attention op (:mod:`flash_cute.ops.typed`); ``op`` "bwd" is the backward
+        of a forward call."""
+        over_cache = hasattr(call, "k_cache")
+        q, k, v = (call.q, call.k_cache, call.v_cache) if over_cache else (call.q, call.k, call.v)
+        op = op or ("decode" if over_cache else "bwd" if hasattr(call, "dout") else "fwd")
+        given: dict[str, Any] = {
+            "op": op, "dtype": q.dtype, "heads": q.shape[-2], "heads_k": k.shape[-2],
+            "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "causal": call.is_causal,
+            "window_size": (call.window_size_left, call.window_size_right),
+            "softmax_scale": 1.0 if call.softmax_scale is None else call.softmax_scale,
+            "softcap": call.softcap > 0, "alibi": call.alibi_slopes is not None,
+            **_sequences(call, op, q, k),
         }  # fmt: skip
-        if block_table is None:
-            return cls(op, seqlen_k=longest_k, total_k=len(k), **sizes)
-        page_size, capacity = k.shape[1], block_table.shape[1] * k.shape[1]
-        is_gathered = used_q is not None or sizes.get("dropout") or sizes["unaligned"]
-        if q.dtype in _SIXTEEN_BITS and not is_gathered:
-            return cls("decode", seqlen_k=capacity, page_size=page_size, lengths=True, **sizes)
-        return cls(op, seqlen_k=min(longest_k, capacity), **sizes)
+        if over_cache:
+            return cls(**given | _of_cache(call, q, k, v))
+        given |= {
+            "unaligned": not all(map(_is_aligned, (q, k, v))), "dropout": call.dropout_p > 0,
+            "allow_tf32": switches.allow_tf32(q),
+        }  # fmt: skip
+        if op == "bwd":
+            deterministic = switches.deterministic(call.deterministic)
+            return cls(**given, deterministic=deterministic, sink=call.sink is not None)
+        return cls(
+            **given, seqused_q=getattr(call, "seqused_q", None) is not None,
+            return_row_max=call.return_row_max, return_softmax=call.return_softmax,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         """Sizes as the benchmarks write them, then what differs from a plain call."""
@@ -143,11 +158,9 @@ class Problem:
             f"{self.op} {name} b{self.batch} h{self.heads}/{heads_k} q{self.seqlen_q} "
             f"k{seqlen_k} d{self.head_dim}/{self.head_dim_v or self.head_dim}"
         )
-        flags = ("causal", "softcap", "alibi", "dropout", "varlen", "unaligned", "deterministic",
-                 "fp32_gradients", "allow_tf32", "lengths", "leftpad")  # fmt: skip
         numbers = ("window_size", "page_size", "num_splits", "split_size")
         defaults = {f.name: f.default for f in fields(self)}
-        rest = [name for name in flags if getattr(self, name)]
+        rest = [name for name in _FLAGS if getattr(self, name)]
         rest += [
             f"{name}={getattr(self, name)}".replace(" ", "")
             for name in numbers
@@ -189,5 +202,37 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(at % 16 == 0 for at in bytes_at)
 
 
-_MAY_BE_NONE = ("heads_k", "seqlen_k", "head_dim_v", "total_q", "total_k")
+def _sequences(call: Any, op: str, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Lengths of a call, dense or packed, as fields of a Problem."""
+    offsets, table = getattr(call, "cu_seqlens_q", None), getattr(call, "block_table", None)
+    sizes: dict[str, Any] = {"batch": len(q), "seqlen_q": q.shape[1]}
+    if offsets is not None:
+        sizes = {"batch": len(offsets) - 1, "seqlen_q": call.max_seqlen_q, "varlen": True}
+        sizes["total_q"] = len(q)
+    if table is not None:
+        capacity = table.shape[1] * k.shape[1]
+        longest = capacity if op == "decode" else call.max_seqlen_k
+        blocks = None if op == "decode" else table.shape[1]
+        return sizes | {"seqlen_k": longest, "page_size": k.shape[1], "max_blocks": blocks}
+    if op == "decode" or offsets is None:
+        return sizes | {"seqlen_k": k.shape[1]}
+    return sizes | {"seqlen_k": call.max_seqlen_k, "total_k": len(k)}
+
+
+def _of_cache(call: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """What calls over a cache have alone, as fields of a Problem."""
+    rotary = getattr(call, "rotary_cos", None) is not None
+    read = (k_cache, v_cache) if rotary else (q, k_cache, v_cache)
+    new = getattr(call, "k", None)
+    return {
+        "unaligned": not all(map(_is_aligned, read)), "rotary": rotary,
+        "append": new is not None and new.numel() > 0,
+        "cu_seqlens_k_new": getattr(call, "cu_seqlens_k_new", None) is not None,
+        "lengths": call.cache_seqlens is not None, "leftpad": call.cache_leftpad is not None,
+        "cache_batch_idx": call.cache_batch_idx is not None,
+        "num_splits": call.num_splits, "split_size": call.split_size,
+    }  # fmt: skip
+
+
+_MAY_BE_NONE = ("heads_k", "seqlen_k", "head_dim_v", "total_q", "total_k", "max_blocks")
 _FLAGS = tuple(field.name for field in fields(Problem) if field.type == "bool")

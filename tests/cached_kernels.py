@@ -24,9 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 import flash_cute
 from flash_cute import plan_log
 
+RECORD = Path(__file__).parent / "golden" / "cached_kernels_h100.jsonl.gz"
 SEED, COUNT = 20261128, 300
 _MOST_BYTES = 128 << 20  # of a cache
 _MARK = "erfinv"  # torch's kernel before and after each call
+_PASSES = {
+    "append_and_rotate": "append_keys", "count_keys": "count_paged_keys", "fill": "zero_fill",
+    "gather": "gather_pages", "merge_rows": "combine_splits",
+}  # fmt: skip
 _CONFIG = re.compile(r"KernelConfig\{([^}]*)\}")
 _NUMBER = re.compile(r"(?:\([^)]*\))?(-?\d+)")
 _OPS, _DTYPES, _TIERS = (
@@ -63,16 +68,16 @@ def fields_of(draw: random.Random) -> dict[str, Any]:
     return given
 
 
-def call_of(fields: dict[str, Any]) -> Callable[[], object]:
-    """The call over fresh tensors on the current GPU."""
+def call_of(fields: dict[str, Any], device: str = "cuda") -> Callable[[], object]:
+    """The call over fresh tensors; on the CPU their values are what was in memory."""
     draw = random.Random(json.dumps(fields))
-    dtype, device = getattr(torch, fields["dtype"]), torch.device("cuda")
+    dtype, fresh = getattr(torch, fields["dtype"]), torch.randn if device == "cuda" else torch.empty
     batch, rows, capacity = (fields[name] for name in ("batch", "seqlen_q", "capacity"))
     heads, heads_k, dim, page = (fields[name] for name in ("heads", "heads_k", "dim", "page_size"))
 
     def normal(*shape: int) -> Tensor:
         last = shape[-1] + (fields.get("unaligned", False) and 1)
-        return torch.randn(*shape[:-1], last, dtype=dtype, device=device)[..., : shape[-1]]
+        return fresh(*shape[:-1], last, dtype=dtype, device=device)[..., : shape[-1]]
 
     def ints(values: Iterator[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=device)
@@ -128,17 +133,33 @@ def call_of(fields: dict[str, Any]) -> Callable[[], object]:
 
 
 def kernel_name(name: str) -> str:
-    """A kernel of attention by its id, a pass by the name of its function."""
+    """A kernel of attention by its id, a pass as a route names it."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
-    function = re.sub(r"[<(].*", "", plain).split("::")[-1]
     found = _CONFIG.search(name)
     if found is None:
-        return function
+        return renamed(re.sub(r"[<(].*", "", plain).split("::")[-1])
     op, arch, dtype, tier, *rest = (int(x) for x in _NUMBER.findall(found[1]))
     dims, (m, n, stages, warps, ctas), cluster = rest[:2], rest[2:7], rest[7:8]
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dims[0]}x{dims[1]}"
     suffix = f"_x{cluster[0]}" if arch == 90 and cluster else ""
     return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
+
+
+def renamed(function: str) -> str:
+    """A pass by its name in routes."""
+    return _PASSES.get(function, function)
+
+
+def launches_of(line: str) -> list[str]:
+    """What a line of the log says that a call launches."""
+    route = line.rpartition(": ")[2]
+    return [name.split()[0] for name in route.split(" > ")]
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The calls that were recorded on an H100."""
+    lines = gzip.decompress(RECORD.read_bytes()).decode().splitlines()
+    return [json.loads(line) for line in lines[1:]]
 
 
 class Lines(logging.Handler):

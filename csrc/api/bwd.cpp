@@ -59,7 +59,7 @@ void differentiate(BwdProblem p, const FwdArguments& a, const View& dq, const Vi
   p.dk = gradient(dk, a.k, p.fp32_gradients, "dk");
   p.dv = gradient(dv, a.v, p.fp32_gradients, "dv");
   p.softmax_d = row_stats(softmax_d, "softmax_d", a.q);
-  run(select(bwd_kernels(), p, device(a.q.device)), p, a.q);
+  run(choose_route(built_kernels(), p, device(a.q.device)), p, a.q);
 }
 
 void functional(StableIValue* stack, bool varlen) {

@@ -1,12 +1,12 @@
-// torch.ops.flash_cute.fwd and varlen_fwd: check, allocate, describe the problem, select a kernel, launch.
+// torch.ops.flash_cute.fwd and varlen_fwd: check, allocate, describe the problem, choose its route, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"
 #include "api/fwd.h"
 #include "api/describe.h"
+#include "api/describe_kvcache.h"
 #include "api/run.h"
 #include "api/tensors.h"
-#include "core/registry.h"
 
 namespace flash_cute {
 namespace {
@@ -16,26 +16,6 @@ struct FwdResults {
   View out, softmax_lse;
   std::optional<View> row_max, softmax;
 };
-
-void select_and_run(const FwdProblem& p, const View& q, bool over_cache) {
-  const Device& gpu = device(q.device);
-  if (over_cache) {
-    const auto& kernel = select_over_cache(p, gpu);
-    run(kernel, p, plan_over_cache(kernel.config, p, gpu), q);
-  } else {
-    run(select(fwd_kernels(), p, gpu), p, q);
-  }
-}
-
-// Row maxima under a softcap cost a launch of their own: a kernel that has to know them rounds differently, and out and
-// lse must not depend on what else is returned.
-void run_for_row_max(FwdProblem p, const View& q, const View& v, bool over_cache) {
-  const Tensor out = allocate_out(q, v), softmax_lse = allocate_row_stats(q);
-  p.out = tensor_view(View(out), "out");
-  p.lse = row_stats(View(softmax_lse), "softmax_lse", q);
-  p.softmax = nullptr;
-  select_and_run(p, q, over_cache);
-}
 
 // With its results the problem is whole.
 void attend(FwdProblem p, const FwdArguments& a, const FwdResults& results) {
@@ -50,10 +30,12 @@ void attend(FwdProblem p, const FwdArguments& a, const FwdResults& results) {
     FC_CHECK(is_contiguous(*results.softmax), "softmax must be contiguous");
     p.softmax = results.softmax->ptr;
   }
+  if (p.pages.ids != nullptr) check_cached_queries(p);
+  const Route route = choose_route(built_kernels(), p, device(a.q.device));
   if (p.pages.ids != nullptr) {
-    attend_pages(p, a.q, a.k, a.v);
+    attend_pages(route, p, a.q, a.k, a.v);
   } else {
-    run_forward(p, a.q, a.v);
+    run_forward(route, p, a.q, a.v);
   }
 }
 
@@ -88,12 +70,17 @@ void into(StableIValue* stack, bool varlen) {
 
 }  // namespace
 
-void run_forward(FwdProblem p, const View& q, const View& v, bool over_cache) {
-  if (p.row_max.ptr != nullptr && p.rules.element.softcap > 0.f) {
-    run_for_row_max(p, q, v, over_cache);
+void run_forward(const Route& route, FwdProblem p, const View& q, const View& v) {
+  if (route.row_max) {
+    const Tensor out = allocate_out(q, v), softmax_lse = allocate_row_stats(q);
+    FwdProblem first = p;
+    first.out = tensor_view(View(out), "out");
+    first.lse = row_stats(View(softmax_lse), "softmax_lse", q);
+    first.softmax = nullptr;
+    run(route.row_max, first, q);
     p.row_max = {};
   }
-  select_and_run(p, q, over_cache);
+  run(route.forward, p, q);
 }
 
 void fwd(StableIValue* stack, uint64_t, uint64_t) {

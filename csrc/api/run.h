@@ -1,29 +1,42 @@
-// Plan, allocate, launch: what every op does once its problem is described and its kernel is chosen.
+// Allocate, launch: what every op does once its route is chosen.
 #pragma once
 
 #include "api/tensors.h"
-#include "core/calibration.h"
 #include "core/registry.h"
+#include "core/route.h"
+#include "kernels/passes/combine_splits.h"
+#include "kernels/passes/probabilities.h"
+#include "kernels/passes/sink_grad.h"
+#include "kernels/passes/zero_fill.h"
 
 namespace flash_cute {
 
-// Enqueues the kernel on the current stream of q's GPU. Its workspace is freed in stream order.
+inline cudaError_t zero_fill(const DecodeProblem& p, cudaStream_t stream) {
+  return zero_fill(p.fwd, stream);
+}
+
+// Enqueues a step, if there is one, on the current stream of q's GPU. Its workspace is freed in stream order.
 template <Op op>
-void run(const Kernel<op>& kernel, const Problem<op>& problem, const Plan<op>& plan, const View& q) {
+void run(const Step<op>& step, const Problem<op>& problem, const View& q) {
+  if (!step) return;
+  const KernelConfig& config = *step.kernel;
   Arena size;
-  lay_out(size, kernel.config, problem, plan);
+  lay_out(size, config, problem, step.plan);
   Tensor memory;
   if (size.numbers() > 0) memory = allocate(q, {size.numbers()}, ScalarType::Float);
   Arena arena(size.numbers() > 0 ? static_cast<float*>(memory.data_ptr()) : nullptr);
-  const Workspace<op> workspace = lay_out(arena, kernel.config, problem, plan);
-  const cudaError_t error = kernel.launch({problem, plan, workspace}, current_stream(q));
-  if (error != cudaSuccess) check_cuda(kernel.config.id().c_str(), error);
-}
-
-// The same with the plan of a call of this thread.
-template <Op op>
-void run(const Kernel<op>& kernel, const Problem<op>& problem, const View& q) {
-  run(kernel, problem, plan_of_call<op>(kernel.config, problem, device(q.device)), q);
+  const Params<op> params{problem, step.plan, lay_out(arena, config, problem, step.plan)};
+  const cudaStream_t stream = current_stream(q);
+  if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
+  const cudaError_t error = kernel_of<op>(step.kernel).launch(params, stream);
+  if (error != cudaSuccess) check_cuda(config.id().c_str(), error);
+  if constexpr (op == Op::Fwd) {
+    if (step.passes.combine_splits) check_cuda("combine_splits", combine_splits(params, stream));
+    if (step.passes.probabilities) check_cuda("probabilities", write_probabilities(params, stream));
+  }
+  if constexpr (op == Op::Bwd) {
+    if (step.passes.sink_gradient) check_cuda("sink_gradient", sink_gradient_pass(params, stream));
+  }
 }
 
 }  // namespace flash_cute

@@ -13,12 +13,20 @@ constexpr int64_t kMost = Band::kUnbounded - 1;  // of sizes, as for calls
 constexpr int kSomewhere = 0;                    // what pointers point to that only have to be there
 constexpr int64_t kSomeState = 0;
 constexpr float kSomeSlope = 0.f;
+float some_result;
 
 DType dtype_named(const std::string& given) {
   for (const DType dtype : {DType::FP16, DType::BF16, DType::TF32, DType::TF32x3}) {
     if (given == name(dtype)) return dtype;
   }
   throw std::invalid_argument("flash_cute: dtype is " + given + "; expected fp16, bf16, tf32 or tf32x3");
+}
+
+Op op_named(const std::string& given) {
+  for (const Op op : {Op::Fwd, Op::Bwd, Op::Decode}) {
+    if (given == name(op)) return op;
+  }
+  throw std::invalid_argument("flash_cute: op is " + given + "; expected fwd, bwd or decode");
 }
 
 Device read_gpu(JsonFields& in) {
@@ -77,38 +85,63 @@ FwdProblem read_problem(JsonFields& in) {
   return p;
 }
 
+// Keys and values of pages, or of a cache, are dense where queries are packed.
+void give_pages_strides(FwdProblem& p, int rows) {
+  p.k.batch = rows * p.k.row;
+  p.v.batch = rows * p.v.row;
+}
+
+// The cache of whole sequences that cache_batch_idx picks from.
+Pages pages_of_sequences(const FwdProblem& p) {
+  return {.ids = &kSomewhere, .batch = 1, .count = p.batch, .size = p.seqlen_k};
+}
+
 }  // namespace
 
 Asked read(const std::string& problem) {
   JsonFields in(problem);
   Asked asked;
-  asked.op = in.text("op", "fwd");
-  if (asked.op != "fwd" && asked.op != "bwd" && asked.op != "decode") {
-    throw std::invalid_argument("flash_cute: op is " + asked.op + "; expected fwd, bwd or decode");
-  }
+  asked.op = op_named(in.text("op", "fwd"));
   asked.gpu = read_gpu(in);
   asked.built_only = in.flag("built_only");
+  auto size = [&](const char* name, int64_t otherwise) {
+    return static_cast<int>(in.integer(name, otherwise, 0, kMost));
+  };
   FwdProblem p = read_problem(in);
-  if (asked.op == "bwd") {
+  auto read_pages = [&] {
+    p.pages.size = size("page_size", 0);
+    if (p.pages.size == 0) return;
+    p.pages.per_sequence = size("max_blocks", (p.seqlen_k + p.pages.size - 1) / p.pages.size);
+    p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.per_sequence));
+    p.pages.ids = &kSomewhere;
+    give_pages_strides(p, p.pages.size);
+  };
+  if (asked.op == Op::Fwd) {
+    read_pages();
+    if (in.flag("seqused_q")) p.varlen.used_q = &kSomewhere;
+    if (in.flag("return_row_max")) p.row_max.ptr = &some_result;
+    if (in.flag("return_softmax")) p.softmax = &some_result;
+  } else if (asked.op == Op::Bwd) {
     asked.bwd.deterministic = in.flag("deterministic");
     asked.bwd.fp32_gradients = in.flag("fp32_gradients") && element_bytes(p.dtype) == 2;
     asked.bwd.dout = p.out;
     asked.bwd.dq = p.q;
     asked.bwd.dk = p.k;
     asked.bwd.dv = p.v;
-  } else if (asked.op == "decode") {
+    if (in.flag("sink")) asked.bwd.dsink = &some_result;
+  } else {
     DecodeProblem& d = asked.decode;
-    p.pages.size = static_cast<int>(in.integer("page_size", 0, 0, kMost));
-    if (p.pages.size > 0) {
-      p.pages.per_sequence = (p.seqlen_k + p.pages.size - 1) / p.pages.size;
-      p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.per_sequence));
-      p.pages.ids = &kSomewhere;
-    }
+    give_pages_strides(p, p.seqlen_k);
+    read_pages();
+    if (in.flag("cache_batch_idx")) p.pages = pages_of_sequences(p);
     p.varlen.cu_k = nullptr;
+    if (in.flag("append")) d.added.total = p.batch;
+    if (in.flag("cu_seqlens_k_new")) d.added.cu = &kSomewhere;
+    if (in.flag("rotary")) d.rotary.cos = &kSomewhere;
     if (in.flag("lengths")) d.cache.lengths = &kSomewhere;
     if (in.flag("leftpad")) d.cache.leftpad = &kSomewhere;
-    d.num_splits = static_cast<int>(in.integer("num_splits", 0, 0, kMost));
-    d.split_size = static_cast<int>(in.integer("split_size", 0, 0, kMost));
+    d.num_splits = size("num_splits", 0);
+    d.split_size = size("split_size", 0);
     if (d.num_splits > 0 && d.split_size > 0) {
       throw std::invalid_argument("flash_cute: num_splits and split_size are given; expected one of them at most");
     }

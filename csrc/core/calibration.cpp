@@ -137,8 +137,8 @@ std::string set_calibration(std::string lines) {
 
 std::string calibration_bucket(std::string problem) {
   const Asked asked = read(problem);
-  if (asked.op == "fwd") return bucket<Op::Fwd>(asked.bwd.fwd, asked.gpu);
-  if (asked.op == "bwd") return bucket<Op::Bwd>(asked.bwd, asked.gpu);
+  if (asked.op == Op::Fwd) return bucket<Op::Fwd>(asked.fwd(), asked.gpu);
+  if (asked.op == Op::Bwd) return bucket<Op::Bwd>(asked.bwd, asked.gpu);
   return bucket<Op::Decode>(asked.decode, asked.gpu);
 }
 

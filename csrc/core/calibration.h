@@ -4,9 +4,10 @@
 
 #include <string>
 
-#include "core/heuristics.h"
-#include "core/limit.h"
-#include "core/refusal.h"
+#include "core/config.h"
+#include "core/device.h"
+#include "core/overrides.h"
+#include "core/problem.h"
 
 namespace flash_cute {
 
@@ -29,33 +30,5 @@ const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu);
 FwdOverrides calibrated_overrides(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
 bool same_kernel(const KernelConfig& a, const KernelConfig& b);
-
-// Of the kernels that `fits` accepts the calibrated one, else the one that heuristics.h prefers; null if it accepts
-// none.
-template <Op op, class Kernels, class Fits>
-auto best(const Kernels& kernels, const Fits& fits, const Problem<op>& problem, const Device& gpu) {
-  if (const KernelConfig* const measured = calibrated<op>(problem, gpu)) {
-    for (const auto& kernel : kernels) {
-      if (same_kernel(kernel.config, *measured) && fits(kernel)) return &kernel;
-    }
-  }
-  return preferred(kernels, fits, weighed(problem), gpu);
-}
-
-// The plan of a call of this thread, with what its limit gives, else what was measured.
-template <Op op>
-Plan<op> plan_of_call(const KernelConfig& config, const Problem<op>& problem, const Device& gpu) {
-  if constexpr (op == Op::Fwd) {
-    const FwdOverrides& of_limit = overrides_of_limit();
-    return make_plan(config, problem, gpu, of_limit.any() ? of_limit : calibrated_overrides(config, problem, gpu));
-  } else {
-    return make_plan(config, problem, gpu);
-  }
-}
-
-// Of forward over a cache: what was measured of calls of forward does not count.
-inline FwdPlan plan_over_cache(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
-  return make_plan(config, problem, gpu, overrides_of_limit());
-}
 
 }  // namespace flash_cute

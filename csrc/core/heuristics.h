@@ -1,6 +1,8 @@
 // Cost models: which of several kernels for the same problem is likely the fastest. Arithmetic on sizes alone.
 #pragma once
 
+#include <vector>
+
 #include "core/config.h"
 #include "core/device.h"
 #include "core/plan.h"
@@ -41,20 +43,21 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
                         const Device& gpu);
 
 // The first kernel that `fits` accepts, or the cheapest of its alternatives; null if none.
-template <class Kernels, class Fits, class P>
-auto preferred(const Kernels& kernels, const Fits& fits, const P& problem, const Device& gpu) {
-  decltype(kernels.data()) best = nullptr;
+template <class Fits, class P>
+const KernelConfig* preferred(const std::vector<const KernelConfig*>& kernels, const Fits& fits, const P& problem,
+                              const Device& gpu) {
+  const KernelConfig* best = nullptr;
   double least = -1;  // cost of the best, once there is an alternative
-  for (const auto& kernel : kernels) {
-    if ((best != nullptr && !alternatives(best->config, kernel.config)) || !fits(kernel)) continue;
+  for (const KernelConfig* kernel : kernels) {
+    if ((best != nullptr && !alternatives(*best, *kernel)) || !fits(*kernel)) continue;
     if (best == nullptr) {
-      best = &kernel;
+      best = kernel;
       continue;
     }
-    if (least < 0) least = cost(best->config, problem, gpu);
-    const double other = cost(kernel.config, problem, gpu);
+    if (least < 0) least = cost(*best, problem, gpu);
+    const double other = cost(*kernel, problem, gpu);
     if (other >= least) continue;
-    best = &kernel;
+    best = kernel;
     least = other;
   }
   return best;

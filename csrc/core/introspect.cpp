@@ -6,11 +6,10 @@
 #include <vector>
 
 #include "core/built.h"
-#include "core/calibration.h"
 #include "core/json.h"
-#include "core/limit.h"
+#include "core/route.h"
+#include "core/rows.h"
 #include "core/verdicts.h"
-#include "core/workspace.h"
 
 namespace flash_cute {
 namespace {
@@ -38,13 +37,6 @@ std::string array(const std::vector<std::string>& items) {
   std::string all;
   for (const std::string& item : items) all += (all.empty() ? "" : ",\n") + item;
   return "[" + all + "]";
-}
-
-template <class P, class PlanOf>
-int64_t workspace_bytes(const KernelConfig& config, const P& problem, const PlanOf& plan) {
-  Arena size;
-  lay_out(size, config, problem, plan);
-  return size.numbers() * static_cast<int64_t>(sizeof(float));
 }
 
 JsonObject describe(const FwdPlan& plan) {
@@ -84,34 +76,40 @@ JsonObject describe(const DecodePlan& plan) {
       .number("l2_fraction", plan.l2_fraction);
 }
 
+std::string names(const std::vector<std::string>& launches) {
+  std::string all;
+  for (const std::string& name : launches) all += (all.empty() ? "" : " ") + name;
+  return all;
+}
+
+// The plan of a step, and what of the call is beside it.
 template <Op op>
-std::string planned(const KernelConfig& config, const Problem<op>& problem, const Plan<op>& plan) {
-  return describe(plan)
-      .raw("kernel", describe(config).str())
-      .integer("workspace_bytes", workspace_bytes(config, problem, plan))
+std::string planned(const Step<op>& step, const std::vector<std::string>& launches, int64_t workspace_bytes) {
+  return describe(step.plan)
+      .raw("kernel", describe(*step.kernel).str())
+      .text("launches", names(launches))
+      .integer("workspace_bytes", workspace_bytes)
       .str();
 }
 
-void add_verdicts(std::vector<std::string>& to, const Choice& choice) {
-  for (const Verdict& v : choice.verdicts) {
-    const bool chosen = v.row == choice.chosen, fits = v.refused.empty();
-    to.push_back(JsonObject()
-                     .text("id", v.row->config.id())
-                     .text("verdict", chosen ? "chosen"
-                                      : fits ? "fits"
-                                             : "refused")
-                     .text("reason", fits ? v.passed_over : v.refused)
-                     .str());
-  }
+// Of the kernel that makes out and lse.
+template <class P>
+std::string planned(const Route& route, const P& problem) {
+  const int64_t bytes = workspace_bytes(route, problem);
+  if (route.decode) return planned(route.decode, launches(route), bytes);
+  return planned(route.in_pages ? route.in_pages : route.forward, launches(route), bytes);
+}
+
+std::string planned(const Step<Op::Bwd>& step, const BwdProblem& problem) {
+  return planned(step, launches(step), workspace_bytes(step, problem));
 }
 
 }  // namespace
 
 std::string describe_kernels() {
-  const std::string built = kernels();
   std::vector<std::string> rows;
   for (const Row& row : rows_of_configs()) {
-    rows.push_back(describe(row.config).flag("built", is_listed(built, row.config.id())).str());
+    rows.push_back(describe(row.config).flag("built", is_built(row.config)).str());
   }
   return array(rows);
 }
@@ -129,37 +127,25 @@ std::string describe_gpu(int64_t index) {
       .str();
 }
 
-// Of a call of the op itself.
-template <Op op>
-static std::string planned(const Asked& asked, const Problem<op>& problem) {
-  const KernelConfig& config = choose<op>(asked, problem).config();
-  return planned<op>(config, problem, plan_of_call<op>(config, problem, asked.gpu));
-}
-
 std::string plan(std::string problem) {
   const Asked asked = read(problem);
-  if (asked.op == "fwd") return planned<Op::Fwd>(asked, asked.bwd.fwd);
-  if (asked.op == "bwd") return planned<Op::Bwd>(asked, asked.bwd);
-  const CacheChoice choice = choose_for_cache(asked);
-  if (choice.forward.chosen != nullptr) {
-    const KernelConfig& forward = choice.forward.config();
-    return planned<Op::Fwd>(forward, asked.decode.fwd, plan_over_cache(forward, asked.decode.fwd, asked.gpu));
-  }
-  const KernelConfig& decode = choice.decode.config();
-  return planned<Op::Decode>(decode, asked.decode, plan_of_call<Op::Decode>(decode, asked.decode, asked.gpu));
+  auto planned_of = [&](const auto& p) { return planned(choose_route(asked.kernels(), p, asked.gpu), p); };
+  return asked.op == Op::Fwd   ? planned_of(asked.fwd())
+         : asked.op == Op::Bwd ? planned_of(asked.bwd)
+                               : planned_of(asked.decode);
 }
 
 std::string explain(std::string problem) {
-  const Asked asked = read(problem);
   std::vector<std::string> rows;
-  if (asked.op == "fwd") {
-    add_verdicts(rows, choose<Op::Fwd>(asked, asked.bwd.fwd));
-  } else if (asked.op == "bwd") {
-    add_verdicts(rows, choose<Op::Bwd>(asked, asked.bwd));
-  } else {
-    const CacheChoice choice = choose_for_cache(asked);
-    add_verdicts(rows, choice.decode);
-    add_verdicts(rows, choice.forward);
+  for (const Verdict& v : verdicts(read(problem))) {
+    const bool fits = v.refused.empty();
+    rows.push_back(JsonObject()
+                       .text("id", v.kernel->id())
+                       .text("verdict", v.chosen ? "chosen"
+                                        : fits   ? "fits"
+                                                 : "refused")
+                       .text("reason", fits ? v.passed_over : v.refused)
+                       .str());
   }
   return array(rows);
 }

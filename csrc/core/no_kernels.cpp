@@ -6,8 +6,9 @@
 
 namespace flash_cute {
 
-std::string kernels() {
-  return "";
+const Kernels& built_kernels() {
+  static const Kernels none;
+  return none;
 }
 
 const Device& device(int) {

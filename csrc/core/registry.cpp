@@ -1,8 +1,6 @@
 #include "core/registry.h"
 
-#include "core/calibration.h"
-#include "core/limit.h"
-#include "core/refusal.h"
+#include "core/built.h"
 
 namespace flash_cute {
 
@@ -50,49 +48,15 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels() {
 }
 
 template <Op op>
-static bool can_do(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
-  return !refusal<op>(config, problem, device).any() && beyond_limit<op>(config, problem, device).empty();
+static std::vector<const KernelConfig*> configs_of(const std::vector<Kernel<op>>& kernels) {
+  std::vector<const KernelConfig*> configs;
+  for (const Kernel<op>& kernel : kernels) configs.push_back(&kernel.config);
+  return configs;
 }
 
-template <Op op>
-[[noreturn]] static void raise_no_kernel(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem,
-                                         const Device& device) {
-  NoKernel none;
-  for (const Kernel<op>& kernel : kernels) {
-    const KernelConfig& config = kernel.config;
-    none.add(config, explain(refusal<op>(config, problem, device), config, forward_of(problem), device),
-             beyond_limit<op>(config, problem, device));
-  }
-  none.raise();
-}
-
-const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device) {
-  auto fits = [&](const Kernel<Op::Fwd>& kernel) { return can_do<Op::Fwd>(kernel.config, problem, device); };
-  return preferred(fwd_kernels(), fits, problem, device);
-}
-
-const Kernel<Op::Fwd>& select_over_cache(const FwdProblem& problem, const Device& device) {
-  if (const Kernel<Op::Fwd>* kernel = find_over_cache(problem, device)) return *kernel;
-  raise_no_kernel(fwd_kernels(), problem, device);
-}
-
-template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device) {
-  auto fits = [&](const Kernel<op>& kernel) { return can_do<op>(kernel.config, problem, device); };
-  if (const Kernel<op>* kernel = best<op>(kernels, fits, problem, device)) return *kernel;
-  raise_no_kernel(kernels, problem, device);
-}
-
-template const Kernel<Op::Fwd>& select(const std::vector<Kernel<Op::Fwd>>&, const FwdProblem&, const Device&);
-template const Kernel<Op::Bwd>& select(const std::vector<Kernel<Op::Bwd>>&, const BwdProblem&, const Device&);
-template const Kernel<Op::Decode>& select(const std::vector<Kernel<Op::Decode>>&, const DecodeProblem&, const Device&);
-
-std::string kernels() {
-  std::string ids;
-  for (const auto& kernel : fwd_kernels()) ids += kernel.config.id() + "\n";
-  for (const auto& kernel : bwd_kernels()) ids += kernel.config.id() + "\n";
-  for (const auto& kernel : decode_kernels()) ids += kernel.config.id() + "\n";
-  return ids;
+const Kernels& built_kernels() {
+  static const Kernels built{configs_of(fwd_kernels()), configs_of(bwd_kernels()), configs_of(decode_kernels())};
+  return built;
 }
 
 }  // namespace flash_cute

@@ -1,9 +1,8 @@
-// The kernels in this library and the choice among them.
+// The kernels in this library, and how they are launched.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <string>
 #include <vector>
 
 #include "core/built.h"
@@ -30,16 +29,19 @@ const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 const std::vector<Kernel<Op::Decode>>& decode_kernels();
 
-// Of forward's kernels that can do a problem over a cache the one that heuristics.h prefers; null if none can. What was
-// measured of calls of forward (calibration.h) does not count.
-const Kernel<Op::Fwd>* find_over_cache(const FwdProblem& problem, const Device& device);
-
-// The same where no other kernel would do: throws NoKernel's error (limit.h) if none can.
-const Kernel<Op::Fwd>& select_over_cache(const FwdProblem& problem, const Device& device);
-
-// Of the kernels that can do a call the calibrated one (calibration.h), else the one that heuristics.h prefers. Throws
-// NoKernel's error (limit.h) if none can.
 template <Op op>
-const Kernel<op>& select(const std::vector<Kernel<op>>& kernels, const Problem<op>& problem, const Device& device);
+const std::vector<Kernel<op>>& kernels_of() {
+  if constexpr (op == Op::Fwd) return fwd_kernels();
+  if constexpr (op == Op::Bwd) return bwd_kernels();
+  if constexpr (op == Op::Decode) return decode_kernels();
+}
+
+// The kernel whose config a route points to (built_kernels() of core/built.h).
+template <Op op>
+const Kernel<op>& kernel_of(const KernelConfig* config) {
+  const Kernel<op>* kernel = kernels_of<op>().data();
+  while (&kernel->config != config) ++kernel;
+  return *kernel;
+}
 
 }  // namespace flash_cute

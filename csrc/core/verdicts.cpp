@@ -1,108 +1,108 @@
 #include "core/verdicts.h"
 
-#include <algorithm>
 #include <cmath>
 #include <iomanip>
 #include <locale>
 #include <sstream>
 
-#include "core/built.h"
 #include "core/calibration.h"
 #include "core/heuristics.h"
+#include "core/limit.h"
 #include "core/refusal.h"
+#include "core/route.h"
 
 namespace flash_cute {
+namespace {
 
-static std::string three_digits(double value) {
+std::string three_digits(double value) {
   std::ostringstream digits;
   digits.imbue(std::locale::classic());
   digits << std::fixed << std::setprecision(3) << value;
   return digits.str();
 }
 
-const KernelConfig& Choice::config() const {
-  if (chosen == nullptr) none.raise();
-  return chosen->config;
-}
-
-void Choice::pass_over(const std::string& reason) {
-  for (Verdict& v : verdicts) {
-    if (v.row == chosen) v.passed_over = reason;
-  }
-  chosen = nullptr;
-}
-
+// Kernels of one op: the best of them, which another op's may be preferred to.
 template <Op op>
-Choice choose(const Asked& asked, const Problem<op>& problem, bool over_cache) {
-  Choice choice;
-  const std::string built = kernels();
-  for (const Row& row : rows_of_configs()) {
-    const KernelConfig& config = row.config;
-    if (config.op != op) continue;
-    std::string refused = explain(refusal<op>(config, problem, asked.gpu), config, forward_of(problem), asked.gpu);
-    if (asked.built_only && !is_listed(built, config.id())) add_reason(refused, kNotBuilt);
-    const std::string beyond = beyond_limit<op>(config, problem, asked.gpu);
-    choice.none.add(config, refused, beyond);
-    add_reason(refused, beyond);
-    choice.verdicts.push_back({&row, refused, ""});
+struct Candidates {
+  const Asked& asked;
+  const Problem<op>& problem;
+  bool measured;  // whether what was measured of the op counts
+  const KernelConfig* best = nullptr;
+
+  Candidates(const Asked& asked, const Problem<op>& problem, bool measured)
+      : asked(asked),
+        problem(problem),
+        measured(measured),
+        best(find_kernel<op>(asked.kernels(), problem, asked.gpu, measured)) {}
+
+  // Adds the verdict of each; the best one is not taken if there is a reason.
+  void judge(std::vector<Verdict>& all, const std::string& best_is_not_taken) const {
+    const KernelConfig* const fastest = measured ? calibrated<op>(problem, asked.gpu) : nullptr;
+    for (const KernelConfig* kernel : all_kernels().of<op>()) {
+      std::string refused = explain(refusal<op>(*kernel, problem, asked.gpu), *kernel, forward_of(problem), asked.gpu);
+      if (asked.built_only && !is_built(*kernel)) add_reason(refused, kNotBuilt);
+      add_reason(refused, beyond_limit<op>(*kernel, problem, asked.gpu));
+      if (!refused.empty() && fastest != nullptr && same_kernel(*kernel, *fastest)) {
+        add_reason(refused, "the calibration names it in vain");
+      }
+      const bool is_best = best != nullptr && same_kernel(*kernel, *best);
+      const std::string passed_over = !refused.empty() ? ""
+                                      : is_best        ? best_is_not_taken
+                                                       : comparison(*kernel, fastest);
+      all.push_back({kernel, is_best && best_is_not_taken.empty(), refused, passed_over});
+    }
   }
-  auto fits = [&](const Row& row) {
-    return std::any_of(choice.verdicts.begin(), choice.verdicts.end(),
-                       [&](const Verdict& v) { return v.row == &row && v.refused.empty(); });
-  };
-  const auto& weighed_problem = weighed(problem);
-  choice.chosen = over_cache ? preferred(rows_of_configs(), fits, weighed_problem, asked.gpu)
-                             : best<op>(rows_of_configs(), fits, problem, asked.gpu);
-  const KernelConfig* const measured = over_cache ? nullptr : calibrated<op>(problem, asked.gpu);
-  for (Verdict& v : choice.verdicts) {
-    if (measured != nullptr && same_kernel(v.row->config, *measured) && !v.refused.empty()) {
-      add_reason(v.refused, "the calibration names it in vain");
+
+ private:
+  std::string comparison(const KernelConfig& other, const KernelConfig* fastest) const {
+    if (fastest != nullptr && same_kernel(*best, *fastest)) {
+      return "slower than " + best->id() + " by the calibration in use";
     }
-    if (v.row == choice.chosen || !v.refused.empty()) continue;
-    const KernelConfig &taken = choice.chosen->config, &other = v.row->config;
-    if (measured != nullptr && same_kernel(taken, *measured)) {
-      v.passed_over = "slower than " + taken.id() + " by the calibration in use";
-      continue;
-    }
-    if (!alternatives(taken, other)) {
-      v.passed_over = "comes after " + taken.id() + " in order of preference";
-      continue;
-    }
-    const double least = cost(taken, weighed_problem, asked.gpu), more = cost(other, weighed_problem, asked.gpu);
-    v.passed_over = std::isfinite(more) && least > 0
-                        ? "estimated to take " + three_digits(more / least) + " times as long as " + taken.id()
-                        : "not for such sizes, by the estimate that prefers " + taken.id();
+    if (!alternatives(*best, other)) return "comes after " + best->id() + " in order of preference";
+    const auto& to_rank = weighed(problem);
+    const double least = cost(*best, to_rank, asked.gpu), more = cost(other, to_rank, asked.gpu);
+    return std::isfinite(more) && least > 0
+               ? "estimated to take " + three_digits(more / least) + " times as long as " + best->id()
+               : "not for such sizes, by the estimate that prefers " + best->id();
   }
-  return choice;
+};
+
+// Of forward over keys that are laid out anew: neither alignment nor pages of the cache keep a kernel from it.
+void judge_gathered(std::vector<Verdict>& all, const Asked& asked, const FwdProblem& problem, int rows) {
+  const FwdProblem gathered = over_gathered(problem, rows);
+  Candidates<Op::Fwd>(asked, gathered, false).judge(all, "");
 }
 
-template Choice choose<Op::Fwd>(const Asked&, const FwdProblem&, bool);
-template Choice choose<Op::Bwd>(const Asked&, const BwdProblem&, bool);
-template Choice choose<Op::Decode>(const Asked&, const DecodeProblem&, bool);
+void judge_over_cache(std::vector<Verdict>& all, const Asked& asked, const DecodeProblem& p) {
+  const CacheKernels found = find_cache_kernels(asked.kernels(), p, asked.gpu);
+  const Candidates<Op::Decode> decode(asked, p, true);
+  decode.judge(all, found.forward_is_taken ? "estimated to take longer than " + found.forward->id() : "");
+  if (found.decode == nullptr || !may_be_forward(p)) return;
+  const Candidates<Op::Fwd> forward(asked, p.fwd, false);
+  forward.judge(all, found.forward_is_taken ? "" : "over a cache " + found.decode->id() + " is preferred");
+}
 
-CacheChoice choose_for_cache(const Asked& asked) {
-  const DecodeProblem& p = asked.decode;
-  CacheChoice choice{choose<Op::Decode>(asked, p), {}};
-  if (!p.whole_vectors()) {
-    FwdProblem gathered = p.fwd;
-    gathered.pages = {};
-    choice.forward = choose<Op::Fwd>(asked, gathered, true);
-    choice.decode.none.add(choice.forward.none);  // the error if no kernel of either kind can do it
-    return choice;
-  }
-  if (choice.decode.chosen == nullptr || p.cache.leftpad != nullptr || !p.even_splits()) return choice;
-  choice.forward = choose<Op::Fwd>(asked, p.fwd, true);
-  Choice& forward = choice.forward;
-  if (forward.chosen == nullptr) return choice;
-  const KernelConfig &of_forward = forward.chosen->config, &of_decode = choice.decode.chosen->config;
-  const KernelConfig* const measured = calibrated<Op::Decode>(p, asked.gpu);
-  const bool decode_measured = measured != nullptr && same_kernel(*measured, of_decode);
-  if (!decode_measured && of_forward.arch == Arch::Sm90 && forward_is_cheaper(of_forward, of_decode, p, asked.gpu)) {
-    choice.decode.pass_over("estimated to take longer than " + of_forward.id());
+}  // namespace
+
+std::vector<Verdict> verdicts(const Asked& asked) {
+  std::vector<Verdict> all;
+  if (asked.op == Op::Bwd) {
+    Candidates<Op::Bwd>(asked, asked.bwd, true).judge(all, "");
+  } else if (asked.op == Op::Decode) {
+    judge_over_cache(all, asked, asked.decode);
+    if (!asked.decode.whole_vectors()) judge_gathered(all, asked, asked.decode.fwd, asked.decode.fwd.seqlen_k);
+  } else if (asked.fwd().pages.ids == nullptr) {
+    Candidates<Op::Fwd>(asked, asked.fwd(), true).judge(all, "");
   } else {
-    forward.pass_over("over a cache " + of_decode.id() + " is preferred");
+    int lengths = 0;
+    const DecodeProblem p = over_pages(asked.fwd(), &lengths);
+    if (reads_pages_in_place(p)) {
+      judge_over_cache(all, asked, p);
+    } else {
+      judge_gathered(all, asked, p.fwd, gathered_rows(asked.fwd()));
+    }
   }
-  return choice;
+  return all;
 }
 
 }  // namespace flash_cute

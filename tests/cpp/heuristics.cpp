@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/built.h"
 #include "core/plan.h"
 #include "core/rows.h"
 #include "draw.h"
@@ -188,25 +189,24 @@ TEST_CASE("a plan has what is given if the kernel can do it, else the estimate")
 TEST_CASE("the first row that fits, or the cheapest of its alternatives, is preferred") {
   Draw draw;
   const Device gpu = h100();
-  const auto& rows = rows_of_configs();
+  const auto& kernels = all_kernels().fwd;
   for (int n = 0; n < 300; ++n) {
     const KernelConfig near = any_of(draw, Op::Fwd);
     const FwdProblem p = draw_problem(draw, near);
-    auto fits = [&](const Row& row) {
-      return row.config.op == Op::Fwd && row.config.dtype == near.dtype && row.config.head_dim >= near.head_dim &&
-             row.config.head_dim_v >= near.head_dim_v;
+    auto fits = [&](const KernelConfig& kernel) {
+      return kernel.dtype == near.dtype && kernel.head_dim >= near.head_dim && kernel.head_dim_v >= near.head_dim_v;
     };
-    const Row* const best = preferred(rows, fits, p, gpu);
+    const KernelConfig* const best = preferred(kernels, fits, p, gpu);
     REQUIRE(best != nullptr);
-    const Row* first = nullptr;
-    for (const Row& row : rows) {
-      if (!fits(row)) continue;
-      if (first == nullptr) first = &row;
-      if (alternatives(first->config, row.config)) CHECK(cost(best->config, p, gpu) <= cost(row.config, p, gpu));
+    const KernelConfig* first = nullptr;
+    for (const KernelConfig* kernel : kernels) {
+      if (!fits(*kernel)) continue;
+      if (first == nullptr) first = kernel;
+      if (alternatives(*first, *kernel)) CHECK(cost(*best, p, gpu) <= cost(*kernel, p, gpu));
     }
-    CHECK(alternatives(first->config, best->config));
+    CHECK(alternatives(*first, *best));
   }
-  CHECK(preferred(rows, [](const Row&) { return false; }, FwdProblem{}, gpu) == nullptr);
+  CHECK(preferred(kernels, [](const KernelConfig&) { return false; }, FwdProblem{}, gpu) == nullptr);
 }
 
 TEST_CASE("backward's splits divide heads, and leave whole waves") {

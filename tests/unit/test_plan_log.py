@@ -11,6 +11,7 @@ import torch
 
 import flash_cute
 from flash_cute import kernels, plan_log
+from flash_cute.ops.typed import FwdKvcacheCall, VarlenFwdCall
 
 BF16 = torch.bfloat16
 
@@ -69,26 +70,53 @@ def test_calls_on_cuda(cuda, lines):
 
 def test_problems_of_packed_tensors():
     q, k = torch.zeros(10, 4, 64, dtype=BF16), torch.zeros(20, 2, 64, dtype=BF16)
-    offsets = torch.zeros(3, dtype=torch.int32)
-    sequences = (offsets, offsets, 7, 12, None, None, False, None)
-    problem = kernels.Problem.of_packed(q, k, k, sequences, causal=True)
+    offsets, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    call = VarlenFwdCall(q, k, k, offsets, offsets, 7, 12, is_causal=True)
+    problem = kernels.Problem.of_call(call)
     assert str(problem) == "fwd bfloat16 b2 h4/2 q7 k12 d64/64 causal varlen"
     assert (problem.total_q, problem.total_k) == (10, 20)
+    assert str(kernels.Problem.of_call(call, "bwd")).startswith("bwd bfloat16 b2 h4/2 q7 k12")
     pages, table = torch.zeros(6, 16, 2, 64, dtype=BF16), torch.zeros(2, 3, dtype=torch.int32)
-    paged = (*sequences[:7], table)
-    assert str(kernels.Problem.of_packed(q, pages, pages, paged)) == (
-        "decode bfloat16 b2 h4/2 q7 k48 d64/64 varlen lengths page_size=16"
-    )
-    gathered = kernels.Problem.of_packed(q, pages, pages, paged, dropout=True)
-    assert str(gathered) == "fwd bfloat16 b2 h4/2 q7 k12 d64/64 dropout varlen"
-    used = torch.zeros(2, dtype=torch.int32)
-    of_queries, of_keys = ((*paged[:4], *x, *paged[6:]) for x in ((used, None), (None, used)))
-    assert str(kernels.Problem.of_packed(q, pages, pages, of_queries)).startswith("fwd ")
-    assert str(kernels.Problem.of_packed(q, pages, pages, of_keys)).startswith("decode ")
+    paged = call._replace(k=pages, v=pages, block_table=table, is_causal=False)
+    cases = {
+        "varlen page_size=16": paged,
+        "dropout varlen page_size=16": paged._replace(dropout_p=0.5),
+        "varlen seqused_q page_size=16": paged._replace(seqused_q=used),
+        "varlen return_softmax page_size=16": paged._replace(return_softmax=True),
+    }
+    launches = {}
+    for words, of_pages in cases.items():
+        problem = kernels.Problem.of_call(of_pages)
+        assert str(problem) == f"fwd bfloat16 b2 h4/2 q7 k12 d64/64 {words}"
+        launches[words] = [x.split("_bf16")[0] for x in kernels.plan(problem, "a100").launches]
+    begin, fill, decode, forward = "count_paged_keys", "zero_fill", "decode_sm80", "fwd_sm80"
+    assert launches == {
+        "varlen page_size=16": [begin, fill, decode],
+        "dropout varlen page_size=16": [begin, "gather_pages", fill, forward],
+        "varlen seqused_q page_size=16": [begin, "gather_pages", fill, forward],
+        "varlen return_softmax page_size=16": [
+            begin, fill, decode, "gather_pages", fill, forward, "probabilities",
+        ],
+    }  # fmt: skip
     shifted = torch.zeros(6, 16, 2, 72, dtype=BF16)[..., 1:65]
-    gathered = kernels.Problem.of_packed(q, shifted, shifted, paged)
-    assert str(gathered) == "fwd bfloat16 b2 h4/2 q7 k12 d64/64 varlen unaligned"
-    assert kernels.plan(gathered, "h100").kernel.arch == 80
+    gathered = kernels.Problem.of_call(paged._replace(k=shifted, v=shifted))
+    assert str(gathered) == "fwd bfloat16 b2 h4/2 q7 k12 d64/64 varlen unaligned page_size=16"
+    assert "gather_pages" in kernels.plan(gathered, "h100").launches
+
+
+def test_problems_of_caches():
+    q, cache = torch.zeros(2, 1, 4, 64, dtype=BF16), torch.zeros(3, 32, 2, 64, dtype=BF16)
+    index, new = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 2, 64, dtype=BF16)
+    call = FwdKvcacheCall(q, cache, cache, new, new, cache_seqlens=index, cache_batch_idx=index)
+    problem = kernels.Problem.of_call(call)
+    words = "decode bfloat16 b2 h4/2 q1 k32 d64/64 lengths append cache_batch_idx"
+    assert str(problem) == words
+    first, kernel = kernels.plan(problem, "h100").launches
+    assert first == "append_keys" and kernel.startswith("decode_sm")
+    few = cache[..., :60]
+    odd = kernels.Problem.of_call(call._replace(q=q[..., :60], k_cache=few, v_cache=few))
+    names = kernels.plan(odd, "h100").launches
+    assert names[:2] == ("append_keys", "gather_pages") and names[2].startswith("fwd_sm80")
 
 
 CALL = """

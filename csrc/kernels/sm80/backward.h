@@ -17,8 +17,6 @@
 #include "kernels/common/softmax.h"
 #include "core/layout/tiles.h"
 #include "kernels/launch.h"
-#include "kernels/passes/zero_fill.h"
-#include "kernels/passes/sink_grad.h"
 #include "kernels/sm80/backward_dq.h"
 #include "kernels/sm80/backward_products.h"
 #include "kernels/sm80/warp_coords.h"
@@ -335,12 +333,8 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
   if (cudaError_t e = launch_kernel<backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  if (p.dsink != nullptr) {
-    if (cudaError_t e = sink_gradient_pass(p, stream)) return e;
-  }
   return launch_kernel<backward_postprocess<C>>(query_tiles, C.threads(), DqTraits<C>::kSmemBytes, stream, p);
 }
 

@@ -7,7 +7,6 @@
 #include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/passes/append.h"
-#include "kernels/passes/zero_fill.h"
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
 #include "kernels/decode/combine.h"
@@ -96,7 +95,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
 
 template <KernelConfig C>
 cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
-  if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
   DecodeParams counted = p;  // with the counters of this launch
   if (p.arrived != nullptr) {
     if (cudaError_t e = cudaMemsetAsync(p.arrived, 0, p.slots * sizeof(*p.arrived), stream)) return e;

@@ -9,8 +9,6 @@
 #include "kernels/common/softmax.h"
 #include "core/layout/kv_tiles.h"
 #include "kernels/launch.h"
-#include "kernels/passes/zero_fill.h"
-#include "kernels/passes/probabilities.h"
 #include "kernels/ampere/kv_loads.h"
 #include "kernels/ampere/mma.h"
 #include "kernels/ampere/tile_io.h"
@@ -162,9 +160,7 @@ cudaError_t launch_forward(const FwdParams& params, cudaStream_t stream) {
   const FwdProblem& p = params;
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = zero_fill(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
+  return launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p);
 }
 
 }  // namespace flash_cute::sm80

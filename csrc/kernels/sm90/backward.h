@@ -10,8 +10,6 @@
 
 #include "core/counter.h"
 #include "kernels/launch.h"
-#include "kernels/passes/zero_fill.h"
-#include "kernels/passes/sink_grad.h"
 #include "kernels/sm90/backward_consumers.h"
 #include "kernels/sm90/backward_postprocess.h"
 #include "kernels/sm90/backward_2cta.h"
@@ -78,7 +76,6 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const int64_t tiles = key_tiles + cut_tiles * (p.splits.count() - 1);
   const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = zero_fill(p, stream)) return e;
   BackwardParams params;
   params.p = p;
   const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
@@ -108,10 +105,7 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
     const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (kAtomsOfDk<C> + kAtomsOfDv<C>);
     if (cudaError_t e = launch_with_pdl<backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;
   }
-  if (cudaError_t e =
-          launch_with_pdl<backward_postprocess<C>>({query_tiles, kPostprocessThreads<C>, 0}, stream, params))
-    return e;
-  return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
+  return launch_with_pdl<backward_postprocess<C>>({query_tiles, kPostprocessThreads<C>, 0}, stream, params);
 }
 
 }  // namespace flash_cute::sm90

@@ -7,7 +7,6 @@
 #include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/passes/append.h"
-#include "kernels/passes/zero_fill.h"
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
 #include "kernels/sm90/pipeline.h"
@@ -233,7 +232,6 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
 
 template <KernelConfig C>
 cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
-  if (cudaError_t e = zero_fill(p.fwd, stream)) return e;
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }

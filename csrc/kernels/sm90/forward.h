@@ -7,9 +7,6 @@
 
 #include "core/counter.h"
 #include "kernels/launch.h"
-#include "kernels/passes/zero_fill.h"
-#include "kernels/passes/combine_splits.h"
-#include "kernels/passes/probabilities.h"
 #include "kernels/sm90/forward_consumers.h"
 #include "kernels/sm90/forward_dropout.h"
 #include "kernels/sm90/forward_pages.h"
@@ -92,7 +89,6 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   params.cap = SoftmaxCap::of(p);
   const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
   if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that fetch() may return
-  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (tiles == 0) return cudaSuccess;
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
   auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int all_rows, int cols) {
@@ -111,11 +107,7 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
   params.tile_counter = TileCounter::of(tiles, takers, false);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_kernel<forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params)) return e;
-  if (merges) {
-    if (cudaError_t e = combine_splits(p, stream)) return e;
-  }
-  return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
+  return launch_kernel<forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params);
 }
 
 }  // namespace flash_cute::sm90

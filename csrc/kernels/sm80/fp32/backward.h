@@ -10,8 +10,6 @@
 #include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
-#include "kernels/passes/zero_fill.h"
-#include "kernels/passes/sink_grad.h"
 #include "kernels/sm80/fp32/mma.h"
 
 namespace flash_cute::sm80::fp32 {
@@ -244,12 +242,10 @@ cudaError_t launch_backward(const BwdParams& params, cudaStream_t stream) {
   const int64_t key_tiles = tiles(f.seqlen_k, C.block_n, f.heads_k),
                 query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
   if (std::max(rows_together, std::max(key_tiles, query_tiles)) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   constexpr auto keys = backward<C, Owner::Keys>, queries = backward<C, Owner::Queries>;
   if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  if (cudaError_t e = launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
+  return launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p);
 }
 
 }  // namespace flash_cute::sm80::fp32

@@ -1,0 +1,203 @@
+#include "core/route.h"
+
+#include <algorithm>
+
+#include "core/calibration.h"
+#include "core/heuristics.h"
+#include "core/limit.h"
+#include "core/refusal.h"
+
+namespace flash_cute {
+namespace {
+
+// What a route is chosen for: a GPU, kernels, and a call over a cache, if it is one.
+struct Choice {
+  const Kernels& kernels;
+  const Device& gpu;
+  const DecodeProblem* cached = nullptr;
+
+  template <Op op>
+  const KernelConfig& kernel(const Problem<op>& problem, bool measured) const {
+    if (const KernelConfig* kernel = find_kernel<op>(kernels, problem, gpu, measured)) return *kernel;
+    raise<op>(problem);
+  }
+
+  template <Op op>
+  [[noreturn]] void raise(const Problem<op>& problem) const {
+    NoKernel none;
+    if (cached != nullptr) add_reasons<Op::Decode>(none, *cached);
+    if (op != Op::Decode) add_reasons<op>(none, problem);
+    none.raise();
+  }
+
+  template <Op op>
+  void add_reasons(NoKernel& none, const Problem<op>& problem) const {
+    for (const KernelConfig* kernel : kernels.of<op>()) {
+      none.add(*kernel, explain(refusal<op>(*kernel, problem, gpu), *kernel, forward_of(problem), gpu),
+               beyond_limit<op>(*kernel, problem, gpu));
+    }
+  }
+
+  Step<Op::Fwd> forward(const KernelConfig& kernel, const FwdProblem& problem, bool measured) const {
+    const FwdOverrides& of_limit = overrides_of_limit();
+    const bool given = of_limit.any() || !measured;
+    const FwdPlan plan = make_plan(kernel, problem, gpu, given ? of_limit : calibrated_overrides(kernel, problem, gpu));
+    return {&kernel,
+            plan,
+            {.zero_fill = !problem.dense(),
+             .combine_splits = plan.num_splits > 1,
+             .probabilities = problem.softmax != nullptr}};
+  }
+
+  // Steps of a kernel of forward over keys that are not paged.
+  void add_forward(Route& route, FwdProblem problem, bool measured) const {
+    if (problem.row_max.ptr != nullptr && problem.rules.element.on()) {
+      FwdProblem first = problem;
+      first.softmax = nullptr;
+      route.row_max = forward(kernel<Op::Fwd>(first, measured), first, measured);
+      problem.row_max = {};
+    }
+    route.forward = forward(kernel<Op::Fwd>(problem, measured), problem, measured);
+  }
+
+  void add_gathered(Route& route, const FwdProblem& problem, int rows) const {
+    route.gather = true;
+    route.gathered_rows = rows;
+    add_forward(route, over_gathered(problem, rows), false);
+  }
+
+  void add_cached(Route& route, const DecodeProblem& p) const {
+    const CacheKernels found = find_cache_kernels(kernels, p, gpu);
+    if (found.decode == nullptr) raise<Op::Decode>(p);
+    if (found.forward_is_taken) {
+      route.in_pages = forward(*found.forward, p.fwd, false);
+    } else {
+      route.decode = {found.decode, make_plan(*found.decode, p, gpu), {.zero_fill = !p.fwd.dense()}};
+    }
+  }
+};
+
+}  // namespace
+
+template <Op op>
+const KernelConfig* find_kernel(const Kernels& kernels, const Problem<op>& problem, const Device& gpu, bool measured) {
+  auto fits = [&](const KernelConfig& kernel) {
+    return !refusal<op>(kernel, problem, gpu).any() && beyond_limit<op>(kernel, problem, gpu).empty();
+  };
+  if (const KernelConfig* const fastest = measured ? calibrated<op>(problem, gpu) : nullptr) {
+    for (const KernelConfig* kernel : kernels.of<op>()) {
+      if (same_kernel(*kernel, *fastest) && fits(*kernel)) return kernel;
+    }
+  }
+  return preferred(kernels.of<op>(), fits, weighed(problem), gpu);
+}
+
+template const KernelConfig* find_kernel<Op::Fwd>(const Kernels&, const FwdProblem&, const Device&, bool);
+template const KernelConfig* find_kernel<Op::Bwd>(const Kernels&, const BwdProblem&, const Device&, bool);
+template const KernelConfig* find_kernel<Op::Decode>(const Kernels&, const DecodeProblem&, const Device&, bool);
+
+bool may_be_forward(const DecodeProblem& p) {
+  return p.cache.leftpad == nullptr && p.even_splits();
+}
+
+CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& p, const Device& gpu) {
+  CacheKernels found{find_kernel<Op::Decode>(kernels, p, gpu, true)};
+  if (found.decode == nullptr || !may_be_forward(p)) return found;
+  const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
+  if (measured != nullptr && same_kernel(*measured, *found.decode)) return found;
+  found.forward = find_kernel<Op::Fwd>(kernels, p.fwd, gpu, false);
+  found.forward_is_taken = found.forward != nullptr && found.forward->arch == Arch::Sm90 &&
+                           forward_is_cheaper(*found.forward, *found.decode, p, gpu);
+  return found;
+}
+
+bool reads_pages_in_place(const DecodeProblem& p) {
+  return element_bytes(p.fwd.dtype) == 2 && p.fwd.rules.rng == nullptr && p.fwd.varlen.used_q == nullptr &&
+         p.has_vectors();
+}
+
+Route choose_route(const Kernels& kernels, const FwdProblem& problem, const Device& gpu) {
+  const Choice choice{kernels, gpu};
+  Route route;
+  if (problem.pages.ids == nullptr) {
+    choice.add_forward(route, problem, true);
+    return route;
+  }
+  route.count_keys = true;
+  int lengths = 0;
+  DecodeProblem p = over_pages(problem, &lengths);
+  if (reads_pages_in_place(p)) {
+    choice.add_cached(route, p);
+    if (problem.row_max.ptr == nullptr && problem.softmax == nullptr) return route;
+  }
+  p.fwd.row_max = problem.row_max;
+  p.fwd.softmax = problem.softmax;
+  choice.add_gathered(route, p.fwd, gathered_rows(problem));
+  return route;
+}
+
+Route choose_route(const Kernels& kernels, const DecodeProblem& problem, const Device& gpu) {
+  const Choice choice{kernels, gpu, &problem};
+  Route route;
+  route.append = problem.appends();
+  if (problem.whole_vectors()) {
+    choice.add_cached(route, problem);
+  } else {
+    choice.add_gathered(route, problem.fwd, problem.fwd.seqlen_k);
+  }
+  return route;
+}
+
+Step<Op::Bwd> choose_route(const Kernels& kernels, const BwdProblem& problem, const Device& gpu) {
+  const KernelConfig& kernel = Choice{kernels, gpu}.kernel<Op::Bwd>(problem, true);
+  return {&kernel,
+          make_plan(kernel, problem, gpu),
+          {.zero_fill = !problem.fwd.dense(), .sink_gradient = problem.dsink != nullptr}};
+}
+
+DecodeProblem over_pages(const FwdProblem& problem, int* lengths) {
+  DecodeProblem p{};
+  p.fwd = problem;
+  p.fwd.varlen.cu_k = p.fwd.varlen.used_k = nullptr;
+  p.fwd.seqlen_k = static_cast<int>(problem.pages.capacity());
+  p.fwd.total_k = int64_t(problem.batch) * p.fwd.seqlen_k;
+  p.fwd.row_max = {};
+  p.fwd.softmax = nullptr;
+  p.cache.lengths = lengths;
+  p.unrotated_q = problem.q;
+  return p;
+}
+
+FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& k, const TensorView& v,
+                         const int* lengths) {
+  FwdProblem p = problem;
+  p.k = k;
+  p.v = v;
+  p.pages = {};
+  p.seqlen_k = rows;
+  p.total_k = int64_t(p.batch) * rows;
+  p.varlen.used_k = lengths;
+  return p;
+}
+
+FwdProblem over_gathered(const FwdProblem& problem, int rows) {
+  static constexpr int kLengths = 0;  // stands for those that a pass will write
+  auto view = [&](int dim) {
+    const int64_t row = int64_t(problem.heads_k) * dim;
+    return TensorView{nullptr, rows * row, row, dim, dim * element_bytes(problem.dtype) % 16 == 0};
+  };
+  return over_gathered(problem, rows, view(problem.head_dim), view(problem.head_dim_v), &kLengths);
+}
+
+int gathered_rows(const FwdProblem& problem) {
+  const auto capacity = static_cast<int>(problem.pages.capacity());
+  return problem.softmax == nullptr ? std::min(problem.seqlen_k, capacity) : problem.seqlen_k;
+}
+
+FwdProblem in_pages(const DecodeProblem& problem) {
+  FwdProblem p = problem.fwd;
+  p.varlen.used_k = problem.added.total > 0 ? problem.added.lengths : problem.cache.lengths;
+  return p;
+}
+
+}  // namespace flash_cute

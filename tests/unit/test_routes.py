@@ -1,0 +1,48 @@
+"""Routes of calls over caches and pages name the kernels that run, in their order."""
+
+from __future__ import annotations
+
+import random
+
+import cached_kernels
+import pytest
+import torch
+
+from flash_cute import kernels, plan_log
+
+
+class _Planned(Exception):
+    """Stops a call once its problem is known."""
+
+
+def test_routes_are_what_an_h100_ran(monkeypatch):
+    """300 recorded calls, planned from sizes alone."""
+
+    def plan(qkv, op, problem, kernel=None):
+        raise _Planned(*kernels.plan(problem(op), "h100").launches)
+
+    monkeypatch.setattr(plan_log, "say", plan)
+    seen = 0
+    for line in cached_kernels.recorded():
+        if "error" in line:
+            continue
+        call = cached_kernels.call_of(line["case"], "cpu")
+        with plan_log.switched(), pytest.raises(_Planned) as stopped:
+            call()
+        ran = [cached_kernels.renamed(name) for name in line["kernels"]]
+        assert list(stopped.value.args) == ran, line["case"]
+        seen += 1
+    assert seen > 250
+
+
+def test_the_log_names_what_runs(cuda):
+    draw = random.Random(torch.initial_seed())
+    cases = [cached_kernels.fields_of(draw) for _ in range(300)]
+    seen = 0
+    for line in cached_kernels.observed(cases):
+        if "error" in line:
+            continue
+        (log,) = line["log"]
+        assert cached_kernels.launches_of(log) == line["kernels"], line["case"]
+        seen += 1
+    assert seen > 250
