@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,10 +49,12 @@ __all__ = [
     "nearest",
     "only",
     "plan",
+    "supports",
     "use_calibration",
 ]
 
 if TYPE_CHECKING:
+    from flash_cute.support import Support
     from flash_cute.tuning.calibration import Loaded
 
 
@@ -233,6 +235,13 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
     """
     rows = json.loads(torch.ops.flash_cute.explain(_request(problem, gpu)))
     return tuple(Verdict(**row) for row in rows)
+
+
+def supports(call: Any, gpu: Gpu | str | int | None = None) -> Support:
+    """:func:`flash_cute.support.supports`: whether kernels can do a call, and why not."""
+    from flash_cute import support
+
+    return support.supports(call, gpu)
 
 
 def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:

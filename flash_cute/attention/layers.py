@@ -8,7 +8,8 @@ import torch
 
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.core.multihead import MultiHeadAttention
-from flash_cute.library import has_cuda_kernels, kernels
+from flash_cute.library import has_cuda_kernels
+from flash_cute.support import supports
 
 
 class FlashAttention3(MultiHeadAttention):
@@ -75,11 +76,12 @@ class FlashAttention3(MultiHeadAttention):
             return f"none on {device.type}"
         if not has_cuda_kernels():
             return "none on CUDA: this build holds no CUDA kernels"
-        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
-        built_for_hopper = any(kernel.startswith(f"fwd_sm90_{name}") for kernel in kernels())
-        if built_for_hopper and torch.cuda.get_device_capability(device) == (9, 0):
+        found = supports({"dtype": dtype, "head_dim": self.head_dim}, device.index).plan
+        if found is None:
+            return f"none on CUDA for {dtype}, head dim {self.head_dim}"
+        if found.kernel.arch == 90:
             return "Hopper's own (sm90); Ampere's (sm80) for calls that these refuse"
-        return "Ampere's (sm80)" if dtype != torch.float64 else "none on CUDA for torch.float64"
+        return "Ampere's (sm80)"
 
     def extra_repr(self) -> str:
         score = {"pattern": self.config.pattern.value} | self.config.score()

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flash_cute
-from flash_cute import validate
+from flash_cute import support
 
 
 def register() -> None:
@@ -62,7 +62,7 @@ class Backend(flash_attn.FlashAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= validate.CUDA_MAX_HEAD_DIM
+        return support.reads_caches_in_place(torch.bfloat16, head_size, head_size)
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:

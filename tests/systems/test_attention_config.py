@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_cute import library
+from flash_cute import kernels, library
 from flash_cute.attention import (
     AttentionConfig,
     AttentionPatterns,
@@ -161,9 +161,10 @@ def test_says_which_kernels_it_takes(monkeypatch):
     monkeypatch.setattr(module, "has_cuda_kernels", lambda: False)
     assert layer.kernels("cuda").startswith("none on CUDA")
     monkeypatch.setattr(module, "has_cuda_kernels", lambda: True)
-    monkeypatch.setattr(module, "kernels", lambda: ("fwd_sm80_bf16_x", "fwd_sm90_bf16_x"))
-    for capability, expected in (((9, 0), "Hopper's own"), ((8, 0), "Ampere's"), ((10, 0), "Amp")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+    h100 = kernels.GPUS["h100"]
+    for capability, expected in ((90, "Hopper's own"), (80, "Ampere's"), (100, "Amp")):
+        gpu = dataclasses.replace(h100, capability=capability)
+        monkeypatch.setattr(module, "supports", lambda call, _, x=gpu: kernels.supports(call, x))
         assert layer.kernels("cuda").startswith(expected)
         assert layer.kernels("cuda", torch.float32).startswith("Ampere's")
         assert layer.kernels("cuda", torch.float64).startswith("none")

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, library
+from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, support
 from flash_cute.attention.fusion.masks import Visible
-from flash_cute.validate import CUDA_MAX_HEAD_DIM
 
 
 def attend_packed(qkv: Tensor, visible: Visible, dropout_p: float, rng: Tensor | None) -> Tensor:
@@ -52,8 +51,7 @@ def kernels_take(q: Tensor) -> bool:
     """Whether flash_cute attends tensors of this device, dtype and head dim."""
     if not q.is_cuda:
         return q.device.type == "cpu"
-    fits = q.dtype != torch.float64 and q.shape[-1] <= CUDA_MAX_HEAD_DIM
-    return fits and library.has_cuda_kernels()
+    return support.has_kernel(q.dtype, q.shape[-1], q.get_device())
 
 
 def _sdpa(

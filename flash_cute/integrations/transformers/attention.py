@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import functional, kvcache, validate
+from flash_cute import functional, kvcache, support, validate
 from flash_cute.core.padding import offsets, packing
 from flash_cute.integrations.transformers.documents import Documents, of_numbers, of_positions
-from flash_cute.validate import kvcache as validate_kvcache
 
 Options = dict[str, Any]
 _UNSAID: Any = "not given"  # by the layer, which then does not know its window
@@ -313,5 +312,6 @@ def _is_inference(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Opt
     tensors = [x for x in (q, k, v, score["sink"]) if x is not None]
     if training["dropout_p"] or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
-    is_in_vectors = q.shape[-1] % 8 == v.shape[-1] % 8 == 0  # as the kernels read caches
-    return not q.is_cuda or (is_in_vectors and q.dtype in validate_kvcache.KVCACHE_CUDA_DTYPES)
+    if not q.is_cuda:
+        return True
+    return support.reads_caches_in_place(q.dtype, q.shape[-1], v.shape[-1], q.get_device())
