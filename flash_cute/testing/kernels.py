@@ -1,44 +1,42 @@
-"""What the id of a kernel says: ``bwd_sm80_bf16_plain_d64x64_m64_n128_s2_w4_c2``."""
+"""What tests need to know of a kernel by its id."""
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 
-from flash_cute import library
-
-_ID = re.compile(
-    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w(\d+)_.*"
-)
+from flash_cute import kernels, library
 
 
-class Kernel(NamedTuple):
+class Kernel:
     """One kernel of the library; `precision` is its dtype, or the way it computes fp32."""
 
-    op: str
-    arch: int
-    precision: str
-    tier: str
-    dim: int
-    dim_v: int
-    warps: int
+    def __init__(self, config: kernels.KernelConfig) -> None:
+        self.config = config
+        self.op, self.arch, self.tier = config.op, config.arch, config.tier
+        self.precision, self.dim, self.dim_v = config.dtype, config.head_dim, config.head_dim_v
 
     @property
     def dtype(self) -> torch.dtype:
         return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.precision, torch.float32)
 
-    @property
+    @cached_property
     def has_dropout(self) -> bool:
-        hoppers_forward = self.arch == 90 and self.op == "fwd"
-        can = not hoppers_forward or (self.dim_v < 256 and self.warps == 8)
-        return self.tier == "rich" and self.op != "decode" and can
+        return self.op != "decode" and self._can("dropout")
 
-    @property
+    @cached_property
     def vector(self) -> int:
         """Head dims of its tensors are multiples of this."""
-        return 8 if self.arch == 90 or self.op == "decode" else 1
+        return 1 if self._can("unaligned") else 8
+
+    def _can(self, flag: str) -> bool:
+        problem = kernels.Problem(
+            self.op, self.dtype, head_dim=self.dim, head_dim_v=self.dim_v, seqlen_q=64,
+            allow_tf32=self.precision == "tf32", **{flag: True},
+        )  # fmt: skip
+        (found,) = (x for x in kernels.explain(problem, "h100") if x.id == self.config.id)
+        return found.verdict != "refused"
 
     @property
     def other_op(self) -> str:
@@ -52,7 +50,7 @@ def forward_families(device: torch.device) -> list[str]:
     Which one does a call depends on its layout, and so do the last bits of its result.
     """
     major_minor = torch.cuda.get_device_capability(device)
-    built = {f"fwd_sm{parse(kernel).arch}_" for kernel in library.kernels()}
+    built = {f"fwd_sm{config.arch}_" for config in kernels.kernels() if config.built}
     return sorted(built & {"fwd_sm80_", "fwd_sm90_"} if major_minor == (9, 0) else {"fwd_sm80_"})
 
 
@@ -66,8 +64,7 @@ def decode_choices() -> list[str]:
 
 def parse(kernel: str) -> Kernel:
     """The kernel with this id. Raises ValueError for what is none."""
-    match = _ID.fullmatch(kernel)
-    if match is None:
-        raise ValueError(f"{kernel!r} is no kernel's id")
-    op, arch, precision, tier, dim, dim_v, warps = match.groups()
-    return Kernel(op, int(arch), precision, tier, int(dim), int(dim_v), int(warps))
+    for config in kernels.kernels():
+        if config.id == kernel:
+            return Kernel(config)
+    raise ValueError(f"{kernel!r} is no kernel's id")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, library
+from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, kernels, library
 from flash_cute.testing.cases import Case, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify
@@ -105,8 +105,10 @@ def test_tiles_of_keys_that_end_behind_the_tensor(cuda, name):
 
 
 def test_ids_say_what_a_kernel_is():
-    kernel = parse("bwd_sm80_tf32x3_rich_d192x128_m16_n64_s2_w4_c1")
-    assert kernel == ("bwd", 80, "tf32x3", "rich", 192, 128, 4)
+    (name,) = (x.id for x in kernels.kernels() if x.id.startswith("bwd_sm80_tf32x3_rich_d256x"))
+    kernel = parse(name)
+    assert (kernel.op, kernel.arch, kernel.precision) == ("bwd", 80, "tf32x3")
+    assert (kernel.tier, kernel.dim) == ("rich", 256) and f"_d256x{kernel.dim_v}_" in name
     assert kernel.has_dropout and kernel.vector == 1
     assert not parse("fwd_sm90_bf16_rich_d256x256_m128_n64_s2_w8_c1_x1").has_dropout
     assert not parse("fwd_sm90_bf16_rich_d128x128_m192_n80_s2_w12_c1_x1").has_dropout
