@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/card.h"
+
 namespace flash_cute {
 namespace {
 
@@ -23,11 +25,10 @@ int64_t bytes_of_query(const FwdProblem& f) {
 }  // namespace
 
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
-  constexpr double kOfL2 = 1.28;
   const FwdProblem& f = p.fwd;
   if (config.arch != Arch::Sm90 || config.two_cta() || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
-  return double(bytes_of_query(f)) * f.seqlen_q > kOfL2 * gpu.l2_bytes;
+  return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.throttled_l2 * gpu.l2_bytes;
 }
 
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle) {
@@ -40,24 +41,23 @@ DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
     seen = std::min(seen, before + f.band.right);
   }
-  int most = config.two_cta() ? 512 : 4096;  // by measurement
+  int most = config.two_cta() ? kCard.backward.stored_keys_pair : kCard.backward.stored_keys;
   if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
   return seen <= most ? DqAccumulate::FirstStores : DqAccumulate::Atomic;
 }
 
-// One set of all tiles: those of so many heads alternate as have kTiles together, by measurement.
+// One set of all tiles: those of so many heads alternate as have a number of tiles together.
 static KeyOrder order_of_sm80(const KernelConfig& config, const BwdProblem& p) {
-  constexpr int kTiles = 256;
   const int tiles = (p.fwd.seqlen_k + config.block_n - 1) / config.block_n;
   // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
-  const int heads = p.deterministic ? config.block_n / 2 : std::max(1, kTiles / std::max(1, tiles));
+  const int heads =
+      p.deterministic ? config.block_n / 2 : std::max(1, kCard.backward.alternating_tiles / std::max(1, tiles));
   return {.heads_together = heads};
 }
 
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, DqAccumulate order,
                    const Device& gpu) {
-  constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
-  const auto cached = static_cast<int64_t>(kL2Kept * gpu.l2_bytes);
+  const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
   const int start_together = gpu.sms / 16 * 16;  // tiles: one an SM, but a number that divides well
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
@@ -72,7 +72,7 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   // Serialized: twice as many if that is not too much, so that half of a head's tiles run at once and wait for fewer.
   const int of_one_set = std::max(1, together / splits.count() / tiles);
   const bool halves = in_turns && tiles * splits.count() <= together &&
-                      2 * of_one_set * config.head_dim < kMostColumns * config.cluster;
+                      2 * of_one_set * config.head_dim < kCard.backward.alternating_columns * config.cluster;
   const int sets = halves ? 2 : 1;
   int heads = sets * of_one_set;
   const bool masked = hides_early_keys(f) || hides_late_keys(f);

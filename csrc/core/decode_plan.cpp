@@ -3,18 +3,19 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/card.h"
 #include "core/layout/decode_scheduler.h"
 #include "core/workspace.h"
 
 namespace flash_cute {
 
-// Takes 1/16 off large chunks for tail CTAs with small chunks: SMs that finish early take these.
+// Takes a share off large chunks for tail CTAs with small chunks: SMs that finish early take these.
 static void add_tail_ctas(DecodeParams& p, int per_head) {
-  constexpr int kLarge = 128, kTakenOff = 16, kSmall = 8;  // quanta; fractions of a chunk
+  const Card::Decode& card = kCard.decode;
   const int chunk = detail::ceil_div(per_head, p.ctas_per_head);
-  if (chunk < kLarge) return;
-  const int rest = chunk - chunk / kTakenOff, left = per_head - p.ctas_per_head * rest;
-  const int tail_ctas = detail::ceil_div(left, chunk / kSmall);
+  if (chunk < card.large_chunk) return;
+  const int rest = chunk - chunk / card.taken_off, left = per_head - p.ctas_per_head * rest;
+  const int tail_ctas = detail::ceil_div(left, chunk / card.tail_parts);
   p.uniform.chunk = FastDivmod(rest);
   p.uniform.tail_chunk = FastDivmod(detail::ceil_div(left, tail_ctas));
   p.ctas_per_head += tail_ctas;
@@ -33,12 +34,11 @@ static void one_cta_per_tile(DecodeParams& p, int work_tiles, int per_tile) {
 
 // Plans the chunks of a uniform batch.
 static void plan_uniform(DecodeParams& p, const KernelConfig& config) {
-  constexpr int kLong = 8, kWaves = 8;  // quanta of a work tile; work tiles per resident CTA
   const Quanta quanta(p, cached_seq(p, 0), config.block_m, config.block_n);
   const int per_head = p.fwd.batch * quanta.per_head, work_tiles = p.fwd.batch * quanta.tiles;
   // With several CTAs an SM one loads while another starts: work tiles may have a CTA each.
-  const bool own_ctas = p.even_splits() && config.ctas > 1 && quanta.per_tile >= kLong &&
-                        int64_t(work_tiles) * p.fwd.heads_k >= int64_t(kWaves) * p.resident_ctas;
+  const bool own_ctas = p.even_splits() && config.ctas > 1 && quanta.per_tile >= kCard.decode.own_cta_quanta &&
+                        int64_t(work_tiles) * p.fwd.heads_k >= int64_t(kCard.decode.own_cta_waves) * p.resident_ctas;
   p.uniform.known = true;
   p.uniform.per_tile = FastDivmod(quanta.per_tile);
   p.uniform.per_sequence = FastDivmod(std::max(1, quanta.per_head));
@@ -74,18 +74,16 @@ static void one_cluster_per_tile(DecodeParams& p, const KernelConfig& config, in
 
 // Whether L2 has room for all keys and values of full caches.
 static bool fits_l2(const DecodeProblem& p, const Device& gpu) {
-  constexpr double kRoom = 0.8;  // of L2
   const FwdProblem& f = p.fwd;
   const double numbers = double(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
-  return numbers * element_bytes(f.dtype) <= kRoom * gpu.l2_bytes;
+  return numbers * element_bytes(f.dtype) <= kCard.decode.l2_room * gpu.l2_bytes;
 }
 
 // Fraction of K/V loads with evict_normal; the rest use evict_first. A cache that fits into L2 may be hit by the next
-// call, so 3/4 stay. All of it would thrash when it is slightly too large.
+// call, so most stay.
 static float l2_fraction_of(const DecodeParams& p, const KernelConfig& config, const Device& gpu) {
-  constexpr float kShare = 0.75f;
   if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several query tiles read it
-  return fits_l2(p, gpu) ? kShare : 0.f;
+  return fits_l2(p, gpu) ? kCard.decode.l2_share : 0.f;
 }
 
 DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) {

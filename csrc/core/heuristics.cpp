@@ -4,25 +4,19 @@
 #include <limits>
 #include <numeric>
 
+#include "core/card.h"
 #include "core/decode_plan.h"
 #include "core/layout/tiles.h"
 
 namespace flash_cute {
 namespace {
 
-// Asymptotic speed of a kernel relative to its alternatives, and the overhead of a tile in keys. Fitted to plain
-// kernels on an H200.
-struct Speed {
-  double rate, tile_keys;
-};
-
-Speed speed(const KernelConfig& config) {
-  if (config.head_dim == 64) return config.block_m == 192 ? Speed{692, 170} : Speed{534, 250};
-  if (config.head_dim <= 128) {
-    if (config.block_m == 192) return config.cluster == 2 ? Speed{700, 220} : Speed{692, 190};
-    return config.cluster == 2 ? Speed{666, 290} : Speed{639, 290};
-  }
-  return config.cluster == 2 ? Speed{700, 250} : Speed{660, 250};
+ForwardSpeed speed(const KernelConfig& config) {
+  const Card::Forward& card = kCard.forward;
+  if (config.head_dim == 64) return config.block_m == 192 ? card.narrow_192 : card.narrow_128;
+  if (config.head_dim > 128) return config.cluster == 2 ? card.wide_pairs : card.wide;
+  if (config.block_m == 192) return config.cluster == 2 ? card.middle_192_pairs : card.middle_192;
+  return config.cluster == 2 ? card.middle_128_pairs : card.middle_128;
 }
 
 double ceil_to(double value, double step) {
@@ -75,9 +69,6 @@ double a_microsecond(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
 
-// Splits must take at most this fraction of the time without.
-constexpr double kWorthwhile = 0.95;
-
 }  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
@@ -122,9 +113,7 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
 
 SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
-  // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and combine reads.
-  constexpr double kKernel = 3, kNumber = 1 / 3e5;
-  constexpr double kEmptyRow = 0.6;  // of a row's time: an empty row draws less power
+  const Card::Forward& card = kCard.forward;
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
   const auto [rate, tile_keys] = speed(config);
@@ -135,7 +124,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const double all = double(tiles) * (problem.heads / heads) * problem.batch;
   const double resident_ctas = resident_ctas_of(config, sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
-  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * filled_rows : 1;
+  const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
   auto cost_with = [&](int splits) {
     const Spread costs = spread(tiles, [&](int tile) {
       const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
@@ -146,11 +135,11 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   };
   const double whole = cost_with(1);
   SplitCost best{whole, 1};
-  const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
+  const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
   const int most = most_splits(config, problem, heads, sms);
   for (int splits = 2; splits <= most; ++splits) {
-    const double cost = cost_with(splits) + (kKernel + merging * splits) * a_microsecond(config, sms);
-    if (cost < best.cost && cost < kWorthwhile * whole) best = {cost, splits};
+    const double cost = cost_with(splits) + (card.kernel_us + merging * splits) * a_microsecond(config, sms);
+    if (cost < best.cost && cost < card.worthwhile * whole) best = {cost, splits};
   }
   return best;
 }
@@ -162,25 +151,20 @@ static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
 }
 
 // Work tiles per SM from which on two resident CTAs beat one. Overlap pays for short sequences and unknown lengths.
-// Above 30 GB/s per SM (H200: 37, H100: 25) one CTA suffices for long sequences, as tail CTAs balance the load; many kv
-// heads of 64 dims leave too few CTAs each.
+// With much bandwidth one CTA suffices for long sequences, as tail CTAs balance the load.
 static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
-  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s per SM
-  constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
-  constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // by measurement
-  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
-  if (!p.is_uniform()) return kOfUnknown;
-  const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
-  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
+  const Card::Decode& card = kCard.decode;
+  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= card.short_numbers) return card.overlap_short;
+  if (!p.is_uniform()) return card.overlap_unknown;
+  const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= card.many_heads;
+  return few_ctas || gpu.memory_gb_s < card.much_gb_s * gpu.sms ? card.overlap_long : card.overlap_long_much;
 }
 
 // Whether clusters per work tile beat even splits: all clusters must run at once, and a CTA has few blocks, or nearly
 // all SMs have a CTA. With lengths on the device some CTAs may get all the work, but even splits take longer to
 // schedule; a single sequence is never behind others.
 static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Blocks of 64 KB, by measurement. With wide heads the even splits have half the warps.
-  constexpr int kMost = 10, kMostWide = 12, kMostOnAllSms = 64, kMostUnknown = 8, kMostAlone = 20;
-  constexpr double kAll = 0.9, kMany = 0.3;  // of the SMs
+  const Card::Decode& card = kCard.decode;
   const FwdProblem& f = p.fwd;
   const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k)),
                 work_tiles = int64_t(f.heads_k) * f.batch;
@@ -188,24 +172,26 @@ static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, co
   const int ctas = ctas_of_tile(p, config, gpu);
   const int blocks_of_cta = detail::ceil_div(detail::ceil_div(f.seqlen_k, config.block_n), ctas);
   const double busy = double(work_tiles) * ctas / gpu.sms;
-  const bool wide = config.head_dim > 128;
-  if (p.is_uniform()) return blocks_of_cta <= (busy > kAll ? kMostOnAllSms : wide ? kMostWide : kMost);
-  return blocks_of_cta <= (f.batch == 1 && busy > kMany && !wide ? kMostAlone : kMostUnknown);
+  const bool wide = config.head_dim > 128;  // the even splits have half the warps
+  if (!p.is_uniform()) {
+    const bool alone = f.batch == 1 && busy > card.many_sms && !wide;
+    return blocks_of_cta <= (alone ? card.cluster_blocks_alone : card.cluster_blocks_unknown);
+  }
+  if (busy > card.all_sms) return blocks_of_cta <= card.cluster_blocks_all_sms;
+  return blocks_of_cta <= (wide ? card.cluster_blocks_wide : card.cluster_blocks);
 }
 
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Speed in the units of forward's cost, fitted to tiles of 64 rows on an H200; reading keys weighs as much as so many
-  // rows of products. A tile with all rows of a kv head, up to 64, is the cheapest.
-  constexpr double kRate = 345, kRowsOfReading = 40;
-  constexpr double kOverlapped = 0.99;
+  // A tile with all rows of a kv head, up to 64, is the cheapest.
+  const Card::Decode& card = kCard.decode;
   const FwdProblem& problem = p.fwd;
   if (config.arch == Arch::Sm90) return clusters_suit(config, p, gpu) ? 0 : std::numeric_limits<double>::infinity();
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / std::max(1, problem.heads_k));
   const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
   const bool overlaps =
       config.ctas > 1 && fit_at_once(config, gpu) && tiles >= tiles_to_overlap(p, config, gpu) * gpu.sms;
-  const double overlap = overlaps ? kOverlapped : 1;
-  return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / gpu.sms;
+  const double overlap = overlaps ? card.overlapped : 1;
+  return overlap * double(tiles) * problem.seqlen_k * (config.block_m + card.rows_of_reading) / card.rate / gpu.sms;
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
@@ -214,26 +200,20 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu) {
-  constexpr double kAround = 15;  // microseconds of decode beside its products
-  // With 32 rows and 128 dims products take a tenth longer than reading: after so many microseconds that makes up for
-  // forward's overhead. From pages it always does.
-  constexpr double kLong = 75;
-  constexpr int kFewRows = 16, kMoreRows = 32;  // of decode's smaller tiles
+  const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
-  if (rows <= kFewRows) return false;
+  if (rows <= card.few_rows) return false;
   const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
-  if (rows <= decode.block_m && decode.block_m == kMoreRows) {
+  if (rows <= decode.block_m &&
+      decode.block_m == card.more_rows) {  // from pages forward always makes up for its overhead
     const bool reads_once = pack_gqa(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
-    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
+    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > card.long_us);
   }
-  return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
+  return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + card.around_us;
 }
 
 QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  // Microseconds on an H200: of a CTA before its first and after its last step, of one more kernel, and of an fp32
-  // number that a split writes and combine reads. A step takes as long as its five products.
-  constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
-  constexpr double kWorthSplitting = 0.99;  // as kWorthwhile, for the last wave alone
+  const Card::Backward& card = kCard.backward;
   constexpr int kMaxSplits = 16;
   if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
   const FwdProblem one = one_sequence(problem);
@@ -242,22 +222,22 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
   const int group = problem.heads / problem.heads_k;
   const double columns = 3 * config.head_dim + 2 * config.head_dim_v;
   const double all_heads_k = double(problem.heads_k) * problem.batch;
-  const double step = kProduct * config.block_m * config.block_n * columns;
-  const double merging = kNumber * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
+  const double step = card.product_us * config.block_m * config.block_n * columns;
+  const double merging = card.number_us * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
   const Spread queries = spread(tiles, [&](int tile) {  // query tiles that see a tile of keys
     const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
     return seeing.end - seeing.begin;
   });
   auto time_of = [&](const QuerySplits& splits) {
-    auto time_with = [&](double steps) { return kAroundSteps + step * (group / splits.heads) * steps; };
+    auto time_with = [&](double steps) { return card.around_us + step * (group / splits.heads) * steps; };
     auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
                        time_with(queries.mean / splits.queries)};
     const double time = cost_of(times, tiles * all_heads_k * splits.count(), std::max(1, sms / config.cluster));
-    return splits.count() == 1 ? time : time + kKernel + merging * splits.count();
+    return splits.count() == 1 ? time : time + card.kernel_us + merging * splits.count();
   };
   QuerySplits best;
-  double least = kWorthwhile * time_of(best);
+  double least = card.worthwhile * time_of(best);
   auto cut = [&](int whole_tiles, const auto& time_of_splits) {
     for (int count = 2; count <= kMaxSplits; ++count) {
       const int of_heads = std::gcd(count, group);
@@ -274,13 +254,13 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
                 resident_ctas = std::max(1, sms / config.cluster);
   const int64_t last = all % resident_ctas;
   if (all < resident_ctas || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
-  if (best.count() == 1) least = kWorthSplitting * time_of(best);
+  if (best.count() == 1) least = card.worthwhile_last * time_of(best);
   cut(static_cast<int>(all - last), [&](const QuerySplits& splits) {
-    const double whole = kAroundSteps + step * group * queries.longest;
-    const double split = kAroundSteps + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
+    const double whole = card.around_us + step * group * queries.longest;
+    const double split = card.around_us + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
     const double numbers = double(last) * splits.count() * rows * (config.head_dim + config.head_dim_v);
     return double(all / resident_ctas) * whole + ceil_to(double(last) * splits.count() / resident_ctas, 1) * split +
-           kKernel + kNumber * numbers;
+           card.kernel_us + card.number_us * numbers;
   });
   return best;
 }

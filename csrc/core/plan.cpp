@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/backward_order.h"
+#include "core/card.h"
 #include "core/heuristics.h"
 
 namespace flash_cute {
@@ -15,7 +16,7 @@ int resident(const KernelConfig& config, const Device& gpu) {
 
 // As many heads as L2 holds the keys and values of.
 int heads_of_l2(const FwdProblem& p, int pack_gqa, const Device& gpu) {
-  const auto cached = static_cast<int64_t>(kL2Kept * gpu.l2_bytes);
+  const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
   const int64_t bytes =
       std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
   const int64_t heads = std::max<int64_t>(1, cached / bytes) * (p.heads / std::max(1, p.heads_k) / pack_gqa);
