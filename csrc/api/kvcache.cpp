@@ -26,8 +26,7 @@ const Kernel<Op::Fwd>* cheaper_forward(const DecodeProblem& p, const KernelConfi
   const Kernel<Op::Fwd>* kernel = find_over_cache(p.fwd, gpu);
   const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
   if (measured != nullptr && same_kernel(*measured, decode)) return nullptr;
-  const bool cheaper =
-      kernel != nullptr && kernel->config.arch == Arch::Sm90 && forward_is_cheaper(kernel->config, decode, p, gpu);
+  const bool cheaper = kernel != nullptr && forward_is_cheaper(kernel->config, decode, p, gpu);
   return cheaper ? kernel : nullptr;
 }
 
@@ -110,7 +109,7 @@ void attend_pages(const FwdProblem& a, const View& q, const View& k, const View&
   p.fwd.total_k = int64_t(a.batch) * p.fwd.seqlen_k;
   p.cache.lengths = counts;
   p.unrotated_q = a.q;
-  const bool is_16_bit = a.dtype == DType::FP16 || a.dtype == DType::BF16;
+  const bool is_16_bit = element_bytes(a.dtype) == 2;
   Tensor out, softmax_lse;  // of what only gives row maxima or probabilities
   if (is_16_bit && a.rules.rng == nullptr && a.varlen.used_q == nullptr && p.has_vectors()) {
     p.fwd.row_max = {};

@@ -31,9 +31,10 @@ constexpr const char* name(DType dtype) {
       return "bf16";
     case DType::TF32:
       return "tf32";
-    default:
+    case DType::TF32x3:
       return "tf32x3";
   }
+  return nullptr;
 }
 
 constexpr const char* name(Op op) {
@@ -42,9 +43,15 @@ constexpr const char* name(Op op) {
       return "fwd";
     case Op::Bwd:
       return "bwd";
-    default:
+    case Op::Decode:
       return "decode";
   }
+  return nullptr;
+}
+
+// Whether GPUs have clusters of CTAs.
+constexpr bool has_clusters(Arch arch) {
+  return arch >= Arch::Sm90;
 }
 
 }  // namespace flash_cute
@@ -144,7 +151,7 @@ struct KernelConfig {
     return std::string(flash_cute::name(op)) + number("_sm", static_cast<int>(arch)) + "_" + flash_cute::name(dtype) +
            (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) + number("_m", block_m) +
            number("_n", block_n) + number("_s", stages) + number("_w", warps) + number("_c", ctas) +
-           (arch == flash_cute::Arch::Sm90 ? number("_x", cluster) : "");
+           (has_clusters(arch) ? number("_x", cluster) : "");
   }
 
   static constexpr int kBookkeeping = 1024;  // bytes of barriers and work descriptions, sm90

@@ -104,6 +104,8 @@ struct PlanOf<Op::Decode> {
 template <Op op>
 using Plan = typename PlanOf<op>::type;
 
+constexpr int64_t kMostParts = int64_t{1} << 30;  // that decode cuts work into: quanta, and slots
+
 // The plan of a problem that the kernel can do; an estimate stands where it cannot do an override. Throws
 // std::runtime_error if its work has too many parts to number.
 FwdPlan make_plan(const KernelConfig& config, const FwdProblem& problem, const Device& gpu,

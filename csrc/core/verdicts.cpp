@@ -97,7 +97,7 @@ CacheChoice choose_for_cache(const Asked& asked) {
   const KernelConfig &of_forward = forward.chosen->config, &of_decode = choice.decode.chosen->config;
   const KernelConfig* const measured = calibrated<Op::Decode>(p, asked.gpu);
   const bool decode_measured = measured != nullptr && same_kernel(*measured, of_decode);
-  if (!decode_measured && of_forward.arch == Arch::Sm90 && forward_is_cheaper(of_forward, of_decode, p, asked.gpu)) {
+  if (!decode_measured && forward_is_cheaper(of_forward, of_decode, p, asked.gpu)) {
     choice.decode.pass_over("estimated to take longer than " + of_forward.id());
   } else {
     forward.pass_over("over a cache " + of_decode.id() + " is preferred");

@@ -1,10 +1,11 @@
-#include "core/backward_order.h"
-
+// The order of backward: of key tiles, and of their adds to dQ.
 #include <algorithm>
 
-#include "core/card.h"
+#include "kernels/sm90/backward_plan.h"
+#include "kernels/sm90/family.h"
+#include "kernels/sm90/resources.h"
 
-namespace flash_cute {
+namespace flash_cute::sm90 {
 namespace {
 
 // Whether the band hides keys before, or after, what a query sees.
@@ -26,7 +27,7 @@ int64_t bytes_of_query(const FwdProblem& f) {
 
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   const FwdProblem& f = p.fwd;
-  if (config.arch != Arch::Sm90 || config.two_cta() || p.deterministic || !f.dense()) return false;
+  if (two_cta(config) || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
   return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.throttled_l2 * gpu.l2_bytes;
 }
@@ -34,25 +35,16 @@ bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const De
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
-  if (config.arch != Arch::Sm90 || l2_throttle) return DqAccumulate::Atomic;
+  if (l2_throttle) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
     seen = std::min(seen, before + f.band.right);
   }
-  int most = config.two_cta() ? kCard.backward.stored_keys_pair : kCard.backward.stored_keys;
+  int most = two_cta(config) ? kCard.backward.stored_keys_pair : kCard.backward.stored_keys;
   if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
   return seen <= most ? DqAccumulate::FirstStores : DqAccumulate::Atomic;
-}
-
-// One set of all tiles: those of so many heads alternate as have a number of tiles together.
-static KeyOrder order_of_sm80(const KernelConfig& config, const BwdProblem& p) {
-  const int tiles = (p.fwd.seqlen_k + config.block_n - 1) / config.block_n;
-  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
-  const int heads =
-      p.deterministic ? config.block_n / 2 : std::max(1, kCard.backward.alternating_tiles / std::max(1, tiles));
-  return {.heads_together = heads};
 }
 
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, DqAccumulate order,
@@ -61,7 +53,6 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const int start_together = gpu.sms / 16 * 16;  // tiles: one an SM, but a number that divides well
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
-  if (config.arch != Arch::Sm90) return order_of_sm80(config, p);
   const bool in_turns = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
@@ -92,4 +83,17 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
           .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
-}  // namespace flash_cute
+BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
+  QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
+  if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
+  const bool l2_throttle = needs_l2_throttle(config, p, gpu);
+  const DqAccumulate order = dq_accumulate(config, p, l2_throttle);
+  return {.splits = splits,
+          .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
+          .dq_accumulate = order,
+          .order = key_order(config, p, splits, order, gpu),
+          .l2_throttle = l2_throttle,
+          .resident = resident(config, gpu)};
+}
+
+}  // namespace flash_cute::sm90
