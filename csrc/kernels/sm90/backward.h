@@ -21,7 +21,7 @@
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant__ BackwardParams params) {
   using T = BackwardTraits<C>;
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
 
 template <KernelConfig C>
 constexpr auto main_kernel() {
-  if constexpr (C.two_cta()) {
+  if constexpr (two_cta(C)) {
     return backward_2cta<C>;
   } else {
     return backward<C>;
@@ -100,10 +100,10 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   params.splits = FastDivmod(p.splits.count());
   params.tile_counter = TileCounter::of(tiles, takers, uses_semaphore(p.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, 32 * C.warps, 0, stream, p,
-                                                            !uses_semaphore(p.dq_accumulate)))
+  if (cudaError_t e = launch_kernel<backward_preprocess<C, dq_columns(C)>>(query_tiles, 32 * C.warps, 0, stream, p,
+                                                                           !uses_semaphore(p.dq_accumulate)))
     return e;
-  if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params)) return e;
+  if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, threads(C), smem_bytes(C)}, stream, params)) return e;
   if (cut_tiles > 0) {
     const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (kAtomsOfDk<C> + kAtomsOfDv<C>);
     if (cudaError_t e = launch_with_pdl<backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;

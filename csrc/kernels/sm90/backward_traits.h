@@ -5,6 +5,7 @@
 #include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_tiles.h"
 #include "kernels/sm90/pipeline.h"
+#include "kernels/sm90/resources.h"
 #include "kernels/sm90/tile_scheduler.h"
 #include "kernels/sm90/tensor_map.h"
 #include "kernels/sm90/wgmma.h"
@@ -184,7 +185,7 @@ struct BackwardTraits {
   };
   static_assert(C.block_n == 64 * kGroups && kGroups == 2, "a warpgroup has 64 keys");
   static_assert(kDqSums * sizeof(float) >= 64 * std::max(C.head_dim, C.head_dim_v) * sizeof(Element), "dV and dK fit");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 }  // namespace flash_cute::sm90

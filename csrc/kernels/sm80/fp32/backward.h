@@ -13,6 +13,7 @@
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/sink_grad.h"
 #include "kernels/sm80/fp32/mma.h"
+#include "kernels/sm80/fp32/resources.h"
 
 namespace flash_cute::sm80::fp32 {
 
@@ -40,7 +41,7 @@ struct BackwardTraits {
   };
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.warps % kWarpsDown == 0 && C.block_m % 16 == 0);
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 // What backward needs to know of a query.
@@ -247,8 +248,8 @@ cudaError_t launch_backward(const BwdParams& params, cudaStream_t stream) {
   if (cudaError_t e = zero_fill(p, stream)) return e;
   if (cudaError_t e = launch_kernel<row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   constexpr auto keys = backward<C, Owner::Keys>, queries = backward<C, Owner::Queries>;
-  if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  if (cudaError_t e = launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<queries>(query_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
   return p.dsink == nullptr ? cudaSuccess : sink_gradient_pass(p, stream);
 }
 

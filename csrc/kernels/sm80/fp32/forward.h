@@ -14,6 +14,7 @@
 #include "kernels/passes/zero_fill.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/sm80/fp32/mma.h"
+#include "kernels/sm80/fp32/resources.h"
 
 namespace flash_cute::sm80::fp32 {
 
@@ -30,7 +31,7 @@ struct ForwardTraits {
   };
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 // ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col` on.
@@ -135,7 +136,7 @@ cudaError_t launch_forward(const FwdParams& params, cudaStream_t stream) {
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = zero_fill(p, stream)) return e;
-  if (cudaError_t e = launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<forward<C>>(tiles, C.threads(), smem_bytes(C), stream, p)) return e;
   return p.softmax == nullptr ? cudaSuccess : write_probabilities(p, stream);
 }
 
