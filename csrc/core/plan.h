@@ -13,7 +13,7 @@ namespace flash_cute {
 struct FwdPlan {
   int num_splits = 1;      // split-KV: parts of the keys of a tile of queries; combine_splits() combines the results
   int pack_gqa = 1;        // query heads of a group that share a tile of queries
-  int heads_together = 1;  // whose tiles of queries alternate: kernels/sm90/tile_scheduler.h
+  int heads_together = 1;  // whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
   int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 

@@ -10,12 +10,13 @@
 #include "kernels/passes/zero_fill.h"
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
-#include "kernels/sm90/pipeline.h"
+#include "kernels/hopper/pipeline.h"
 #include "kernels/sm90/resources.h"
 
 namespace flash_cute::sm90 {
 
 using namespace cute;
+using namespace hopper;
 
 template <KernelConfig C>
 struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {

@@ -7,13 +7,16 @@
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
 #include "core/layout/tiles.h"
-#include "kernels/sm90/pipeline.h"
+#include "kernels/hopper/pipeline.h"
+#include "kernels/hopper/tile_scheduler.h"
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/hopper/wgmma.h"
 #include "kernels/sm90/resources.h"
-#include "kernels/sm90/tile_scheduler.h"
-#include "kernels/sm90/tensor_map.h"
-#include "kernels/sm90/wgmma.h"
 
 namespace flash_cute::sm90 {
+
+using namespace cute;
+using namespace hopper;
 
 struct ForwardParams {
   FwdParams p;

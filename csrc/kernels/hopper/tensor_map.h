@@ -15,7 +15,7 @@
 #include "core/layout/smem_atoms.h"
 #include "core/layout/seq.h"
 
-namespace flash_cute::sm90 {
+namespace flash_cute::hopper {
 
 using namespace cute;
 
@@ -118,4 +118,4 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int h
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute::hopper

@@ -6,9 +6,9 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/element.h"
-#include "kernels/sm90/tensor_map.h"
+#include "kernels/hopper/tensor_map.h"
 
-namespace flash_cute::sm90 {
+namespace flash_cute::hopper {
 
 using namespace cute;
 
@@ -114,4 +114,4 @@ CUTE_DEVICE void wait_products(Accumulator& acc) {
   warpgroup_fence_operand(acc);
 }
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute::hopper
