@@ -83,10 +83,10 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   params.p = p;
   const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
   auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
-    return make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
   };
   auto map_keys = [&](RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
-    return make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;

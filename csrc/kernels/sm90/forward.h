@@ -97,13 +97,16 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
   auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int all_rows, int cols) {
     const int box_rows = std::min(rows, all_rows);
-    return make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols, all_rows / box_rows);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols,
+                                               all_rows / box_rows);
   };
   auto map_keys = [&](RaggedMap& map, const TensorView& m, int dim, int cols) {
     if (p.pages.ids == nullptr) {
-      return make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
+      return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch,
+                                                 C.block_n / C.cluster, cols);
     }
-    return make_ragged_map(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count, params.page_rows, cols);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count,
+                                               params.page_rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;

@@ -44,7 +44,9 @@ bool addressable(const BwdProblem& p) {
 // Whether an atom of columns, the unit of TMA, would lie wholly past a head dim: TMA faults on boxes that are entirely
 // out of bounds.
 bool has_empty_columns(const KernelConfig& config, const FwdProblem& p) {
-  auto empty = [](int head_dim, int tile_columns) { return head_dim <= tile_columns - atom_columns(tile_columns); };
+  auto empty = [&](int head_dim, int tile_columns) {
+    return head_dim <= tile_columns - atom_columns(tile_columns, element_bytes(config.dtype));
+  };
   return empty(p.head_dim, config.head_dim) || empty(p.head_dim_v, config.head_dim_v);
 }
 
