@@ -1,6 +1,6 @@
 # Groups the rows of the families of kernels into translation units, one for each (op, family, head dims): a third of the
-# time to compile goes to headers and templates that the kernels of a unit share. Hopper's tiers are units of their own:
-# compiled together, some kernels get other registers.
+# time to compile goes to headers and templates that the kernels of a unit share. A family may change that: its own
+# units.cmake is read for each row.
 
 set(FLASH_CUTE_ROWS ".*" CACHE STRING "regular expression: only rows of the families' rows.def that match are built")
 set(FLASH_CUTE_GENERATED "${CMAKE_BINARY_DIR}/generated")
@@ -49,18 +49,16 @@ foreach(family IN LISTS families)
     string(TOLOWER "${CMAKE_MATCH_1}" op)
     string(TOLOWER "${CMAKE_MATCH_2}" tier)
     string(REPLACE "/" "_" unit "${op}_${folder}_d${head_dims}")
-    if(folder STREQUAL "sm90")
-      string(APPEND unit "_${tier}")
-    endif()
+    set(definitions "")
+    include("${CMAKE_SOURCE_DIR}/csrc/kernels/${folder}/units.cmake" OPTIONAL)
     list(APPEND units "${unit}")
     list(APPEND built "${row}")
     list(APPEND ${unit}_rows "${row}")
     set(${unit}_namespace "${namespace}")
     set(${unit}_op "${${op}_header}")
     set(${unit}_flags "${flags}")
-    # wgmma of 48 and 80 columns, for half a tile of 96 keys and one of 80: their header takes 20 s to compile.
-    if(op STREQUAL "fwd" AND folder STREQUAL "sm90" AND block_n MATCHES "^(80|96)$")
-      set(${unit}_definitions CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+    if(definitions)
+      set(${unit}_definitions "${definitions}")
     endif()
   endforeach()
 endforeach()

@@ -64,7 +64,7 @@ struct UniformBatch {
   int full_ctas = 0;             // of a head
 };
 
-// Clusters, one per work tile (kernels/sm90/decode.h).
+// Clusters, one per work tile.
 struct TileClusters {
   FastDivmod ctas;      // of a cluster
   FastDivmod tiles;     // of query rows, per kv head of a sequence

@@ -41,3 +41,13 @@ def test_includes_go_down(file):
     allowed = MAY_INCLUDE[max((x for x in MAY_INCLUDE if is_under(name, x)), key=len)]
     included = re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)
     assert [x for x in included if not any(is_under(x, folder) for folder in allowed)] == []
+
+
+def test_archs_are_named_in_their_families_alone():
+    """A new arch is a folder, a value of `Arch` and a line in families.def."""
+    root = CSRC.parent
+    files = [*CSRC.rglob("*.*"), *(root / "cmake").iterdir(), root / "CMakeLists.txt"]
+    names = {path.relative_to(root).as_posix(): path.read_text() for path in files}
+    outside = [x for x in names if not re.match(r"csrc/kernels/(sm\d+|lab)/", x)]
+    naming = {x for x in outside if re.search(r"\b[sS]m(80|90|\d{3})\b", names[x])}
+    assert naming == {"csrc/core/config.h", "csrc/kernels/families.def"}

@@ -155,7 +155,7 @@ struct BackwardTraits {
   static_assert(tile_size<1>(MmaScores<C.head_dim>{}) == C.block_m &&
                     tile_size<1>(MmaKeys<C.head_dim>{}) == C.head_dim &&
                     tile_size<1>(MmaQ{}) == kDqColumns * (kRowsOfDq ? 1 : kGroups),
-                "no wgmma of so many columns: cmake/units.cmake");
+                "no wgmma of so many columns: units.cmake");
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
   // Where a warpgroup's sums of dQ lie, in accumulator order: four numbers of a thread, then those of the next thread.

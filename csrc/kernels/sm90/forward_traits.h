@@ -94,7 +94,7 @@ struct ForwardTraits {
   template <int kKeys>
   using MmaQK = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kKeys>, Int<C.head_dim>>>(), Groups{}));
-  static_assert(tile_size<1>(MmaQK<C.block_n>{}) == C.block_n, "no wgmma of block_n columns: cmake/units.cmake");
+  static_assert(tile_size<1>(MmaQK<C.block_n>{}) == C.block_n, "no wgmma of block_n columns: units.cmake");
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
@@ -110,7 +110,7 @@ struct ForwardTraits {
   static constexpr bool kOwnOutput = own_output(C), kPingPong = ping_pong(C);
   static constexpr bool kHalves = C.block_n % 32 == 0;  // whether the first product may cover half a tile
   static_assert(!kHalves || tile_size<1>(MmaQK<C.block_n / 2>{}) == C.block_n / 2,
-                "no wgmma of block_n / 2 columns: cmake/units.cmake");
+                "no wgmma of block_n / 2 columns: units.cmake");
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
   static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : has_mask_warpgroup(C) ? 216 : 232;
