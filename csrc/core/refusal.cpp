@@ -15,26 +15,41 @@ static bool lacks_vectors(const DecodeProblem& p) {
   return !p.has_vectors();
 }
 
+// What sizes alone say.
 template <Op op>
-Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
+static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& asked) {
   const FwdProblem& problem = forward_of(asked);
-  const Family& family = family_of(config);
-  Refusal found{
+  return {
       .dtype = config.dtype != problem.dtype,
       .tier = !config.rich() && problem.tier() == Tier::Rich,
       .head_dim = problem.head_dim > config.head_dim,
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
-      .gpu = !family.runs_on(device.capability),
-      .shared_memory = family.smem_bytes(config) > device.smem_optin,
       .vectors = lacks_vectors(asked),
   };
+}
+
+template <Op op>
+Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
+  const Family& family = family_of(config);
+  Refusal found = refusal_of_sizes<op>(config, asked);
+  found.gpu = !family.runs_on(device.capability);
+  found.shared_memory = family.smem_bytes(config) > device.smem_optin;
   family.refuse(found, config, asked);
   return found;
+}
+
+template <Op op>
+bool fits(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
+  return !refusal_of_sizes<op>(config, asked).any() && family_of(config).runs_on(device.capability) &&
+         !refusal<op>(config, asked, device).any();
 }
 
 template Refusal refusal<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);
 template Refusal refusal<Op::Bwd>(const KernelConfig&, const BwdProblem&, const Device&);
 template Refusal refusal<Op::Decode>(const KernelConfig&, const DecodeProblem&, const Device&);
+template bool fits<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);
+template bool fits<Op::Bwd>(const KernelConfig&, const BwdProblem&, const Device&);
+template bool fits<Op::Decode>(const KernelConfig&, const DecodeProblem&, const Device&);
 
 void add_reason(std::string& reasons, const std::string& reason) {
   reasons += (reasons.empty() || reason.empty() ? "" : "; ") + reason;

@@ -23,6 +23,10 @@ struct Refusal {
 template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
+// Whether there is none; of most rows sizes or the GPU say that there is, before their family is asked.
+template <Op op>
+bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device);
+
 // The reasons in words, with what the kernel needs and what is there. Empty if there is none.
 std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,
                     const Device& device);

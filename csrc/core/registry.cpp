@@ -51,7 +51,7 @@ const std::vector<Kernel<Op::Decode>>& decode_kernels() {
 
 template <Op op>
 static bool can_do(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
-  return !refusal<op>(config, problem, device).any() && beyond_limit<op>(config, problem, device).empty();
+  return fits<op>(config, problem, device) && beyond_limit<op>(config, problem, device).empty();
 }
 
 template <Op op>
