@@ -97,7 +97,7 @@ MOST_SPLITS = 64  # of the keys, in a call of Hopper's forward
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One kernel, a row of ``csrc/configs.def``. Sizes are those of its tiles."""
+    """One kernel, a row of ``csrc/kernels/*/rows.def``. Sizes are those of its tiles."""
 
     id: str
     op: str  # "fwd", "bwd", or "decode": forward over a key/value cache
@@ -178,7 +178,7 @@ class Verdict:
 
 @cache
 def kernels() -> tuple[KernelConfig, ...]:
-    """Every row of ``csrc/configs.def``, in its order, whether the loaded library has it or not."""
+    """Every row of ``csrc/kernels/*/rows.def``, whether the loaded library has it or not."""
     rows = json.loads(torch.ops.flash_cute.describe_kernels())
     return tuple(KernelConfig(**row) for row in rows)
 
@@ -214,7 +214,7 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
         problem: the call.
         gpu: a :class:`Gpu`, a name in :data:`GPUS`, or the index of a GPU that is there; None is
             the current one, or without one an H100. For a GPU that is there the kernels count that
-            the library has, else all rows of ``csrc/configs.def``.
+            the library has, else all rows of ``csrc/kernels/*/rows.def``.
 
     Raises:
         ValueError: the GPU is unknown.

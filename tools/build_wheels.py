@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("targets", nargs="+", help="cpu, or versions of CUDA such as 13.0")
     parser.add_argument("--archs", default="80;90a", help="GPUs to build for")
-    parser.add_argument("--rows", default="", help="a regex: only such rows of csrc/configs.def")
+    parser.add_argument("--rows", default="", help="a regex: only such rows of the rows.def files")
     parser.add_argument("--toolkit", type=Path, help="a CUDA toolkit, in place of PyPI's compiler")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     options = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """What a built library must be: ``check_library.py LIBRARY [--all-kernels]``.
 
 It depends on torch's stable ABI alone, exports nothing, stays small, and with
-``--all-kernels`` holds every row of ``csrc/configs.def``.
+``--all-kernels`` holds every row of the kernels' families.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 MAX_MEGABYTES = 64
-CONFIGS = Path(__file__).resolve().parent.parent / "csrc" / "configs.def"
+KERNELS = Path(__file__).resolve().parent.parent / "csrc" / "kernels"
 
 # Mangled names of these namespaces change between releases of torch and Python's C API between
 # versions of Python; the stable ABI is C functions (aoti_torch_*, torch_*).
@@ -24,7 +24,7 @@ NEEDED = re.compile(
 
 
 def config_ids(text: str) -> set[str]:
-    """The ids of the rows of configs.def, as ``torch.ops.flash_cute.kernels()`` gives them."""
+    """The ids of the rows of a rows.def, as ``torch.ops.flash_cute.kernels()`` gives them."""
     ids = set()
     for row in re.findall(r"^KERNEL\(([^)]*)\)", text, re.MULTILINE):
         op, arch, dtype, tier, *numbers = (field.strip() for field in row.split(","))
@@ -52,7 +52,8 @@ def problems(library: Path, all_kernels: bool) -> list[str]:
     if all_kernels:
         found += [
             f"kernel {name} is missing"
-            for name in config_ids(CONFIGS.read_text()) - _kernels(library)
+            for table in sorted(KERNELS.rglob("rows.def"))
+            for name in config_ids(table.read_text()) - _kernels(library)
         ]
     return found
 

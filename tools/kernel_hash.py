@@ -63,12 +63,16 @@ def host_hash(root: Path = ROOT) -> str:
     """Of C++ that runs on the host, comments and blanks left out: SASS says nothing about it.
 
     It is all of csrc, but of the kernels' files only what follows their first cudaError_t, which is
-    what launches them.
+    what launches them: all but .cpp files there, and what these include, is code for GPUs.
     """
+    csrc, kernels = root / "csrc", root / "csrc" / "kernels"
+    host = {file for file in kernels.rglob("*") if file.suffix == ".cpp"}
+    for file in list(host):
+        host |= {csrc / name for name in re.findall(r'^#include "(.+)"', file.read_text(), re.M)}
     parts = []
-    for file in sorted(path for path in (root / "csrc").rglob("*") if path.is_file()):
+    for file in sorted(path for path in csrc.rglob("*") if path.is_file()):
         text = _code_alone(file.read_text())
-        if root / "csrc" / "kernels" in file.parents:
+        if kernels in file.parents and file not in host:
             text = "".join(text.partition("cudaError_t")[1:])
         if text:
             parts += [_name(file, root), text.encode()]

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "core/card.h"
 #include "core/json.h"
 
 namespace flash_cute {
@@ -32,12 +33,12 @@ Op op_named(const std::string& given) {
 Device read_gpu(JsonFields& in) {
   if (in.has("device")) return device(static_cast<int>(in.integer("device", 0, 0, INT32_MAX)));
   Device gpu{};
-  gpu.capability = static_cast<int>(in.integer("gpu_capability", 90, 1, 999));
-  gpu.smem_optin = static_cast<int>(in.integer("gpu_smem_optin", KernelConfig::kMostSharedMemory, 1, INT32_MAX));
-  gpu.sms = static_cast<int>(in.integer("gpu_sms", 132, 1, 1 << 20));
-  gpu.memory_gb_s = static_cast<int>(in.integer("gpu_memory_gb_s", 3352, 1, INT32_MAX));
-  gpu.l2_bytes = static_cast<int>(in.integer("gpu_l2_bytes", 50 << 20, 1, INT32_MAX));
-  if (gpu.capability == 90) gpu.clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15};  // an H100's
+  gpu.capability = static_cast<int>(in.integer("gpu_capability", kH100.capability, 1, 999));
+  gpu.smem_optin = static_cast<int>(in.integer("gpu_smem_optin", kH100.smem_optin, 1, INT32_MAX));
+  gpu.sms = static_cast<int>(in.integer("gpu_sms", kH100.sms, 1, 1 << 20));
+  gpu.memory_gb_s = static_cast<int>(in.integer("gpu_memory_gb_s", kH100.memory_gb_s, 1, INT32_MAX));
+  gpu.l2_bytes = static_cast<int>(in.integer("gpu_l2_bytes", kH100.l2_bytes, 1, INT32_MAX));
+  if (gpu.capability == kH100.capability) gpu.clusters = kH100.clusters;
   return gpu;
 }
 

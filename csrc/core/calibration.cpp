@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/asked.h"
+#include "core/family.h"
 #include "core/rows.h"
 
 namespace flash_cute {
@@ -59,7 +60,7 @@ Entry read_entry(const std::string& text) {
       throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N behind a kernel's id, got " + word);
     }
   }
-  if (entry.overrides.any() && (entry.kernel->op != Op::Fwd || entry.kernel->arch != Arch::Sm90)) {
+  if (entry.overrides.any() && (entry.kernel->op != Op::Fwd || !family_of(*entry.kernel).facts.takes_overrides)) {
     throw std::invalid_argument("flash_cute: num_splits and pack_gqa are those of Hopper's forward, got " + text);
   }
   return entry;
@@ -168,7 +169,7 @@ template const KernelConfig* calibrated<Op::Bwd>(const BwdProblem&, const Device
 template const KernelConfig* calibrated<Op::Decode>(const DecodeProblem&, const Device&);
 
 FwdOverrides calibrated_overrides(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
-  if (config.arch != Arch::Sm90) return {};
+  if (!family_of(config).facts.takes_overrides) return {};
   const Entry entry = entry_of<Op::Fwd>(problem, gpu);
   return entry.kernel != nullptr && same_kernel(*entry.kernel, config) ? entry.overrides : FwdOverrides{};
 }

@@ -13,7 +13,7 @@ namespace flash_cute {
 
 // From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id,
 // and overrides of forward's plan, if any: " num_splits=2 pack_gqa=1". An empty string ends that. Returns the lines
-// that held until now. Throws std::invalid_argument for a line without " = ", an id that is not in configs.def, a number
+// that held until now. Throws std::invalid_argument for a line without " = ", an id that is no row's, a number
 // below 1 or for another kernel than Hopper's forward; then the lines of before still hold.
 std::string set_calibration(std::string lines);
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/family.h"
 #include "core/occupancy.h"
 
 namespace flash_cute {
@@ -64,7 +65,7 @@ const Device& device(int index) {
         .l2_bytes = attribute(cudaDevAttrL2CacheSize, index),
         .clusters = {},
     };
-    if (devices[index].capability == 90) devices[index].clusters = clusters(index);
+    if (takes_clusters(devices[index].capability)) devices[index].clusters = clusters(index);
   });
   return devices[index];
 }

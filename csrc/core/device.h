@@ -5,7 +5,6 @@
 
 namespace flash_cute {
 
-constexpr double kL2Kept = 0.64;   // share of L2 that stays while other data pass through
 constexpr int kMostClustered = 8;  // CTAs of a cluster that every GPU with clusters can run
 
 struct Device {

@@ -2,83 +2,18 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
-#include "core/decode_plan.h"
+#include "core/card.h"
+#include "core/family.h"
 #include "core/layout/tiles.h"
+#include "core/waves.h"
 
 namespace flash_cute {
-namespace {
-
-// Asymptotic speed of a kernel relative to its alternatives, and the overhead of a tile in keys. Fitted to plain
-// kernels on an H200.
-struct Speed {
-  double rate, tile_keys;
-};
-
-Speed speed(const KernelConfig& config) {
-  if (config.head_dim == 64) return config.block_m == 192 ? Speed{692, 170} : Speed{534, 250};
-  if (config.head_dim <= 128) {
-    if (config.block_m == 192) return config.cluster == 2 ? Speed{700, 220} : Speed{692, 190};
-    return config.cluster == 2 ? Speed{666, 290} : Speed{639, 290};
-  }
-  return config.cluster == 2 ? Speed{700, 250} : Speed{660, 250};
-}
-
-double ceil_to(double value, double step) {
-  const auto steps = static_cast<int64_t>(value / step);
-  return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
-}
-
-// One sequence of the problem; for packed ones of the mean length.
-FwdProblem one_sequence(const FwdProblem& problem) {
-  FwdProblem one = problem;
-  if (!problem.dense()) {
-    const int sequences = std::max(1, problem.batch);
-    one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
-    one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
-  }
-  one.varlen = {};
-  return one;
-}
-
-// Extremes and mean of a quantity over a problem's tiles.
-struct Spread {
-  double longest, shortest, mean;
-};
-
-template <class ValueOf>
-Spread spread(int tiles, const ValueOf& value_of) {
-  // Neighbouring tiles of a long sequence are similar: a sample is enough.
-  constexpr int kSample = 16;
-  const int samples = std::min(tiles, kSample);
-  if (samples == 0) return {0, 0, 0};
-  double longest = 0, shortest = std::numeric_limits<double>::infinity(), sum = 0;
-  for (int i = 0; i < samples; ++i) {
-    const double value = value_of(static_cast<int>((2 * i + 1) * int64_t(tiles) / (2 * samples)));
-    longest = std::max(longest, value);
-    shortest = std::min(shortest, value);
-    sum += value;
-  }
-  return {longest, shortest, sum / samples};
-}
-
-// Cost of `tiles` tiles in waves of per_wave.
-double cost_of(const Spread& tile, double tiles, double per_wave) {
-  // The shortest tiles come last: the more alike tiles are, the emptier the last wave.
-  const double waves = tiles / per_wave;
-  return std::max(tile.longest, tile.mean * waves + tile.shortest * (ceil_to(waves, 1) - waves));
-}
 
 // In units of cost, which depend on a kernel's head dims.
-double a_microsecond(const KernelConfig& config, int sms) {
+static double a_microsecond(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
-
-// Splits must take at most this fraction of the time without.
-constexpr double kWorthwhile = 0.95;
-
-}  // namespace
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
   return a.op != Op::Bwd && a.op == b.op && (a.arch == b.arch || a.op == Op::Decode) && a.dtype == b.dtype &&
@@ -86,11 +21,10 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b) {
 }
 
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
-  if (config.op != Op::Fwd || problem.heads_k == 0 || problem.rules.rng != nullptr) return 1;
-  const int group = problem.heads / problem.heads_k;
+  if (problem.heads_k == 0 || problem.rules.rng != nullptr) return 1;
+  const int group = problem.heads / problem.heads_k, most = family_of(config).max_pack_gqa(config);
   int heads = 1;
-  while (2 * heads <= config.max_pack_gqa() && group % (2 * heads) == 0 &&
-         int64_t(2 * heads) * problem.seqlen_q <= config.block_m) {
+  while (2 * heads <= most && group % (2 * heads) == 0 && int64_t(2 * heads) * problem.seqlen_q <= config.block_m) {
     heads *= 2;
   }
   return heads;
@@ -112,7 +46,7 @@ static double resident_ctas_of(const KernelConfig& config, int sms) {
 
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
   constexpr int kMaxSplits = 64, kWaves = 2;
-  if (config.arch != Arch::Sm90 || (!problem.dense() && config.cluster > 1)) return 1;
+  if (!family_of(config).facts.takes_overrides || (!problem.dense() && config.cluster > 1)) return 1;
   const FwdProblem one = one_sequence(problem);
   const double all = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
   const double of_waves = all > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / all, 1) : kMaxSplits;
@@ -122,12 +56,10 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
 
 SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
-  // Microseconds on an H200: of one more kernel, and of an fp32 number that a split writes and combine reads.
-  constexpr double kKernel = 3, kNumber = 1 / 3e5;
-  constexpr double kEmptyRow = 0.6;  // of a row's time: an empty row draws less power
+  const Card::Forward& card = kCard.forward;
   const FwdProblem one = one_sequence(problem);
   const SeqInfo seq(one, 0);
-  const auto [rate, tile_keys] = speed(config);
+  const auto [rate, tile_keys] = family_of(config).forward_speed(config);
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
   const bool banded = one.band.left < Band::kUnbounded || one.band.right < Band::kUnbounded;
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
@@ -135,7 +67,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const double all = double(tiles) * (problem.heads / heads) * problem.batch;
   const double resident_ctas = resident_ctas_of(config, sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
-  const double filled = tiles == 1 ? kEmptyRow + (1 - kEmptyRow) * filled_rows : 1;
+  const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
   auto cost_with = [&](int splits) {
     const Spread costs = spread(tiles, [&](int tile) {
       const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
@@ -146,66 +78,17 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   };
   const double whole = cost_with(1);
   SplitCost best{whole, 1};
-  const double merging = kNumber * problem.all_rows() * problem.heads * config.head_dim_v;
+  const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
   const int most = most_splits(config, problem, heads, sms);
   for (int splits = 2; splits <= most; ++splits) {
-    const double cost = cost_with(splits) + (kKernel + merging * splits) * a_microsecond(config, sms);
-    if (cost < best.cost && cost < kWorthwhile * whole) best = {cost, splits};
+    const double cost = cost_with(splits) + (card.kernel_us + merging * splits) * a_microsecond(config, sms);
+    if (cost < best.cost && cost < card.worthwhile * whole) best = {cost, splits};
   }
   return best;
 }
 
-// Whether an SM has shared memory for config.ctas CTAs, with what it reserves for each.
-static bool fit_at_once(const KernelConfig& config, const Device& gpu) {
-  constexpr int kKept = 1024;
-  return config.ctas * (config.smem_bytes() + kKept) <= gpu.smem_optin + kKept;
-}
-
-// Work tiles per SM from which on two resident CTAs beat one. Overlap pays for short sequences and unknown lengths.
-// Above 30 GB/s per SM (H200: 37, H100: 25) one CTA suffices for long sequences, as tail CTAs balance the load; many kv
-// heads of 64 dims leave too few CTAs each.
-static double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
-  constexpr int kManyHeads = 32, kMuch = 30;  // GB/s per SM
-  constexpr int64_t kShort = 64 * 1024;  // numbers of a sequence's keys
-  constexpr double kOfShort = 1.01, kOfUnknown = 1.9, kOfLong = 3.5, kOfLongWithMuch = 16;  // by measurement
-  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= kShort) return kOfShort;
-  if (!p.is_uniform()) return kOfUnknown;
-  const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= kManyHeads;
-  return few_ctas || gpu.memory_gb_s < kMuch * gpu.sms ? kOfLong : kOfLongWithMuch;
-}
-
-// Whether clusters per work tile beat even splits: all clusters must run at once, and a CTA has few blocks, or nearly
-// all SMs have a CTA. With lengths on the device some CTAs may get all the work, but even splits take longer to
-// schedule; a single sequence is never behind others.
-static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Blocks of 64 KB, by measurement. With wide heads the even splits have half the warps.
-  constexpr int kMost = 10, kMostWide = 12, kMostOnAllSms = 64, kMostUnknown = 8, kMostAlone = 20;
-  constexpr double kAll = 0.9, kMany = 0.3;  // of the SMs
-  const FwdProblem& f = p.fwd;
-  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k)),
-                work_tiles = int64_t(f.heads_k) * f.batch;
-  if (rows > config.block_m || work_tiles > gpu.clusters[1]) return false;
-  const int ctas = ctas_of_tile(p, config, gpu);
-  const int blocks_of_cta = detail::ceil_div(detail::ceil_div(f.seqlen_k, config.block_n), ctas);
-  const double busy = double(work_tiles) * ctas / gpu.sms;
-  const bool wide = config.head_dim > 128;
-  if (p.is_uniform()) return blocks_of_cta <= (busy > kAll ? kMostOnAllSms : wide ? kMostWide : kMost);
-  return blocks_of_cta <= (f.batch == 1 && busy > kMany && !wide ? kMostAlone : kMostUnknown);
-}
-
-double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
-  // Speed in the units of forward's cost, fitted to tiles of 64 rows on an H200; reading keys weighs as much as so many
-  // rows of products. A tile with all rows of a kv head, up to 64, is the cheapest.
-  constexpr double kRate = 345, kRowsOfReading = 40;
-  constexpr double kOverlapped = 0.99;
-  const FwdProblem& problem = p.fwd;
-  if (config.arch == Arch::Sm90) return clusters_suit(config, p, gpu) ? 0 : std::numeric_limits<double>::infinity();
-  const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / std::max(1, problem.heads_k));
-  const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
-  const bool overlaps =
-      config.ctas > 1 && fit_at_once(config, gpu) && tiles >= tiles_to_overlap(p, config, gpu) * gpu.sms;
-  const double overlap = overlaps ? kOverlapped : 1;
-  return overlap * double(tiles) * problem.seqlen_k * (config.block_m + kRowsOfReading) / kRate / gpu.sms;
+double cost(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) {
+  return family_of(config).decode_cost(config, problem, gpu);
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
@@ -214,75 +97,16 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu) {
-  constexpr double kAround = 15;  // microseconds of decode beside its products
-  // With 32 rows and 128 dims products take a tenth longer than reading: after so many microseconds that makes up for
-  // forward's overhead. From pages it always does.
-  constexpr double kLong = 75;
-  constexpr int kFewRows = 16, kMoreRows = 32;  // of decode's smaller tiles
+  const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
-  if (rows <= kFewRows) return false;
+  if (!family_of(forward).facts.reads_caches || rows <= card.few_rows) return false;
   const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
-  if (rows <= decode.block_m && decode.block_m == kMoreRows) {
+  if (rows <= decode.block_m &&
+      decode.block_m == card.more_rows) {  // from pages forward always makes up for its overhead
     const bool reads_once = pack_gqa(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
-    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > kLong);
+    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > card.long_us);
   }
-  return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + kAround;
-}
-
-QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
-  // Microseconds on an H200: of a CTA before its first and after its last step, of one more kernel, and of an fp32
-  // number that a split writes and combine reads. A step takes as long as its five products.
-  constexpr double kAroundSteps = 4, kKernel = 2.5, kNumber = 2 * 4 / 3e6, kProduct = 4.2e-7;
-  constexpr double kWorthSplitting = 0.99;  // as kWorthwhile, for the last wave alone
-  constexpr int kMaxSplits = 16;
-  if (config.arch != Arch::Sm90 || problem.heads_k == 0) return {};
-  const FwdProblem one = one_sequence(problem);
-  const SeqInfo seq(one, 0);
-  const int rows = config.block_n * config.cluster, tiles = detail::ceil_div(one.seqlen_k, rows);
-  const int group = problem.heads / problem.heads_k;
-  const double columns = 3 * config.head_dim + 2 * config.head_dim_v;
-  const double all_heads_k = double(problem.heads_k) * problem.batch;
-  const double step = kProduct * config.block_m * config.block_n * columns;
-  const double merging = kNumber * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
-  const Spread queries = spread(tiles, [&](int tile) {  // query tiles that see a tile of keys
-    const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
-    return seeing.end - seeing.begin;
-  });
-  auto time_of = [&](const QuerySplits& splits) {
-    auto time_with = [&](double steps) { return kAroundSteps + step * (group / splits.heads) * steps; };
-    auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
-    const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
-                       time_with(queries.mean / splits.queries)};
-    const double time = cost_of(times, tiles * all_heads_k * splits.count(), std::max(1, sms / config.cluster));
-    return splits.count() == 1 ? time : time + kKernel + merging * splits.count();
-  };
-  QuerySplits best;
-  double least = kWorthwhile * time_of(best);
-  auto cut = [&](int whole_tiles, const auto& time_of_splits) {
-    for (int count = 2; count <= kMaxSplits; ++count) {
-      const int of_heads = std::gcd(count, group);
-      const QuerySplits splits{of_heads, count / of_heads, whole_tiles};
-      const double time = time_of_splits(splits);
-      if (time >= least) continue;
-      best = splits;
-      least = time;
-    }
-  };
-  cut(0, time_of);
-  // Equally long tiles leave SMs idle in the last wave: its tiles alone may be split.
-  const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch,
-                resident_ctas = std::max(1, sms / config.cluster);
-  const int64_t last = all % resident_ctas;
-  if (all < resident_ctas || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
-  if (best.count() == 1) least = kWorthSplitting * time_of(best);
-  cut(static_cast<int>(all - last), [&](const QuerySplits& splits) {
-    const double whole = kAroundSteps + step * group * queries.longest;
-    const double split = kAroundSteps + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
-    const double numbers = double(last) * splits.count() * rows * (config.head_dim + config.head_dim_v);
-    return double(all / resident_ctas) * whole + ceil_to(double(last) * splits.count() / resident_ctas, 1) * split +
-           kKernel + kNumber * numbers;
-  });
-  return best;
+  return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + card.around_us;
 }
 
 }  // namespace flash_cute

@@ -14,8 +14,7 @@ namespace flash_cute {
 // for GPUs with more or less shared memory: there the first that fits is best.
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
-// Query heads of a group that share a tile of queries in Hopper's forward (pack_gqa), so that short sequences fill it:
-// as many as can. A tile then has all queries of its heads, and the kernel can do any power of two up to that number.
+// Query heads of a group that share a tile of queries (pack_gqa), so that short sequences fill it: as many as can. A tile then has all queries of its heads, and the kernel can do any power of two up to that number.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
 
@@ -34,10 +33,11 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
-// Cost of decode with even splits: products of all query tiles with all keys, and reading the keys.
+// Cost of decode with even splits: products of all query tiles with all keys, and reading the keys. 0 or infinity of a
+// kernel in clusters: whether they suit.
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu);
 
-// Whether a forward kernel is likely faster than decode over a cache. Never where one tile of 16 rows (or, with
+// Whether a forward kernel may stand for decode over a cache, and is likely faster. Never where one tile of 16 rows (or, with
 // exceptions, 32) has all rows of a kv head: there reading the keys is the bound, which forward's cost leaves out.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu);
@@ -62,10 +62,5 @@ const KernelConfig* preferred(const std::vector<const KernelConfig*>& kernels, c
   }
   return best;
 }
-
-// Splits of Hopper's backward: 1 where key tiles keep the GPU busy, else of all tiles or of the last wave's. Splits
-// cost a combine pass and workspace. Heads are split before queries. Packed lengths count as their mean. Other kernels
-// have one split.
-QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 }  // namespace flash_cute

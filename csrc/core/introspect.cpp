@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/built.h"
+#include "core/family.h"
 #include "core/json.h"
 #include "core/route.h"
 #include "core/rows.h"
@@ -27,10 +28,10 @@ JsonObject describe(const KernelConfig& config) {
       .integer("block_n", config.block_n)
       .integer("stages", config.stages)
       .integer("warps", config.warps)
-      .integer("threads", config.threads())
+      .integer("threads", family_of(config).threads(config))
       .integer("ctas", config.ctas)
       .integer("cluster", config.cluster)
-      .integer("smem_bytes", config.smem_bytes());
+      .integer("smem_bytes", family_of(config).smem_bytes(config));
 }
 
 std::string array(const std::vector<std::string>& items) {

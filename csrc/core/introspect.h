@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// An array: every row of configs.def, its bytes of shared memory, and whether this build has the kernel.
+// An array: every row of the families, its bytes of shared memory, and whether this build has the kernel.
 std::string describe_kernels();
 
 // What of the GPU with this index decides about kernels. Throws std::runtime_error if there is none.

@@ -13,7 +13,7 @@ namespace flash_cute {
 struct FwdPlan {
   int num_splits = 1;      // split-KV: parts of the keys of a tile of queries; combine_splits() combines the results
   int pack_gqa = 1;        // query heads of a group that share a tile of queries
-  int heads_together = 1;  // whose tiles of queries alternate: kernels/sm90/tile_scheduler.h
+  int heads_together = 1;  // whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
   int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 
@@ -64,7 +64,7 @@ struct UniformBatch {
   int full_ctas = 0;             // of a head
 };
 
-// Clusters, one per work tile (kernels/sm90/decode.h).
+// Clusters, one per work tile.
 struct TileClusters {
   FastDivmod ctas;      // of a cluster
   FastDivmod tiles;     // of query rows, per kv head of a sequence
@@ -103,6 +103,8 @@ struct PlanOf<Op::Decode> {
 };
 template <Op op>
 using Plan = typename PlanOf<op>::type;
+
+constexpr int64_t kMostParts = int64_t{1} << 30;  // that decode cuts work into: quanta, and slots
 
 // The plan of a problem that the kernel can do; an estimate stands where it cannot do an override. Throws
 // std::runtime_error if its work has too many parts to number.

@@ -10,8 +10,9 @@
 namespace flash_cute {
 
 struct Refusal {
-  bool dtype, tier, head_dim, head_dim_v, gpu, shared_memory, tensor_map, empty_columns, pages, dropout, splits,
-      fp32_gradients, vectors;
+  bool dtype = false, tier = false, head_dim = false, head_dim_v = false, gpu = false, shared_memory = false,
+       tensor_map = false, empty_columns = false, pages = false, dropout = false, splits = false,
+       fp32_gradients = false, vectors = false;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
@@ -21,6 +22,10 @@ struct Refusal {
 
 template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device);
+
+// Whether there is none; of most rows sizes or the GPU say that there is, before their family is asked.
+template <Op op>
+bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
 // The reasons in words, with what the kernel needs and what is there. Empty if there is none.
 std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,

@@ -4,7 +4,7 @@
 
 namespace flash_cute {
 
-// kernels_built.def holds the rows of configs.def whose arch this build compiles.
+// kernels_built.def holds the rows of the families that this build compiles.
 #define KERNEL_CONFIG(op, arch, dtype, tier, ...)             \
   KernelConfig {                                              \
     Op::op, Arch::arch, DType::dtype, Tier::tier, __VA_ARGS__ \

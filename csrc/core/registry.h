@@ -13,8 +13,8 @@
 
 namespace flash_cute {
 
-// Enqueues the kernel C and its passes on a stream. Defined in kernels/dispatch.h, instantiated for the rows of
-// configs.def.
+// Enqueues the kernel C and its passes on a stream. Defined in the units that cmake/units.cmake makes of the rows, where
+// it is the launch of the row's family.
 template <KernelConfig C>
 cudaError_t launch(const Params<C.op>& params, cudaStream_t stream);
 
@@ -24,7 +24,7 @@ struct Kernel {
   cudaError_t (*launch)(const Params<op>&, cudaStream_t);
 };
 
-// Kernels of this build, in the order of configs.def.
+// Kernels of this build, family by family, in the order of rows.def.
 const std::vector<Kernel<Op::Fwd>>& fwd_kernels();
 const std::vector<Kernel<Op::Bwd>>& bwd_kernels();
 const std::vector<Kernel<Op::Decode>>& decode_kernels();

@@ -81,15 +81,15 @@ struct Choice {
 
 template <Op op>
 const KernelConfig* find_kernel(const Kernels& kernels, const Problem<op>& problem, const Device& gpu, bool measured) {
-  auto fits = [&](const KernelConfig& kernel) {
-    return !refusal<op>(kernel, problem, gpu).any() && beyond_limit<op>(kernel, problem, gpu).empty();
+  auto can_do = [&](const KernelConfig& kernel) {
+    return fits<op>(kernel, problem, gpu) && beyond_limit<op>(kernel, problem, gpu).empty();
   };
   if (const KernelConfig* const fastest = measured ? calibrated<op>(problem, gpu) : nullptr) {
     for (const KernelConfig* kernel : kernels.of<op>()) {
-      if (same_kernel(*kernel, *fastest) && fits(*kernel)) return kernel;
+      if (same_kernel(*kernel, *fastest) && can_do(*kernel)) return kernel;
     }
   }
-  return preferred(kernels.of<op>(), fits, weighed(problem), gpu);
+  return preferred(kernels.of<op>(), can_do, weighed(problem), gpu);
 }
 
 template const KernelConfig* find_kernel<Op::Fwd>(const Kernels&, const FwdProblem&, const Device&, bool);
@@ -106,8 +106,7 @@ CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& p, 
   const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
   if (measured != nullptr && same_kernel(*measured, *found.decode)) return found;
   found.forward = find_kernel<Op::Fwd>(kernels, p.fwd, gpu, false);
-  found.forward_is_taken = found.forward != nullptr && found.forward->arch == Arch::Sm90 &&
-                           forward_is_cheaper(*found.forward, *found.decode, p, gpu);
+  found.forward_is_taken = found.forward != nullptr && forward_is_cheaper(*found.forward, *found.decode, p, gpu);
   return found;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "core/family.h"
+
 namespace flash_cute {
 
 // At most 2^57: a question about kernels may name any sizes, and several such parts still fit an int64_t in bytes.
@@ -25,7 +27,8 @@ FwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const FwdProblem&
 }
 
 BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem& p, const BwdPlan& plan) {
-  if (config.fp32()) return {};
+  const int dq_columns = family_of(config).dq_columns(config);
+  if (dq_columns == 0) return {};
   const FwdProblem& f = p.fwd;
   const bool dense = f.dense();
   auto padded_rows = [&](int block, int seqlen, int64_t total) {  // of a head
@@ -38,7 +41,7 @@ BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem&
   BwdWorkspace work;
   work.lse_log2 = stats();
   work.row_dot = stats();
-  work.dq_accum = arena.take(product({all_rows, config.dq_columns()}));
+  work.dq_accum = arena.take(product({all_rows, dq_columns}));
   work.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, f.seqlen_k, f.total_k) / kSlabRows;
   if (plan.sums_of_splits) {
     const int keys = config.block_n * config.cluster;

@@ -1,6 +1,6 @@
 // Backward's order of key tiles and query steps. KeyTile and QueryStep are device code without CuTe, but for its
 // macros and three functions, which stand here for the host.
-#include "core/backward_order.h"
+#include "kernels/sm90/backward_plan.h"
 
 #include <doctest/doctest.h>
 
@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/heuristics.h"
 #include "core/rows.h"
 #include "draw.h"
 
@@ -30,6 +29,7 @@ constexpr struct {
 #include "kernels/common/backward_tiles.h"
 
 using namespace flash_cute;
+using namespace flash_cute::sm90;
 
 namespace {
 

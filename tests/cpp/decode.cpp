@@ -5,10 +5,10 @@
 #include <tuple>
 #include <vector>
 
-#include "core/decode_plan.h"
 #include "core/layout/decode_scheduler.h"
 #include "core/rows.h"
 #include "draw.h"
+#include "kernels/sm90/family.h"
 
 using namespace flash_cute;
 
@@ -150,7 +150,8 @@ TEST_CASE("clusters run at once, with the fewest CTAs that have the fewest block
     for (int ctas = 1; ctas <= kMostClustered; ++ctas) call.gpu.clusters[ctas] = draw.from(0, 132 / ctas);
     CAPTURE(call);
     call.plan();
-    const int chosen = ctas_of_tile(call.p, call.config, call.gpu), rows = call.p.fwd.seqlen_q * call.p.group.value;
+    const int chosen = sm90::ctas_of_tile(call.p, call.config, call.gpu),
+              rows = call.p.fwd.seqlen_q * call.p.group.value;
     const int tiles = (rows + kRows - 1) / kRows, clusters = tiles * call.p.fwd.heads_k * call.p.fwd.batch;
     auto blocks = [&](int ctas) {
       const int all = (call.p.fwd.seqlen_k + kKeys - 1) / kKeys;

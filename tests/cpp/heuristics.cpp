@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/built.h"
+#include "core/family.h"
 #include "core/plan.h"
 #include "core/rows.h"
 #include "draw.h"
@@ -143,7 +144,7 @@ TEST_CASE("heads share a tile of queries if they fit and the group is theirs") {
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK(heads >= 1);
-    CHECK(heads <= config.max_pack_gqa());
+    CHECK(heads <= family_of(config).max_pack_gqa(config));
     CHECK(p.heads / p.heads_k % heads == 0);
     CHECK((heads == 1 || heads * p.seqlen_q <= config.block_m));
     shared += heads > 1;
@@ -214,9 +215,10 @@ TEST_CASE("backward's splits divide heads, and leave whole waves") {
   int split = 0, last_wave = 0;
   for (int n = 0; n < 3000; ++n) {
     const KernelConfig config = any_of(draw, Op::Bwd);
-    FwdProblem p = draw_problem(draw, config);
+    BwdProblem backward{};
+    FwdProblem& p = backward.fwd = draw_problem(draw, config);
     if (draw.flag()) p.band.right = 0;
-    const QuerySplits splits = cheapest_query_splits(config, p, 132);
+    const QuerySplits splits = make_plan(config, backward, h100()).splits;
     const int rows = config.block_n * config.cluster, resident = 132 / config.cluster;
     const int tiles = (p.seqlen_k + rows - 1) / rows * p.heads_k * p.batch;
     CAPTURE(config.id());

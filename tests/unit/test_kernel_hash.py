@@ -68,6 +68,8 @@ TREE = {
     "csrc/api/fwd.cpp": 'int fwd() { return say("//"); }  // a call\n',
     "csrc/kernels/forward.h": "__global__ void forward() {}\ncudaError_t launch() { go(1); }\n",
     "csrc/kernels/mask.h": "struct Mask {};\n",
+    "csrc/kernels/sm90/cost.cpp": '#include "kernels/sm90/rows.def"\nint cost() { return 1; }\n',
+    "csrc/kernels/sm90/rows.def": "KERNEL(1)\n",
 }
 
 
@@ -77,6 +79,9 @@ TREE = {
         ("cmake/units.cmake", "# other", False),
         ("csrc/kernels/mask.h", "struct Band {};\n", False),
         ("csrc/kernels/new.h", "", False),
+        ("csrc/kernels/sm90/cost.cpp", "int cost() { return 2; }\n", True),
+        ("csrc/kernels/sm90/rows.def", "KERNEL(1)  // one\n", False),
+        ("csrc/kernels/sm90/rows.def", "KERNEL(2)\n", True),
         ("csrc/api/fwd.cpp", 'int fwd() {\n  /* one */ return say("//"); }\n', False),
         ("csrc/api/fwd.cpp", 'int fwd() { return say("//no"); }\n', True),
         ("csrc/api/new.cpp", "int x;\n", True),

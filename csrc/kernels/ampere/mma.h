@@ -87,7 +87,7 @@ struct SharedOperand {
   static constexpr int kOuter = kTransposed ? kCols : kRows;
   static constexpr int kSteps = (kTransposed ? kRows : kCols) / 16;
   static constexpr int kPieces = kOuter / (16 * kWarps);
-  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kAtom = atom_columns(kCols, sizeof(Element));
   using OfWarp = Share<kPieces, kWarps>;
 
   uint32_t first;  // shared address of this lane's vector of the first piece
@@ -204,7 +204,7 @@ class SharedResult {
   using Rows = Share<kRows / (16 * kDown), kDown>;
   using Cols = Share<kCols / (16 * kAcross), kAcross>;
   static constexpr int kElement = sizeof(Element);
-  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kAtom = atom_columns(kCols, sizeof(Element));
   static constexpr int kRow = kAtom * kElement;  // bytes
 
   uint32_t lane_bytes_;  // where this lane's share of the first piece is in the tile

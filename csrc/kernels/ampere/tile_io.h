@@ -37,15 +37,17 @@ CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid, uin
                : "memory");
 }
 
+constexpr int kElementBytes = 2;
+constexpr int kVector = 16 / kElementBytes;  // elements in 16 bytes
+
 // Rows rotated so that neither 16-byte rows nor ldmatrix's 8x8 blocks hit a bank twice.
 template <int kCols>
 using SwizzleAtom = decltype(composition(Swizzle<kCols == 64 ? 3 : 2, 3, 3>{},
                                          Layout<Shape<_8, Int<kCols>>, Stride<Int<kCols>, _1>>{}));
 
 template <int kRows, int kCols>
-using SharedLayout = decltype(tile_to_shape(SwizzleAtom<atom_columns(kCols)>{}, Shape<Int<kRows>, Int<kCols>>{}));
-
-constexpr int kVector = 8;  // elements in 16 bytes
+using SharedLayout =
+    decltype(tile_to_shape(SwizzleAtom<atom_columns(kCols, kElementBytes)>{}, Shape<Int<kRows>, Int<kCols>>{}));
 
 // The value, from where the compiler cannot see how to compute it again: it then stays in its register, instead of
 // being computed anew in every iteration. All lanes of a warp call this together.
@@ -57,7 +59,7 @@ CUTE_DEVICE uint32_t pin(uint32_t value) {
 // at constant distances in shared memory.
 template <int kThreads, int kRows, int kCols>
 struct TileThreads {
-  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kAtom = atom_columns(kCols, kElementBytes);
   static constexpr int kAcross = kAtom / kVector;  // threads side by side
   static constexpr int kDown = kThreads / kAcross;
   static_assert(kRows % kDown == 0 && kDown % 8 == 0, "every thread has as many vectors, all with the same swizzle");

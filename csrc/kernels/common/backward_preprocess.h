@@ -62,8 +62,8 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 }
 
 // softmax_d = rowsum(dout * out) - dlse; lse / ln 2, +inf where a row does not exist or sees no key (exp2 of anything
-// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts).
-template <KernelConfig C>
+// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts), kDqColumns a row.
+template <KernelConfig C, int kDqColumns = C.head_dim>
 __global__ void __launch_bounds__(32 * C.warps)
     backward_preprocess(const __grid_constant__ BwdParams p, bool all_zeros) {
   using Element = ElementOf<C.dtype>;
@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(32 * C.warps)
   if (tile.row >= tile.span.length) return;
   if (all_zeros ||
       key_tiles(SeqInfo(p.fwd, tile.batch), p.fwd.band, tile.row, C.block_m, C.block_n * C.cluster).empty()) {
-    float* const sums = p.dq_accum + tile.padded_row * C.dq_columns();
+    float* const sums = p.dq_accum + tile.padded_row * kDqColumns;
     CUTE_UNROLL
-    for (int i = 4 * threadIdx.x; i < C.block_m * C.dq_columns(); i += 4 * kThreads) {
+    for (int i = 4 * threadIdx.x; i < C.block_m * kDqColumns; i += 4 * kThreads) {
       *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }

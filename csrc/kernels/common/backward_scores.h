@@ -90,7 +90,7 @@ class ScoreGradients {
                          int query) const {
     const ScoreRules& rules = p_.rules;
     const ScoreMod mod(p_);
-    const bool modified = mod.on(), drops = C.has_dropout() && rules.rng != nullptr;
+    const bool modified = mod.on(), drops = C.rich() && rules.rng != nullptr;
     float scale = p_.softmax_scale;  // of scores
     if (modified) {
       if (drops) each(s, head, query, [&](int r, int c, bool keep) { dp(r, c) = keep ? dp(r, c) : 0.f; });

@@ -32,9 +32,11 @@ cudaError_t with_element(DType dtype, F f) {
       return f(ElementOf<DType::FP16>{});
     case DType::BF16:
       return f(ElementOf<DType::BF16>{});
-    default:
-      return cudaErrorInvalidValue;
+    case DType::TF32:
+    case DType::TF32x3:
+      break;
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace flash_cute

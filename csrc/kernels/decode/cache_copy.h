@@ -61,7 +61,7 @@ class CacheCopy {
   // How threads cover a tile: as many side by side as an atom has vectors.
   template <int kWidth>
   struct Threads {
-    static constexpr int kAtom = atom_columns(kWidth);
+    static constexpr int kAtom = atom_columns(kWidth, kElementBytes);
     static constexpr int kAcross = kAtom / kVector;
     static constexpr int kDown = kThreads / kAcross;
     static CUTE_DEVICE int row(int thread) { return thread / kAcross; }

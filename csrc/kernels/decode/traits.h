@@ -33,7 +33,9 @@ CUTE_DEVICE int rows_of(const DecodeParams& p, const KvSplit& split, int block_m
 template <KernelConfig C>
 struct DecodeTraits {
   using Element = ElementOf<C.dtype>;
-  static constexpr int kRowWarps = C.block_m / 16, kTeams = C.teams(), kTeamThreads = 32 * kRowWarps;
+  static constexpr int kRowWarps = C.block_m / 16, kTeamThreads = 32 * kRowWarps;
+  // Warps with 16 query rows each form a team on the same keys; teams work on different keys.
+  static constexpr int kTeams = C.warps / kRowWarps;
   static constexpr int kKeys = C.block_n / kTeams;  // of a team's tile
   // Whether Q stays in registers; else it is read again for each tile of keys, into two alternating slots.
   static constexpr bool kKeepsQ = kRowWarps == 1 && C.head_dim <= 64;
@@ -67,7 +69,6 @@ struct DecodeTraits {
   static_assert(C.warps % kRowWarps == 0 && C.block_n % (16 * kTeams) == 0);
   static_assert(C.stages >= 2);
   static_assert(kTeams == 1 || C.block_m * C.head_dim_v * sizeof(float) <= sizeof(Tile), "results fit into a tile");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
 };
 
 // Swizzle of a results row: teams write eight rows at once without bank conflicts.

@@ -2,7 +2,7 @@
 // every query head that reads it. dK and dV therefore stay in registers from start to end, without atomics also for
 // grouped queries; dQ is summed over CTAs in fp32 global memory. Scores are computed transposed, keys by queries.
 //
-// Two ways to share the work among warps, see KernelConfig::whole_keys(). Where a warp has 32 keys whole, P and dS are
+// Two ways to share the work among warps, see whole_keys(). Where a warp has 32 keys whole, P and dS are
 // already in the registers that the products for dV and dK take them from. For wide heads the accumulators of 32 keys
 // are too many registers for one warp: there all products are cut in two dimensions, and P and dS pass through shared
 // memory, which costs less than the operands that 16 keys a warp would have to read twice as often.
@@ -19,6 +19,7 @@
 #include "kernels/launch.h"
 #include "kernels/sm80/backward_dq.h"
 #include "kernels/sm80/backward_products.h"
+#include "kernels/sm80/resources.h"
 #include "kernels/sm80/warp_coords.h"
 #include "kernels/ampere/mma.h"
 #include "kernels/ampere/tile_io.h"
@@ -31,7 +32,7 @@ template <KernelConfig C>
 struct BackwardTraits {
   using Element = ElementOf<C.dtype>;
   using Dq = DqTraits<C>;
-  static constexpr bool kWholeKeys = C.whole_keys();
+  static constexpr bool kWholeKeys = whole_keys(C);
   static constexpr int kSubM = kWholeKeys ? 32 : C.block_m;  // queries whose scores are in registers at once
   static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
   static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
@@ -76,7 +77,7 @@ struct BackwardTraits {
   static_assert(!kWholeKeys || std::max(C.head_dim, C.head_dim_v) <= 64, "sub-tiles have no second column of atoms");
   static_assert(kWholeKeys || C.block_m <= 64, "StagedOperand::from() of P and dS");
   static_assert(C.stages <= 2, "a step is loaded at most one step ahead");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 // Loads the Q, dO and row row_stats of steps. Addresses are computed anew for each step, when registers are free.
@@ -334,7 +335,7 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (std::max(query_tiles, key_tiles) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
-  if (cudaError_t e = launch_kernel<backward<C>>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
+  if (cudaError_t e = launch_kernel<backward<C>>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
   return launch_kernel<backward_postprocess<C>>(query_tiles, C.threads(), DqTraits<C>::kSmemBytes, stream, p);
 }
 

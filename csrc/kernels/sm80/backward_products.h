@@ -18,7 +18,7 @@ struct StagedOperand {
   static constexpr int kOuter = kTransposed ? kCols : kRows;
   static constexpr int kSteps = (kTransposed ? kRows : kCols) / 16;
   static constexpr int kPieces = kOuter / (16 * kWarps);
-  static constexpr int kAtom = atom_columns(kCols);
+  static constexpr int kAtom = atom_columns(kCols, sizeof(Element));
   using OfWarp = Share<kPieces, kWarps>;
   using Piece = std::conditional_t<kSide == Side::A, Shape<Shape<_2, _2, _2>, Int<kPieces>>,
                                    Shape<Shape<_2, _2>, Int<2 * kPieces>>>;  // (MMA,MMA_M) or (MMA,MMA_N)

@@ -10,6 +10,7 @@
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
 #include "kernels/decode/combine.h"
+#include "kernels/sm80/resources.h"
 
 namespace flash_cute::sm80 {
 
@@ -18,6 +19,7 @@ using namespace flash_cute::decode;
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_constant__ DecodeParams p) {
   using T = DecodeTraits<C>;
+  static_assert(sizeof(typename T::Storage) <= smem_bytes(C), "resources.h must agree");
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int team = threadIdx.x / T::kTeamThreads, thread = threadIdx.x % T::kTeamThreads;
@@ -105,7 +107,7 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
     if (cudaError_t e = append_keys(p, stream, p.resident_ctas)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, counted);
+  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, counted);
 }
 
 }  // namespace flash_cute::sm80

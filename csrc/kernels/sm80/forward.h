@@ -12,6 +12,7 @@
 #include "kernels/ampere/kv_loads.h"
 #include "kernels/ampere/mma.h"
 #include "kernels/ampere/tile_io.h"
+#include "kernels/sm80/resources.h"
 
 namespace flash_cute::sm80 {
 
@@ -40,7 +41,7 @@ struct ForwardTraits {
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
   static_assert(!C.rich() || C.block_n % 32 == 0, "random bits of dropout are for 32 keys");
-  static_assert(sizeof(Storage) == C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) == smem_bytes(C), "resources.h must agree");
 };
 
 template <KernelConfig C>
@@ -160,7 +161,7 @@ cudaError_t launch_forward(const FwdParams& params, cudaStream_t stream) {
   const FwdProblem& p = params;
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
-  return launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p);
+  return launch_kernel<forward<C>>(tiles, C.threads(), smem_bytes(C), stream, p);
 }
 
 }  // namespace flash_cute::sm80

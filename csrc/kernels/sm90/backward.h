@@ -19,7 +19,7 @@
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant__ BackwardParams params) {
   using T = BackwardTraits<C>;
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(C.threads(), 1) backward(const __grid_constant
 
 template <KernelConfig C>
 constexpr auto main_kernel() {
-  if constexpr (C.two_cta()) {
+  if constexpr (two_cta(C)) {
     return backward_2cta<C>;
   } else {
     return backward<C>;
@@ -80,10 +80,10 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   params.p = p;
   const int64_t total_q = f.dense() ? -1 : f.total_q, total_k = f.dense() ? -1 : f.total_k;
   auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
-    return make_ragged_map(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, f.seqlen_q, total_q, f.heads, f.batch, rows, cols);
   };
   auto map_keys = [&](RaggedMap& map, const TensorView& m, int dim, int rows, int cols) {
-    return make_ragged_map(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, f.seqlen_k, total_k, f.heads_k, f.batch, rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, f.q, f.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
@@ -97,10 +97,10 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   params.splits = FastDivmod(p.splits.count());
   params.tile_counter = TileCounter::of(tiles, takers, uses_semaphore(p.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, 32 * C.warps, 0, stream, p,
-                                                            !uses_semaphore(p.dq_accumulate)))
+  if (cudaError_t e = launch_kernel<backward_preprocess<C, dq_columns(C)>>(query_tiles, 32 * C.warps, 0, stream, p,
+                                                                           !uses_semaphore(p.dq_accumulate)))
     return e;
-  if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, C.threads(), C.smem_bytes()}, stream, params)) return e;
+  if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, threads(C), smem_bytes(C)}, stream, params)) return e;
   if (cut_tiles > 0) {
     const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (kAtomsOfDk<C> + kAtomsOfDv<C>);
     if (cudaError_t e = launch_with_pdl<backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;

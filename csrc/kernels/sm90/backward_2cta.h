@@ -12,7 +12,7 @@
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
-__global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(), 1)
+__global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 1)
     backward_2cta(const __grid_constant__ BackwardParams params) {
   using T = TwoCtaTraits<C>;
   extern __shared__ __align__(1024) char smem[];

@@ -225,8 +225,8 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
     if (!done().range.empty()) {
       cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
     }
-    const float of_values = C.has_dropout() ? p.fwd.rules.keep_scale : 1.f;
-    const float of_keys = p.fwd.softmax_scale * (C.has_dropout() ? p.fwd.rules.gradient_scale() : 1.f);
+    const float of_values = C.rich() ? p.fwd.rules.keep_scale : 1.f;
+    const float of_keys = p.fwd.softmax_scale * (C.rich() ? p.fwd.rules.gradient_scale() : 1.f);
     scale(gradient, kValues ? of_values : of_keys);
     if (done().cut >= 0) {
       store_split<C, kValues>(p, gradient, done(), thread());

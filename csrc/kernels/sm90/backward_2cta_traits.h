@@ -52,7 +52,7 @@ struct TwoCtaTraits {
   // The place of an atom among the four partial sums.
   CUTE_HOST_DEVICE static constexpr int dq_place(int rank, bool inner) { return inner ? 1 + rank : 3 * rank; }
   CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int place) {
-    return p.dq_accum + padded_row * C.dq_columns() + place * kTile;
+    return p.dq_accum + padded_row * dq_columns(C) + place * kTile;
   }
 
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
@@ -95,7 +95,7 @@ struct TwoCtaTraits {
   static_assert(C.block_m == kAtom && C.block_n == kAtom && C.warps == 12 && C.cluster == 2,
                 "a pair of CTAs with 64 keys each, and three warpgroups");
   static_assert(kAtoms == 3 || kAtoms == 4, "columns of dQ for four warpgroups");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 }  // namespace flash_cute::sm90

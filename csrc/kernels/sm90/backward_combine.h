@@ -8,15 +8,15 @@ namespace flash_cute::sm90 {
 
 // Swizzle atoms of columns.
 template <KernelConfig C>
-constexpr int kAtomsOfDk = C.head_dim / atom_columns(C.head_dim);
+constexpr int kAtomsOfDk = C.head_dim / atom_columns(C.head_dim, element_bytes(C.dtype));
 template <KernelConfig C>
-constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v);
+constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v, element_bytes(C.dtype));
 
 // One atom of columns of dK or dV of 64 keys; splits are added in a fixed order.
 template <KernelConfig C, bool kValues>
 CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile& tile, const SeqSpan& span, int atom) {
   using Element = ElementOf<C.dtype>;
-  constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim);
+  constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim, sizeof(Element));
   // The accumulator layout of any warpgroup whose products have keys as rows.
   using Mma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kSlabRows>, Int<kCols>, Int<kSlabRows>>>()));

@@ -111,7 +111,7 @@ struct GradientSender {
   template <class Keys, class Values>
   CUTE_DEVICE void scale_gradients(Keys& tKrdK, Values& tVrdV) const {
     scale(tKrdK, p.fwd.softmax_scale);
-    if constexpr (C.has_dropout()) {
+    if constexpr (C.rich()) {
       scale(tKrdK, p.fwd.rules.gradient_scale());
       scale(tVrdV, p.fwd.rules.keep_scale);
     }

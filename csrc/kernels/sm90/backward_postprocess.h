@@ -8,7 +8,7 @@
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
-using TraitsOf = std::conditional_t<C.two_cta(), TwoCtaTraits<C>, BackwardTraits<C>>;
+using TraitsOf = std::conditional_t<two_cta(C), TwoCtaTraits<C>, BackwardTraits<C>>;
 
 template <KernelConfig C>
 constexpr int kPostprocessThreads = 128 * TraitsOf<C>::kDqGroups;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
     return *reinterpret_cast<const float4*>(T::dq_sums(p, tile.padded_row, place) + i * 128 + thread % 128 * 4);
   };
   const int group = thread / 128;
-  if constexpr (C.dq_columns() == C.head_dim) {
+  if constexpr (dq_columns(C) == C.head_dim) {
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group, i);
   } else {  // 2-CTA with three atoms of columns: the middle one has two partial sums

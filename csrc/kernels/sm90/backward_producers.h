@@ -111,7 +111,7 @@ class Loader {
     landed.wait(phase_);
     compiler_fence();
     phase_ ^= 1;
-    constexpr int kAtom = atom_columns(kDims), kVector = 16 / sizeof(Element);
+    constexpr int kAtom = atom_columns(kDims, sizeof(Element)), kVector = 16 / sizeof(Element);
     for (int col = 0; col < kDims; col += kAtom) {
       for (int i = 0; i < min(first - row, kRows) * kAtom; i += kVector) {
         *reinterpret_cast<uint4*>(to + col * kRows + i) = uint4{};

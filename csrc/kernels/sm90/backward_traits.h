@@ -4,12 +4,16 @@
 #include "core/workspace.h"
 #include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_tiles.h"
-#include "kernels/sm90/pipeline.h"
-#include "kernels/sm90/tile_scheduler.h"
-#include "kernels/sm90/tensor_map.h"
-#include "kernels/sm90/wgmma.h"
+#include "kernels/hopper/pipeline.h"
+#include "kernels/hopper/tile_scheduler.h"
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/hopper/wgmma.h"
+#include "kernels/sm90/resources.h"
 
 namespace flash_cute::sm90 {
+
+using namespace cute;
+using namespace hopper;
 
 struct BackwardParams {
   BwdParams p;
@@ -151,7 +155,7 @@ struct BackwardTraits {
   static_assert(tile_size<1>(MmaScores<C.head_dim>{}) == C.block_m &&
                     tile_size<1>(MmaKeys<C.head_dim>{}) == C.head_dim &&
                     tile_size<1>(MmaQ{}) == kDqColumns * (kRowsOfDq ? 1 : kGroups),
-                "no wgmma of so many columns: cmake/units.cmake");
+                "no wgmma of so many columns: units.cmake");
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
   // Where a warpgroup's sums of dQ lie, in accumulator order: four numbers of a thread, then those of the next thread.
@@ -184,7 +188,7 @@ struct BackwardTraits {
   };
   static_assert(C.block_n == 64 * kGroups && kGroups == 2, "a warpgroup has 64 keys");
   static_assert(kDqSums * sizeof(float) >= 64 * std::max(C.head_dim, C.head_dim_v) * sizeof(Element), "dV and dK fit");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 }  // namespace flash_cute::sm90

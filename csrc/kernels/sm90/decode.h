@@ -9,11 +9,13 @@
 #include "kernels/passes/append.h"
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
-#include "kernels/sm90/pipeline.h"
+#include "kernels/hopper/pipeline.h"
+#include "kernels/sm90/resources.h"
 
 namespace flash_cute::sm90 {
 
 using namespace cute;
+using namespace hopper;
 
 template <KernelConfig C>
 struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {
@@ -29,7 +31,7 @@ struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {
     alignas(16) float outputs[C.block_m][2 * C.head_dim_v];  // fewer than twice as many CTAs send as combine
     cutlass::arch::ClusterTransactionBarrier handed_over;
   };
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 // This CTA in its cluster, and the columns that each CTA combines.
@@ -236,7 +238,7 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), C.smem_bytes(), p.cluster_ctas}, stream, p);
+  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p);
 }
 
 }  // namespace flash_cute::sm90

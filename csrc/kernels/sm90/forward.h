@@ -15,7 +15,7 @@
 namespace flash_cute::sm90 {
 
 template <KernelConfig C>
-__global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(), 1)
+__global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 1)
     forward(const __grid_constant__ ForwardParams params) {
   using T = ForwardTraits<C>;
   extern __shared__ __align__(1024) char smem[];
@@ -23,7 +23,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
   if (threadIdx.x == 0) {
     storage.pipeline_k.init(C.warps);
     storage.pipeline_v.init(C.warps);
-    const bool has_dropout = C.has_mask_warpgroup() && params.p.rules.rng != nullptr;
+    const bool has_dropout = has_mask_warpgroup(C) && params.p.rules.rng != nullptr;
     const int loading = in_pages<C>(params) ? 2 : 1;  // the thread that loads V, or the two warps that load K and V
     storage.pipeline_q.init(C.warps + loading + (has_dropout ? kMaskWarps : 0) + 1);  // and the thread that stores O
     storage.pipeline_mask.init(C.warps, kMaskWarps);
@@ -56,9 +56,9 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(C.threads(),
     } else if (warp == 1 && elect_one_sync()) {
       produce_values<C>(params, storage);
     }
-  } else if (C.has_mask_warpgroup() && group == T::kGroups + 1) {
+  } else if (has_mask_warpgroup(C) && group == T::kGroups + 1) {
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
-    if constexpr (C.has_mask_warpgroup()) generate_keep_mask<C>(params, storage);
+    if constexpr (has_mask_warpgroup(C)) generate_keep_mask<C>(params, storage);
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     consume<C>(params, storage);
@@ -93,13 +93,16 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
   auto map_queries = [&](RaggedMap& map, const TensorView& m, int dim, int all_rows, int cols) {
     const int box_rows = std::min(rows, all_rows);
-    return make_ragged_map(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols, all_rows / box_rows);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.seqlen_q, total_q, p.heads, p.batch, box_rows, cols,
+                                               all_rows / box_rows);
   };
   auto map_keys = [&](RaggedMap& map, const TensorView& m, int dim, int cols) {
     if (p.pages.ids == nullptr) {
-      return make_ragged_map(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch, C.block_n / C.cluster, cols);
+      return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.seqlen_k, total_k, p.heads_k, p.batch,
+                                                 C.block_n / C.cluster, cols);
     }
-    return make_ragged_map(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count, params.page_rows, cols);
+    return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count,
+                                               params.page_rows, cols);
   };
   if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
@@ -107,7 +110,7 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
   params.tile_counter = TileCounter::of(tiles, takers, false);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  return launch_kernel<forward<C>>(ctas, C.threads(), C.smem_bytes(), stream, params);
+  return launch_kernel<forward<C>>(ctas, threads(C), smem_bytes(C), stream, params);
 }
 
 }  // namespace flash_cute::sm90

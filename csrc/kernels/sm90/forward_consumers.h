@@ -125,7 +125,7 @@ struct KeyPipelines {
   template <class Weights, class Rounded>
   CUTE_DEVICE void round(const Weights& tSrS, Rounded& tSrP, int thread) {
     convert(tSrS, tSrP);
-    if constexpr (C.has_mask_warpgroup()) {
+    if constexpr (has_mask_warpgroup(C)) {
       if (!drops) return;
       storage.pipeline_mask.consumer_wait(at_mask);
       apply_keep_mask(tSrP, storage.keep_mask[thread / 32], thread % 32);
@@ -238,7 +238,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.block_n>>{})));
   const PingPong<T> ping_pong(group);
   PipelineState<T::kStagesQ> at_q;
-  KeyPipelines<C> pipes{storage, ping_pong, C.has_mask_warpgroup() && p.rules.rng != nullptr};
+  KeyPipelines<C> pipes{storage, ping_pong, has_mask_warpgroup(C) && p.rules.rng != nullptr};
   constexpr Int<C.block_n> all_keys;
   for (;; at_q.advance()) {
     storage.pipeline_q.consumer_wait(at_q);

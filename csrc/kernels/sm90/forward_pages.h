@@ -17,7 +17,7 @@ CUTE_DEVICE bool in_pages(const ForwardParams& params) {
 template <KernelConfig C, int kDims, class Buffers>
 CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>& pipeline, PipelineState<C.stages>& at,
                                  Buffers& buffers, const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
-  constexpr int kAtom = atom_columns(kDims);
+  constexpr int kAtom = atom_columns(kDims, element_bytes(C.dtype));
   const Pages& pages = params.p.pages;
   auto* const to = buffers[at.stage()];
   const int lane = threadIdx.x % 32, rows = params.page_rows, row = lane * rows;

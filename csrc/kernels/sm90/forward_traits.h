@@ -7,12 +7,16 @@
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
 #include "core/layout/tiles.h"
-#include "kernels/sm90/pipeline.h"
-#include "kernels/sm90/tile_scheduler.h"
-#include "kernels/sm90/tensor_map.h"
-#include "kernels/sm90/wgmma.h"
+#include "kernels/hopper/pipeline.h"
+#include "kernels/hopper/tile_scheduler.h"
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/hopper/wgmma.h"
+#include "kernels/sm90/resources.h"
 
 namespace flash_cute::sm90 {
+
+using namespace cute;
+using namespace hopper;
 
 struct ForwardParams {
   FwdParams p;
@@ -70,7 +74,7 @@ struct WorkTile {
 // With pack_gqa: the tile of the head that owns row `first` of the CTA's tile, numbered so that row i stays row i.
 template <KernelConfig C>
 CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const QueryTile& tile, int first) {
-  if constexpr (C.max_pack_gqa() == 1) {
+  if constexpr (max_pack_gqa(C) == 1) {
     return (tile);
   } else {
     const int head = params.rows_of_head.div(first);
@@ -90,7 +94,7 @@ struct ForwardTraits {
   template <int kKeys>
   using MmaQK = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kKeys>, Int<C.head_dim>>>(), Groups{}));
-  static_assert(tile_size<1>(MmaQK<C.block_n>{}) == C.block_n, "no wgmma of block_n columns: cmake/units.cmake");
+  static_assert(tile_size<1>(MmaQK<C.block_n>{}) == C.block_n, "no wgmma of block_n columns: units.cmake");
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<C.head_dim_v>, Int<C.block_n>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
@@ -101,15 +105,15 @@ struct ForwardTraits {
   using Softmax = OnlineSoftmax<2, kGroups == 2 && C.head_dim_v <= 192 ? 4 : 2>;  // chains: as many as fit in registers
   static constexpr uint32_t kBytesQ = C.block_m * C.head_dim * sizeof(Element);
   static constexpr int kClusterRows = C.block_m * C.cluster;  // of queries
-  static constexpr int kStagesQ = C.stages_q();
+  static constexpr int kStagesQ = stages_q(C);
   static constexpr int kWorkTiles = kStagesQ + 2;
-  static constexpr bool kOwnOutput = C.own_output(), kPingPong = C.ping_pong();
+  static constexpr bool kOwnOutput = own_output(C), kPingPong = ping_pong(C);
   static constexpr bool kHalves = C.block_n % 32 == 0;  // whether the first product may cover half a tile
   static_assert(!kHalves || tile_size<1>(MmaQK<C.block_n / 2>{}) == C.block_n / 2,
-                "no wgmma of block_n / 2 columns: cmake/units.cmake");
+                "no wgmma of block_n / 2 columns: units.cmake");
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
   static constexpr int kServingRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : C.has_mask_warpgroup() ? 216 : 232;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : has_mask_warpgroup(C) ? 216 : 232;
   // Named barriers: one per warpgroup for the ping-pong, and one of all.
   static constexpr int kPingPongBarrier = 1, kAllGroupsBarrier = kPingPongBarrier + kGroups;
 
@@ -121,7 +125,7 @@ struct ForwardTraits {
     Pipeline<C.stages, C.cluster> pipeline_k, pipeline_v;
     Pipeline<kStagesQ> pipeline_q;
     // A bit per column of each thread's two rows: whether dropout keeps it.
-    uint32_t keep_mask[C.has_mask_warpgroup() ? C.warps : 1][2][C.has_mask_warpgroup() ? 32 : 1];
+    uint32_t keep_mask[has_mask_warpgroup(C) ? C.warps : 1][2][has_mask_warpgroup(C) ? 32 : 1];
     Pipeline<1> pipeline_mask;
     Pipeline<2, C.cluster> pipeline_next;  // of next[]
     int next[2];  // tile numbers that the cluster fetched
@@ -137,10 +141,10 @@ struct ForwardTraits {
 
   static_assert(C.block_m == 64 * kGroups && (kGroups == 2 || kGroups == 3),
                 "registers and named barriers are for these");
-  static_assert(!C.has_mask_warpgroup() || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128),
+  static_assert(!has_mask_warpgroup(C) || (kGroups == 2 && C.block_n % 32 == 0 && C.block_n <= 128),
                 "keep_mask[] and registers");
   static_assert(kOwnOutput || (kGroups == 2 && C.stages == 2 && C.block_n >= 64), "each has a buffer of V for its O");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 }  // namespace flash_cute::sm90

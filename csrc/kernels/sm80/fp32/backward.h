@@ -11,6 +11,7 @@
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
 #include "kernels/sm80/fp32/mma.h"
+#include "kernels/sm80/fp32/resources.h"
 
 namespace flash_cute::sm80::fp32 {
 
@@ -38,7 +39,7 @@ struct BackwardTraits {
   };
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.warps % kWarpsDown == 0 && C.block_m % 16 == 0);
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 // What backward needs to know of a query.
@@ -244,8 +245,8 @@ cudaError_t launch_backward(const BwdParams& params, cudaStream_t stream) {
   if (std::max(rows_together, std::max(key_tiles, query_tiles)) > kMaxCtas) return cudaErrorInvalidConfiguration;
   if (cudaError_t e = launch_kernel<row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   constexpr auto keys = backward<C, Owner::Keys>, queries = backward<C, Owner::Queries>;
-  if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), C.smem_bytes(), stream, p)) return e;
-  return launch_kernel<queries>(query_tiles, C.threads(), C.smem_bytes(), stream, p);
+  if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
+  return launch_kernel<queries>(query_tiles, C.threads(), smem_bytes(C), stream, p);
 }
 
 }  // namespace flash_cute::sm80::fp32

@@ -12,6 +12,7 @@
 #include "kernels/common/softmax.h"
 #include "kernels/launch.h"
 #include "kernels/sm80/fp32/mma.h"
+#include "kernels/sm80/fp32/resources.h"
 
 namespace flash_cute::sm80::fp32 {
 
@@ -28,7 +29,7 @@ struct ForwardTraits {
   };
   static_assert(C.stages == 1 || C.stages == 2);
   static_assert(C.block_m % (16 * C.warps) == 0, "every warp owns whole 16-row MMA tiles");
-  static_assert(sizeof(Storage) <= C.smem_bytes(), "KernelConfig::smem_bytes() must agree");
+  static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
 // ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col` on.
@@ -132,7 +133,7 @@ cudaError_t launch_forward(const FwdParams& params, cudaStream_t stream) {
   const FwdProblem& p = params;
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
-  return launch_kernel<forward<C>>(tiles, C.threads(), C.smem_bytes(), stream, p);
+  return launch_kernel<forward<C>>(tiles, C.threads(), smem_bytes(C), stream, p);
 }
 
 }  // namespace flash_cute::sm80::fp32

@@ -1,4 +1,4 @@
-// The order of backward: of key tiles, and of their adds to dQ. Arithmetic on sizes alone.
+// The plan of backward: splits, the order of key tiles, and of their adds to dQ. Arithmetic on sizes alone.
 #pragma once
 
 #include "core/config.h"
@@ -6,7 +6,11 @@
 #include "core/plan.h"
 #include "core/problem.h"
 
-namespace flash_cute {
+namespace flash_cute::sm90 {
+
+// 1 where key tiles keep the GPU busy, else of all tiles or of the last wave's. Splits cost a combine pass and workspace.
+// Heads are split before queries. Packed lengths count as their mean.
+QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 // Zeros cost a pass at memory speed. FirstStores saves it where queries see few keys; with many keys all tiles would go
 // at the first one's pace (sooner so with GQA under a mask, and in windows). The L2 throttle excludes semaphores: both
@@ -21,4 +25,4 @@ bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const De
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& splits, DqAccumulate order,
                    const Device& gpu);
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm90

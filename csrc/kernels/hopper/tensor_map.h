@@ -15,7 +15,7 @@
 #include "core/layout/smem_atoms.h"
 #include "core/layout/seq.h"
 
-namespace flash_cute::sm90 {
+namespace flash_cute::hopper {
 
 using namespace cute;
 
@@ -35,7 +35,7 @@ struct RaggedMap {
   template <int kRows, int kCols, int kCluster = 1, class Element>
   CUTE_DEVICE void load(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row, int head,
                         int batch) const {
-    constexpr int kAtom = atom_columns(kCols), kShare = kRows / kCluster;
+    constexpr int kAtom = atom_columns(kCols, sizeof(Element)), kShare = kRows / kCluster;
     static_assert(kShare % 8 == 0, "whole atoms of the swizzle");
     const int first = kCluster == 1 ? 0 : block_rank_in_cluster() * kShare;
     CUTE_UNROLL
@@ -63,7 +63,7 @@ struct RaggedMap {
   template <int kRows, int kCols, class Element>
   CUTE_DEVICE void store(const Element* from, const SeqSpan& span, int row, int head, int batch,
                          int first_col = 0) const {
-    constexpr int kAtom = atom_columns(kCols);
+    constexpr int kAtom = atom_columns(kCols, sizeof(Element));
     CUTE_UNROLL
     for (int col = 0; col < kCols; col += kAtom) {
       SM90_TMA_STORE_5D::copy(&map, from + col * kRows, first_col + col, longest - span.length + row,
@@ -84,14 +84,16 @@ inline EncodeTiled find_encode_tiled() {
                                                                       : nullptr;
 }
 
-// For boxes of `box_rows` rows of atom_columns(tile_cols) columns and `box_heads` heads: all rows of a head, then those
+// For boxes of `box_rows` rows of an atom of tile_cols columns and `box_heads` heads: all rows of a head, then those
 // of the next. Sequences have at most `longest` rows each; packed ones have `total` together, and `total` is -1 for a
 // dense tensor.
-inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total,
-                                   int heads, int batch, int box_rows, int tile_cols, int box_heads = 1) {
+template <class Element>
+cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total, int heads,
+                            int batch, int box_rows, int tile_cols, int box_heads = 1) {
   static const EncodeTiled encode = find_encode_tiled();
   if (encode == nullptr) return cudaErrorNotSupported;
-  constexpr int64_t kElement = 2;
+  constexpr int64_t kElement = sizeof(Element);
+  static_assert(kElement == 2, "maps of other elements have types of their own");
   const bool dense = total < 0;
   if (!dense) longest = static_cast<int>(std::clamp<int64_t>(longest, 1, total));
   const cuuint64_t sizes[5] = {cuuint64_t(head_dim), cuuint64_t(longest), cuuint64_t((dense ? longest : total) + 1),
@@ -99,13 +101,14 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int h
   // A dimension of size 1 needs a stride all the same.
   auto bytes = [&](int64_t stride) { return cuuint64_t(stride > 0 ? stride * kElement : 16); };
   const cuuint64_t strides[4] = {bytes(m.row), bytes(m.row), bytes(m.head), bytes(m.batch)};
-  const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols)), cuuint32_t(box_rows), 1, cuuint32_t(box_heads), 1};
+  const int atom = atom_columns(tile_cols, kElement);
+  const cuuint32_t box[5] = {cuuint32_t(atom), cuuint32_t(box_rows), 1, cuuint32_t(box_heads), 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   char* base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
   auto encode_map = [&] {
     return encode(&result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
                   CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  atom_columns(tile_cols) == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                  atom * kElement == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = encode_map();
@@ -118,4 +121,4 @@ inline cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int h
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute::hopper

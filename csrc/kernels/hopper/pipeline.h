@@ -6,7 +6,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/tensor.hpp>
 
-namespace flash_cute::sm90 {
+namespace flash_cute::hopper {
 
 // CUTLASS's barriers and fences do not tell the compiler that reads and writes of shared memory may not move past them.
 CUTE_DEVICE void compiler_fence() {
@@ -94,4 +94,4 @@ CUTE_DEVICE void send_to_cta(int rank, void* to, const void* from, uint32_t byte
                : "memory");
 }
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute::hopper

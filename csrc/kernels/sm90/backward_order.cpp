@@ -1,8 +1,11 @@
-#include "core/backward_order.h"
-
+// The order of backward: of key tiles, and of their adds to dQ.
 #include <algorithm>
 
-namespace flash_cute {
+#include "kernels/sm90/backward_plan.h"
+#include "kernels/sm90/family.h"
+#include "kernels/sm90/resources.h"
+
+namespace flash_cute::sm90 {
 namespace {
 
 // Whether the band hides keys before, or after, what a query sees.
@@ -23,45 +26,33 @@ int64_t bytes_of_query(const FwdProblem& f) {
 }  // namespace
 
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
-  constexpr double kOfL2 = 1.28;
   const FwdProblem& f = p.fwd;
-  if (config.arch != Arch::Sm90 || config.two_cta() || p.deterministic || !f.dense()) return false;
+  if (two_cta(config) || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
-  return double(bytes_of_query(f)) * f.seqlen_q > kOfL2 * gpu.l2_bytes;
+  return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.throttled_l2 * gpu.l2_bytes;
 }
 
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
-  if (config.arch != Arch::Sm90 || l2_throttle) return DqAccumulate::Atomic;
+  if (l2_throttle) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
     seen = std::min(seen, before + f.band.right);
   }
-  int most = config.two_cta() ? 512 : 4096;  // by measurement
+  int most = two_cta(config) ? kCard.backward.stored_keys_pair : kCard.backward.stored_keys;
   if (is_grouped && (is_masked || is_windowed)) most /= is_windowed ? 4 : 2;
   return seen <= most ? DqAccumulate::FirstStores : DqAccumulate::Atomic;
 }
 
-// One set of all tiles: those of so many heads alternate as have kTiles together, by measurement.
-static KeyOrder order_of_sm80(const KernelConfig& config, const BwdProblem& p) {
-  constexpr int kTiles = 256;
-  const int tiles = (p.fwd.seqlen_k + config.block_n - 1) / config.block_n;
-  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
-  const int heads = p.deterministic ? config.block_n / 2 : std::max(1, kTiles / std::max(1, tiles));
-  return {.heads_together = heads};
-}
-
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, DqAccumulate order,
                    const Device& gpu) {
-  constexpr int kMostColumns = 3072;  // of heads whose tiles alternate
-  const auto cached = static_cast<int64_t>(kL2Kept * gpu.l2_bytes);
+  const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
   const int start_together = gpu.sms / 16 * 16;  // tiles: one an SM, but a number that divides well
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
-  if (config.arch != Arch::Sm90) return order_of_sm80(config, p);
   const bool in_turns = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
@@ -72,7 +63,7 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   // Serialized: twice as many if that is not too much, so that half of a head's tiles run at once and wait for fewer.
   const int of_one_set = std::max(1, together / splits.count() / tiles);
   const bool halves = in_turns && tiles * splits.count() <= together &&
-                      2 * of_one_set * config.head_dim < kMostColumns * config.cluster;
+                      2 * of_one_set * config.head_dim < kCard.backward.alternating_columns * config.cluster;
   const int sets = halves ? 2 : 1;
   int heads = sets * of_one_set;
   const bool masked = hides_early_keys(f) || hides_late_keys(f);
@@ -92,4 +83,17 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
           .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
-}  // namespace flash_cute
+BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
+  QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
+  if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
+  const bool l2_throttle = needs_l2_throttle(config, p, gpu);
+  const DqAccumulate order = dq_accumulate(config, p, l2_throttle);
+  return {.splits = splits,
+          .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
+          .dq_accumulate = order,
+          .order = key_order(config, p, splits, order, gpu),
+          .l2_throttle = l2_throttle,
+          .resident = resident(config, gpu)};
+}
+
+}  // namespace flash_cute::sm90

@@ -6,7 +6,7 @@
 #include "core/workspace.h"
 #include "kernels/common/query_tile.h"
 
-namespace flash_cute::sm90 {
+namespace flash_cute::hopper {
 
 // Hands out tile numbers to persistent CTAs (or clusters). The first tile of a CTA is its index in the grid. With
 // semaphores between tiles the first one comes from the counter, too: then every lower number is with a running CTA.
@@ -56,4 +56,4 @@ struct TileScheduler {
   }
 };
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute::hopper

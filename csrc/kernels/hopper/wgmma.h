@@ -6,16 +6,20 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/common/element.h"
-#include "kernels/sm90/tensor_map.h"
+#include "kernels/hopper/tensor_map.h"
 
-namespace flash_cute::sm90 {
+namespace flash_cute::hopper {
 
 using namespace cute;
+
+// Whether a tile lies in atoms of 128 bytes of columns, else of 64.
+template <class Element, int kCols>
+constexpr bool kWholeAtom = atom_columns(kCols, sizeof(Element)) * sizeof(Element) == 128;
 
 // The shared layout that RaggedMap loads: an atom of columns of all rows, then the next atom.
 template <class Element, int kRows, int kCols>
 using RowsLayout =
-    decltype(tile_to_shape(std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_K_SW128_Atom<Element>,
+    decltype(tile_to_shape(std::conditional_t<kWholeAtom<Element, kCols>, GMMA::Layout_K_SW128_Atom<Element>,
                                               GMMA::Layout_K_SW64_Atom<Element>>{},
                            Shape<Int<kRows>, Int<kCols>>{}));  // (row,col)
 
@@ -28,7 +32,7 @@ CUTE_DEVICE auto shared_tiles(Element (&buffers)[kBuffers][kSize], const Layout&
 // The same tile as the operand whose K dimension runs along its rows.
 template <class Element, int kRows, int kCols>
 using ColumnsLayout =
-    decltype(tile_to_shape(std::conditional_t<atom_columns(kCols) == 64, GMMA::Layout_MN_SW128_Atom<Element>,
+    decltype(tile_to_shape(std::conditional_t<kWholeAtom<Element, kCols>, GMMA::Layout_MN_SW128_Atom<Element>,
                                               GMMA::Layout_MN_SW64_Atom<Element>>{},
                            Shape<Int<kCols>, Int<kRows>>{}, Step<_2, _1>{}));  // (col,row)
 
@@ -114,4 +118,4 @@ CUTE_DEVICE void wait_products(Accumulator& acc) {
   warpgroup_fence_operand(acc);
 }
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute::hopper

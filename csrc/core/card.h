@@ -1,0 +1,136 @@
+// Numbers that were fitted to measurements on one GPU, with their units: a struct a card. No other code holds any.
+#pragma once
+
+#include <cstdint>
+
+#include "core/device.h"
+
+namespace flash_cute {
+
+// How fast a kernel of forward is beside its alternatives.
+struct ForwardSpeed {
+  double rate;       // asymptotic, relative
+  double tile_keys;  // overhead of a tile, in keys
+};
+
+struct Card {
+  struct Forward {
+    // By columns of K: 64, up to 128, more. Of tiles of 192 or 128 queries; pairs are clusters of two CTAs.
+    ForwardSpeed narrow_192, narrow_128, middle_192, middle_192_pairs, middle_128, middle_128_pairs, wide, wide_pairs;
+    double worthwhile;  // splits must take at most this fraction of the time without
+    double kernel_us;   // of one more kernel
+    double number_us;   // of an fp32 number that a split writes and combine reads
+    double empty_row;   // of a row's time: an empty row draws less power
+  } forward;
+
+  // Forward in place of decode, over a cache.
+  struct Cached {
+    double around_us;      // of decode beside its products
+    double long_us;        // of decode, from which on 32 rows of products hide forward's overhead
+    int few_rows;          // with no more rows of queries reading the keys is the bound
+    int more_rows;         // of the tile where products take a tenth longer than reading, with 128 dims
+  } cached;
+
+  struct Decode {
+    double rate;             // speed in the units of forward's, of tiles of 64 rows
+    double rows_of_reading;  // reading keys weighs as much as so many rows of products
+    double overlapped;       // of the time of one CTA an SM, if two overlap
+    // Work tiles an SM from which on two resident CTAs beat one.
+    double overlap_short, overlap_unknown, overlap_long, overlap_long_much;
+    int many_heads;         // kv heads of 64 dims that leave few CTAs each
+    int much_gb_s;          // of an SM: above it one CTA suffices for long sequences (H200: 37, H100: 25)
+    int64_t short_numbers;  // of a sequence's keys
+    // Blocks of 64 KB of a cluster's CTA up to which clusters beat even splits: wide with more than 128 dims, unknown
+    // with lengths on the device, alone of a single sequence.
+    int cluster_blocks, cluster_blocks_wide, cluster_blocks_all_sms, cluster_blocks_unknown, cluster_blocks_alone;
+    double all_sms, many_sms;  // fractions of the SMs that clusters keep busy
+    // Even splits, in quanta: chunks of which tail CTAs take a share, 1 / taken_off, in parts of 1 / tail_parts.
+    int large_chunk, taken_off, tail_parts;
+    int own_cta_quanta;  // of a work tile that may have a CTA of its own,
+    int own_cta_waves;  // with so many work tiles for each resident CTA
+    double l2_room;  // of L2, for keys that the next call may hit there
+    float l2_share;  // of such loads that L2 keeps: all of them would thrash when it is slightly too small
+  } decode;
+
+  struct Backward {
+    double around_us;  // of a CTA before its first and after its last step
+    double kernel_us;  // of one more kernel
+    double number_us;  // of an fp32 number that a split writes and combine reads
+    double product_us;  // of one of the products of a step, for a query, a key and a column
+    double worthwhile;  // splits of all tiles must take at most this fraction of the time without,
+    double worthwhile_last;  // those of the last wave's tiles this one
+    double throttled_l2;  // queries, dO and dQ in sizes of L2, above which CTAs are throttled
+    int stored_keys;  // a query sees at most, for the first tile to store its sums of dQ instead of adding to zeros
+    int stored_keys_pair;  // likewise of the 2-CTA backward
+    int alternating_columns;  // of dQ of the heads whose tiles alternate, at most
+    int alternating_tiles;  // of them together, on Ampere
+  } backward;
+
+  double l2_kept;  // share of L2 that stays while other data pass through
+};
+
+// Fitted on an H200: forward's speeds to plain kernels.
+inline constexpr Card kH200 = {
+    .forward = {.narrow_192 = {692, 170},
+                .narrow_128 = {534, 250},
+                .middle_192 = {692, 190},
+                .middle_192_pairs = {700, 220},
+                .middle_128 = {639, 290},
+                .middle_128_pairs = {666, 290},
+                .wide = {660, 250},
+                .wide_pairs = {700, 250},
+                .worthwhile = 0.95,
+                .kernel_us = 3,
+                .number_us = 1 / 3e5,
+                .empty_row = 0.6},
+    .cached = {.around_us = 15, .long_us = 75, .few_rows = 16, .more_rows = 32},
+    .decode = {.rate = 345,
+               .rows_of_reading = 40,
+               .overlapped = 0.99,
+               .overlap_short = 1.01,
+               .overlap_unknown = 1.9,
+               .overlap_long = 3.5,
+               .overlap_long_much = 16,
+               .many_heads = 32,
+               .much_gb_s = 30,
+               .short_numbers = 64 * 1024,
+               .cluster_blocks = 10,
+               .cluster_blocks_wide = 12,
+               .cluster_blocks_all_sms = 64,
+               .cluster_blocks_unknown = 8,
+               .cluster_blocks_alone = 20,
+               .all_sms = 0.9,
+               .many_sms = 0.3,
+               .large_chunk = 128,
+               .taken_off = 16,
+               .tail_parts = 8,
+               .own_cta_quanta = 8,
+               .own_cta_waves = 8,
+               .l2_room = 0.8,
+               .l2_share = 0.75f},
+    .backward = {.around_us = 4,
+                 .kernel_us = 2.5,
+                 .number_us = 2 * 4 / 3e6,
+                 .product_us = 4.2e-7,
+                 .worthwhile = 0.95,
+                 .worthwhile_last = 0.99,
+                 .throttled_l2 = 1.28,
+                 .stored_keys = 4096,
+                 .stored_keys_pair = 512,
+                 .alternating_columns = 3072,
+                 .alternating_tiles = 256},
+    .l2_kept = 0.64,
+};
+
+// The numbers that every GPU is judged by: no other card was measured so.
+inline constexpr const Card& kCard = kH200;
+
+// The GPU of a question about kernels that names none: an H100 SXM.
+inline constexpr Device kH100 = {.capability = 90,
+                                 .smem_optin = 227 * 1024,
+                                 .sms = 132,
+                                 .memory_gb_s = 3352,
+                                 .l2_bytes = 50 << 20,
+                                 .clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15}};
+
+}  // namespace flash_cute

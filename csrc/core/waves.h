@@ -1,0 +1,57 @@
+// Tiles of a problem in waves of a GPU's SMs: the arithmetic that cost models share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "core/problem.h"
+
+namespace flash_cute {
+
+inline double ceil_to(double value, double step) {
+  const auto steps = static_cast<int64_t>(value / step);
+  return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
+}
+
+// One sequence of the problem; for packed ones of the mean length.
+inline FwdProblem one_sequence(const FwdProblem& problem) {
+  FwdProblem one = problem;
+  if (!problem.dense()) {
+    const int sequences = std::max(1, problem.batch);
+    one.seqlen_q = static_cast<int>(std::min<int64_t>(problem.seqlen_q, problem.total_q / sequences));
+    one.seqlen_k = static_cast<int>(std::min<int64_t>(problem.seqlen_k, problem.total_k / sequences));
+  }
+  one.varlen = {};
+  return one;
+}
+
+// Extremes and mean of a quantity over a problem's tiles.
+struct Spread {
+  double longest, shortest, mean;
+};
+
+template <class ValueOf>
+Spread spread(int tiles, const ValueOf& value_of) {
+  // Neighbouring tiles of a long sequence are similar: a sample is enough.
+  constexpr int kSample = 16;
+  const int samples = std::min(tiles, kSample);
+  if (samples == 0) return {0, 0, 0};
+  double longest = 0, shortest = std::numeric_limits<double>::infinity(), sum = 0;
+  for (int i = 0; i < samples; ++i) {
+    const double value = value_of(static_cast<int>((2 * i + 1) * int64_t(tiles) / (2 * samples)));
+    longest = std::max(longest, value);
+    shortest = std::min(shortest, value);
+    sum += value;
+  }
+  return {longest, shortest, sum / samples};
+}
+
+// Cost of `tiles` tiles in waves of per_wave.
+inline double cost_of(const Spread& tile, double tiles, double per_wave) {
+  // The shortest tiles come last: the more alike tiles are, the emptier the last wave.
+  const double waves = tiles / per_wave;
+  return std::max(tile.longest, tile.mean * waves + tile.shortest * (ceil_to(waves, 1) - waves));
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,9 @@
+# What a row of this family changes of its unit, for cmake/units.cmake: `unit`, its name, and `definitions`.
+
+# Tiers are units of their own: compiled together, some kernels get other registers.
+string(APPEND unit "_${tier}")
+
+# wgmma of 48 and 80 columns, for half a tile of 96 keys and one of 80: their header takes 20 s to compile.
+if(op STREQUAL "fwd" AND block_n MATCHES "^(80|96)$")
+  set(definitions CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+endif()
