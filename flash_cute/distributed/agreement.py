@@ -53,7 +53,7 @@ def _ask(
     """Sends what this rank is about to do, and a number; the result waits for the others', and may
     raise. All messages are of one size: gloo ends a process that gets another one."""
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little", signed=True)
-    mine = torch.tensor([digest, int(problem is not None), number])
+    mine = torch.tensor([digest, int(problem is not None), number], device="cpu")
     ranks = dist.get_world_size(group)
     of_all = mine.new_empty(3 * ranks)
     work = comm.start_all_gather(of_all, mine, group=group, async_op=True)

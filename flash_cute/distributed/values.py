@@ -27,7 +27,7 @@ class ValuesOnGPU:
         mine = torch.stack([digest(x) for x in given.values()])
         gathered, work = comm.all_gather(mine, group)
         work.wait()
-        on_host = torch.empty(gathered.shape, dtype=torch.int64, pin_memory=True)
+        on_host = torch.empty(gathered.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         on_host.copy_(gathered, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

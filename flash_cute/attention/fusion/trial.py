@@ -65,7 +65,7 @@ def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.
     """A copy whose products keep the size of numbers, and whose norms have weights around 1."""
 
     def draw(p: Tensor) -> Tensor:
-        noise = torch.randn(p.shape, generator=generator)
+        noise = torch.randn(p.shape, generator=generator, device="cpu")
         values = noise * p.shape[1] ** -0.5 if p.dim() == 2 else 1 + 0.2 * noise
         return values.to(p.device, dtype)
 
@@ -100,7 +100,7 @@ def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> I
     weight, dim = block.self_attn.q_proj.weight, block.self_attn.head_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(weight.device, weight.dtype)
 
     x = draw(batch, seqlen, weight.shape[1]) * 10 ** draw(batch, seqlen, 1)
     position = {"position_embeddings": tuple(draw(1, seqlen, dim) for _ in "cs")}
