@@ -110,6 +110,24 @@ class SharedAttention(MultiHeadAttention):
         if mask is not None:
             check_mask(mask, x)
 
+    def _check_kind(self, x: Tensor) -> None:
+        """Ranks of which one cannot project its tokens would wait for it."""
+        weight = self.in_proj_weight
+        if x.device != weight.device:
+            raise ValueError(
+                f"hidden_states is on {x.device}, the parameters on {weight.device}; move one"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"hidden_states has dtype {x.dtype}, the parameters {weight.dtype}; cast one, or "
+                "use torch.autocast"
+            )
+
+    def _split_heads(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k and v of tokens, of which those that take no part are 0."""
+        heads = self._heads(x if mask is None else without(mask, x))
+        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+
     def _of_ranks(
         self,
         size: int,
@@ -127,31 +145,27 @@ class SharedAttention(MultiHeadAttention):
         from flash_cute.distributed import cp_attention
 
         cp = context(self._group, size, strategy)
-        problem = None
+        problem, qkv, rows = None, (), 0
         try:
             refuse_cross_attention(crosses)
             self._check_call(x, with_any_floats(mask))
+            self._check_kind(x)
             if mask is not None and options["dropout_p"]:
                 raise NotImplementedError(
                     f"dropout is {options['dropout_p']} and attention_mask is given: what is "
                     "dropped would depend on the number of ranks; call eval()"
                 )
-        except (TypeError, ValueError, NotImplementedError) as error:
+            qkv, rows = self._split_heads(x, mask), x.shape[1]
+        except Exception as error:  # whatever it is, the other ranks must not wait
             problem = error
-        rows = x.shape[1] if problem is None else 0
         plan = cp.plan_of_parts(
             rows, problem, f", max_sequence_length {longest}", causal=options["causal"],
             window_size=options["window_size"],
         )  # fmt: skip
         check_length(plan.total, longest)
-        if mask is not None:
-            x = without(mask, x)
-        q, k, v = self._heads(x).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2
-        )
         if mask is None:
-            return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
-        return self.out_proj(_attend_masked(cp, plan, (q, k, v), mask, options).flatten(-2))
+            return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
+        return self.out_proj(_attend_masked(cp, plan, qkv, mask, options).flatten(-2))
 
     def _in_graph(
         self,
@@ -178,10 +192,8 @@ class SharedAttention(MultiHeadAttention):
             self._group.id, size, strategy, rows, options["causal"], options["window_size"]
         )
         check_length(size * rows, longest)
-        q, k, v = self._heads(x).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2
-        )
-        return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
+        qkv = self._split_heads(x, None)
+        return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={x}" for name, x in self.config.score().items())

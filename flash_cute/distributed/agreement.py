@@ -26,7 +26,8 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
 
     Raises:
         TypeError, ValueError, NotImplementedError: a rank has a problem, or ranks differ: with the
-            same message on all of them, which says what each rank has.
+            same message on all of them, which says what each rank has. If the others never ask, it
+            is this rank's problem alone.
         RuntimeError: a rank does not ask within the group's timeout.
     """
     if group is None:
@@ -62,6 +63,8 @@ def _ask(
         try:
             work.wait()
         except RuntimeError as error:
+            if problem is not None:
+                raise problem from error
             raise RuntimeError(
                 f"not all ranks made this call, {what}: one is gone, or does something else "
                 f"({error})"

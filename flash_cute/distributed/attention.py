@@ -89,7 +89,6 @@ def cp_attention(
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
     here = _constant(plan.key) if torch.compiler.is_compiling() else _here(check_plan(plan))
-    validate.whole_sequences()
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
@@ -108,17 +107,16 @@ def cp_attention(
         _check(here, qkv, options, random, return_lse)
         out, lse = _attend(here, qkv, options, random, return_lse, asked)
     else:
-        problem = None
+        problem, what = None, ""
+        same = {"alibi_slopes": alibi_slopes, "sink": sink}
         try:
             qkv, wrap = _local(cp, q, k, v)
             _check(here, qkv, options, random, return_lse)
-        except (TypeError, ValueError, NotImplementedError) as error:
+            if cp.asks:
+                asked = description.of_options(options, return_lse, qkv)
+                what = description.of_attention(asked, plan, qkv, same)
+        except Exception as error:  # whatever it is, the other ranks must not wait
             problem = error
-        same = {"alibi_slopes": alibi_slopes, "sink": sink}
-        what = ""
-        if cp.asks and problem is None:
-            asked = description.of_options(options, return_lse, qkv)
-            what = description.of_attention(asked, plan, qkv, same)
         with cp.agreeing(what, problem):
             out, lse = _attend(here, qkv, options, random, return_lse, "")
             cp.compare(same)
@@ -294,6 +292,7 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
 
 def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any) -> None:
     """What this rank can tell by itself."""
+    validate.whole_sequences()
     q, k, v = qkv
     for name, x in (("q", q), ("k", k), ("v", v)):
         validate.tensor(name, x)
