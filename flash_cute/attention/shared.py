@@ -180,18 +180,24 @@ class SharedAttention(MultiHeadAttention):
         """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
         from flash_cute.distributed import cp_attention, cp_ops
 
-        refuse_cross_attention(crosses)
-        if mask is not None:
-            raise NotImplementedError(
-                "attention_mask is given, which layers of ranks do not take in torch.compile"
-            )
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            return cp_ops.refuse(x, self.d_model, _name_of(self._group.id, size, strategy))
+        def check() -> None:
+            refuse_cross_attention(crosses)
+            self._check_call(x, None)
+            self._check_kind(x)
+            check_length(size * x.shape[1], longest)
+            if mask is not None:
+                raise NotImplementedError(
+                    "attention_mask is given, which layers of ranks do not take in torch.compile"
+                )
+
+        problem = cp_ops.problem_in_graph(check, x)
+        if problem is not None:
+            context_name = _name_of(self._group.id, size, strategy)
+            return cp_ops.refuse(x, self.d_model, *problem, context_name)
         rows = len(range(x.shape[1]))  # a number, by which the graph is specialised
         plan = _equal_plan(
             self._group.id, size, strategy, rows, options["causal"], options["window_size"]
         )
-        check_length(size * rows, longest)
         qkv = self._split_heads(x, None)
         return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
 

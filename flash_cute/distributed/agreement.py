@@ -78,7 +78,7 @@ def _ask(
         wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(told) if kind]
         if wrong:
             texts = "; ".join(f"rank {rank}: {text}" for rank, _, text in wrong)
-            raise _ERRORS[wrong[0][1]](texts)
+            raise error_of(wrong[0][1], texts)
         texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(told))
         raise ValueError(f"ranks differ: {texts}. All must make the same call")
 
@@ -91,6 +91,11 @@ def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]
         agree(group, "", problem)
         return [mine]
     return _ask(group, "a layer's tokens, to be counted", problem, mine)()
+
+
+def error_of(kind: str, text: str) -> Exception:
+    """One of this kind's name, which all ranks know."""
+    return _ERRORS.get(kind, ValueError)(text)
 
 
 def _name(problem: Exception) -> str:

@@ -104,7 +104,14 @@ def cp_attention(
     if torch.compiler.is_compiling():
         qkv, wrap = _local(cp, q, k, v)
         asked = description.of_options(options, return_lse, qkv)  # makes numbers constants
-        _check(here, qkv, options, random, return_lse)
+        if here.asks:
+            problem = cp_ops.problem_in_graph(
+                lambda: _check(here, qkv, options, random, return_lse), *qkv, *options.values(), rng
+            )
+            if problem is not None:
+                return _refused(here, qkv, return_lse, problem)
+        else:
+            _check(here, qkv, options, random, return_lse)
         out, lse = _attend(here, qkv, options, random, return_lse, asked)
     else:
         problem, what = None, ""
@@ -124,17 +131,28 @@ def cp_attention(
     return (out, lse) if return_lse else out
 
 
+def _refused(
+    here: Here, qkv: QKV, return_lse: bool, problem: tuple[str, str]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Of a graph whose call is refused, on all ranks, once it runs."""
+    q, _, v = qkv
+    out = cp_ops.refuse(q, v.shape[-1], *problem, here.context)
+    return (out, out.select(-1, 0).float().transpose(-1, -2)) if return_lse else out
+
+
 class Here:
     """What a call takes of its plan, and of this rank.
 
     Attributes:
         cp, rank, rows: the ranks, which of them this is, and its tokens.
+        asks, context: whether calls are compared, and the name by which ops find the ranks.
         total, key, packed, ranks, inner, outer, strategy, lengths: the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.cp = context_of(plan)
         self.rank = self.cp.rank
+        self.asks, self.context = self.cp.asks, plan.context
         self.rows = plan.rows(self.rank)
         self.total, self.key, self.packed, self.ranks = (
             plan.total,
@@ -276,11 +294,6 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
     """The first rank's state."""
     generator, rng = random
     if torch.compiler.is_compiling():
-        if dropout_p and rng is None and cp.size > 1:
-            raise NotImplementedError(
-                "dropout_p is given without rng, which ranks cannot agree on inside of "
-                "torch.compile: give rng, the same on every rank"
-            )
         return rng if dropout_p else None
     rng = rng_of_call(q, dropout_p, generator, rng)
     if rng is not None and cp.size > 1:
@@ -326,6 +339,12 @@ def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return
         raise NotImplementedError(
             f"dropout_p is {options['dropout_p']} and the plan's strategy {plan.strategy}: what is "
             "dropped would depend on the number of ranks; dropout needs strategy='ulysses'"
+        )
+    is_drawn = options["dropout_p"] and random[1] is None
+    if is_drawn and plan.ranks > 1 and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "dropout_p is given without rng, which ranks cannot agree on inside of "
+            "torch.compile: give rng, the same on every rank"
         )
     if q.shape[-2] % plan.inner:
         raise ValueError(

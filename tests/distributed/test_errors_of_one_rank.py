@@ -159,6 +159,86 @@ def test_calls(pair, function, what, kind, words):
     check_same(pair, function, (what,), kind, words)
 
 
+def compiled_layer(kind: str, what: str) -> None:
+    """As :func:`layer_with`, and with what a graph does not take, after a call that is right."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    longest = 12 if is_wrong() and what == "length" else 20
+    if kind == "ring":
+        layer: Any = create_ring_attention(16, 2, longest)
+    else:
+        layer = create_context_parallel_attention(16, 2, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(2, 5, 16))
+    x, options = torch.randn(2, 7, 16), dict[str, Any]()
+    if is_wrong() and what == "dtype":
+        x = x.double()
+    elif is_wrong() and what == "rank":
+        x = x[0]
+    elif is_wrong() and what in ("mask", "key"):
+        options = {"attention_mask": torch.ones(2, 7)} if what == "mask" else {"key": x}
+    out = compiled(x.requires_grad_(), **options)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("what", "kind_of_error", "words"),
+    [
+        ("dtype", "TypeError", "hidden_states has dtype torch.float64"),
+        ("rank", "ValueError", "hidden_states has shape (7, 16)"),
+        ("mask", "NotImplementedError", "attention_mask is given"),
+        ("key", "NotImplementedError", "key or value is given"),
+        ("length", "ValueError", "hidden_states have 14 tokens"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ring", "context_parallel"])
+def test_tokens_of_a_compiled_layer(pair, kind, what, kind_of_error, words):
+    if (kind, what) != ("context_parallel", "length"):  # which has no longest one
+        check_same(pair, compiled_layer, (kind, what), kind_of_error, f"rank 1: {words}")
+
+
+def compiled_call(strategy: str, what: str, is_later: bool) -> None:
+    """The second rank's call is refused while its graph is made: the first one, or a later one."""
+    torch._dynamo.reset()
+    cp = cases.context(strategy, "contiguous", 1, "cpu")
+    plan = cp.plan(8)
+
+    def call(q: Any, k: Any, slopes: Any, options: dict[str, Any]) -> Any:
+        out = cp_attention(q * 2, k, k, plan, alibi_slopes=slopes, **options)
+        return out[0].sum() + out[1].sum() if isinstance(out, tuple) else out.sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, slopes = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8), torch.zeros(2)
+    if is_later:
+        compiled(q, k, slopes, {})
+        q, k = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8)
+    options: dict[str, Any] = {"return_lse": what == "heads"}
+    if is_wrong():
+        q = torch.randn(len(q), 4, 3, 8) if what == "heads" else q
+        q = torch.randn(len(q), 3, 2, 8) if what == "rows" else q
+        k = k.double() if what == "dtype" else k
+        slopes = torch.zeros(3) if what == "slopes" else slopes
+        options |= {"softcap": -1.0} if what == "softcap" else {}
+        options |= {"window_size": "none"} if what == "window" else {}
+        options |= {"dropout_p": 0.1} if what == "dropout" else {}
+    compiled(q.requires_grad_(), k, slopes, options).backward()
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_compiled_call(pair, strategy, is_later):
+    for what, kind, words in (
+        ("rows", "ValueError", "q has shape"),
+        ("heads", "ValueError", "heads"),
+        ("dtype", "TypeError", "float64"),
+        ("slopes", "ValueError", "alibi_slopes"),
+        ("softcap", "ValueError", "softcap"),
+        ("window", "", "window_size"),
+        ("dropout", "NotImplementedError", "dropout_p is"),
+    ):
+        check_same(pair, compiled_call, (strategy, what, is_later), kind, words)
+
+
 def check_same(
     pair: Ranks, function: Callable[..., Any], args: tuple[Any, ...], kind: str, words: str
 ) -> None:
