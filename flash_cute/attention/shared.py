@@ -20,22 +20,19 @@ from flash_cute.core.padding import check_mask
 
 
 class GroupOfLayer:
-    """The ranks that share a layer's tokens, and their ContextParallels. Copies of a layer share
-    it; what is saved and loaded knows all ranks of torch.distributed alone.
+    """The ranks that share a layer's tokens, and their ContextParallels. Layers of one group share
+    it, by :func:`group_of_layer`, so that a graph of one is a graph of all; what is saved and
+    loaded knows all ranks of torch.distributed alone.
 
     Attributes:
         id: by which a graph finds it.
         contexts: by size and strategy.
     """
 
-    def __init__(self, group: Any, is_lost: bool = False) -> None:
-        if group is not None:
-            from flash_cute.distributed.arguments import check_group
-
-            check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
+    def __init__(self, group: Any, is_lost: bool) -> None:
         self._is_lost = is_lost
         self.id = next(_IDS)
-        if group is not None and group is not dist.group.WORLD:
+        if group is not None:
             _HELD[self.id] = group
             weakref.finalize(self, _HELD.pop, self.id, None)
         self.contexts: dict[tuple[int, str], Any] = {}
@@ -59,7 +56,23 @@ class GroupOfLayer:
         return self
 
     def __reduce__(self) -> Any:
-        return GroupOfLayer, (None, self._is_lost or self.id in _HELD)
+        return group_of_layer, (None, self._is_lost or self.id in _HELD)
+
+    def is_of(self, group: Any, is_lost: bool) -> bool:
+        """Whether layers of this group share it."""
+        return self._is_lost == is_lost and _HELD.get(self.id) is group
+
+
+def group_of_layer(group: Any, is_lost: bool = False) -> GroupOfLayer:
+    """The one of a group, as long as a layer has it. All ranks, by whichever name, are None."""
+    if group is not None:
+        from flash_cute.distributed.arguments import check_group
+
+        check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
+        if group is dist.group.WORLD:
+            group = None
+    same = (x for x in list(_GROUPS.values()) if x.is_of(group, is_lost))
+    return next(same, None) or GroupOfLayer(group, is_lost)
 
 
 _HELD: dict[str, Any] = {}  # groups by id: why here, flash_cute/distributed/groups.py says
@@ -81,7 +94,7 @@ class SharedAttention(MultiHeadAttention):
             config.score(), config.device, config.dtype,
         )  # fmt: skip
         self.config = config
-        self._group = GroupOfLayer(group)
+        self._group = group_of_layer(group)
 
     @property
     def group(self) -> Any:
@@ -91,7 +104,7 @@ class SharedAttention(MultiHeadAttention):
 
     @group.setter
     def group(self, group: Any) -> None:
-        self._group = GroupOfLayer(group)
+        self._group = group_of_layer(group)
 
     def _world(self) -> int:
         """Ranks of the group; 1 without torch.distributed."""
