@@ -38,10 +38,20 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
 
 
 @contextmanager
-def agreeing(group: Any, what: str) -> Iterator[None]:
+def agreeing(group: Any, what: str, otherwise: Callable[[], None]) -> Iterator[None]:
     """The same, asked at the begin; answers are waited for at this thread's first message of
-    :mod:`flash_cute.distributed.comm`, or at the end."""
-    comm.before_the_next(_ask(group, what, None))
+    :mod:`flash_cute.distributed.comm`, or at the end. ``otherwise`` is called before an error of
+    all ranks, unlike one of what is done inside."""
+    end = _ask(group, what, None)
+
+    def settle() -> None:
+        try:
+            end()
+        except Exception:
+            otherwise()
+            raise
+
+    comm.before_the_next(settle)
     try:
         yield
     finally:

@@ -323,8 +323,11 @@ class ContextParallel:
     def agree(self, what: str, problem: Exception | None = None) -> None:
         """Raises the same error on all ranks if one has a problem, or does something else."""
         if self.check or self._hosts is None:
-            with self._forgetting():
+            try:
                 agreement.agree(self._hosts, what, problem or self._values.problem())
+            except Exception:
+                self._values.forget()
+                raise
         elif problem is not None:
             raise problem
 
@@ -337,17 +340,8 @@ class ContextParallel:
             self.agree(what, problem)
             yield
         else:
-            with self._forgetting(), agreement.agreeing(self._hosts, what):
+            with agreement.agreeing(self._hosts, what, self._values.forget):
                 yield
-
-    @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Values that were compared before an error are not told of again."""
-        try:
-            yield
-        except Exception:
-            self._values.forget()
-            raise
 
     def compare(self, tensors: dict[str, Tensor | None]) -> None:
         """Asks behind a call whether tensors on GPUs have the same values on all ranks. Those on
