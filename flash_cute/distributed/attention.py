@@ -281,7 +281,8 @@ def _whole(
         slopes = options["alibi_slopes"]
         if slopes is not None and slopes.dim() == 2:
             options = options | {"alibi_slopes": slopes.repeat_interleave(ranks, 0)}
-    offsets = torch.tensor(layouts.offsets(lengths), dtype=torch.int32, device=q.device)
+    offsets = torch.tensor(layouts.offsets(lengths), dtype=torch.int32, device="cpu")
+    offsets = offsets.to(q.device, non_blocking=True)  # which waits for no kernel
     longest = max(lengths)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out, lse = flash_attn_varlen_func(
