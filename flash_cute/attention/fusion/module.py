@@ -16,6 +16,7 @@ from flash_cute.attention.fusion.graphs import Graphs
 from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
 from flash_cute.attention.fusion.parts import FusedBlock, own_method
+from flash_cute.attention.fusion.trial import fixed_settings
 
 
 class BlockAdapter(Protocol):
@@ -152,7 +153,8 @@ class UnifiedAttentionFusion(nn.Module):
     ) -> nn.Module:
         """The fused form of a block, or the module itself with what it holds fused; ``unless`` says
         what may keep a fused block from being called."""
-        fused, text = _attempt(module, self.config)
+        with fixed_settings():
+            fused, text = _attempt(module, self.config)
         if text is not None:
             self.report[name] = text + unless * (fused is not None)
         if fused is not None:

@@ -10,7 +10,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -173,23 +173,42 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
+def fixed_settings() -> Iterator[None]:
+    """What a block computes here does not depend on the caller's modes, default dtype and precision
+    of products in fp32; all are afterwards as they were."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends], torch.get_default_dtype()
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        torch.set_default_dtype(torch.float32)
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            yield
+    finally:
+        torch.set_default_dtype(before[1])
+        for backend, precision in zip(backends, before[0], strict=True):
+            backend.fp32_precision = precision
+
+
+@contextmanager
 def _undisturbed(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Every generator of random numbers is afterwards as it was, torch's, Python's and NumPy's, and
-    TF32 is off inside. Gives what tells whether the last two were used."""
+    """Every generator of random numbers is afterwards as it was, torch's, Python's and NumPy's.
+    Gives what tells whether the last two were used."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
-    precision = torch.backends.cuda.matmul.fp32_precision
     devices = [device] if device.type == "cuda" else []
 
     def drew() -> bool:
         return repr((random.getstate(), numpy and numpy.random.get_state())) != repr(before)
 
     try:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
         with torch.random.fork_rng(devices=devices):
             yield drew
     finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
         random.setstate(before[0])
         if numpy:
             numpy.random.set_state(before[1])
