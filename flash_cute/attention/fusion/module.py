@@ -16,7 +16,8 @@ from flash_cute.attention.fusion.graphs import Graphs
 from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
 from flash_cute.attention.fusion.parts import FusedBlock, own_method
-from flash_cute.attention.fusion.trial import fixed_settings
+from flash_cute.attention.fusion.remembered import remembering
+from flash_cute.attention.fusion.trial import fixed_settings, is_out_of_memory
 
 
 class BlockAdapter(Protocol):
@@ -80,7 +81,8 @@ class UnifiedAttentionFusion(nn.Module):
         self.config = FusionConfig() if config is None else replace(config)
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
-        fused = self._fused(shared_copy(model), "", {})
+        with remembering():
+            fused = self._fused(shared_copy(model), "", {})
         if not any(text.startswith("fused") for text in self.report.values()):
             raise NotImplementedError(_refusal(model, self.report))
         internals.share_members(self, fused)
@@ -204,6 +206,8 @@ def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None,
     except NotImplementedError as error:
         reason = str(error)
     except Exception as error:  # a block of a kind that the adapter did not expect
+        if is_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}"
     return None, f"left: {reason}"
 

@@ -40,6 +40,8 @@ def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str 
         try:
             reason = _other_numbers(one, fuse, generator) or operators.difference(block)
         except Exception as error:  # whatever another kind of block raises
+            if is_out_of_memory(error):
+                raise
             return f"a call as of a Llama block fails: {type(error).__name__}: {error}"
         if reason is None and drew():
             reason = "its forward draws random numbers"
@@ -57,8 +59,16 @@ def agrees(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> bool:
             one = with_random_weights(block, exact, generator).eval()
             calls = _calls(one, *_SMALL[-1], generator)
             return all(_same(one, fuse(one), call, gradients=False) for call in calls)
-        except Exception:  # the fused form calls parts as the block does not
+        except Exception as error:  # the fused form calls parts as the block does not
+            if is_out_of_memory(error):
+                raise
             return False
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error tells nothing of a block, but of the memory that its trial takes."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
@@ -116,7 +126,9 @@ def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> I
     try:
         with torch.no_grad():
             block(**without)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return
     yield without
 
