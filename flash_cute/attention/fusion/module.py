@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -102,6 +103,8 @@ class UnifiedAttentionFusion(nn.Module):
                 asked = getattr(getattr(self.model, "config", None), name, False)
             if asked:
                 raise NotImplementedError(f"{name}: fused blocks record nothing")
+        if "_former_parameters" in vars(self):  # a replica's of nn.DataParallel
+            vars(self.model).update(self._former_parameters)
         with self._precision():
             if not self.config.enable_mixed_precision:
                 args, kwargs = self._cast((args, kwargs))
@@ -111,12 +114,12 @@ class UnifiedAttentionFusion(nn.Module):
                 self.last_call = "separate launches"
                 return self.model(*args, **kwargs)
             call = self.model.simplified(*args, **kwargs)
-            reason = self.graphs.refusal(call)
+            reason, frozen = self.graphs.look_at(call)
             if reason is not None:
                 self.last_call = f"separate launches: {reason}"
                 return self.model(**call)
             self.last_call = "one CUDA graph"
-            return self.graphs.run(call, self.model.seqlen_of(call))
+            return self.graphs.run(call, self.model.seqlen_of(call), frozen)
 
     def _graphs(self) -> Graphs | None:
         level = self.config.optimization_level
@@ -129,6 +132,17 @@ class UnifiedAttentionFusion(nn.Module):
         """As of any module."""
         self.model.train(mode)
         self.training = mode
+        return self
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """As of any module; ``model`` itself follows this one."""
+        yield self
+        yield from self.model.modules(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> UnifiedAttentionFusion:
+        """As of any module: to all of :meth:`modules`, this one last."""
+        self.model.apply(fn)
+        fn(self)
         return self
 
     def get_submodule(self, target: str) -> nn.Module:
