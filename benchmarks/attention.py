@@ -79,7 +79,7 @@ def prepare(
             results = work.results(work.run())
         names = ("out",) if direction == "fwd" else _GRADIENTS
         named = dict(zip(names, results, strict=True))
-        errors, fault = check(case, named, truths if work.comparable else None)
+        errors, fault = check(case, named, truths if work.comparable else None, work.slack)
         works = [work]
         if case.feature:
             works.append(kept([make(case.beside, replace(i, options={})) for i in (x, *others)]))

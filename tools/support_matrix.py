@@ -23,12 +23,13 @@ BEGIN, END = "<!-- support-matrix -->", "<!-- /support-matrix -->"
 OPS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
 ARCHS = {80: "sm_80 and newer", 90: "sm_90a"}
 YES = "yes"
+_WIDENED = "widened to 16 bits; to fp32 with fp16 and a tensor as descale of q or k"
 
 # What a caller can ask for: (on the CPU, on CUDA).
 FEATURES = {
     "fp16, bf16": (YES, YES),
     "fp32, fp64": (YES, "fp32: in TF32 if torch's matmuls are, else as accurate as fp32"),
-    "fp8 q, k and v, forward": ("widened to 16 bits", "widened to 16 bits"),
+    "fp8 q, k and v, forward": (_WIDENED, _WIDENED),
     "head dims, of v its own": ("any", "1 to {largest}"),
     "backward": (YES, YES),
     "bitwise repeatable": (YES, "out, dk and dv; all with `deterministic=True`"),

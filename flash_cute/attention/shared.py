@@ -20,22 +20,19 @@ from flash_cute.core.padding import check_mask
 
 
 class GroupOfLayer:
-    """The ranks that share a layer's tokens, and their ContextParallels. Copies of a layer share
-    it; what is saved and loaded knows all ranks of torch.distributed alone.
+    """The ranks that share a layer's tokens, and their ContextParallels. Layers of one group share
+    it, by :func:`group_of_layer`, so that a graph of one is a graph of all; what is saved and
+    loaded knows all ranks of torch.distributed alone.
 
     Attributes:
         id: by which a graph finds it.
         contexts: by size and strategy.
     """
 
-    def __init__(self, group: Any, is_lost: bool = False) -> None:
-        if group is not None:
-            from flash_cute.distributed.arguments import check_group
-
-            check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
+    def __init__(self, group: Any, is_lost: bool) -> None:
         self._is_lost = is_lost
         self.id = next(_IDS)
-        if group is not None and group is not dist.group.WORLD:
+        if group is not None:
             _HELD[self.id] = group
             weakref.finalize(self, _HELD.pop, self.id, None)
         self.contexts: dict[tuple[int, str], Any] = {}
@@ -59,7 +56,23 @@ class GroupOfLayer:
         return self
 
     def __reduce__(self) -> Any:
-        return GroupOfLayer, (None, self._is_lost or self.id in _HELD)
+        return group_of_layer, (None, self._is_lost or self.id in _HELD)
+
+    def is_of(self, group: Any, is_lost: bool) -> bool:
+        """Whether layers of this group share it."""
+        return self._is_lost == is_lost and _HELD.get(self.id) is group
+
+
+def group_of_layer(group: Any, is_lost: bool = False) -> GroupOfLayer:
+    """The one of a group, as long as a layer has it. All ranks, by whichever name, are None."""
+    if group is not None:
+        from flash_cute.distributed.arguments import check_group
+
+        check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
+        if group is dist.group.WORLD:
+            group = None
+    same = (x for x in list(_GROUPS.values()) if x.is_of(group, is_lost))
+    return next(same, None) or GroupOfLayer(group, is_lost)
 
 
 _HELD: dict[str, Any] = {}  # groups by id: why here, flash_cute/distributed/groups.py says
@@ -81,7 +94,7 @@ class SharedAttention(MultiHeadAttention):
             config.score(), config.device, config.dtype,
         )  # fmt: skip
         self.config = config
-        self._group = GroupOfLayer(group)
+        self._group = group_of_layer(group)
 
     @property
     def group(self) -> Any:
@@ -91,7 +104,7 @@ class SharedAttention(MultiHeadAttention):
 
     @group.setter
     def group(self, group: Any) -> None:
-        self._group = GroupOfLayer(group)
+        self._group = group_of_layer(group)
 
     def _world(self) -> int:
         """Ranks of the group; 1 without torch.distributed."""
@@ -110,6 +123,24 @@ class SharedAttention(MultiHeadAttention):
         if mask is not None:
             check_mask(mask, x)
 
+    def _check_kind(self, x: Tensor) -> None:
+        """Ranks of which one cannot project its tokens would wait for it."""
+        weight = self.in_proj_weight
+        if x.device != weight.device:
+            raise ValueError(
+                f"hidden_states is on {x.device}, the parameters on {weight.device}; move one"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"hidden_states has dtype {x.dtype}, the parameters {weight.dtype}; cast one, or "
+                "use torch.autocast"
+            )
+
+    def _split_heads(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """q, k and v of tokens, of which those that take no part are 0."""
+        heads = self._heads(x if mask is None else without(mask, x))
+        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+
     def _of_ranks(
         self,
         size: int,
@@ -127,31 +158,27 @@ class SharedAttention(MultiHeadAttention):
         from flash_cute.distributed import cp_attention
 
         cp = context(self._group, size, strategy)
-        problem = None
+        problem, qkv, rows = None, (), 0
         try:
             refuse_cross_attention(crosses)
             self._check_call(x, with_any_floats(mask))
+            self._check_kind(x)
             if mask is not None and options["dropout_p"]:
                 raise NotImplementedError(
                     f"dropout is {options['dropout_p']} and attention_mask is given: what is "
                     "dropped would depend on the number of ranks; call eval()"
                 )
-        except (TypeError, ValueError, NotImplementedError) as error:
+            qkv, rows = self._split_heads(x, mask), x.shape[1]
+        except Exception as error:  # whatever it is, the other ranks must not wait
             problem = error
-        rows = x.shape[1] if problem is None else 0
         plan = cp.plan_of_parts(
             rows, problem, f", max_sequence_length {longest}", causal=options["causal"],
             window_size=options["window_size"],
         )  # fmt: skip
         check_length(plan.total, longest)
-        if mask is not None:
-            x = without(mask, x)
-        q, k, v = self._heads(x).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2
-        )
         if mask is None:
-            return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
-        return self.out_proj(_attend_masked(cp, plan, (q, k, v), mask, options).flatten(-2))
+            return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
+        return self.out_proj(_attend_masked(cp, plan, qkv, mask, options).flatten(-2))
 
     def _in_graph(
         self,
@@ -166,22 +193,26 @@ class SharedAttention(MultiHeadAttention):
         """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
         from flash_cute.distributed import cp_attention, cp_ops
 
-        refuse_cross_attention(crosses)
-        if mask is not None:
-            raise NotImplementedError(
-                "attention_mask is given, which layers of ranks do not take in torch.compile"
-            )
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            return cp_ops.refuse(x, self.d_model, _name_of(self._group.id, size, strategy))
+        def check() -> None:
+            refuse_cross_attention(crosses)
+            self._check_call(x, None)
+            self._check_kind(x)
+            check_length(size * x.shape[1], longest)
+            if mask is not None:
+                raise NotImplementedError(
+                    "attention_mask is given, which layers of ranks do not take in torch.compile"
+                )
+
+        problem = cp_ops.problem_in_graph(check, x)
+        if problem is not None:
+            context_name = _name_of(self._group.id, size, strategy)
+            return cp_ops.refuse(x, self.d_model, *problem, context_name)
         rows = len(range(x.shape[1]))  # a number, by which the graph is specialised
         plan = _equal_plan(
             self._group.id, size, strategy, rows, options["causal"], options["window_size"]
         )
-        check_length(size * rows, longest)
-        q, k, v = self._heads(x).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2
-        )
-        return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
+        qkv = self._split_heads(x, None)
+        return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={x}" for name, x in self.config.score().items())

@@ -26,7 +26,9 @@ class Rotary(NamedTuple):
 
     def turn(self, x: Tensor, position: int, step: int) -> Tensor:
         """x (rows, heads, dim) with row i turned to ``position + i * step``, in its dtype."""
-        positions = (position + step * torch.arange(len(x))).clamp_(0, len(self.cos) - 1)
+        positions = (position + step * torch.arange(len(x), device="cpu")).clamp_(
+            0, len(self.cos) - 1
+        )
         cos, sin = (table[positions, None].to(compute_dtype(x)) for table in (self.cos, self.sin))
         half = cos.shape[-1]
         pairs = x[..., : 2 * half].to(cos.dtype)
@@ -48,7 +50,7 @@ class Place(NamedTuple):
     def rows(self, cache: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
         """Page, row in the page, and whether the page exists, of rows [first, last)."""
         page_size = max(cache.shape[1], 1)
-        rows = torch.arange(first, last)
+        rows = torch.arange(first, last, device="cpu")
         ids = self.pages[rows // page_size]
         return ids, rows % page_size, (ids >= 0) & (ids < len(cache))
 
@@ -75,7 +77,7 @@ def _places(call: FwdKvcacheCall, batch: int) -> Iterator[Place]:
     elif call.cache_batch_idx is not None:
         pages = call.cache_batch_idx.long()[:, None]
     else:
-        pages = torch.arange(batch)[:, None]
+        pages = torch.arange(batch, device="cpu")[:, None]
     capacity = pages.shape[1] * call.k_cache.shape[1]
     used, leftpad = call.cache_seqlens, call.cache_leftpad
     lengths = [capacity] * batch if used is None else used.clamp(0, capacity).tolist()
@@ -100,7 +102,7 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     packed, offsets, longest_q = q, call.cu_seqlens_q, call.max_seqlen_q
     if offsets is None:
         packed, longest_q = q.flatten(0, 1), q.shape[1]
-        offsets = torch.arange(len(q) + 1) * longest_q
+        offsets = torch.arange(len(q) + 1, device="cpu") * longest_q
     statistic = (heads := q.shape[-2], len(packed))
     outputs = Outputs.of_no_keys(packed, call.v_cache, statistic, (), False, False)
     places = list(_places(call, len(offsets) - 1))

@@ -46,7 +46,8 @@ def select(x: Tensor, rows: slice) -> Tensor:
 
 def positions(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """int64 positions of the rows and of the keys of a tile."""
-    return torch.arange(rows.start, rows.stop), torch.arange(keys.start, keys.stop)
+    of_rows, of_keys = (torch.arange(x.start, x.stop, device="cpu") for x in (rows, keys))
+    return of_rows, of_keys
 
 
 def product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
@@ -169,7 +170,9 @@ class Tiles:
 
     def _hidden(self, rows: slice, keys: slice) -> Tensor:
         diagonal = rows.start - keys.start
-        tile = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool)
+        tile = torch.ones(
+            rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool, device="cpu"
+        )
         visible = tile.tril_(self.high + diagonal).triu_(self.low + diagonal)
         return visible.logical_not_().repeat(self.group, 1)
 
@@ -207,6 +210,6 @@ class Tiles:
         options = self.options
         if options.dropout_p == 0:
             return None
-        bh = torch.arange(self.batch * self.heads) + self.first * self.heads
+        bh = torch.arange(self.batch * self.heads, device="cpu") + self.first * self.heads
         keep = dropout_keep(options.rng, options.dropout_p, bh, *positions(rows, keys))
         return keep.logical_not_().view(len(self.q), self.group * keep.shape[1], keep.shape[2])

@@ -26,7 +26,8 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
 
     Raises:
         TypeError, ValueError, NotImplementedError: a rank has a problem, or ranks differ: with the
-            same message on all of them, which says what each rank has.
+            same message on all of them, which says what each rank has. If the others never ask, it
+            is this rank's problem alone.
         RuntimeError: a rank does not ask within the group's timeout.
     """
     if group is None:
@@ -37,10 +38,20 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
 
 
 @contextmanager
-def agreeing(group: Any, what: str) -> Iterator[None]:
+def agreeing(group: Any, what: str, otherwise: Callable[[], None]) -> Iterator[None]:
     """The same, asked at the begin; answers are waited for at this thread's first message of
-    :mod:`flash_cute.distributed.comm`, or at the end."""
-    comm.before_the_next(_ask(group, what, None))
+    :mod:`flash_cute.distributed.comm`, or at the end. ``otherwise`` is called before an error of
+    all ranks, unlike one of what is done inside."""
+    end = _ask(group, what, None)
+
+    def settle() -> None:
+        try:
+            end()
+        except Exception:
+            otherwise()
+            raise
+
+    comm.before_the_next(settle)
     try:
         yield
     finally:
@@ -53,7 +64,7 @@ def _ask(
     """Sends what this rank is about to do, and a number; the result waits for the others', and may
     raise. All messages are of one size: gloo ends a process that gets another one."""
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little", signed=True)
-    mine = torch.tensor([digest, int(problem is not None), number])
+    mine = torch.tensor([digest, int(problem is not None), number], device="cpu")
     ranks = dist.get_world_size(group)
     of_all = mine.new_empty(3 * ranks)
     work = comm.start_all_gather(of_all, mine, group=group, async_op=True)
@@ -62,6 +73,8 @@ def _ask(
         try:
             work.wait()
         except RuntimeError as error:
+            if problem is not None:
+                raise problem from error
             raise RuntimeError(
                 f"not all ranks made this call, {what}: one is gone, or does something else "
                 f"({error})"
@@ -75,7 +88,7 @@ def _ask(
         wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(told) if kind]
         if wrong:
             texts = "; ".join(f"rank {rank}: {text}" for rank, _, text in wrong)
-            raise _ERRORS[wrong[0][1]](texts)
+            raise error_of(wrong[0][1], texts)
         texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(told))
         raise ValueError(f"ranks differ: {texts}. All must make the same call")
 
@@ -88,6 +101,11 @@ def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]
         agree(group, "", problem)
         return [mine]
     return _ask(group, "a layer's tokens, to be counted", problem, mine)()
+
+
+def error_of(kind: str, text: str) -> Exception:
+    """One of this kind's name, which all ranks know."""
+    return _ERRORS.get(kind, ValueError)(text)
 
 
 def _name(problem: Exception) -> str:

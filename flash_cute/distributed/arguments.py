@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,13 @@ def check_whole(name: str, x: Any, least: int, expected: str = "an int") -> None
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected {expected}")
     if x < least:
         raise ValueError(f"{name} is {x}; expected at least {least}")
+
+
+def whole_list(name: str, x: Any) -> list[Any]:
+    """x as a list; refuses what is no sequence."""
+    if isinstance(x, str) or not isinstance(x, Iterable):
+        raise TypeError(f"{name} is {validate.kind_of(x)}; expected a sequence of ints")
+    return list(x)
 
 
 def check_positive(name: str, x: Any) -> None:
@@ -113,7 +120,11 @@ def lengths(seqlen: Any, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int
         found: tuple[int, ...] = (int(seqlen),)
     else:
         given: Any = cu_seqlens
-        given = given.flatten().tolist() if isinstance(given, Tensor) else list(given)
+        if isinstance(given, Tensor):
+            if given.is_meta:
+                raise ValueError("cu_seqlens is on meta, which holds no values; give them")
+            given = given.flatten().tolist()
+        given = whole_list("cu_seqlens", given)
         for offset in given:
             if isinstance(offset, bool) or not isinstance(offset, int):
                 kind = validate.kind_of(offset)

@@ -89,7 +89,6 @@ def cp_attention(
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
     here = _constant(plan.key) if torch.compiler.is_compiling() else _here(check_plan(plan))
-    validate.whole_sequences()
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
@@ -105,20 +104,26 @@ def cp_attention(
     if torch.compiler.is_compiling():
         qkv, wrap = _local(cp, q, k, v)
         asked = description.of_options(options, return_lse, qkv)  # makes numbers constants
-        _check(here, qkv, options, random, return_lse)
+        if here.asks:
+            problem = cp_ops.problem_in_graph(
+                lambda: _check(here, qkv, options, random, return_lse), *qkv, *options.values(), rng
+            )
+            if problem is not None:
+                return _refused(here, qkv, return_lse, problem)
+        else:
+            _check(here, qkv, options, random, return_lse)
         out, lse = _attend(here, qkv, options, random, return_lse, asked)
     else:
-        problem = None
+        problem, what = None, ""
+        same = {"alibi_slopes": alibi_slopes, "sink": sink}
         try:
             qkv, wrap = _local(cp, q, k, v)
             _check(here, qkv, options, random, return_lse)
-        except (TypeError, ValueError, NotImplementedError) as error:
+            if cp.asks:
+                asked = description.of_options(options, return_lse, qkv)
+                what = description.of_attention(asked, plan, qkv, same)
+        except Exception as error:  # whatever it is, the other ranks must not wait
             problem = error
-        same = {"alibi_slopes": alibi_slopes, "sink": sink}
-        what = ""
-        if cp.asks and problem is None:
-            asked = description.of_options(options, return_lse, qkv)
-            what = description.of_attention(asked, plan, qkv, same)
         with cp.agreeing(what, problem):
             out, lse = _attend(here, qkv, options, random, return_lse, "")
             cp.compare(same)
@@ -126,17 +131,28 @@ def cp_attention(
     return (out, lse) if return_lse else out
 
 
+def _refused(
+    here: Here, qkv: QKV, return_lse: bool, problem: tuple[str, str]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Of a graph whose call is refused, on all ranks, once it runs."""
+    q, _, v = qkv
+    out = cp_ops.refuse(q, v.shape[-1], *problem, here.context)
+    return (out, out.select(-1, 0).float().transpose(-1, -2)) if return_lse else out
+
+
 class Here:
     """What a call takes of its plan, and of this rank.
 
     Attributes:
         cp, rank, rows: the ranks, which of them this is, and its tokens.
+        asks, context: whether calls are compared, and the name by which ops find the ranks.
         total, key, packed, ranks, inner, outer, strategy, lengths: the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.cp = context_of(plan)
         self.rank = self.cp.rank
+        self.asks, self.context = self.cp.asks, plan.context
         self.rows = plan.rows(self.rank)
         self.total, self.key, self.packed, self.ranks = (
             plan.total,
@@ -265,7 +281,8 @@ def _whole(
         slopes = options["alibi_slopes"]
         if slopes is not None and slopes.dim() == 2:
             options = options | {"alibi_slopes": slopes.repeat_interleave(ranks, 0)}
-    offsets = torch.tensor(layouts.offsets(lengths), dtype=torch.int32, device=q.device)
+    offsets = torch.tensor(layouts.offsets(lengths), dtype=torch.int32, device="cpu")
+    offsets = offsets.to(q.device, non_blocking=True)  # which waits for no kernel
     longest = max(lengths)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out, lse = flash_attn_varlen_func(
@@ -278,11 +295,6 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
     """The first rank's state."""
     generator, rng = random
     if torch.compiler.is_compiling():
-        if dropout_p and rng is None and cp.size > 1:
-            raise NotImplementedError(
-                "dropout_p is given without rng, which ranks cannot agree on inside of "
-                "torch.compile: give rng, the same on every rank"
-            )
         return rng if dropout_p else None
     rng = rng_of_call(q, dropout_p, generator, rng)
     if rng is not None and cp.size > 1:
@@ -294,6 +306,7 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
 
 def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any) -> None:
     """What this rank can tell by itself."""
+    validate.whole_sequences()
     q, k, v = qkv
     for name, x in (("q", q), ("k", k), ("v", v)):
         validate.tensor(name, x)
@@ -327,6 +340,12 @@ def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return
         raise NotImplementedError(
             f"dropout_p is {options['dropout_p']} and the plan's strategy {plan.strategy}: what is "
             "dropped would depend on the number of ranks; dropout needs strategy='ulysses'"
+        )
+    is_drawn = options["dropout_p"] and random[1] is None
+    if is_drawn and plan.ranks > 1 and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "dropout_p is given without rng, which ranks cannot agree on inside of "
+            "torch.compile: give rng, the same on every rank"
         )
     if q.shape[-2] % plan.inner:
         raise ValueError(

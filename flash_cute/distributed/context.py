@@ -70,21 +70,9 @@ class ContextParallel:
         links: Links | None = None,
     ) -> None:
         arguments.check_ranks(ranks)
-        mesh = ranks if isinstance(ranks, DeviceMesh) else None
-        arguments.check_one_of("strategy", strategy, ("auto", *STRATEGIES))
-        arguments.check_one_of("layout", layout, ("auto", *LAYOUTS))
-        check_whole("head_groups", head_groups, 1)
         arguments.check_timeout(timeout)
-        if not isinstance(check, bool):
-            raise TypeError(f"check is {validate.kind_of(check)}; expected a bool")
-        if links is not None and not isinstance(links, Links):
-            raise TypeError(f"links is {validate.kind_of(links)}; expected Links, or None")
+        mesh = ranks if isinstance(ranks, DeviceMesh) else None
         self._is_2d = mesh is not None and mesh.ndim == 2
-        if (strategy == "two_dimensional") > self._is_2d:
-            raise ValueError(
-                "strategy is two_dimensional, which needs a DeviceMesh of two dimensions: "
-                "init_device_mesh('cuda', (ring, ulysses))"
-            )
         if mesh is not None:
             group: Any = groups.group_of_all(mesh, timeout)
         elif ranks is not None:
@@ -95,12 +83,30 @@ class ContextParallel:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.strategy, self.layout, self.head_groups = strategy, layout, head_groups
-        self.check, self.links = check, links or Links()
+        self.check, self.links = check, Links() if links is None else links
         self.name = groups.register(group, mesh, timeout)
         weakref.finalize(self, groups.release, self.name)
+        try:
+            self._check_options()
+        except (TypeError, ValueError) as error:  # the others hear of it in what they do next
+            agreement.agree(None if check is False else self._hosts, "none", error)
         self._values = ValuesOnGPU()
         self._recent: deque[Plan] = deque(maxlen=8)  # layers make a plan in each call
         _CONTEXTS[self.name] = self
+
+    def _check_options(self) -> None:
+        arguments.check_one_of("strategy", self.strategy, ("auto", *STRATEGIES))
+        arguments.check_one_of("layout", self.layout, ("auto", *LAYOUTS))
+        check_whole("head_groups", self.head_groups, 1)
+        if not isinstance(self.check, bool):
+            raise TypeError(f"check is {validate.kind_of(self.check)}; expected a bool")
+        if not isinstance(self.links, Links):
+            raise TypeError(f"links is {validate.kind_of(self.links)}; expected Links, or None")
+        if (self.strategy == "two_dimensional") > self._is_2d:
+            raise ValueError(
+                "strategy is two_dimensional, which needs a DeviceMesh of two dimensions: "
+                "init_device_mesh('cuda', (ring, ulysses))"
+            )
 
     @property
     def group(self) -> Any:
@@ -164,7 +170,7 @@ class ContextParallel:
         problem, plan = None, None
         try:
             plan = self.plan_alone(**options)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks must not wait
             problem = error
         self.agree("none" if plan is None else f"plan {plan.digest}, {plan!r}{besides}", problem)
         assert plan is not None
@@ -230,7 +236,7 @@ class ContextParallel:
     def _sizes(self, sizes: Sequence[int] | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
         if sizes is None:
             return ()
-        sizes = tuple(sizes)
+        sizes = tuple(arguments.whole_list("sizes", sizes))
         for n in sizes:
             check_whole("sizes' entries", n, 0)
         if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != sum(lengths):
@@ -294,8 +300,8 @@ class ContextParallel:
             plan.check_tokens("x", x, dim, self.rank)
             dim = dim % x.dim()
             rest = [n for i, n in enumerate(x.shape) if i != dim]
-            what = f"unshard of {rest}, {x.dtype}, plan {plan.digest}"
-        except (TypeError, ValueError) as error:
+            what = f"unshard of {rest}, {x.dtype} {x.device.type}, plan {plan.digest}"
+        except Exception as error:
             problem = error
         self.agree(what, problem)
         longest = max(map(layouts.rows, plan.parts))
@@ -317,8 +323,11 @@ class ContextParallel:
     def agree(self, what: str, problem: Exception | None = None) -> None:
         """Raises the same error on all ranks if one has a problem, or does something else."""
         if self.check or self._hosts is None:
-            with self._forgetting():
+            try:
                 agreement.agree(self._hosts, what, problem or self._values.problem())
+            except Exception:
+                self._values.forget()
+                raise
         elif problem is not None:
             raise problem
 
@@ -331,17 +340,8 @@ class ContextParallel:
             self.agree(what, problem)
             yield
         else:
-            with self._forgetting(), agreement.agreeing(self._hosts, what):
+            with agreement.agreeing(self._hosts, what, self._values.forget):
                 yield
-
-    @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Values that were compared before an error are not told of again."""
-        try:
-            yield
-        except Exception:
-            self._values.forget()
-            raise
 
     def compare(self, tensors: dict[str, Tensor | None]) -> None:
         """Asks behind a call whether tensors on GPUs have the same values on all ranks. Those on

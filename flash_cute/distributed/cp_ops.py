@@ -4,12 +4,13 @@ backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_cute.distributed import all_gather, comm, layouts, ring
+from flash_cute.distributed import agreement, all_gather, comm, layouts, ring
 from flash_cute.distributed.communicating import (
     asking,
     asking_backward,
@@ -192,23 +193,42 @@ def _sum_back(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
 gather.register_autograd(_sum_back, setup_context=_keep_plan)
 
 
+def problem_in_graph(check: Callable[[], Any], *tensors: Any) -> tuple[str, str] | None:
+    """Kind and text of what a check raises while a graph is made. So that the text is one of the
+    graph, the sizes that it may tell are numbers once the check has failed."""
+    problem = None
+    for _ in range(2):
+        try:
+            check()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            problem = error
+        if problem is None:
+            return None
+        for x in tensors:
+            for n in x.shape if isinstance(x, Tensor) else ():
+                len(range(n))
+    return f"{type(problem).__name__}", f"{problem.args[0]}"
+
+
 @op_of("cp_refuse")
-def refuse(x: Tensor, d_model: int, context: str) -> Tensor:
-    """Raises on all ranks, which ask for agreement, that a layer of this rank does not take x."""
-    shape = tuple(x.shape)
-    expected = f"(batch, seqlen, d_model = {d_model})"
-    problem = ValueError(f"hidden_states has shape {shape}; expected {expected}")
-    context_named(context).agree("none", problem)
-    return torch.empty_like(x)
+def refuse(x: Tensor, width: int, kind: str, text: str, context: str) -> Tensor:
+    """Raises on all ranks, which ask for agreement, what a graph found wrong with this rank's call,
+    whose result would be as x, with its last dimension."""
+    context_named(context).agree("none", agreement.error_of(kind, text))
+    return x.new_empty((*x.shape[:-1], width))
 
 
 @refuse.register_fake
-def _(x: Tensor, d_model: int, context: str) -> Tensor:
-    return torch.empty_like(x)
+def _(x: Tensor, width: int, *_: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
 
 
-def _no_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-    return dout, None, None
+def _keep_width(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.width = inputs[0].shape[-1]
 
 
-refuse.register_autograd(_no_gradient)
+def _no_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return dout.new_zeros((*dout.shape[:-1], ctx.width)), None, None, None, None
+
+
+refuse.register_autograd(_no_gradient, setup_context=_keep_width)

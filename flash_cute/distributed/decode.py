@@ -99,18 +99,17 @@ def cp_decode(
     caches: dict[str, Any] = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
     if not isinstance(cp, ContextParallel):
         raise TypeError(f"cp is {type(cp).__name__}; expected a ContextParallel")
-    problem = None
+    problem, what = None, ""
     try:
         validate.flag("return_softmax_lse", return_softmax_lse)
         for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             validate.tensor(name, x)
         q, k, v = autocast.cast_as(k_cache, q, k, v)
         lengths = _check(q, k, v, cp, caches, cache_batch_idx, num_splits, options)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        if cp.asks:
+            what = description.of_decoding({"q": q, "k": k, "v": v} | caches, options)
+    except Exception as error:  # whatever it is, the other ranks must not wait
         problem = error
-    what = ""
-    if cp.asks and problem is None:
-        what = description.of_decoding({"q": q, "k": k, "v": v} | caches, options)
     cp.agree(what, problem)
 
     batch, seqlen_q = q.shape[:2]

@@ -97,5 +97,5 @@ def digest(x: Tensor) -> Tensor:
 def _weights(count: int, device: torch.device) -> Tensor:
     """Odd and random, the same in every process."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+    weights = torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu") * 2 + 1
     return weights.to(device)

@@ -62,9 +62,9 @@ class Held:
 
 _HELD: dict[str, Held] = {}  # by name
 _NAMES = (f"cp{i}" for i in itertools.count())
-_HOSTS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of a group, by timeout
-_PARTS: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()  # of a group, by size
-for _held in (_HELD, _HOSTS, _PARTS):
+# Groups that were made for another one, by their ranks, timeout and backend.
+_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+for _held in (_HELD, _MADE):
     atexit.register(_held.clear)
 
 
@@ -109,7 +109,7 @@ def groups_of(plan: Plan) -> Groups:
 
 
 def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
-    """One group of all ranks of a mesh, in the order of its dimensions."""
+    """One group of all ranks of a mesh, in the order of its dimensions; made once."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = mesh.mesh.flatten().tolist()
@@ -117,24 +117,15 @@ def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
         raise ValueError(f"the mesh's ranks are {ranks}; expected them in ascending order")
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return _made(mesh.get_group(0), ranks, timeout)
 
 
 def group_of_hosts(group: Any, timeout: timedelta | None) -> Any:
     """A group of the same ranks that takes tensors on the CPU: agreement must not wait for GPUs.
 
-    Its messages meet no others, of another size, which would end gloo's process. It is made once
-    for a group, and lives as long: ranks may collect what used it at different times.
+    Its messages meet no others, of another size, which would end gloo's process.
     """
-    of_group = _HOSTS.setdefault(group, {})
-    if timeout not in of_group:
-        of_group[timeout] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=internals.timeout_of(group) if timeout is None else timeout,
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-    return of_group[timeout]
+    return _made(group, dist.get_process_group_ranks(group), timeout, "gloo")
 
 
 def part_of(group: Any, size: int) -> Any:
@@ -142,15 +133,25 @@ def part_of(group: Any, size: int) -> Any:
     ranks = dist.get_process_group_ranks(group)
     if size == len(ranks):
         return group
-    of_group = _PARTS.setdefault(group, {})
-    if size not in of_group:
-        first = dist.get_rank(group) // size * size
-        of_group[size] = dist.new_group(
-            ranks[first : first + size],
-            timeout=internals.timeout_of(group),
+    first = dist.get_rank(group) // size * size
+    return _made(group, ranks[first : first + size])
+
+
+def _made(
+    group: Any, ranks: list[int], timeout: timedelta | None = None, backend: str | None = None
+) -> Any:
+    """One of these ranks, with the timeout and backend of a group if none is given. It is made once
+    for that group, and lives as long: ranks may collect what used it at different times."""
+    of_group = _MADE.setdefault(group, {})
+    key = (tuple(ranks), timeout, backend)
+    if key not in of_group:
+        of_group[key] = dist.new_group(
+            ranks,
+            timeout=internals.timeout_of(group) if timeout is None else timeout,
+            backend=backend or str(dist.get_backend_config(group)),
             use_local_synchronization=True,
         )
-    return of_group[size]
+    return of_group[key]
 
 
 def device_of(group: Any) -> torch.device:

@@ -277,7 +277,7 @@ def _sequences(launch: Launch, device: torch.device) -> tuple[Any, ...]:
     q_starts.append(q_starts[-1] + q_lens[-1])
     k_starts.append(k_starts[-1] + k_lens[-1])
     indices = [
-        torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True)
+        torch.tensor(x, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
         for x in (q_starts, k_starts, q_lens, k_lens)
     ]
     return (*indices[:2], max(q_lens), max(k_lens), *indices[2:])

@@ -45,18 +45,12 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
 
         cp = ContextParallel(links=measure_links())
     """
-    for name, x, kinds in (("megabytes", megabytes, (int, float)), ("rounds", rounds, (int,))):
-        if isinstance(x, bool) or not isinstance(x, kinds):
-            raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
-    if not 0 < megabytes < math.inf or rounds < 1:
-        raise ValueError(
-            f"megabytes is {megabytes} and rounds {rounds}; expected more than 0, and at least 1"
-        )
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is not None:
         check_group("group", group, "a ProcessGroup of this process, or None")
-        agree(group_of_hosts(group, None), f"measure_links of {megabytes} MB, {rounds} rounds")
+    hosts = None if group is None else group_of_hosts(group, None)
+    agree(hosts, f"measure_links of {megabytes} MB, {rounds} rounds", _problem(megabytes, rounds))
     ranks = 1 if group is None else dist.get_world_size(group)
     device = device_of(group)
     if group is None and torch.cuda.is_available():
@@ -90,6 +84,18 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
     q = torch.randn(1, seqlen, 16, 128, device=device, dtype=dtype)
     attention = seconds(lambda: flash_attn_func(q, q, q))
     return Links(gb_s, 4 * seqlen**2 * 16 * 128 / attention / 1e12, memory)
+
+
+def _problem(megabytes: Any, rounds: Any) -> Exception | None:
+    """What is wrong with these numbers, for all ranks to raise."""
+    for name, x, kinds in (("megabytes", megabytes, (int, float)), ("rounds", rounds, (int,))):
+        if isinstance(x, bool) or not isinstance(x, kinds):
+            return TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
+    if not 0 < megabytes < math.inf or rounds < 1:
+        return ValueError(
+            f"megabytes is {megabytes} and rounds {rounds}; expected more than 0, and at least 1"
+        )
+    return None
 
 
 def _idle(device: torch.device, group: Any) -> None:

@@ -177,10 +177,10 @@ class Plan:
             for rank, part in enumerate(parts)
             for run in part
         )
-        lengths, places = (torch.tensor([run[i] for run in runs]) for i in (1, 2))
+        lengths, places = (torch.tensor([run[i] for run in runs], device="cpu") for i in (1, 2))
         firsts = places - lengths.cumsum(0) + lengths  # less the tokens before the run
         index = firsts.repeat_interleave(lengths)
-        index += torch.arange(len(index))
+        index += torch.arange(len(index), device="cpu")
         if len(index) == len(parts) * longest and bool((index.diff() == 1).all()):
             return None
         return index.to(device, non_blocking=True)

@@ -22,15 +22,18 @@ class ValuesOnGPU:
     def compare(self, tensors: dict[str, Tensor | None], group: Any) -> None:
         """Starts it, for those that are on a GPU. Every rank makes the same call."""
         given = {name: x for name, x in tensors.items() if x is not None and x.is_cuda}
-        if not given or torch.cuda.is_current_stream_capturing():
+        if not given:
             return
-        mine = torch.stack([digest(x) for x in given.values()])
-        gathered, work = comm.all_gather(mine, group)
-        work.wait()
-        on_host = torch.empty(gathered.shape, dtype=torch.int64, pin_memory=True)
-        on_host.copy_(gathered, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        with torch.cuda.device(next(iter(given.values())).device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            mine = torch.stack([digest(x) for x in given.values()])
+            gathered, work = comm.all_gather(mine, group)
+            work.wait()
+            on_host = torch.empty(gathered.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            on_host.copy_(gathered, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         self._under_way.append((list(given), on_host, event))
 
     def problem(self) -> ValueError | None:
@@ -50,5 +53,5 @@ class ValuesOnGPU:
         return None
 
     def forget(self) -> None:
-        """After an error on all ranks."""
+        """After an error of all ranks: what was compared before it is not told of again."""
         self._under_way.clear()

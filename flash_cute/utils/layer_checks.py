@@ -24,7 +24,9 @@ def expect(right: bool, otherwise: str) -> None:
 
 def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        device, dtype
+    )
 
 
 def without_dropout(layer: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from flash_cute.attention import (
     create_context_parallel_attention,
     create_ring_attention,
 )
+from flash_cute.testing.ranks import Ranks
 
 D, HEADS = 48, 4
 
@@ -177,3 +178,49 @@ def test_float_masks_of_one_process(size):
         torch.testing.assert_close(layer(x, MASK, is_causal=causal), expected)
     with pytest.raises(ValueError, match="0 and 1"):
         layer(x, torch.zeros(2, 12))
+
+
+def graphs_of_layers(kind: str, with_group: bool) -> int:
+    """How many graphs twelve compiled layers make, each of them right."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    group = {"group": dist.new_group([0, 1])} if with_group else {}
+    for layer in [layer_of(kind, **group) for _ in range(12)]:
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        x = torch.randn(1, 6, D, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), layer(x))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_layers_of_one_group_share_a_graph():
+    with Ranks(2, seconds=20.0) as ranks:
+        for kind in ("ring", "context_parallel"):
+            for with_group in (False, True):
+                assert ranks.run(graphs_of_layers, kind, with_group) == [1, 1]
+
+
+def remade() -> tuple[list[float], list[bool]]:
+    """Errors of layers before and after torch.distributed was ended and started again, and whether
+    they communicate in another ContextParallel then, as one more call does not."""
+    layers = [layer_of(kind) for kind in ("ring", "context_parallel")]
+    errors = [error_of(layer) for layer in layers]
+    before = [dict(layer._group.contexts) for layer in layers]
+    store = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=ranks)
+    errors += [error_of(layer) for layer in layers]
+    made = [dict(layer._group.contexts) for layer in layers]
+    errors += [error_of(layer) for layer in layers]
+    kept = [dict(layer._group.contexts) for layer in layers]
+    are_new = [a.keys() == b.keys() and all(a[x] is not b[x] for x in a)
+               for a, b in zip(before, made, strict=True)]  # fmt: skip
+    return errors, [*are_new, made == kept]
+
+
+def test_contexts_are_remade_with_torch_distributed():
+    with Ranks(2, seconds=20.0) as ranks:
+        for errors, right in ranks.run(remade):
+            assert max(errors) < 1e-12 and all(right)

@@ -200,6 +200,44 @@ def test_activation_checkpointing(two):
     assert max(two.run(checkpointed)) < 1e-14
 
 
+def by_default_on_meta() -> list[float]:
+    """Differences of out and the gradient of q from those without a default device, of plans that
+    move rows, and of dropout."""
+    differences = []
+    for name, layout, cu_seqlens, dropout_p in (
+        ("all_gather", "zigzag", None, 0.0),
+        ("ring", "per_document", [0, 7, 7, 16], 0.0),
+        ("ulysses", "contiguous", None, 0.5),
+    ):
+        results = []
+        for device in ("cpu", "meta"):
+            torch.manual_seed(0)
+            q = torch.randn(16, 4, 8, dtype=torch.float64)
+            slopes, rng = torch.rand(4), torch.tensor([1, 2])
+            torch.set_default_device(device)
+            try:
+                cp = cases.context(name, layout, 1, "cpu")
+                packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+                plan = cp.plan(None if packed else 16, **packed, causal=True)
+                mine = cp.shard(q, plan, 0)
+                mine = (mine if packed else mine[None]).detach().requires_grad_()
+                out = cp_attention(
+                    mine, mine, mine, plan, alibi_slopes=slopes, dropout_p=dropout_p, rng=rng
+                )
+                out.sin().sum().backward()
+                whole = cp.unshard(out.detach(), plan, 0 if packed else 1)
+            finally:
+                torch.set_default_device(None)
+            results.append((whole, mine.grad))
+        pairs = zip(*results, strict=True)
+        differences += [(a - b).abs().max().item() for a, b in pairs]
+    return differences
+
+
+def test_the_default_device_changes_nothing(two):
+    assert max(map(max, two.run(by_default_on_meta))) == 0
+
+
 def counted() -> list[int]:
     from torch.utils.flop_counter import FlopCounterMode
 

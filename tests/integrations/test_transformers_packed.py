@@ -18,6 +18,7 @@ from hf_models import (
 )
 
 from flash_cute.integrations import transformers as integration
+from flash_cute.integrations.transformers import documents as documents_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SEQLEN = 13
@@ -151,6 +152,32 @@ def test_positions_that_are_written_between_calls():
                 got = made(ids, position_ids=buffer).logits[0]
             expected = results_one_by_one(eager, ids, documents)[0]
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_inference_mode_looks_once_a_forward(packed, monkeypatch):
+    """Also of positions that are written between calls, which are looked at again."""
+    looked = []
+    keep = documents_module._keep
+
+    def recorded(*args):
+        looked.append(args)
+        keep(*args)
+
+    monkeypatch.setattr(documents_module, "_keep", recorded)
+    one = model("llama", "flash_cute")
+    layers = one.config.num_hidden_layers
+    with torch.inference_mode():
+        ids, places = tokens(1, SEQLEN), torch.arange(SEQLEN)[None].clone()
+        for seed in range(3):
+            documents = [cut(seed)] if packed else [[range(SEQLEN)]]
+            places.copy_(positions(documents))
+            looked.clear()
+            got = one(input_ids=ids, position_ids=places, use_cache=False).logits
+            assert len(looked) == 1 < layers
+            for rows in documents[0]:
+                alone = one(input_ids=ids[:, rows], use_cache=False).logits
+                torch.testing.assert_close(got[:, rows], alone, atol=1e-4, rtol=1e-4)
 
 
 def test_numbers_of_documents():

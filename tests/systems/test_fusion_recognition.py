@@ -250,3 +250,50 @@ def test_what_is_fused_is_not_fused_again():
     fused = create_unified_attention_fusion(llama_block())
     with pytest.raises(NotImplementedError, match="the model is left: it is fused already"):
         create_unified_attention_fusion(fused.model)
+
+
+class OtherDtype:
+    """torch.set_default_dtype for a while."""
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(torch.float32)
+
+
+class Rough:
+    """Products in fp32 may be computed in bf16 for a while."""
+
+    def __enter__(self) -> None:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+
+
+def settings() -> tuple[Any, ...]:
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    return (
+        torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(), *(x.fp32_precision for x in backends),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "around",
+    [
+        torch.inference_mode, torch.no_grad, OtherDtype, Rough,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ],
+    ids=["inference_mode", "no_grad", "default_dtype", "precision", "autocast"],
+)  # fmt: skip
+def test_recognition_does_not_depend_on_the_caller_s_settings(around, dtype):
+    model = nn.Sequential(llama_block(), other_eps()).to(dtype)
+    wanted = create_unified_attention_fusion(model).report
+    assert wanted["0"].startswith("fused") and wanted["1"].startswith("left")
+    with around():
+        before = settings()
+        assert create_unified_attention_fusion(model).report == wanted
+        assert settings() == before

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_sdpa import sdpa
 
-from benchmarks import suites, truth
+from benchmarks import rivals, suites, truth
 from benchmarks.suites import SUITES, Case
 
 CPU = torch.device("cpu")
@@ -96,3 +96,19 @@ def test_a_wrong_row_and_a_nan_are_found():
     assert fault and errors["out"] == {"relative": None, "worst_row": None}
     errors, fault = truth.check(case, {"out": broken}, truths[:1])
     assert fault == "out: not finite outside the compared rows"
+
+
+def test_gradients_that_are_summed_up_in_16_bits_are_rounded_more_often():
+    """Those of torch's kernel for the CPU, whose limit grows with the length; gradients that are
+    moved, or 2 % too large, are found."""
+    case = Case.parse("bf16 b1 h1/1 q4096 k4096 d64/64 causal")
+    x = suites.make_inputs(case, CPU, seed=5)
+    truths = truth.reference(case, x, backward=True, seed=5)
+    work = rivals.Sdpa(None, "").backward(case, x)
+    named = dict(zip(("dq", "dk", "dv"), work.results(work.run()), strict=True))
+    errors, fault = truth.check(case, named, truths, work.slack)
+    assert fault == "" and errors["dk"]["relative"] < 4e-3 * work.slack
+    assert 2 < work.slack < 3 and work.slack > rivals.Sdpa(None, "").forward(case, x).slack == 1
+    shifted = named["dk"].roll(1, 1)
+    assert truth.check(case, {"dk": shifted}, truths, work.slack)[1].startswith("dk: relative")
+    assert "dk" in truth.check(case, {"dk": named["dk"] * 1.02}, truths, work.slack)[1]

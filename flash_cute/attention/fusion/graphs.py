@@ -85,8 +85,15 @@ class Graphs:
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "seqlen": self.seqlen, "recent": Recent(KEPT), "addresses": ()}
 
-    def refusal(self, call: dict[str, Any]) -> str | None:
-        """Why a call cannot be one launch; None if it can."""
+    def look_at(self, call: dict[str, Any]) -> tuple[str | None, Any]:
+        """Why a call cannot be one launch, or None and what its graph freezes."""
+        reason = self._refusal(call)
+        frozen = None if reason is not None else self._frozen()
+        if reason is None and frozen is None:
+            reason = "a part of the model was changed, and is called"
+        return reason, frozen
+
+    def _refusal(self, call: dict[str, Any]) -> str | None:
         tensors, _ = flatten(call)
         if torch.compiler.is_compiling():
             return "it is compiled"
@@ -98,15 +105,15 @@ class Graphs:
             return "a gradient is wanted"
         if any(drops(module) for module in self.model.modules()):
             return "dropout is active"
-        if internals.has_hooks(self.model) or self._frozen() is None:
-            return "a part of the model was changed, and is called"
+        if internals.has_hooks(self.model):
+            return "the model has hooks, which are called"
         return "another graph is captured" if torch.cuda.is_current_stream_capturing() else None
 
     def _frozen(self) -> Any:
         return self.model.frozen() if hasattr(self.model, "frozen") else ()  # type: ignore[operator]
 
-    def run(self, call: dict[str, Any], seqlen: int) -> Tensor:
-        """model(**call), of seqlen tokens, by one graph."""
+    def run(self, call: dict[str, Any], seqlen: int, frozen: Any) -> Tensor:
+        """model(**call), of seqlen tokens, by one graph; ``frozen`` is :meth:`look_at`'s."""
         tensors, rest = flatten(call)
         state = (*self.model.parameters(), *self.model.buffers())
         addresses = tuple(x.data_ptr() for x in state)
@@ -116,7 +123,7 @@ class Graphs:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         precision = torch.backends.cuda.matmul.fp32_precision
         kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
-        key = (rest, kinds, autocast, precision, self._frozen())
+        key = (rest, kinds, autocast, precision, frozen)
         captured = self.recent.get(key)
         with torch.cuda.device(tensors[0].device):
             if captured is None:

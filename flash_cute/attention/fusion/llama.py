@@ -25,6 +25,7 @@ from flash_cute.attention.fusion.parts import (
     is_plain,
     own_method,
 )
+from flash_cute.attention.fusion.remembered import once
 
 _BLOCK = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _IMPLEMENTATIONS = (None, "eager", "sdpa")  # of attention, whose masks are 4-dimensional
@@ -241,10 +242,15 @@ class LlamaAdapter:
 
     def fuse(self, module: Any, config: FusionConfig) -> nn.Module:
         block = _fused(module, config)
-        if (reason := trial.difference(module, lambda copy: _fused(copy, config))) is not None:
+        reason = once(
+            "difference", module, lambda: trial.difference(module, lambda x: _fused(x, config))
+        )
+        if reason is not None:
             raise NotImplementedError(reason)
         by_module = replace(config, strategy=FusionStrategy.FFN_ONLY)
-        block.names_arguments = trial.agrees(module, lambda copy: _fused(copy, by_module))
+        block.names_arguments = once(
+            "agrees", module, lambda: trial.agrees(module, lambda x: _fused(x, by_module))
+        )
         return block
 
 

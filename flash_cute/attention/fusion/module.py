@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from flash_cute.attention.fusion.graphs import Graphs
 from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
 from flash_cute.attention.fusion.parts import FusedBlock, own_method
+from flash_cute.attention.fusion.remembered import remembering
+from flash_cute.attention.fusion.trial import fixed_settings, is_out_of_memory
 
 
 class BlockAdapter(Protocol):
@@ -79,7 +82,8 @@ class UnifiedAttentionFusion(nn.Module):
         self.config = FusionConfig() if config is None else replace(config)
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
-        fused = self._fused(shared_copy(model), "", {})
+        with remembering():
+            fused = self._fused(shared_copy(model), "", {})
         if not any(text.startswith("fused") for text in self.report.values()):
             raise NotImplementedError(_refusal(model, self.report))
         internals.share_members(self, fused)
@@ -99,6 +103,8 @@ class UnifiedAttentionFusion(nn.Module):
                 asked = getattr(getattr(self.model, "config", None), name, False)
             if asked:
                 raise NotImplementedError(f"{name}: fused blocks record nothing")
+        if "_former_parameters" in vars(self):  # a replica's of nn.DataParallel
+            vars(self.model).update(self._former_parameters)
         with self._precision():
             if not self.config.enable_mixed_precision:
                 args, kwargs = self._cast((args, kwargs))
@@ -108,12 +114,12 @@ class UnifiedAttentionFusion(nn.Module):
                 self.last_call = "separate launches"
                 return self.model(*args, **kwargs)
             call = self.model.simplified(*args, **kwargs)
-            reason = self.graphs.refusal(call)
+            reason, frozen = self.graphs.look_at(call)
             if reason is not None:
                 self.last_call = f"separate launches: {reason}"
                 return self.model(**call)
             self.last_call = "one CUDA graph"
-            return self.graphs.run(call, self.model.seqlen_of(call))
+            return self.graphs.run(call, self.model.seqlen_of(call), frozen)
 
     def _graphs(self) -> Graphs | None:
         level = self.config.optimization_level
@@ -126,6 +132,17 @@ class UnifiedAttentionFusion(nn.Module):
         """As of any module."""
         self.model.train(mode)
         self.training = mode
+        return self
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """As of any module; ``model`` itself follows this one."""
+        yield self
+        yield from self.model.modules(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> UnifiedAttentionFusion:
+        """As of any module: to all of :meth:`modules`, this one last."""
+        self.model.apply(fn)
+        fn(self)
         return self
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -152,7 +169,8 @@ class UnifiedAttentionFusion(nn.Module):
     ) -> nn.Module:
         """The fused form of a block, or the module itself with what it holds fused; ``unless`` says
         what may keep a fused block from being called."""
-        fused, text = _attempt(module, self.config)
+        with fixed_settings():
+            fused, text = _attempt(module, self.config)
         if text is not None:
             self.report[name] = text + unless * (fused is not None)
         if fused is not None:
@@ -202,6 +220,8 @@ def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None,
     except NotImplementedError as error:
         reason = str(error)
     except Exception as error:  # a block of a kind that the adapter did not expect
+        if is_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}"
     return None, f"left: {reason}"
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_cute import _torch_internals as internals
+from flash_cute.attention.fusion import remembered
 
 Sizes = tuple[int, int]  # batch and tokens
 _REFERENCE = (1009, 8209)  # primes, so that the sizes in a shape tell where they come from
@@ -77,7 +78,8 @@ def difference(block: Any) -> str | None:
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Any:
     """A copy with other parameters, made of the module's."""
-    return copy.deepcopy(module, {id(p): nn.Parameter(make(p)) for p in module.parameters()})
+    weights = {id(p): nn.Parameter(make(p)) for p in module.parameters()}
+    return remembered.watch(copy.deepcopy(module, weights))
 
 
 def record(block: Any, sizes: Sizes, masked: bool) -> list[Operator]:

@@ -10,7 +10,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str 
         try:
             reason = _other_numbers(one, fuse, generator) or operators.difference(block)
         except Exception as error:  # whatever another kind of block raises
+            if is_out_of_memory(error):
+                raise
             return f"a call as of a Llama block fails: {type(error).__name__}: {error}"
         if reason is None and drew():
             reason = "its forward draws random numbers"
@@ -57,15 +59,23 @@ def agrees(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> bool:
             one = with_random_weights(block, exact, generator).eval()
             calls = _calls(one, *_SMALL[-1], generator)
             return all(_same(one, fuse(one), call, gradients=False) for call in calls)
-        except Exception:  # the fused form calls parts as the block does not
+        except Exception as error:  # the fused form calls parts as the block does not
+            if is_out_of_memory(error):
+                raise
             return False
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error tells nothing of a block, but of the memory that its trial takes."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """A copy whose products keep the size of numbers, and whose norms have weights around 1."""
 
     def draw(p: Tensor) -> Tensor:
-        noise = torch.randn(p.shape, generator=generator)
+        noise = torch.randn(p.shape, generator=generator, device="cpu")
         values = noise * p.shape[1] ** -0.5 if p.dim() == 2 else 1 + 0.2 * noise
         return values.to(p.device, dtype)
 
@@ -100,7 +110,7 @@ def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> I
     weight, dim = block.self_attn.q_proj.weight, block.self_attn.head_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(weight.device, weight.dtype)
 
     x = draw(batch, seqlen, weight.shape[1]) * 10 ** draw(batch, seqlen, 1)
     position = {"position_embeddings": tuple(draw(1, seqlen, dim) for _ in "cs")}
@@ -116,7 +126,9 @@ def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> I
     try:
         with torch.no_grad():
             block(**without)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return
     yield without
 
@@ -173,23 +185,42 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
+def fixed_settings() -> Iterator[None]:
+    """What a block computes here does not depend on the caller's modes, default dtype and precision
+    of products in fp32; all are afterwards as they were."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends], torch.get_default_dtype()
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        torch.set_default_dtype(torch.float32)
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            yield
+    finally:
+        torch.set_default_dtype(before[1])
+        for backend, precision in zip(backends, before[0], strict=True):
+            backend.fp32_precision = precision
+
+
+@contextmanager
 def _undisturbed(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Every generator of random numbers is afterwards as it was, torch's, Python's and NumPy's, and
-    TF32 is off inside. Gives what tells whether the last two were used."""
+    """Every generator of random numbers is afterwards as it was, torch's, Python's and NumPy's.
+    Gives what tells whether the last two were used."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
-    precision = torch.backends.cuda.matmul.fp32_precision
     devices = [device] if device.type == "cuda" else []
 
     def drew() -> bool:
         return repr((random.getstate(), numpy and numpy.random.get_state())) != repr(before)
 
     try:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
         with torch.random.fork_rng(devices=devices):
             yield drew
     finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
         random.setstate(before[0])
         if numpy:
             numpy.random.set_state(before[1])

@@ -105,14 +105,17 @@ def attention(
     sequences = _sequences(told, attention_mask)
     if sequences is not None:
         return _packed(q, k, v, sequences, score | training), None
+    layer = getattr(module, "layer_idx", None)
     if numbers is not None:
-        documents = of_numbers(numbers)
+        documents = of_numbers(numbers, layer)
     else:
         seqlen_k = k.shape[1] if attention_mask is None else attention_mask.shape[1]
         mask = attention_mask
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != 0
-        documents = of_positions(position_ids, seq_idx, mask, len(q), q.shape[1], seqlen_k, causal)
+        documents = of_positions(
+            position_ids, seq_idx, mask, len(q), q.shape[1], seqlen_k, causal, layer
+        )
     if documents is not None:
         return _of_documents(q, k, v, documents, score | training), None
     if attention_mask is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,13 +61,15 @@ class Documents:
         return rows.unflatten(0, (batch, seqlen))
 
 
-def of_numbers(numbers: Tensor) -> Documents | None:
-    """Of a mask int32 (batch, seqlen) of numbers from 1 on. None in graphs, which ask when they
-    run that there is one document alone: how many there are is not to be known in them."""
+def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
+    """Of a mask int32 (batch, seqlen) of numbers from 1 on, in a layer of this number. None in
+    graphs, which ask when they run that there is one document alone: how many there are is not to
+    be known in them."""
     if torch.compiler.is_compiling():
         internals.assert_in_graph((numbers == 1).all(), _IN_GRAPHS)
         return None
-    known, found = _looked_up([numbers], None)
+    look = _Look.at([numbers], layer)
+    known, found = _looked_up(look)
     if not known:
         if not (numbers > 0).all():
             raise ValueError(
@@ -78,7 +79,7 @@ def of_numbers(numbers: Tensor) -> Documents | None:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers.diff(dim=1) != 0
         found = Documents.of(begins, None)
-        _keep([numbers], None, found)
+        _keep(look, found)
     return found
 
 
@@ -90,9 +91,11 @@ def of_positions(
     seqlen_q: int,
     seqlen_k: int,
     causal: bool,
+    layer: int | None,
 ) -> Documents | None:
     """What ``position_ids`` and ``seq_idx`` (batch or 1, seqlen_q) say of tokens that ``mask``,
-    bool (batch, seqlen_k), lets take part; None if each row is one document, or nothing is said.
+    bool (batch, seqlen_k), lets take part, in a layer of this number; None if each row is one
+    document, or nothing is said.
 
     Nothing is said of keys of other tokens, unless the layer is causal: its last keys are then the
     queries' own.
@@ -109,10 +112,11 @@ def of_positions(
         more = _continued(told, own, batch, position_ids)
         internals.assert_in_graph(more.all(), _IN_GRAPHS)
         return None
-    known, found = _looked_up(told, mask)
+    look = _Look.at(told if mask is None else [*told, mask], layer)
+    known, found = _looked_up(look)
     if not known:
         found = _found(_continued(told, own, batch, position_ids), own)
-        _keep(told, mask, found)
+        _keep(look, found)
     if found is not None and seqlen_k != seqlen_q:
         raise ValueError(
             "position_ids restart (or seq_idx changes) behind a cache of "
@@ -163,38 +167,59 @@ def _found(continued: Tensor, mask: Tensor | None) -> Documents | None:
     return Documents.of(begins, mask)
 
 
-def _key(told: list[Tensor], mask: Tensor | None) -> tuple[list[Tensor], list[int]] | None:
-    """The tensors and how often each was written; those of inference mode do not know that."""
-    tensors = told if mask is None else [*told, mask]
-    if any(x.is_inference() for x in tensors):
-        return None
-    return tensors, [internals.version(x) for x in tensors]
+@dataclass(frozen=True)
+class _Look:
+    """What a layer looks at: tensors, how often each was written, and the layer's number.
+
+    Those of inference mode do not know that they were written: later layers alone, which belong to
+    the same forward, look at the same.
+    """
+
+    tensors: list[weakref.ref[Tensor]]
+    versions: list[int | None]
+    layer: int | None
+
+    @classmethod
+    def at(cls, tensors: list[Tensor], layer: int | None) -> _Look | None:
+        """None if nobody could know that it is the same again."""
+        versions = [None if x.is_inference() else internals.version(x) for x in tensors]
+        if None in versions and layer is None:
+            return None
+        return cls([weakref.ref(x) for x in tensors], versions, layer)
+
+    def is_behind(self, before: _Look) -> bool:
+        """Whether it finds what the one before did."""
+        theirs, mine = ([reference() for reference in x.tensors] for x in (before, self))
+        if self.versions != before.versions or len(theirs) != len(mine):
+            return False
+        if None in self.versions and not _is_later(self.layer, before.layer):
+            return False
+        return all(x is y for x, y in zip(theirs, mine, strict=True))
 
 
-def _looked_up(told: list[Tensor], mask: Tensor | None) -> tuple[bool, Documents | None]:
-    """Whether the layer before has looked at the same tensors, unwritten since; what it found."""
-    if (key := _key(told, mask)) is not None:
-        tensors, versions = key
-        for references, before, found in _recent.entries:
-            known = [reference() for reference in references]
-            same = len(known) == len(tensors) and before == versions
-            if same and all(x is y for x, y in zip(known, tensors, strict=True)):
-                return True, found
+def _is_later(layer: int | None, before: int | None) -> bool:
+    return layer is not None and before is not None and layer > before
+
+
+def _looked_up(look: _Look | None) -> tuple[bool, Documents | None]:
+    """Whether a layer before has looked at the same; what it found."""
+    for i, (before, found) in enumerate(_recent.entries if look is not None else ()):
+        if look is not None and look.is_behind(before):
+            _recent.entries[i] = (look, found)
+            return True, found
     return False, None
 
 
-def _keep(told: list[Tensor], mask: Tensor | None, found: Documents | None) -> None:
-    if (key := _key(told, mask)) is not None:
-        tensors, versions = key
-        entry = [weakref.ref(x) for x in tensors], versions, found
-        _recent.entries = [entry, *_recent.entries][:_MOST_KEPT]
+def _keep(look: _Look | None, found: Documents | None) -> None:
+    if look is not None:
+        _recent.entries = [(look, found), *_recent.entries][:_MOST_KEPT]
 
 
 class _Recent(threading.local):
     """What layers of this thread have looked at last, the newest first."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[list[Any], list[int], Documents | None]] = []
+        self.entries: list[tuple[_Look, Documents | None]] = []
 
 
 _recent = _Recent()

@@ -104,7 +104,7 @@ def error_statistics(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> ErrorStati
     error = (out.double() - expected).abs()
     shares = (error / bound).nan_to_num(nan=torch.inf)
     index = int(shares.argmax())
-    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), out.shape))
+    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(index, device="cpu"), out.shape))
     return ErrorStatistics(
         max_abs=float(error.max()),
         mean_abs=float(error.mean()),
