@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flash_cute import _torch_internals as internals
+from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.fp8_convert import switch_fast_paths_off
 from flash_cute.precision.inputs import round_inputs_of, scales_grow
 from flash_cute.precision.packed import (
@@ -97,7 +98,8 @@ class UltraPrecisionModule(nn.Module):
     with any other allocation, which it replaces.
 
     Raises TypeError if ``model`` is no nn.Module, ValueError if the target cannot be met (the
-    message says what can), if weights are not finite, or if samples are needed.
+    message says what can), if weights are not finite, if samples are needed, or if torch has no
+    such device here.
 
     Bits under a budget follow HAWQ-V3 (Yao et al., 2021, arXiv:2011.10680): a sum of errors, and
     a choice for each layer.
@@ -116,7 +118,8 @@ class UltraPrecisionModule(nn.Module):
             raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
         if config is not None and not isinstance(config, PrecisionConfig):
             raise TypeError(f"config must be a PrecisionConfig, not {type(config).__name__}")
-        device = None if device is None else torch.device(device)  # refused before any work
+        if device is not None:
+            checked_device(device)
         self.config = PrecisionConfig() if config is None else replace(config)
         weights = packable(model)
         importance = error_weights(model, weights, self.config, calibration)

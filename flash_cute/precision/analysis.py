@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.adaptive import packed_copy
 from flash_cute.precision.allocate import BudgetError
 from flash_cute.precision.packed import as_matrix
@@ -46,7 +47,7 @@ def analyze_precision_opportunities(
 
     Savings are 0 and recommendations empty if nothing can be saved within 1 %. Raises TypeError if
     ``model`` is no nn.Module or ``sample_input`` no tensor, ValueError if no output depends on a
-    weight, or squares of outputs or gradients are not finite.
+    weight, squares of outputs or gradients are not finite, or torch has no such device here.
 
     >>> found = analyze_precision_opportunities(nn.Linear(64, 64).half(), torch.ones(1, 64).half())
     >>> best, *_ = found["recommendations"]
@@ -58,6 +59,7 @@ def analyze_precision_opportunities(
     if not isinstance(sample_input, Tensor):
         raise TypeError(f"sample_input must be a tensor, not {type(sample_input).__name__}")
     if device is not None:
+        checked_device(device)
         model, sample_input = copy.deepcopy(model).to(device), sample_input.to(device)
     config, plan, power, error = _smallest(model, sample_input)
     weights = {name: weight for name, weight in packable(model).items() if name in plan.blocks}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.formats import (
     LARGEST_LOSS_SCALE,
     FP8Config,
@@ -338,14 +339,16 @@ def create_fp8_trainer(
 
     Raises:
         TypeError: a format is not an FP8Format, or the model not an nn.Module.
-        ValueError: the model has no nn.Linear.
+        ValueError: the model has no nn.Linear, or torch has no such device here; nothing is
+            converted then.
 
     >>> trainer = create_fp8_trainer(nn.Linear(8, 4))
     >>> trainer.training_step(torch.ones(2, 8), torch.zeros(2, 4)).shape
     torch.Size([])
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
-    device = None if device is None else torch.device(device)
+    if device is not None:
+        checked_device(device)
     trainer = FP8TrainingEngine(model, config)
     if device is not None:
         trainer.model.to(device)

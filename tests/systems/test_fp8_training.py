@@ -301,6 +301,16 @@ def test_formats_in_the_documents_order():
         create_fp8_trainer(None)
 
 
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99"), "xpu:77", "abacus"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_converted(device):
+    model = mlp(4, 8, 4)
+    layers = list(model)
+    with pytest.raises(ValueError, match="device is "):
+        create_fp8_trainer(model, device=device)
+    assert all(now is old for now, old in zip(model, layers, strict=True))
+    assert all(type(layer) in (nn.Linear, nn.GELU) for layer in model)
+
+
 def test_arguments_that_could_mean_two_things_or_none():
     trainer = create_fp8_trainer(mlp(4, 4))
     with pytest.raises(TypeError, match=r"targets are bool: give \.long\(\)"):
