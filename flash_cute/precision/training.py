@@ -80,7 +80,8 @@ class FP8TrainingEngine:
             out.
         loss_scale: what losses are multiplied by now; ``parameter.grad`` is scaled by it between
             the two calls of a step. It is 1, and stays so, unless parameters are fp16 when the
-            engine is made or the config gives one (`FP8Config`).
+            engine is made or one is given, by the config (`FP8Config`) or by setting it: after
+            overflows it comes back to the highest that was given.
 
     Example::
 
@@ -113,7 +114,7 @@ class FP8TrainingEngine:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         check_positive("loss_scale", value, LARGEST_LOSS_SCALE)
-        self._scale.value = float(value)
+        self._scale.give(value)
 
     def setup_fp8_training(self) -> None:
         """Converts the linear layers that are not yet in fp8, such as those added since. The
@@ -249,6 +250,7 @@ class FP8TrainingEngine:
         return {
             "loss_scale": self.loss_scale,
             "scale_of_gradients": self._scale.of_gradients,
+            "highest_loss_scale": self._scale.highest,
             "good_batches": self._scale.good_batches,
             "batches": self.batches,
             "steps": self.steps,
@@ -269,6 +271,7 @@ class FP8TrainingEngine:
         self._scale.value = state["scale_of_gradients"]
         self._rescale(default_loss)
         self._scale.value, self._scale.good_batches = state["loss_scale"], state["good_batches"]
+        self._scale.highest = max(self._scale.value, state.get("highest_loss_scale", 0.0))
         self.batches, self.steps = state["batches"], state["steps"]
         self.overflows = state["overflows"]
         self._last_loss = None if state["loss"] is None else torch.tensor(state["loss"])
@@ -282,6 +285,8 @@ class FP8TrainingEngine:
             present[name].copy_(self._loaded[name])
 
 
+SCALES = {"loss_scale", "scale_of_gradients", "highest_loss_scale"}
+LATER = {"highest_loss_scale"}  # states of before do not have it
 COUNTS = ("good_batches", "batches", "steps", "overflows")
 
 
@@ -289,10 +294,10 @@ def check_state(state: Any, histories: dict[str, Tensor]) -> None:
     """Refuses what is no trainer's state, or one of a model with other histories."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a trainer's state_dict, not {type(state).__name__}")
-    names = {"loss_scale", "scale_of_gradients", "loss", "histories", *COUNTS}
-    if state.keys() != names:
+    names = {*SCALES, "loss", "histories", *COUNTS}
+    if state.keys() | LATER != names:
         raise ValueError(f"state has {sorted(state)}; expected {sorted(names)}")
-    for name in ("loss_scale", "scale_of_gradients"):
+    for name in state.keys() & SCALES:
         check_positive(f"state[{name!r}]", state[name], LARGEST_LOSS_SCALE)
     for name in COUNTS:
         check_whole(f"state[{name!r}]", state[name], least=0)

@@ -104,6 +104,35 @@ def test_a_scale_that_is_given_holds_for_any_dtype_and_comes_back():
     assert trainer.loss_scale == 0.5
 
 
+@pytest.mark.parametrize("first", [None, 2.0, 512.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_that_is_set_comes_back_and_is_never_lowered_by_growth(dtype, first):
+    """Nor is it by a resume, with a state that says how high it was, or with one of before."""
+    config = FP8Config(loss_scale=first, growth_interval=1)
+    trainer, optimizer, x, y = task(dtype, config, lr=0.0)
+    trainer.loss_scale = given = random.choice([40.0, 64.0, 96.0])
+
+    def step(bad=1.0):
+        trainer.training_step(x * bad, y)
+        trainer.optimizer_step(optimizer)
+        return trainer.loss_scale
+
+    highest = max(given, first or 0)
+    grown = [min(given * 2**n, highest) for n in (1, 2, 3, 4, 5)]
+    assert [step() for _ in range(5)] == grown
+    assert [step(torch.nan) for _ in range(2)] == [highest / 2, highest / 4]
+    state = trainer.state_dict()
+    trainer, optimizer, *_ = task(dtype, config, lr=0.0)
+    trainer.loss_scale = 4096.0  # what is loaded replaces it
+    trainer.load_state_dict(state)
+    assert [step() for _ in range(4)] == [highest / 2, highest, highest, highest]
+    state = trainer.state_dict()
+    del state["highest_loss_scale"]
+    trainer, optimizer, *_ = task(dtype, FP8Config(growth_interval=1), lr=0.0)
+    trainer.load_state_dict(state)
+    assert [step(), step(torch.nan), step()] == [highest, highest / 2, highest]
+
+
 def test_the_largest_scale_is_finite():
     trainer, optimizer, x, y = task(torch.float16, FP8Config(growth_interval=1), lr=0.0)
     trainer.loss_scale = 2.0**126
