@@ -14,6 +14,7 @@ from flash_cute.precision.formats import (
     LARGEST_LOSS_SCALE,
     FP8Config,
     FP8Format,
+    check_number,
     check_positive,
     check_whole,
 )
@@ -266,16 +267,18 @@ class FP8TrainingEngine:
             TypeError, ValueError: the state is not one of a trainer of such a model; nothing is
                 loaded then.
         """
-        histories = histories_of(self.model)
-        check_state(state, histories)
-        self._scale.value = state["scale_of_gradients"]
+        check_state(state, histories_of(self.model))
+        loss = state["loss"]
+        loss = None if loss is None else torch.tensor(loss, dtype=torch.float64)
+        self._loaded = {name: x.detach().clone() for name, x in state["histories"].items()}
+        self._last_loss = loss
+        self._scale.value = float(state["scale_of_gradients"])
         self._rescale(default_loss)
-        self._scale.value, self._scale.good_batches = state["loss_scale"], state["good_batches"]
+        self._scale.value = float(state["loss_scale"])
+        self._scale.good_batches = state["good_batches"]
         self._scale.highest = max(self._scale.value, state.get("highest_loss_scale", 0.0))
         self.batches, self.steps = state["batches"], state["steps"]
         self.overflows = state["overflows"]
-        self._last_loss = None if state["loss"] is None else torch.tensor(state["loss"])
-        self._loaded = {name: x.clone() for name, x in state["histories"].items()}
         self._take_histories()
 
     def _take_histories(self) -> None:
@@ -296,15 +299,33 @@ def check_state(state: Any, histories: dict[str, Tensor]) -> None:
         raise TypeError(f"state must be a trainer's state_dict, not {type(state).__name__}")
     names = {*SCALES, "loss", "histories", *COUNTS}
     if state.keys() | LATER != names:
-        raise ValueError(f"state has {sorted(state)}; expected {sorted(names)}")
+        raise ValueError(f"state has {sorted(map(str, state))}; expected {sorted(names)}")
     for name in state.keys() & SCALES:
         check_positive(f"state[{name!r}]", state[name], LARGEST_LOSS_SCALE)
     for name in COUNTS:
         check_whole(f"state[{name!r}]", state[name], least=0)
-    saved = {name: tuple(history.shape) for name, history in state["histories"].items()}
+    if state["loss"] is not None:
+        check_number("state['loss']", state["loss"])
+    check_histories(state["histories"], histories)
+
+
+def check_histories(given: Any, histories: dict[str, Tensor]) -> None:
+    """Refuses what are no tensors, or not those of a model with these histories."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"state['histories'] must be a dict of tensors, not {type(given).__name__}")
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            kind = type(x).__name__
+            raise TypeError(f"state['histories'][{name!r}] must be a tensor, not {kind}")
+        if not x.is_floating_point() or x.layout is not torch.strided or x.is_meta:
+            raise ValueError(
+                f"state['histories'][{name!r}] must be dense, of a floating dtype, and have values;"
+                f" it is {x.dtype}, {x.layout}, on {x.device}"
+            )
+    saved = {name: tuple(x.shape) for name, x in given.items()}
     here = {name: tuple(history.shape) for name, history in histories.items()}
     if saved != here:
-        other = sorted(name for name, _ in saved.items() ^ here.items())
+        other = sorted({str(name) for name, _ in saved.items() ^ here.items()})
         raise ValueError(
             f"state['histories'] are of another model or config: they differ in {', '.join(other)}"
         )
