@@ -160,9 +160,9 @@ class UltraPrecisionModule(nn.Module):
         return as_bytes({"base_bytes": self._base_bytes, "measured": self._measured})
 
     def set_extra_state(self, state: Tensor) -> None:
-        saved = from_bytes(state, "_extra_state")
-        self._base_bytes = saved["base_bytes"]
-        self._measured = {name: (bits, error) for name, (bits, error) in saved["measured"].items()}
+        saved = from_bytes(state, "_extra_state", {"base_bytes", "measured"})
+        measured = {name: (bits, error) for name, (bits, error) in saved["measured"].items()}
+        self._base_bytes, self._measured = saved["base_bytes"], measured
 
 
 def create_ultra_precision_module(

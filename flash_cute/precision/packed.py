@@ -25,12 +25,15 @@ def as_bytes(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def from_bytes(state: Any, name: str) -> Any:
-    """The values; ValueError if it is no such tensor."""
+def from_bytes(state: Any, name: str, keys: set[str]) -> dict[str, Any]:
+    """The values by these keys; ValueError if it is no such tensor."""
     try:
-        return json.loads(bytes(state.cpu().tolist()))
+        values = json.loads(bytes(state.cpu().tolist()))
+        if not isinstance(values, dict) or values.keys() != keys:
+            raise ValueError(f"it has {values}, and must have {', '.join(sorted(keys))}")
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is not what a packed weight saves: {error}") from None
+    return values
 
 
 class RestoredWeight(Tensor):
@@ -165,7 +168,7 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
     saved = state.get(f"{prefix}_extra_state")
     if not isinstance(module, PackedWeight) or saved is None:
         return
-    saved = from_bytes(saved, f"{prefix}_extra_state")
+    saved = from_bytes(saved, f"{prefix}_extra_state", {"shape", "blocks"})
     if saved["shape"] != list(module.shape):
         raise ValueError(
             f"{prefix}: a weight of shape {saved['shape']} was saved, not {list(module.shape)}"
@@ -173,6 +176,8 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
     device, rows, blocks = next(module.buffers()).device, 0, []
     for number, (form, group, zero, exponent) in enumerate(saved["blocks"]):
         layout, place = Layout(PrecisionFormat(form), group), f"{prefix}blocks.{number}."
+        if missing := [x for x in ("codes", "steps") if f"{place}{x}" not in state]:
+            raise ValueError(f"{place}{missing[0]} is not in the state")
         codes, steps = (
             torch.empty_like(state[f"{place}{name}"], device=device) for name in ("codes", "steps")
         )
