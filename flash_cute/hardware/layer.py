@@ -80,7 +80,7 @@ class HardwareAbstractionLayer:
             model.to(self.device)
             self.report.append(f"moved to {self.device}")
         for name, layer in model.named_modules():
-            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            weight = dict(layer.named_parameters("", False, remove_duplicate=False)).get("weight")
             if weight is None or not isinstance(layer, _CONVOLUTIONS):
                 continue
             layout = _CHANNELS_LAST[weight.dim()]

@@ -205,7 +205,7 @@ def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> 
     paths: dict[str, str] = {}
     made: dict[nn.Module, PackedEmbedding] = {}
     for path, module in list(holder.named_modules(remove_duplicate=False)):
-        for key, parameter in list(module.named_parameters(recurse=False)):
+        for key, parameter in list(module.named_parameters("", False, remove_duplicate=False)):
             if id(parameter) in names:
                 name = names[id(parameter)]
                 place = _install(holder, path, key, packed[name], made)

@@ -91,7 +91,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
         type(module) is nn.Embedding
         and module.max_norm is None
         and internals.skipped_if_fused(module) is None
-        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and [name for name, _ in module.named_parameters(remove_duplicate=False)] == ["weight"]
         and not any(True for _ in module.buffers())
         and not any(True for _ in module.children())
     )
