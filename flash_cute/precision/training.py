@@ -31,29 +31,34 @@ def default_loss(output: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy for integer targets, mean squared error for floating ones; in fp32.
 
     Args:
-        output: logits (..., classes), or as cross_entropy takes them (n, classes, ...); for mean
-            squared error any shape.
+        output: logits (..., classes), those of one sample (classes,) too, or as cross_entropy takes
+            them (n, classes, ...); for mean squared error any shape.
         targets: classes (...) or (n, ...), of an integer dtype; or values of the output's shape.
 
     Raises:
-        TypeError: targets are bool.
-        ValueError: the shapes fit neither.
+        TypeError: targets are bool, or one of the two is no tensor.
+        ValueError: the shapes fit neither, or there are no classes.
     """
+    for name, given in (("output", output), ("targets", targets)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"the {name} is {type(given).__name__}, no tensor: give a loss_fn")
     if targets.dtype == torch.bool:
         raise TypeError(
             "targets are bool: give .long() for cross entropy, .float() for mean squared "
             "error, or a loss_fn"
         )
+    shape = tuple(output.shape)
     if targets.is_floating_point():
-        if output.shape == targets.shape:
+        if shape == targets.shape:
             return F.mse_loss(output.float(), targets.float())
-    elif output.shape[:-1] == targets.shape:
-        return F.cross_entropy(output.float().flatten(0, -2), targets.long().flatten())
-    elif output.dim() > 2 and output.shape[:1] + output.shape[2:] == targets.shape:
+    elif shape[-1:] > (0,) and shape[:-1] == targets.shape:
+        rows = output.float().reshape(targets.numel(), shape[-1])
+        return F.cross_entropy(rows, targets.long().reshape(-1))
+    elif shape[1:2] > (0,) and shape[:1] + shape[2:] == targets.shape:
         return F.cross_entropy(output.float(), targets.long())
     raise ValueError(
         f"targets {tuple(targets.shape)} of {targets.dtype} do not fit the output "
-        f"{tuple(output.shape)}: give classes of the output without its last size, "
+        f"{shape}: give classes of the output without its last size, "
         "values of its shape, or a loss_fn"
     )
 
