@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from flash_cute.precision.formats import (
 from flash_cute.precision.fp8_convert import convert_model_to_fp8
 from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_scales import histories_of, scales_of
-from flash_cute.precision.gradients import all_finite, unscaled
+from flash_cute.precision.gradients import all_finite, leaves_of, unscaled
 from flash_cute.precision.loss_scale import LossScale
 from flash_cute.precision.training_state import check_state
 
@@ -103,7 +104,15 @@ class FP8TrainingEngine:
         self._scale = LossScale.of(self.model, fp8_config or FP8Config())
         self.batches = self.steps = self.overflows = 0
         self._last_loss: Tensor | None = None
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that stepped
         self._loaded: dict[str, Tensor] = {}  # histories, until the next training_step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but weak references, which no copy and no file can hold."""
+        return {name: x for name, x in vars(self).items() if name != "_optimizers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _optimizers=WeakSet())
 
     def __enter__(self) -> FP8TrainingEngine:
         self.setup_fp8_training()
@@ -159,7 +168,7 @@ class FP8TrainingEngine:
             raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}")
-        self._rescale(loss_fn)
+        self._rescale(loss_fn, loss)
         (loss.float() * self.loss_scale).backward()
         self.batches += 1
         self._last_loss = loss.detach()
@@ -192,6 +201,7 @@ class FP8TrainingEngine:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {kind}")
         if max_norm is not None:
             check_positive("max_norm", max_norm)
+        self._optimizers.add(optimizer)
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             raise RuntimeError("the optimizer's parameters have no gradients: training_step first")
@@ -212,17 +222,21 @@ class FP8TrainingEngine:
         self._scale.count(is_finite)
         return is_finite
 
-    def _rescale(self, loss_fn: LossFunction) -> None:
+    def _rescale(self, loss_fn: LossFunction, loss: Tensor | None = None) -> None:
         """Gradients that are there already, of an optimizer that steps later than another one, get
-        the loss scale of those to come; so does what delayed scales remember of them."""
+        the loss scale of those to come; so does what delayed scales remember of them. They are of
+        the modules, of every optimizer that stepped, and of what else this loss comes from."""
         factor = self._scale.begin_batch()
         if factor == 1:
             return
         modules = [x for x in (self.model, loss_fn) if isinstance(x, nn.Module)]
-        for parameter in {p for module in modules for p in module.parameters()}:
+        parameters = {p for module in modules for p in module.parameters()}
+        parameters.update(p for optimizer in self._optimizers for p in parameters_of(optimizer))
+        parameters.update(() if loss is None else leaves_of(loss))
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        for scales in scales_of(self.model):
+        for scales in (scales for module in modules for scales in scales_of(module)):
             if scales.gradient_history is not None:
                 scales.gradient_history.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
 

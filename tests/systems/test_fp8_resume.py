@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -128,3 +129,16 @@ def test_a_loss_in_fp64_is_resumed_whole():
     other, _ = new(torch.float64, "dynamic")
     other.load_state_dict(trainer.state_dict())
     assert other.get_training_statistics()["loss"] == trainer.get_training_statistics()["loss"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_trainer_goes_on_alone(copied):
+    trainer, optimizer = new(torch.float16, "delayed")
+    batches = [(torch.randn(6, 8).half(), torch.randn(6, 4).half()) for _ in range(4)]
+    run(trainer, optimizer, batches[:2])
+    other = copied(trainer)
+    its = torch.optim.SGD(other.model.parameters(), lr=0.05, momentum=0.9)
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert run(other, its, batches[2:]) == run(trainer, optimizer, batches[2:])
+    assert all(map(torch.equal, weights(other.model), weights(trainer.model)))
+    assert other.get_training_statistics() == trainer.get_training_statistics()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -184,6 +186,55 @@ def test_gradients_of_the_loss_follow_its_scale_once():
     trainer.training_step(x, y, loss)
     for p, before in zip(parameters, once, strict=True):
         torch.testing.assert_close(p.grad, 8 * before)
+
+
+def reached_by_a_closure(weight, bias):
+    return lambda out, y: (out @ weight + bias - y).square().mean()
+
+
+def reached_by_a_method(weight, bias):
+    loss = nn.Linear(4, 4)
+    loss.weight, loss.bias = weight, bias
+    loss.value = lambda out, y: (loss(out) - y).square().mean()
+    return loss.value
+
+
+@pytest.mark.parametrize("loss_of", [reached_by_a_closure, reached_by_a_method])
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_that_only_a_closure_reaches_follow_the_scale(dtype, stepped, loss_of):
+    """Of the batch before, which another optimizer took, or of a batch without this loss."""
+    trainer, optimizer, x, y = task(dtype, FP8Config(loss_scale=8.0), lr=0.0)
+    own = [nn.Parameter(torch.randn(4, 4, dtype=dtype)), nn.Parameter(torch.randn(4, dtype=dtype))]
+    theirs, loss = torch.optim.SGD(own, lr=1.0), loss_of(*own)
+    if stepped:
+        trainer.training_step(x, y, loss)
+        trainer.optimizer_step(theirs)
+        own[0].data.normal_(), own[1].data.normal_()
+    scale = trainer.loss_scale
+    trainer.training_step(x, y, loss)
+    once = [p.grad / scale for p in own]
+    trainer.optimizer_step(optimizer)
+    trainer.loss_scale = 4 * scale
+    if stepped:  # this one does not reach them
+        trainer.training_step(x, y)
+    else:
+        trainer.training_step(x, y, loss)
+        once = [2 * gradient for gradient in once]
+    before = weights(nn.ParameterList(own))
+    assert trainer.optimizer_step(theirs)
+    for p, old, gradient in zip(own, before, once, strict=True):
+        torch.testing.assert_close(old - p.detach(), gradient, rtol=2e-2, atol=2e-3)
+
+
+def test_a_trainer_holds_no_optimizer():
+    trainer, optimizer, x, y = task()
+    trainer.training_step(x, y)
+    trainer.optimizer_step(optimizer)
+    seen = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
