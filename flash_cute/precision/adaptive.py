@@ -203,37 +203,25 @@ def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> 
     holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
     packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
     paths: dict[str, str] = {}
-    made: dict[nn.Module, PackedEmbedding] = {}
-    for path, module in list(holder.named_modules(remove_duplicate=False)):
+    for path, module in list(holder.named_modules()):
         for key, parameter in list(module.named_parameters("", False, remove_duplicate=False)):
             if id(parameter) in names:
                 name = names[id(parameter)]
-                place = _install(holder, path, key, packed[name], made)
-                paths.setdefault(name, place)
+                place = _install(module, key, packed[name])
+                paths.setdefault(name, f"{path}.{place}")
     measured = {n: (entropy(w), _relative_error(packed[n], w)) for n, w in weights.items()}
     return PackedCopy(holder["model"], paths, measured)
 
 
-def _install(
-    holder: nn.Module,
-    path: str,
-    key: str,
-    packed: PackedWeight,
-    made: dict[nn.Module, PackedEmbedding],
-) -> str:
-    """Puts a packed weight in a parameter's place, and says where it is now. An embedding of
-    several names is replaced under each of them, by one module."""
-    module = holder.get_submodule(path)
+def _install(module: nn.Module, key: str, packed: PackedWeight) -> str:
+    """Puts a packed weight in a parameter's place, and says where in the module it is now."""
     if isinstance(module, nn.Embedding) and is_plain_embedding(module):
-        if module not in made:
-            made[module] = PackedEmbedding(packed, module)
-        parent, _, name = path.rpartition(".")
-        holder.get_submodule(parent).add_module(name, made[module])
-        return f"{path}.packed"
+        PackedEmbedding.take_over(module, packed)
+        return "packed"
     delattr(module, key)
     module.register_buffer(key, torch.empty(0))
     parametrize.register_parametrization(module, key, packed, unsafe=True)
-    return f"{path}.parametrizations.{key}.0"
+    return f"parametrizations.{key}.0"
 
 
 def _relative_error(packed: PackedWeight, weight: Tensor) -> float:

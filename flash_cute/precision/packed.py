@@ -191,19 +191,21 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
 
 
 class PackedEmbedding(nn.Module):
-    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It has the
-    attributes of the layer in whose place it is: ``num_embeddings``, ``embedding_dim``, ..."""
+    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It is the layer
+    that it was made of, with its attributes: ``num_embeddings``, ``embedding_dim``, ..."""
 
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
 
-    def __init__(self, packed: PackedWeight, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.packed = packed
-        for name, value in vars(embedding).items():
-            if not name.startswith("_") or not hasattr(self, name):
-                setattr(self, name, value)
+    packed: PackedWeight
+
+    @classmethod
+    def take_over(cls, embedding: nn.Embedding, packed: PackedWeight) -> None:
+        """Makes a packed one of the embedding itself, whoever else holds it: lists and closures."""
+        del embedding.weight
+        embedding.__class__ = cls  # type: ignore[assignment]
+        embedding.packed = packed
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"

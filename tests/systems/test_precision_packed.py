@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from precision_models import error, reachable_bytes
+from precision_models import error
 from torch import Tensor, nn
 
 from flash_cute import _torch_internals as internals
@@ -104,51 +104,6 @@ def test_codes_that_do_not_make_the_weight_are_refused(name: str):
         with pytest.raises(ValueError, match=r"is not Layout|rows of a weight of \[100, 64\]"):
             small.load_state_dict(state)
         assert torch.equal(small(ids), before)
-
-
-# --- names ---------------------------------------------------------------------------------------
-
-
-class Attributes(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.first, self.second, self.third = weight, weight, weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.first @ self.second @ self.third
-
-
-class Collected(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.several = nn.ParameterList([weight, weight])
-        self.named = nn.ParameterDict({"a": weight, "b": weight})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.several[0] @ self.several[1] @ self.named["a"] @ self.named["b"]
-
-
-class Embedded(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(*weight.shape)
-        self.embed.weight = self.embed.head = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embed(x.argmax(-1)) @ self.embed.head
-
-
-@pytest.mark.parametrize("kind", [Attributes, Collected, Embedded])
-def test_a_weight_of_several_names_of_one_module_is_packed_under_each(kind):
-    model = kind(nn.Parameter(torch.randn(64, 64) / 8))
-    x = torch.randn(7, 64, requires_grad=True)
-    small = packed(model, 0.4, base_precision=PrecisionFormat.FP32)
-    assert len(small.get_precision_stats().layers) == 1
-    assert not list(small.parameters()) and reachable_bytes(small) <= 0.6 * 64 * 64 * 4
-    assert 0 < error(small(x), model(x)) < 0.01
-    other = packed(kind(nn.Parameter(torch.randn(64, 64))), base_precision=PrecisionFormat.FP32)
-    other.load_state_dict(small.state_dict())
-    assert torch.equal(other(x), small(x))
 
 
 # --- writes --------------------------------------------------------------------------------------
