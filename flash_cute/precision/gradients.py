@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -13,10 +14,10 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     held. What a checkpoint hides, or another formula of the caller's, is not found."""
     if loss.grad_fn is None:
         yield loss
-    left, seen = [loss.grad_fn], {None}
+    left, seen = [loss.grad_fn], set[Node]()
     while left:
         node = left.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         if isinstance(leaf := getattr(node, "variable", None), Tensor) and leaf.is_leaf:

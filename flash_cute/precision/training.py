@@ -230,7 +230,7 @@ class FP8TrainingEngine:
         if factor == 1:
             return
         modules = [x for x in (self.model, loss_fn) if isinstance(x, nn.Module)]
-        parameters = {p for module in modules for p in module.parameters()}
+        parameters: set[Tensor] = {p for module in modules for p in module.parameters()}
         parameters.update(p for optimizer in self._optimizers for p in parameters_of(optimizer))
         parameters.update(() if loss is None else leaves_of(loss))
         for parameter in parameters:
