@@ -114,6 +114,18 @@ def is_fake(x: Tensor) -> bool:
     return not torch.compiler.is_dynamo_compiling() and fake_tensor.is_fake(x)
 
 
+def parts_of(x: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that hold what a sparse one is made of: indices and values. Of any other
+    itself."""
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return (x,)
+
+
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether an op on these tensors computes at once and as it stands, so that it may fill memory
     that was allocated for it: no subclass, no mode, no graph and no mapped dimension is involved.

@@ -97,6 +97,56 @@ def test_estimates_are_what_the_allocator_gives_out(name: str):
         assert 0.9 < inference / truth < 1.3
 
 
+@pytest.mark.parametrize("shape", [(8, 700), (40, 100), (3, 10)])
+def test_sparse_gradients_are_of_a_step(shape: tuple[int, int]):
+    """Each is as large as the tokens are many, and AdamW's states are as large as the weights."""
+    model = nn.Sequential(nn.Embedding(5000, 64, sparse=True), nn.Linear(64, 8))
+    ids = torch.randint(5000, shape)
+    estimate = HardwareAbstractionLayer([]).estimate_memory_usage(model, shape[0], ids)
+    states = 2 * sum(p.nbytes for p in model.parameters())
+    step = allocator_peak(lambda: model(ids.clone()).square().mean().backward())
+    assert estimate == pytest.approx(weight_bytes(model) + states + step, rel=0.02)
+
+
+class Graph(nn.Module):
+    """Nodes of a graph: a sparse buffer times the features of each."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        edges = torch.where(torch.rand(64, 64) < 0.1, torch.randn(64, 64), 0.0)
+        self.register_buffer("edges", edges.to_sparse(layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, 64, 32)
+        features = self.linear(x).transpose(0, 1)
+        return torch.sparse.mm(self.edges, features.flatten(1)).view_as(features)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    names = ["_indices", "_values"] if x.layout is torch.sparse_coo else ["values"]
+    names += {torch.sparse_csr: ["crow_indices", "col_indices"]}.get(x.layout, [])
+    names += {torch.sparse_csc: ["ccol_indices", "row_indices"]}.get(x.layout, [])
+    return [getattr(x, name)() for name in names]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_buffers_are_as_large_as_what_they_hold(layout: torch.layout):
+    model, hal = Graph(layout), HardwareAbstractionLayer([])
+    weights = sum(p.nbytes for p in model.parameters())
+    storages = {x.data_ptr(): x.nbytes() for x in map(Tensor.untyped_storage, parts(model.edges))}
+    held = weights + sum(storages.values())
+    x = torch.randn(16, 64, 32)
+    step = allocator_peak(lambda: model(x.clone()).square().mean().backward())
+    estimate = hal.estimate_memory_usage(model, 16, x)
+    assert 0.9 < estimate / (held + 2 * weights + step) < 1.3
+    with torch.no_grad():
+        truth = held + allocator_peak(lambda: model(x.clone()))
+    assert 0.9 < hal.estimate_memory_usage(model, 16, x, training=False) / truth < 1.3
+    assert hal.get_optimal_batch_size(model, x) > 1000
+    assert memory.weights_of(model) == memory.resident(model, torch.device("cpu")) == held
+
+
 def test_the_batch_that_fits_does(monkeypatch: pytest.MonkeyPatch):
     """By what a step of it really takes: of attention with dropout it was 4.5 times too large."""
     there = 2**27
