@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +171,24 @@ def test_what_cannot_be_run_is_said_not_to_be_measured(monkeypatch: pytest.Monke
         assert hal.estimate_memory_usage(model, 4, x) < 0.5 * measured
     with pytest.warns(RuntimeWarning, match="is not in the estimate"):
         assert hal.get_optimal_batch_size(model, x) < 8
+
+
+@pytest.mark.parametrize("of", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_an_estimate_leaves_a_profiler_on(of: Callable[[], Any]):
+    model, x, hal = nn.LSTM(16, 16), torch.ones(3, 2, 16), HardwareAbstractionLayer([])
+    measured = hal.estimate_memory_usage(model, 8, x)
+    with of() as profiled:
+        with torch.profiler.record_function("before"):
+            pass
+        for call in (lambda: hal.estimate_memory_usage(model, 8, x),
+                     lambda: hal.get_optimal_batch_size(model, x)):  # fmt: skip
+            with pytest.warns(RuntimeWarning, match="a profiler of torch is on, which measuring"):
+                assert call() > 0
+        with torch.profiler.record_function("after"):
+            pass
+    names = [event.key for event in profiled.key_averages()]
+    assert names.count("before") == names.count("after") == 1
+    assert hal.estimate_memory_usage(model, 8, x) == measured  # the last one did not end badly
 
 
 def test_batches_to_measure():
