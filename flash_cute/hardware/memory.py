@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from flash_cute import _torch_internals as internals
 from flash_cute.hardware import allocator
 from flash_cute.hardware.inputs import Sample
+from flash_cute.utils.model_copies import copied
 
 _TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
 MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
@@ -257,12 +257,10 @@ def copy_with(
 
     Nothing that the copy does to itself changes the model, as long as it writes to no parameter.
     """
-    attributes = (x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor))
-    memo: dict[int, Any] = {id(x): x.detach() for x in attributes if not x.is_leaf}  # old results
-    memo.update({id(b): of_buffer(b) for b in model.buffers()})
+    memo: dict[int, Any] = {id(b): of_buffer(b) for b in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(of_parameter(p), requires_grad=p.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,12 +29,12 @@ from flash_cute.precision.plan import (
     is_plain_embedding,
     make_plan,
     packable,
-    plain_tensors,
 )
 from flash_cute.precision.quantize import Layout
 from flash_cute.precision.saving import weights_restored_in_backward
 from flash_cute.precision.sensitivity import Samples, batches, entropy, error_weights, undisturbed
 from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
+from flash_cute.utils.model_copies import copied
 
 
 @dataclass(frozen=True)
@@ -194,13 +193,12 @@ class PackedCopy:
 
 def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> PackedCopy:
     """Copies a model with weights packed as planned. Paths begin with ``model.``."""
-    results = (x for module in model.modules() for x in plain_tensors(module) if not x.is_leaf)
-    memo: dict[int, Any] = {id(x): x.detach().clone() for x in results}
+    memo: dict[int, Any] = {}
     names: dict[int, str] = {}
     for name, weight in weights.items():  # the copy gets an empty parameter for each
         empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
         memo[id(weight)], names[id(empty)] = empty, name
-    holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
+    holder = nn.ModuleDict({"model": copied(model, memo)})
     packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
     paths: dict[str, str] = {}
     for path, module in list(holder.named_modules()):

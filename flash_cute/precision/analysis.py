@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.plan import Plan, base_bytes, budget_for, packable, tabulate
 from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, undisturbed
 from flash_cute.precision.settings import AllocationStrategy, PrecisionConfig, PrecisionFormat
+from flash_cute.utils.model_copies import copied
 
 ALLOWED_ERROR = 0.01  # of the output, relative, root mean square
 TARGETS = [percent / 100 for percent in range(95, 0, -5)]
@@ -60,7 +60,7 @@ def analyze_precision_opportunities(
         raise TypeError(f"sample_input must be a tensor, not {type(sample_input).__name__}")
     if device is not None:
         checked_device(device)
-        model, sample_input = copy.deepcopy(model).to(device), sample_input.to(device)
+        model, sample_input = copied(model).to(device), sample_input.to(device)
     config, plan, power, error = _smallest(model, sample_input)
     weights = {name: weight for name, weight in packable(model).items() if name in plan.blocks}
     base = base_bytes(model, config.base_precision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from flash_cute.utils.layer_values import (
     laid_out,
     trials_of,
 )
+from flash_cute.utils.model_copies import copied
 from flash_cute.utils.tolerance import Tolerance
 from flash_cute.utils.whole_fp32 import whole_fp32
 
@@ -159,7 +159,7 @@ class ComponentValidator:
     def _copy(self, layer: nn.Module) -> tuple[nn.Module, torch.device, torch.dtype]:
         if not isinstance(layer, nn.Module):
             raise TypeError(f"the layer is {type(layer).__name__}; expected an nn.Module")
-        made = copy.deepcopy(layer).eval()
+        made = copied(layer).eval()
         internals.copy_gradient_hooks(layer, made)
         made.zero_grad()
         if self.device is not None:
