@@ -176,6 +176,25 @@ NEEDS_VALUES = (
 DispatchMode = TorchDispatchMode
 
 
+def flops_of(func: Any, args: Any, named: Any, result: Any) -> int:
+    """What FlopCounterMode counts of an op that a DispatchMode sees: additions and multiplications
+    of its matrix products; 0 of others. Of the CPU's attention and LSTM too, which it leaves out.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    if not isinstance(func, torch._ops.OpOverload):
+        return 0
+    name = func._schema.name.replace("_for_cpu", "").partition("::")[2]
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):  # of rows by two weights
+        rows, products = args[0].shape[:-1].numel(), 2 if name.endswith("backward") else 1
+        return 2 * products * rows * (args[1].numel() + args[2].numel())
+    packet = (
+        getattr(torch.ops.aten, name, None) if func.namespace == "aten" else func._overloadpacket
+    )
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else formula(*args, **named, out_val=result)
+
+
 def below(key: str) -> AbstractContextManager[None]:
     """Inside, calls of ops do not come to the kernels of this dispatch key."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

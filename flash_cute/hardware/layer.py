@@ -182,9 +182,10 @@ class HardwareAbstractionLayer:
             NotImplementedError: what the model does depends on values, so that it has no trace.
 
         Warns:
-            RuntimeWarning: on the CPU there is no room to run three samples, or a profiler of torch
-                is on: what ops take inside of themselves, of recurrent and convolution layers and
-                of attention with dropout most of all, is not in the estimate.
+            RuntimeWarning: on the CPU there is no room to run three samples, they would take long
+                (``memory.MEASURED_FLOPS``), or a profiler of torch is on: what ops take inside of
+                themselves, of recurrent and convolution layers and of attention with dropout most
+                of all, is not in the estimate.
 
         Example::
 
@@ -213,6 +214,8 @@ class HardwareAbstractionLayer:
             budget = MEMORY_SHARE * available_memory(self.device) + there
             batches = memory.batches_to_measure(cost, budget)
             reason = f"there is no room to run {memory.MEASURED_BATCHES[-1]} samples safely"
+            if memory.is_long(cost, memory.MEASURED_BATCHES):
+                reason = f"a sample takes {cost.flops:.2g} operations, too many for an estimate"
             if internals.is_profiled():
                 reason = "a profiler of torch is on, which measuring would end"
             elif batches is not None:

@@ -20,6 +20,8 @@ from flash_cute.utils.model_copies import copied
 _TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
 MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
 _MEASURED_BYTES = 2**23
+MEASURED_FLOPS = 1e11
+"""Additions and multiplications of steps that are measured, for each thread: some seconds."""
 OPTIMIZER_STATES = 2
 """AdamW keeps two tensors of each trainable parameter's size and dtype."""
 
@@ -32,6 +34,8 @@ class Cost:
     per_sample: float
     largest_tensor: float = 0.0
     """Elements a sample in the largest tensor of the step."""
+    flops: float = 0.0
+    """Additions and multiplications a sample in matrix products."""
 
     def of_batch(self, batch: int) -> float:
         return self.fixed + batch * self.per_sample
@@ -47,6 +51,7 @@ class LiveBytes(internals.DispatchMode):
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.largest_tensor = 0  # elements
+        self.flops = 0
         self._events: list[tuple[int, int]] = []  # (storage's number, bytes; < 0 when it is freed)
         self._numbers: dict[int, int] = {}  # of living storages, by their id
         self._known = list(storages_of(known))  # not counted
@@ -55,6 +60,7 @@ class LiveBytes(internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.flops += internals.flops_of(func, args, kwargs or {}, result)
         for x in tensors_in(result):
             for part in internals.parts_of(x):
                 self._add(part)
@@ -167,7 +173,7 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
                 return fakes.from_tensor(x.detach()).to(device)
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
-    peaks, largest = [], []
+    peaks, largest, flops = [], [], []
     for batch in _TRACED_BATCHES:
         run = copy_with(model, empty_like, empty_like)
         with rng_kept(device), _every_op(), fakes:
@@ -175,9 +181,11 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
                 _step(run, sample.of_batch(batch, device), training)
             peaks.append(live.peak(but=dense_gradients(run)))
             largest.append(live.largest_tensor)
+            flops.append(live.flops)
     line = _line(_TRACED_BATCHES, peaks)
     fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
-    return Cost(fixed, line.per_sample, _line(_TRACED_BATCHES, largest).per_sample)
+    more = (_line(_TRACED_BATCHES, found).per_sample for found in (largest, flops))
+    return Cost(fixed, line.per_sample, *more)
 
 
 @torch.inference_mode(False)
@@ -205,14 +213,19 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
 
 def batches_to_measure(cost: Cost, budget: float) -> tuple[int, int] | None:
     """Two batches whose tensors take some MiB by a traced cost, and that fit with four times as
-    much for what ops take inside of themselves; None if not even the least do."""
+    much for what ops take inside of themselves, and are not long; None if not even the least do."""
     first = int(_MEASURED_BYTES // max(cost.per_sample, 1.0))
     first = min(max(first, MEASURED_BATCHES[0]), _TRACED_BATCHES[0])
     batches = first, first + (first + 1) // 2
     for found in (batches, MEASURED_BATCHES):
-        if cost.of_batch(4 * found[1]) <= budget:
+        if cost.of_batch(4 * found[1]) <= budget and not is_long(cost, found):
             return found
     return None
+
+
+def is_long(cost: Cost, batches: tuple[int, int]) -> bool:
+    """Whether steps of these batches would take longer than an estimate shall."""
+    return cost.flops * sum(batches) > MEASURED_FLOPS * torch.get_num_threads()
 
 
 @torch.inference_mode(False)

@@ -200,6 +200,47 @@ def test_batches_to_measure():
     assert memory.batches_to_measure(memory.Cost(0, 2**30), 2**40) == (2, 3)
 
 
+FLOPS: dict[str, tuple[Make, tuple[int, ...], int]] = {  # of forward, a sample
+    "linear": (lambda: nn.Linear(64, 32), (7, 64), 2 * 7 * 64 * 32),
+    "convolution": (lambda: nn.Conv2d(3, 8, 3), (3, 10, 10), 2 * 8 * 8 * 8 * 27),
+    "LSTM": (lambda: First(nn.LSTM(16, 32, batch_first=True)), (9, 16), 2 * 9 * 4 * 32 * 48),
+    "GRU": (lambda: First(nn.GRU(16, 32, batch_first=True)), (9, 16), 2 * 9 * 3 * 32 * 48),
+    "attention": (
+        lambda: AttentionLayer(64, 4, dropout=0.0), (40, 64), 2 * 40 * (4 * 64 * 64 + 2 * 40 * 64),
+    ),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 4)), (6,), 2 * 6 * 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_a_trace_counts_the_operations_of_a_sample(name: str):
+    make, shape, expected = FLOPS[name]
+    model = make()
+    x = torch.zeros(1, *shape, dtype=torch.long if name == "embedding" else torch.float32)
+    sample = inputs.sample_of(model, x)
+    costs = [memory.traced(model, sample, torch.device("cpu"), flag) for flag in (False, True)]
+    assert costs[0].flops == expected and 2 * expected <= costs[1].flops <= 3.5 * expected
+
+
+def test_long_steps_are_not_run(monkeypatch: pytest.MonkeyPatch):
+    model, x, hal = mlp(64), torch.ones(1, 64), HardwareAbstractionLayer([])
+    flops = memory.traced(model, inputs.sample_of(model, x), torch.device("cpu"), True).flops
+    fixed, batch = 2.0**20, memory.MEASURED_BATCHES
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(memory, "MEASURED_FLOPS", flops * sum(batch) / threads)
+    assert memory.batches_to_measure(memory.Cost(fixed, 1.0, 0.0, flops), 2**40) == batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        measured = hal.estimate_memory_usage(model, 4, x)
+    monkeypatch.setattr(memory, "MEASURED_FLOPS", 0.99 * flops * sum(batch) / threads)
+    assert memory.batches_to_measure(memory.Cost(fixed, 1.0, 0.0, flops), 2**40) is None
+    monkeypatch.setattr(memory, "measured_on_cpu", None)  # not called
+    with pytest.warns(RuntimeWarning, match="not measured, as a sample takes .* operations"):
+        assert hal.estimate_memory_usage(model, 4, x) == pytest.approx(measured, rel=0.3)
+    with pytest.warns(RuntimeWarning, match="too many for an estimate"):
+        assert hal.get_optimal_batch_size(model, x) > 8
+
+
 def test_events_of_a_run():
     kept: list[Tensor] = []
     before = torch.ones(500)
