@@ -114,6 +114,18 @@ def is_fake(x: Tensor) -> bool:
     return not torch.compiler.is_dynamo_compiling() and fake_tensor.is_fake(x)
 
 
+def parts_of(x: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that hold what a sparse one is made of: indices and values. Of any other
+    itself."""
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return (x,)
+
+
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether an op on these tensors computes at once and as it stands, so that it may fill memory
     that was allocated for it: no subclass, no mode, no graph and no mapped dimension is involved.
@@ -162,6 +174,25 @@ NEEDS_VALUES = (
 
 # The base of contexts whose ``__torch_dispatch__`` sees every op of ATen, below autograd.
 DispatchMode = TorchDispatchMode
+
+
+def flops_of(func: Any, args: Any, named: Any, result: Any) -> int:
+    """What FlopCounterMode counts of an op that a DispatchMode sees: additions and multiplications
+    of its matrix products; 0 of others. Of the CPU's attention and LSTM too, which it leaves out.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    if not isinstance(func, torch._ops.OpOverload):
+        return 0
+    name = func._schema.name.replace("_for_cpu", "").partition("::")[2]
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):  # of rows by two weights
+        rows, products = args[0].shape[:-1].numel(), 2 if name.endswith("backward") else 1
+        return 2 * products * rows * (args[1].numel() + args[2].numel())
+    packet = (
+        getattr(torch.ops.aten, name, None) if func.namespace == "aten" else func._overloadpacket
+    )
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else formula(*args, **named, out_val=result)
 
 
 def below(key: str) -> AbstractContextManager[None]:

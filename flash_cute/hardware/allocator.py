@@ -26,7 +26,8 @@ def recorded(run: Callable[[], Iterable[Tensor]]) -> Events:
     """The events of a run, but for those of the tensors that it returns."""
     with profile(use_cpu=True, profile_memory=True) as profiled:
         kept = list(run())
-    left_out = {x.untyped_storage().data_ptr() for x in kept}
+    parts = (part for x in kept for part in internals.parts_of(x.detach()))
+    left_out = {part.untyped_storage().data_ptr() for part in parts}
     living: dict[int, int] = {}  # numbers by address
     events: Events = []
     for address, size in internals.memory_events(profiled):

@@ -9,6 +9,7 @@ from typing import List, Optional  # noqa: UP035  (names of the documented signa
 import torch
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
 from flash_cute.hardware import memory
 from flash_cute.hardware.devices import available_memory, checked, detect_available_devices
 from flash_cute.hardware.inputs import Sample, sample_of
@@ -80,7 +81,7 @@ class HardwareAbstractionLayer:
             model.to(self.device)
             self.report.append(f"moved to {self.device}")
         for name, layer in model.named_modules():
-            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            weight = dict(layer.named_parameters("", False, remove_duplicate=False)).get("weight")
             if weight is None or not isinstance(layer, _CONVOLUTIONS):
                 continue
             layout = _CHANNELS_LAST[weight.dim()]
@@ -181,9 +182,10 @@ class HardwareAbstractionLayer:
             NotImplementedError: what the model does depends on values, so that it has no trace.
 
         Warns:
-            RuntimeWarning: on the CPU there is no room to run three samples: what ops take inside
-                of themselves, of recurrent and convolution layers and of attention with dropout
-                most of all, is not in the estimate.
+            RuntimeWarning: on the CPU there is no room to run three samples, they would take long
+                (``memory.MEASURED_FLOPS``), or a profiler of torch is on: what ops take inside of
+                themselves, of recurrent and convolution layers and of attention with dropout most
+                of all, is not in the estimate.
 
         Example::
 
@@ -211,7 +213,12 @@ class HardwareAbstractionLayer:
             there = memory.resident(model, self.device)
             budget = MEMORY_SHARE * available_memory(self.device) + there
             batches = memory.batches_to_measure(cost, budget)
-            if batches is not None:
+            reason = f"there is no room to run {memory.MEASURED_BATCHES[-1]} samples safely"
+            if memory.is_long(cost, memory.MEASURED_BATCHES):
+                reason = f"a sample takes {cost.flops:.2g} operations, too many for an estimate"
+            if internals.is_profiled():
+                reason = "a profiler of torch is on, which measuring would end"
+            elif batches is not None:
                 real = memory.measured_on_cpu(model, sample, batches, training)
                 return replace(real, largest_tensor=cost.largest_tensor)
         except NotImplementedError:
@@ -223,9 +230,8 @@ class HardwareAbstractionLayer:
                 f"sample_input that it takes: {error}"
             ) from error
         warnings.warn(
-            f"{type(model).__name__} is not measured, as there is no room to run "
-            f"{memory.MEASURED_BATCHES[-1]} samples safely: what its ops take inside of themselves "
-            "is not in the estimate",
+            f"{type(model).__name__} is not measured, as {reason}: what its ops take inside of "
+            "themselves is not in the estimate",
             RuntimeWarning,
             stacklevel=3,
         )

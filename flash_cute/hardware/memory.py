@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +15,13 @@ from torch import Tensor, nn
 from flash_cute import _torch_internals as internals
 from flash_cute.hardware import allocator
 from flash_cute.hardware.inputs import Sample
+from flash_cute.utils.model_copies import copied
 
 _TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
 MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
 _MEASURED_BYTES = 2**23
+MEASURED_FLOPS = 1e11
+"""Additions and multiplications of steps that are measured, for each thread: some seconds."""
 OPTIMIZER_STATES = 2
 """AdamW keeps two tensors of each trainable parameter's size and dtype."""
 
@@ -32,6 +34,8 @@ class Cost:
     per_sample: float
     largest_tensor: float = 0.0
     """Elements a sample in the largest tensor of the step."""
+    flops: float = 0.0
+    """Additions and multiplications a sample in matrix products."""
 
     def of_batch(self, batch: int) -> float:
         return self.fixed + batch * self.per_sample
@@ -47,16 +51,19 @@ class LiveBytes(internals.DispatchMode):
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.largest_tensor = 0  # elements
+        self.flops = 0
         self._events: list[tuple[int, int]] = []  # (storage's number, bytes; < 0 when it is freed)
         self._numbers: dict[int, int] = {}  # of living storages, by their id
-        self._known = [x.untyped_storage() for x in known]  # not counted
+        self._known = list(storages_of(known))  # not counted
         for storage in self._known:
             self._numbers[id(storage)] = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.flops += internals.flops_of(func, args, kwargs or {}, result)
         for x in tensors_in(result):
-            self._add(x)
+            for part in internals.parts_of(x):
+                self._add(part)
         if func is torch.ops.aten.sum.dim_IntList and args[0].is_cuda:
             number, size = len(self._events), reduction_buffer(args[0], result)
             self._events += [(number, size), (number, -size)]
@@ -78,7 +85,7 @@ class LiveBytes(internals.DispatchMode):
 
     def peak(self, but: Iterable[Tensor] = ()) -> int:
         """The most bytes that lived at once, those of ``but`` left out."""
-        left_out = {self._numbers.get(id(x.untyped_storage())) for x in but}
+        left_out = {self._numbers.get(id(storage)) for storage in storages_of(but)}
         return allocator.peak([event for event in self._events if event[0] not in left_out])
 
 
@@ -109,10 +116,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
 
 
+def storages_of(tensors: Iterable[Tensor]) -> Iterable[torch.UntypedStorage]:
+    """The memory of tensors, of sparse ones that of their parts, each once."""
+    parts = (part for x in tensors for part in internals.parts_of(x.detach()))
+    return {id(part.untyped_storage()): part.untyped_storage() for part in parts}.values()
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' memory; what they share counts once."""
-    storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage in storages_of(tensors))
 
 
 def weights_of(model: nn.Module) -> int:
@@ -131,6 +143,20 @@ def trainable(model: nn.Module) -> int:
     return bytes_of(p for p in model.parameters() if p.requires_grad)
 
 
+def beside_weights(model: nn.Module) -> int:
+    """Bytes that training has for each parameter: its gradient, but for sparse ones, which are of
+    a step as activations are, and the optimizer's states."""
+    layers = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    sparse = bytes_of(m.weight for m in layers if m.sparse and m.weight.requires_grad)
+    return (1 + OPTIMIZER_STATES) * trainable(model) - sparse
+
+
+def dense_gradients(model: nn.Module) -> list[Tensor]:
+    """Those that are as large as their parameters."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [x for x in found if x.layout is torch.strided]
+
+
 @torch.inference_mode(False)
 def traced(model: nn.Module, sample: Sample, device: torch.device, training: bool) -> Cost:
     """The cost of a step, from two traces in which no tensor has memory.
@@ -143,21 +169,23 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
 
     def empty_like(x: Tensor) -> Tensor:
         with fakes:
+            if x.layout is not torch.strided:  # without elements
+                return fakes.from_tensor(x.detach()).to(device)
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
-    peaks, largest = [], []
+    peaks, largest, flops = [], [], []
     for batch in _TRACED_BATCHES:
         run = copy_with(model, empty_like, empty_like)
         with rng_kept(device), _every_op(), fakes:
             with LiveBytes(known=[*run.parameters(), *run.buffers()]) as live:
                 _step(run, sample.of_batch(batch, device), training)
-            gradients = [p.grad for p in run.parameters() if p.grad is not None]
-            peaks.append(live.peak(but=gradients))
+            peaks.append(live.peak(but=dense_gradients(run)))
             largest.append(live.largest_tensor)
+            flops.append(live.flops)
     line = _line(_TRACED_BATCHES, peaks)
-    states = (1 + OPTIMIZER_STATES) * trainable(model) if training else 0
-    fixed = weights_of(model) + states + line.fixed
-    return Cost(fixed, line.per_sample, _line(_TRACED_BATCHES, largest).per_sample)
+    fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
+    more = (_line(_TRACED_BATCHES, found).per_sample for found in (largest, flops))
+    return Cost(fixed, line.per_sample, *more)
 
 
 @torch.inference_mode(False)
@@ -185,14 +213,19 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
 
 def batches_to_measure(cost: Cost, budget: float) -> tuple[int, int] | None:
     """Two batches whose tensors take some MiB by a traced cost, and that fit with four times as
-    much for what ops take inside of themselves; None if not even the least do."""
+    much for what ops take inside of themselves, and are not long; None if not even the least do."""
     first = int(_MEASURED_BYTES // max(cost.per_sample, 1.0))
     first = min(max(first, MEASURED_BATCHES[0]), _TRACED_BATCHES[0])
     batches = first, first + (first + 1) // 2
     for found in (batches, MEASURED_BATCHES):
-        if cost.of_batch(4 * found[1]) <= budget:
+        if cost.of_batch(4 * found[1]) <= budget and not is_long(cost, found):
             return found
     return None
+
+
+def is_long(cost: Cost, batches: tuple[int, int]) -> bool:
+    """Whether steps of these batches would take longer than an estimate shall."""
+    return cost.flops * sum(batches) > MEASURED_FLOPS * torch.get_num_threads()
 
 
 @torch.inference_mode(False)
@@ -209,8 +242,8 @@ def measured_on_cpu(
             model, lambda p: p.detach().to(cpu), lambda b: b.detach().to(cpu, copy=True)
         )
         _step(run, sample.of_batch(batch, cpu), training)
-        gradients = [p.grad for p in run.parameters() if p.grad is not None]
-        return [*run.parameters(), *run.buffers(), *gradients]  # of these all are counted below
+        # Of these all are counted below.
+        return [*run.parameters(), *run.buffers(), *dense_gradients(run)]
 
     with rng_kept(cpu), torch.compiler.set_stance("force_eager"):
         first, second = (allocator.recorded(lambda n=n: step(n)) for n in batches)  # type: ignore[misc]
@@ -219,8 +252,8 @@ def measured_on_cpu(
         line = _line(batches, [allocator.peak(first), allocator.peak(second)])
     else:
         line = _line(_TRACED_BATCHES, [allocator.peak(large[0]), allocator.peak(large[1])])
-    states = (1 + OPTIMIZER_STATES) * trainable(model) if training else 0
-    return Cost(weights_of(model) + states + line.fixed, line.per_sample)
+    fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
+    return Cost(fixed, line.per_sample)
 
 
 def _line(batches: tuple[int, int], peaks: list[int]) -> Cost:
@@ -237,12 +270,10 @@ def copy_with(
 
     Nothing that the copy does to itself changes the model, as long as it writes to no parameter.
     """
-    attributes = (x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor))
-    memo: dict[int, Any] = {id(x): x.detach() for x in attributes if not x.is_leaf}  # old results
-    memo.update({id(b): of_buffer(b) for b in model.buffers()})
+    memo: dict[int, Any] = {id(b): of_buffer(b) for b in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(of_parameter(p), requires_grad=p.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flash_cute import _torch_internals as internals
+from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.fp8_convert import switch_fast_paths_off
 from flash_cute.precision.inputs import round_inputs_of, scales_grow
 from flash_cute.precision.packed import (
@@ -29,12 +29,12 @@ from flash_cute.precision.plan import (
     is_plain_embedding,
     make_plan,
     packable,
-    plain_tensors,
 )
 from flash_cute.precision.quantize import Layout
 from flash_cute.precision.saving import weights_restored_in_backward
 from flash_cute.precision.sensitivity import Samples, batches, entropy, error_weights, undisturbed
 from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
+from flash_cute.utils.model_copies import copied
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class UltraPrecisionModule(nn.Module):
     with any other allocation, which it replaces.
 
     Raises TypeError if ``model`` is no nn.Module, ValueError if the target cannot be met (the
-    message says what can), if weights are not finite, or if samples are needed.
+    message says what can), if weights are not finite, if samples are needed, or if torch has no
+    such device here.
 
     Bits under a budget follow HAWQ-V3 (Yao et al., 2021, arXiv:2011.10680): a sum of errors, and
     a choice for each layer.
@@ -116,7 +117,8 @@ class UltraPrecisionModule(nn.Module):
             raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
         if config is not None and not isinstance(config, PrecisionConfig):
             raise TypeError(f"config must be a PrecisionConfig, not {type(config).__name__}")
-        device = None if device is None else torch.device(device)  # refused before any work
+        if device is not None:
+            checked_device(device)
         self.config = PrecisionConfig() if config is None else replace(config)
         weights = packable(model)
         importance = error_weights(model, weights, self.config, calibration)
@@ -157,9 +159,9 @@ class UltraPrecisionModule(nn.Module):
         return as_bytes({"base_bytes": self._base_bytes, "measured": self._measured})
 
     def set_extra_state(self, state: Tensor) -> None:
-        saved = from_bytes(state, "_extra_state")
-        self._base_bytes = saved["base_bytes"]
-        self._measured = {name: (bits, error) for name, (bits, error) in saved["measured"].items()}
+        saved = from_bytes(state, "_extra_state", {"base_bytes", "measured"})
+        measured = {name: (bits, error) for name, (bits, error) in saved["measured"].items()}
+        self._base_bytes, self._measured = saved["base_bytes"], measured
 
 
 def create_ultra_precision_module(
@@ -191,46 +193,33 @@ class PackedCopy:
 
 def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> PackedCopy:
     """Copies a model with weights packed as planned. Paths begin with ``model.``."""
-    results = (x for module in model.modules() for x in plain_tensors(module) if not x.is_leaf)
-    memo: dict[int, Any] = {id(x): x.detach().clone() for x in results}
+    memo: dict[int, Any] = {}
     names: dict[int, str] = {}
     for name, weight in weights.items():  # the copy gets an empty parameter for each
         empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
         memo[id(weight)], names[id(empty)] = empty, name
-    holder = nn.ModuleDict({"model": copy.deepcopy(model, memo)})
+    holder = nn.ModuleDict({"model": copied(model, memo)})
     packed = {name: PackedWeight(w, plan.blocks[name]) for name, w in weights.items()}
     paths: dict[str, str] = {}
-    made: dict[nn.Module, PackedEmbedding] = {}
-    for path, module in list(holder.named_modules(remove_duplicate=False)):
-        for key, parameter in list(module.named_parameters(recurse=False)):
+    for path, module in list(holder.named_modules()):
+        for key, parameter in list(module.named_parameters("", False, remove_duplicate=False)):
             if id(parameter) in names:
                 name = names[id(parameter)]
-                place = _install(holder, path, key, packed[name], made)
-                paths.setdefault(name, place)
+                place = _install(module, key, packed[name])
+                paths.setdefault(name, f"{path}.{place}")
     measured = {n: (entropy(w), _relative_error(packed[n], w)) for n, w in weights.items()}
     return PackedCopy(holder["model"], paths, measured)
 
 
-def _install(
-    holder: nn.Module,
-    path: str,
-    key: str,
-    packed: PackedWeight,
-    made: dict[nn.Module, PackedEmbedding],
-) -> str:
-    """Puts a packed weight in a parameter's place, and says where it is now. An embedding of
-    several names is replaced under each of them, by one module."""
-    module = holder.get_submodule(path)
+def _install(module: nn.Module, key: str, packed: PackedWeight) -> str:
+    """Puts a packed weight in a parameter's place, and says where in the module it is now."""
     if isinstance(module, nn.Embedding) and is_plain_embedding(module):
-        if module not in made:
-            made[module] = PackedEmbedding(packed, module)
-        parent, _, name = path.rpartition(".")
-        holder.get_submodule(parent).add_module(name, made[module])
-        return f"{path}.packed"
+        PackedEmbedding.take_over(module, packed)
+        return "packed"
     delattr(module, key)
     module.register_buffer(key, torch.empty(0))
     parametrize.register_parametrization(module, key, packed, unsafe=True)
-    return f"{path}.parametrizations.{key}.0"
+    return f"parametrizations.{key}.0"
 
 
 def _relative_error(packed: PackedWeight, weight: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.adaptive import packed_copy
 from flash_cute.precision.allocate import BudgetError
 from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.plan import Plan, base_bytes, budget_for, packable, tabulate
 from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, undisturbed
 from flash_cute.precision.settings import AllocationStrategy, PrecisionConfig, PrecisionFormat
+from flash_cute.utils.model_copies import copied
 
 ALLOWED_ERROR = 0.01  # of the output, relative, root mean square
 TARGETS = [percent / 100 for percent in range(95, 0, -5)]
@@ -46,7 +47,7 @@ def analyze_precision_opportunities(
 
     Savings are 0 and recommendations empty if nothing can be saved within 1 %. Raises TypeError if
     ``model`` is no nn.Module or ``sample_input`` no tensor, ValueError if no output depends on a
-    weight, or squares of outputs or gradients are not finite.
+    weight, squares of outputs or gradients are not finite, or torch has no such device here.
 
     >>> found = analyze_precision_opportunities(nn.Linear(64, 64).half(), torch.ones(1, 64).half())
     >>> best, *_ = found["recommendations"]
@@ -58,7 +59,8 @@ def analyze_precision_opportunities(
     if not isinstance(sample_input, Tensor):
         raise TypeError(f"sample_input must be a tensor, not {type(sample_input).__name__}")
     if device is not None:
-        model, sample_input = copy.deepcopy(model).to(device), sample_input.to(device)
+        checked_device(device)
+        model, sample_input = copied(model).to(device), sample_input.to(device)
     config, plan, power, error = _smallest(model, sample_input)
     weights = {name: weight for name, weight in packable(model).items() if name in plan.blocks}
     base = base_bytes(model, config.base_precision)

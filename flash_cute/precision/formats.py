@@ -109,10 +109,15 @@ def check_whole(name: str, given: Any, least: int, most: float = math.inf) -> No
         raise ValueError(f"{name} must be at most {most}, not {given}")
 
 
-def check_positive(name: str, given: Any, largest: float = math.inf) -> None:
-    """Refuses what is no number, not above 0, or above the largest."""
+def check_number(name: str, given: Any) -> None:
+    """Refuses what is neither int nor float."""
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise TypeError(f"{name} must be a number, not {given!r} ({type(given).__name__})")
+
+
+def check_positive(name: str, given: Any, largest: float = math.inf) -> None:
+    """Refuses what is no number, not above 0, or above the largest."""
+    check_number(name, given)
     if not 0 < given <= largest:
         limit = "" if largest == math.inf else f" and at most {largest:.3g}"
         raise ValueError(f"{name} must be positive{limit}, not {given}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 from torch import nn
@@ -14,6 +13,7 @@ from flash_cute.precision.fp8_attention import FP8MultiheadAttention
 from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_replaceable import reason_to_leave
 from flash_cute.precision.fp8_scales import scales_of
+from flash_cute.utils.model_copies import copied
 
 
 def convert_model_to_fp8(
@@ -61,7 +61,7 @@ def convert_model_to_fp8(
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     config = checked_config("fp8_config", fp8_config)
     if not inplace:
-        model = copy.deepcopy(model)
+        model = copied(model)
     spared = layers_to_spare(model, config.skip)
     chosen, left = layers_to_convert(model, spared)
     if not (chosen or left or scales_of(model)):

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a backward pass from here gives gradients: parameters, wherever they are
+    held. What a checkpoint hides, or another formula of the caller's, is not found."""
+    if loss.grad_fn is None:
+        yield loss
+    left, seen = [loss.grad_fn], set[Node]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor) and leaf.is_leaf:
+            yield leaf
+        left += [other for other, _ in node.next_functions]
 
 
 def unscaled(gradients: list[Tensor], scale: float, max_norm: float | None) -> list[Tensor]:

@@ -19,6 +19,8 @@ class LossScale:
     A batch counts once, however many optimizers step with its gradients.
 
     - ``value``: of the next loss. ``of_gradients``: what the gradients that are there have.
+    - ``largest``: up to which it grows by itself; ``highest`` is the highest that was given, up to
+      which it comes back.
     - ``interval``: batches in a row without overflow after which the value doubles;
       ``good_batches`` are those so far.
     """
@@ -29,7 +31,7 @@ class LossScale:
     good_batches: int = 0
 
     def __post_init__(self) -> None:
-        self.of_gradients = self.value
+        self.of_gradients = self.highest = self.value
         self.least = min(1.0, self.value)
         self.is_counted = False  # the present batch
 
@@ -41,6 +43,10 @@ class LossScale:
         first = config.loss_scale or (FP16_LOSS_SCALE if is_fp16 else 1.0)
         largest = LARGEST_LOSS_SCALE if is_fp16 else first
         return cls(float(first), float(largest), config.growth_interval)
+
+    def give(self, value: float) -> None:
+        """Takes a value of the caller's."""
+        self.value, self.highest = float(value), max(self.highest, float(value))
 
     def begin_batch(self) -> float:
         """What gradients that are there must be multiplied by to have the scale of the next."""
@@ -56,6 +62,6 @@ class LossScale:
         elif not self.is_counted:
             self.good_batches += 1
             if self.good_batches >= self.interval:
-                self.value = min(2 * self.value, self.largest)
+                self.value = min(2 * self.value, max(self.largest, self.highest))
                 self.good_batches = 0
         self.is_counted = True

@@ -25,12 +25,15 @@ def as_bytes(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def from_bytes(state: Any, name: str) -> Any:
-    """The values; ValueError if it is no such tensor."""
+def from_bytes(state: Any, name: str, keys: set[str]) -> dict[str, Any]:
+    """The values by these keys; ValueError if it is no such tensor."""
     try:
-        return json.loads(bytes(state.cpu().tolist()))
+        values = json.loads(bytes(state.cpu().tolist()))
+        if not isinstance(values, dict) or values.keys() != keys:
+            raise ValueError(f"it has {values}, and must have {', '.join(sorted(keys))}")
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is not what a packed weight saves: {error}") from None
+    return values
 
 
 class RestoredWeight(Tensor):
@@ -165,7 +168,7 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
     saved = state.get(f"{prefix}_extra_state")
     if not isinstance(module, PackedWeight) or saved is None:
         return
-    saved = from_bytes(saved, f"{prefix}_extra_state")
+    saved = from_bytes(saved, f"{prefix}_extra_state", {"shape", "blocks"})
     if saved["shape"] != list(module.shape):
         raise ValueError(
             f"{prefix}: a weight of shape {saved['shape']} was saved, not {list(module.shape)}"
@@ -173,6 +176,8 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
     device, rows, blocks = next(module.buffers()).device, 0, []
     for number, (form, group, zero, exponent) in enumerate(saved["blocks"]):
         layout, place = Layout(PrecisionFormat(form), group), f"{prefix}blocks.{number}."
+        if missing := [x for x in ("codes", "steps") if f"{place}{x}" not in state]:
+            raise ValueError(f"{place}{missing[0]} is not in the state")
         codes, steps = (
             torch.empty_like(state[f"{place}{name}"], device=device) for name in ("codes", "steps")
         )
@@ -186,19 +191,21 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
 
 
 class PackedEmbedding(nn.Module):
-    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It has the
-    attributes of the layer in whose place it is: ``num_embeddings``, ``embedding_dim``, ..."""
+    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It is the layer
+    that it was made of, with its attributes: ``num_embeddings``, ``embedding_dim``, ..."""
 
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
 
-    def __init__(self, packed: PackedWeight, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.packed = packed
-        for name, value in vars(embedding).items():
-            if not name.startswith("_") or not hasattr(self, name):
-                setattr(self, name, value)
+    packed: PackedWeight
+
+    @classmethod
+    def take_over(cls, embedding: nn.Embedding, packed: PackedWeight) -> None:
+        """Makes a packed one of the embedding itself, whoever else holds it: lists and closures."""
+        del embedding.weight
+        embedding.__class__ = cls  # type: ignore[assignment]
+        embedding.packed = packed
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"

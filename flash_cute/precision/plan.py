@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from flash_cute import _torch_internals as internals
+from flash_cute.hardware.memory import bytes_of
 from flash_cute.precision.allocate import BudgetError, Choice, allocate, uniform
 from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.quantize import Layout, restore, round_rows
@@ -60,6 +61,7 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.dtype in PACKED
+        and parameter.layout is torch.strided
         and parameter.dim() > 1
         and parameter.numel() >= LEAST_SIZE
         and id(parameter) not in kept
@@ -91,7 +93,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
         type(module) is nn.Embedding
         and module.max_norm is None
         and internals.skipped_if_fused(module) is None
-        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and [name for name, _ in module.named_parameters(remove_duplicate=False)] == ["weight"]
         and not any(True for _ in module.buffers())
         and not any(True for _ in module.children())
     )
@@ -108,16 +110,14 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:
-    """Bytes of a model whose floating tensors are all in ``base``."""
-    return sum(
-        t.numel() * base.bits // 8 if t.is_floating_point() else t.nbytes for t in tensors(model)
-    )
+    """Bytes of a model whose floating tensors are all in ``base``; of sparse ones the parts."""
+    parts = [part for t in tensors(model) for part in internals.parts_of(t.detach())]
+    return sum(t.numel() * base.bits // 8 if t.is_floating_point() else t.nbytes for t in parts)
 
 
 def held_bytes(model: Iterable[Tensor]) -> int:
     """Bytes of all storages of tensors, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model}
-    return sum(storages.values())
+    return bytes_of(model)
 
 
 def layouts(weight: Tensor, config: PrecisionConfig, floor: int) -> list[Layout]:

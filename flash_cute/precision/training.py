@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.formats import (
     LARGEST_LOSS_SCALE,
     FP8Config,
     FP8Format,
     check_positive,
-    check_whole,
 )
 from flash_cute.precision.fp8_convert import convert_model_to_fp8
 from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_scales import histories_of, scales_of
-from flash_cute.precision.gradients import all_finite, unscaled
+from flash_cute.precision.gradients import all_finite, leaves_of, unscaled
 from flash_cute.precision.loss_scale import LossScale
+from flash_cute.precision.training_state import check_state
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -29,29 +31,34 @@ def default_loss(output: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy for integer targets, mean squared error for floating ones; in fp32.
 
     Args:
-        output: logits (..., classes), or as cross_entropy takes them (n, classes, ...); for mean
-            squared error any shape.
+        output: logits (..., classes), those of one sample (classes,) too, or as cross_entropy takes
+            them (n, classes, ...); for mean squared error any shape.
         targets: classes (...) or (n, ...), of an integer dtype; or values of the output's shape.
 
     Raises:
-        TypeError: targets are bool.
-        ValueError: the shapes fit neither.
+        TypeError: targets are bool, or one of the two is no tensor.
+        ValueError: the shapes fit neither, or there are no classes.
     """
+    for name, given in (("output", output), ("targets", targets)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"the {name} is {type(given).__name__}, no tensor: give a loss_fn")
     if targets.dtype == torch.bool:
         raise TypeError(
             "targets are bool: give .long() for cross entropy, .float() for mean squared "
             "error, or a loss_fn"
         )
+    shape = tuple(output.shape)
     if targets.is_floating_point():
-        if output.shape == targets.shape:
+        if shape == targets.shape:
             return F.mse_loss(output.float(), targets.float())
-    elif output.shape[:-1] == targets.shape:
-        return F.cross_entropy(output.float().flatten(0, -2), targets.long().flatten())
-    elif output.dim() > 2 and output.shape[:1] + output.shape[2:] == targets.shape:
+    elif shape[-1:] > (0,) and shape[:-1] == targets.shape:
+        rows = output.float().reshape(targets.numel(), shape[-1])
+        return F.cross_entropy(rows, targets.long().reshape(-1))
+    elif shape[1:2] > (0,) and shape[:1] + shape[2:] == targets.shape:
         return F.cross_entropy(output.float(), targets.long())
     raise ValueError(
         f"targets {tuple(targets.shape)} of {targets.dtype} do not fit the output "
-        f"{tuple(output.shape)}: give classes of the output without its last size, "
+        f"{shape}: give classes of the output without its last size, "
         "values of its shape, or a loss_fn"
     )
 
@@ -79,7 +86,8 @@ class FP8TrainingEngine:
             out.
         loss_scale: what losses are multiplied by now; ``parameter.grad`` is scaled by it between
             the two calls of a step. It is 1, and stays so, unless parameters are fp16 when the
-            engine is made or the config gives one (`FP8Config`).
+            engine is made or one is given, by the config (`FP8Config`) or by setting it: after
+            overflows it comes back to the highest that was given.
 
     Example::
 
@@ -96,7 +104,15 @@ class FP8TrainingEngine:
         self._scale = LossScale.of(self.model, fp8_config or FP8Config())
         self.batches = self.steps = self.overflows = 0
         self._last_loss: Tensor | None = None
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that stepped
         self._loaded: dict[str, Tensor] = {}  # histories, until the next training_step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but weak references, which no copy and no file can hold."""
+        return {name: x for name, x in vars(self).items() if name != "_optimizers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _optimizers=WeakSet())
 
     def __enter__(self) -> FP8TrainingEngine:
         self.setup_fp8_training()
@@ -112,7 +128,7 @@ class FP8TrainingEngine:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         check_positive("loss_scale", value, LARGEST_LOSS_SCALE)
-        self._scale.value = float(value)
+        self._scale.give(value)
 
     def setup_fp8_training(self) -> None:
         """Converts the linear layers that are not yet in fp8, such as those added since. The
@@ -152,7 +168,7 @@ class FP8TrainingEngine:
             raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}")
-        self._rescale(loss_fn)
+        self._rescale(loss_fn, loss)
         (loss.float() * self.loss_scale).backward()
         self.batches += 1
         self._last_loss = loss.detach()
@@ -185,6 +201,7 @@ class FP8TrainingEngine:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {kind}")
         if max_norm is not None:
             check_positive("max_norm", max_norm)
+        self._optimizers.add(optimizer)
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not parameters:
             raise RuntimeError("the optimizer's parameters have no gradients: training_step first")
@@ -205,17 +222,21 @@ class FP8TrainingEngine:
         self._scale.count(is_finite)
         return is_finite
 
-    def _rescale(self, loss_fn: LossFunction) -> None:
+    def _rescale(self, loss_fn: LossFunction, loss: Tensor | None = None) -> None:
         """Gradients that are there already, of an optimizer that steps later than another one, get
-        the loss scale of those to come; so does what delayed scales remember of them."""
+        the loss scale of those to come; so does what delayed scales remember of them. They are of
+        the modules, of every optimizer that stepped, and of what else this loss comes from."""
         factor = self._scale.begin_batch()
         if factor == 1:
             return
         modules = [x for x in (self.model, loss_fn) if isinstance(x, nn.Module)]
-        for parameter in {p for module in modules for p in module.parameters()}:
+        parameters: set[Tensor] = {p for module in modules for p in module.parameters()}
+        parameters.update(p for optimizer in self._optimizers for p in parameters_of(optimizer))
+        parameters.update(() if loss is None else leaves_of(loss))
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        for scales in scales_of(self.model):
+        for scales in (scales for module in modules for scales in scales_of(module)):
             if scales.gradient_history is not None:
                 scales.gradient_history.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
 
@@ -248,6 +269,7 @@ class FP8TrainingEngine:
         return {
             "loss_scale": self.loss_scale,
             "scale_of_gradients": self._scale.of_gradients,
+            "highest_loss_scale": self._scale.highest,
             "good_batches": self._scale.good_batches,
             "batches": self.batches,
             "steps": self.steps,
@@ -263,15 +285,18 @@ class FP8TrainingEngine:
             TypeError, ValueError: the state is not one of a trainer of such a model; nothing is
                 loaded then.
         """
-        histories = histories_of(self.model)
-        check_state(state, histories)
-        self._scale.value = state["scale_of_gradients"]
+        check_state(state, histories_of(self.model))
+        loss = state["loss"]
+        loss = None if loss is None else torch.tensor(loss, dtype=torch.float64)
+        self._loaded = {name: x.detach().clone() for name, x in state["histories"].items()}
+        self._last_loss = loss
+        self._scale.value = float(state["scale_of_gradients"])
         self._rescale(default_loss)
-        self._scale.value, self._scale.good_batches = state["loss_scale"], state["good_batches"]
+        self._scale.value = float(state["loss_scale"])
+        self._scale.good_batches = state["good_batches"]
+        self._scale.highest = max(self._scale.value, state.get("highest_loss_scale", 0.0))
         self.batches, self.steps = state["batches"], state["steps"]
         self.overflows = state["overflows"]
-        self._last_loss = None if state["loss"] is None else torch.tensor(state["loss"])
-        self._loaded = {name: x.clone() for name, x in state["histories"].items()}
         self._take_histories()
 
     def _take_histories(self) -> None:
@@ -279,29 +304,6 @@ class FP8TrainingEngine:
         present = histories_of(self.model) if self._loaded else {}
         for name in present.keys() & self._loaded.keys():
             present[name].copy_(self._loaded[name])
-
-
-COUNTS = ("good_batches", "batches", "steps", "overflows")
-
-
-def check_state(state: Any, histories: dict[str, Tensor]) -> None:
-    """Refuses what is no trainer's state, or one of a model with other histories."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a trainer's state_dict, not {type(state).__name__}")
-    names = {"loss_scale", "scale_of_gradients", "loss", "histories", *COUNTS}
-    if state.keys() != names:
-        raise ValueError(f"state has {sorted(state)}; expected {sorted(names)}")
-    for name in ("loss_scale", "scale_of_gradients"):
-        check_positive(f"state[{name!r}]", state[name], LARGEST_LOSS_SCALE)
-    for name in COUNTS:
-        check_whole(f"state[{name!r}]", state[name], least=0)
-    saved = {name: tuple(history.shape) for name, history in state["histories"].items()}
-    here = {name: tuple(history.shape) for name, history in histories.items()}
-    if saved != here:
-        other = sorted(name for name, _ in saved.items() ^ here.items())
-        raise ValueError(
-            f"state['histories'] are of another model or config: they differ in {', '.join(other)}"
-        )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -338,14 +340,16 @@ def create_fp8_trainer(
 
     Raises:
         TypeError: a format is not an FP8Format, or the model not an nn.Module.
-        ValueError: the model has no nn.Linear.
+        ValueError: the model has no nn.Linear, or torch has no such device here; nothing is
+            converted then.
 
     >>> trainer = create_fp8_trainer(nn.Linear(8, 4))
     >>> trainer.training_step(torch.ones(2, 8), torch.zeros(2, 4)).shape
     torch.Size([])
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
-    device = None if device is None else torch.device(device)
+    if device is not None:
+        checked_device(device)
     trainer = FP8TrainingEngine(model, config)
     if device is not None:
         trainer.model.to(device)

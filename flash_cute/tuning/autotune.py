@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -16,6 +17,7 @@ from flash_cute.tuning.choice import Choice
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
 from flash_cute.tuning.report import Report
 
+_log = logging.getLogger("flash_cute")
 _VALIDATION, _UNSEEN = 5 / 4, 23 / 16  # times the lengths of what is fitted
 _SHORT = 64  # lengths below stay as they are
 
@@ -55,7 +57,9 @@ def autotune(
         progress: called with problems done, their number, and the problem that is next.
 
     Returns:
-        A :class:`flash_cute.tuning.Report`; ``print`` shows it.
+        A :class:`flash_cute.tuning.Report`; ``print`` shows it. Where the file could not be written
+        in the end, as another process keeps it locked, say, its ``not_written`` says why, and so
+        does the logger ``flash_cute``.
 
     Raises:
         RuntimeError: there is no GPU, and no clock is given; or no kernel can do a problem.
@@ -104,7 +108,11 @@ def autotune(
     if not report.pays:
         return report
     buckets = {bucket: choice.entry for bucket, choice in found.items()}
-    return replace(report, path=calibration.store(facts, buckets, path))
+    try:
+        return replace(report, path=calibration.store(facts, buckets, path))
+    except (TimeoutError, ValueError) as error:  # what was measured is not lost
+        _log.warning("calibration not written: %s", error)
+        return replace(report, not_written=str(error))
 
 
 def _check_problems(**given: Sequence[Problem] | None) -> None:

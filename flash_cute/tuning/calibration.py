@@ -196,6 +196,8 @@ def checked_path(path: str | os.PathLike[str] | None) -> Path:
         raise ValueError(f"path is {str(found)!r}; expected a file that can be written")
     if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
         raise ValueError(f"path is {str(found)!r}, and {lock} is no regular file: remove it")
+    if os.path.lexists(lock) and not os.access(lock, os.R_OK):
+        raise ValueError(f"path is {str(found)!r}, and {lock} cannot be read: give another path")
     return found
 
 

@@ -31,7 +31,8 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside, no other writer of ``path`` is: they lock ``PATH.lock``, which is never written to.
+    """Inside, no other writer of ``path`` is: they lock ``PATH.lock``, which is never written to,
+    and may be another user's.
 
     Raises:
         ValueError: ``PATH.lock`` is a link or no regular file.
@@ -40,7 +41,7 @@ def locked(path: Path) -> Iterator[None]:
     lock = Path(f"{path}.lock")
     if lock.is_symlink():
         raise ValueError(f"{lock} is a link; remove it")
-    handle = _opened(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    handle = _opened_lock(lock)
     try:
         _wait(handle, lock)
         yield
@@ -76,6 +77,17 @@ def set_aside(path: Path) -> Path:
         number += 1
     os.rename(path, aside)
     return aside
+
+
+def _opened_lock(lock: Path) -> int:
+    """Of another user's file a descriptor to read from, which can be locked too, but not on NFS.
+    The system may refuse to create what is there, so that it is not asked to."""
+    try:
+        return _opened(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    except PermissionError:
+        if not os.path.lexists(lock):
+            raise
+        return _opened(lock, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def _opened(path: Path, flags: int) -> int:

@@ -49,6 +49,7 @@ class Report:
     measured: int  # problems
     seconds: float  # that tuning took
     path: Path | None  # the file that was written; None if nothing was, as it does not pay
+    not_written: str | None = None  # why nothing was, though it pays
 
     @property
     def geomean(self) -> float:
@@ -76,8 +77,9 @@ class Report:
             f"geomean {before:.4f} -> {after:.4f} ms, {self.geomean:.3f}x; "
             f"worst {self.worst:.3f}x; {self.measured} problems measured in {self.seconds:.1f} s"
         )
+        no_gain = f"it pays from {LEAST_GAIN}x on, with no shape below {WORST}x"
         lines.append(
             f"written to {self.path}" if self.path else
-            f"nothing written: it pays from {LEAST_GAIN}x on, with no shape below {WORST}x"
+            f"nothing written: {self.not_written or no_gain}"
         )  # fmt: skip
         return "\n".join(lines)

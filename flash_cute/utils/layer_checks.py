@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from flash_cute.utils.model_copies import copied
 
 Run = Callable[[Tensor], Tensor]
 Equality = Callable[[str, Tensor, Tensor], None]
@@ -127,7 +128,7 @@ def check_differences(layer: nn.Module, run_of: Callable[[nn.Module], Run], x: T
     """Gradients are quotients of differences, in evaluation and in training without dropout, of a
     copy in fp64. Passed over are layers that refuse fp64, and functions that are not smooth."""
     for training in (False, True):
-        exact = without_dropout(copy.deepcopy(layer).double()).train(training)
+        exact = without_dropout(copied(layer).double()).train(training)
         run = run_of(exact)
         y = x.double().clone().requires_grad_()
         try:

@@ -3,7 +3,6 @@ that a layer meets: sizes, layouts, magnitudes, modes, dtypes."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_cute.utils.layer_checks import Run, expect, normal, without_dropout
+from flash_cute.utils.model_copies import copied
 from flash_cute.utils.tolerance import Tolerance
 
 Weights = Mapping[str, Tensor]
@@ -107,7 +107,7 @@ def compare(
     first = next(p for p in layer.parameters() if p.is_floating_point())
     dtype = trial.dtype or first.dtype
     if trial.training or trial.dtype is not None:
-        layer = copy.deepcopy(layer).to(dtype)
+        layer = copied(layer).to(dtype)
         without_dropout(layer).train(trial.training)
     run, x = run_of(layer), trial.input(first.device, dtype)
     weights = dict(layer.named_parameters())

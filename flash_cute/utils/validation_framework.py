@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,7 +25,9 @@ from flash_cute.utils.layer_values import (
     laid_out,
     trials_of,
 )
+from flash_cute.utils.model_copies import copied
 from flash_cute.utils.tolerance import Tolerance
+from flash_cute.utils.whole_fp32 import whole_fp32
 
 _BATCH, _SEQLEN, _OTHER_SEQLENS = 3, 17, (1, 40, 130, 515)
 _ROWS = 5
@@ -41,7 +42,8 @@ class ComponentValidator:
     """Runs layers, and checks what comes out: sizes, finite values, gradients, values.
 
     A layer is validated as a copy in evaluation mode, so that its parameters, gradients and mode,
-    and torch's random state, are as before.
+    and torch's random state, are as before. Autocast is off then, and products of fp32 are whole,
+    whatever ``torch.set_float32_matmul_precision`` says.
 
     Args:
         device: where copies run; None is the device of each layer's parameters.
@@ -157,7 +159,7 @@ class ComponentValidator:
     def _copy(self, layer: nn.Module) -> tuple[nn.Module, torch.device, torch.dtype]:
         if not isinstance(layer, nn.Module):
             raise TypeError(f"the layer is {type(layer).__name__}; expected an nn.Module")
-        made = copy.deepcopy(layer).eval()
+        made = copied(layer).eval()
         internals.copy_gradient_hooks(layer, made)
         made.zero_grad()
         if self.device is not None:
@@ -209,7 +211,7 @@ def _results(
         **more,
     }
     devices = [x.device] if x.is_cuda else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), whole_fp32(x.device):
         outcomes = {name: _outcome(check) for name, check in checks.items()}
     failures = [f"{n}: {o['detail']}" for n, o in outcomes.items() if o["passed"] is False]
     return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -86,3 +88,57 @@ def test_states_of_something_else():
     assert {k: v for k, v in now.items() if k != "histories"} == {
         k: v for k, v in state.items() if k != "histories"
     }
+
+
+HISTORY = "0.scales.input_history"
+NO_STATES = {
+    "loss": ["0.5", True, [1.0], 1j, torch.ones(())],
+    "histories": [None, [], "all", {HISTORY: [1.0] * 4}, {HISTORY: None}, {HISTORY: torch.ones(5)},
+                  {HISTORY: torch.ones(4, dtype=torch.long)}, {HISTORY: torch.ones(4).to_sparse()},
+                  {HISTORY: torch.ones(4, device="meta")}, {7: torch.ones(4)}],
+    "overflows": [None, -1, True, 1.0],
+    "scale_of_gradients": [None, 0, -2.0, torch.inf, True, "1"],
+    "highest_loss_scale": [None, 0, torch.nan, True, "1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name,bad", [(name, x) for name, some in NO_STATES.items() for x in some])
+def test_a_state_that_is_refused_changes_nothing(name, bad):
+    """Neither numbers, nor histories, nor gradients that are there."""
+    trainer, optimizer = new(torch.float16, "delayed")
+    batches = [(torch.randn(6, 8).half(), torch.randn(6, 4).half()) for _ in range(3)]
+    run(trainer, optimizer, batches)
+    state = copy.deepcopy(trainer.state_dict()) | {"loss_scale": 4.0, "scale_of_gradients": 8.0}
+    whole = state["histories"]
+    state[name] = whole | bad if isinstance(bad, dict) else bad
+    trainer.training_step(*batches[0])
+    before = copy.deepcopy(trainer.state_dict())
+    gradients = [p.grad.clone() for p in trainer.model.parameters()]
+    with pytest.raises((TypeError, ValueError), match="state"):
+        trainer.load_state_dict(state)
+    now = trainer.state_dict()
+    histories, others = now.pop("histories"), before.pop("histories")
+    assert now == before and all(torch.equal(x, others[key]) for key, x in histories.items())
+    kept = [p.grad for p in trainer.model.parameters()]
+    assert all(map(torch.equal, kept, gradients))
+
+
+def test_a_loss_in_fp64_is_resumed_whole():
+    trainer, _ = new(torch.float64, "dynamic")
+    trainer.training_step(torch.randn(6, 8).double(), None, lambda out, _: out.square().sum() / 3)
+    other, _ = new(torch.float64, "dynamic")
+    other.load_state_dict(trainer.state_dict())
+    assert other.get_training_statistics()["loss"] == trainer.get_training_statistics()["loss"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_trainer_goes_on_alone(copied):
+    trainer, optimizer = new(torch.float16, "delayed")
+    batches = [(torch.randn(6, 8).half(), torch.randn(6, 4).half()) for _ in range(4)]
+    run(trainer, optimizer, batches[:2])
+    other = copied(trainer)
+    its = torch.optim.SGD(other.model.parameters(), lr=0.05, momentum=0.9)
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert run(other, its, batches[2:]) == run(trainer, optimizer, batches[2:])
+    assert all(map(torch.equal, weights(other.model), weights(trainer.model)))
+    assert other.get_training_statistics() == trainer.get_training_statistics()

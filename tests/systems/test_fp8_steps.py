@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -104,6 +106,35 @@ def test_a_scale_that_is_given_holds_for_any_dtype_and_comes_back():
     assert trainer.loss_scale == 0.5
 
 
+@pytest.mark.parametrize("first", [None, 2.0, 512.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_that_is_set_comes_back_and_is_never_lowered_by_growth(dtype, first):
+    """Nor is it by a resume, with a state that says how high it was, or with one of before."""
+    config = FP8Config(loss_scale=first, growth_interval=1)
+    trainer, optimizer, x, y = task(dtype, config, lr=0.0)
+    trainer.loss_scale = given = random.choice([40.0, 64.0, 96.0])
+
+    def step(bad=1.0):
+        trainer.training_step(x * bad, y)
+        trainer.optimizer_step(optimizer)
+        return trainer.loss_scale
+
+    highest = max(given, first or 0)
+    grown = [min(given * 2**n, highest) for n in (1, 2, 3, 4, 5)]
+    assert [step() for _ in range(5)] == grown
+    assert [step(torch.nan) for _ in range(2)] == [highest / 2, highest / 4]
+    state = trainer.state_dict()
+    trainer, optimizer, *_ = task(dtype, config, lr=0.0)
+    trainer.loss_scale = 4096.0  # what is loaded replaces it
+    trainer.load_state_dict(state)
+    assert [step() for _ in range(4)] == [highest / 2, highest, highest, highest]
+    state = trainer.state_dict()
+    del state["highest_loss_scale"]
+    trainer, optimizer, *_ = task(dtype, FP8Config(growth_interval=1), lr=0.0)
+    trainer.load_state_dict(state)
+    assert [step(), step(torch.nan), step()] == [highest, highest / 2, highest]
+
+
 def test_the_largest_scale_is_finite():
     trainer, optimizer, x, y = task(torch.float16, FP8Config(growth_interval=1), lr=0.0)
     trainer.loss_scale = 2.0**126
@@ -155,6 +186,55 @@ def test_gradients_of_the_loss_follow_its_scale_once():
     trainer.training_step(x, y, loss)
     for p, before in zip(parameters, once, strict=True):
         torch.testing.assert_close(p.grad, 8 * before)
+
+
+def reached_by_a_closure(weight, bias):
+    return lambda out, y: (out @ weight + bias - y).square().mean()
+
+
+def reached_by_a_method(weight, bias):
+    loss = nn.Linear(4, 4)
+    loss.weight, loss.bias = weight, bias
+    loss.value = lambda out, y: (loss(out) - y).square().mean()
+    return loss.value
+
+
+@pytest.mark.parametrize("loss_of", [reached_by_a_closure, reached_by_a_method])
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_that_only_a_closure_reaches_follow_the_scale(dtype, stepped, loss_of):
+    """Of the batch before, which another optimizer took, or of a batch without this loss."""
+    trainer, optimizer, x, y = task(dtype, FP8Config(loss_scale=8.0), lr=0.0)
+    own = [nn.Parameter(torch.randn(4, 4, dtype=dtype)), nn.Parameter(torch.randn(4, dtype=dtype))]
+    theirs, loss = torch.optim.SGD(own, lr=1.0), loss_of(*own)
+    if stepped:
+        trainer.training_step(x, y, loss)
+        trainer.optimizer_step(theirs)
+        own[0].data.normal_(), own[1].data.normal_()
+    scale = trainer.loss_scale
+    trainer.training_step(x, y, loss)
+    once = [p.grad / scale for p in own]
+    trainer.optimizer_step(optimizer)
+    trainer.loss_scale = 4 * scale
+    if stepped:  # this one does not reach them
+        trainer.training_step(x, y)
+    else:
+        trainer.training_step(x, y, loss)
+        once = [2 * gradient for gradient in once]
+    before = weights(nn.ParameterList(own))
+    assert trainer.optimizer_step(theirs)
+    for p, old, gradient in zip(own, before, once, strict=True):
+        torch.testing.assert_close(old - p.detach(), gradient, rtol=2e-2, atol=2e-3)
+
+
+def test_a_trainer_holds_no_optimizer():
+    trainer, optimizer, x, y = task()
+    trainer.training_step(x, y)
+    trainer.optimizer_step(optimizer)
+    seen = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed"])

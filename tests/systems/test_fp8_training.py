@@ -17,6 +17,7 @@ from flash_cute.precision import (
     FP8TrainingEngine,
     create_fp8_trainer,
 )
+from flash_cute.precision.training import default_loss
 
 
 def task(device="cpu", batch=32):
@@ -69,6 +70,48 @@ def test_default_losses():
             trainer.training_step(x, bad)
     with pytest.raises(ValueError, match=r"a scalar, not of shape \(2, 3, 5\)"):
         trainer.training_step(x, values, lambda out, y: out - y)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (4,), (2, 3), (2, 0, 3), (2, 3, 2, 2)])
+@pytest.mark.parametrize("classes", [1, 3])
+def test_cross_entropy_of_any_rank(shape, classes):
+    """Of one sample without a batch too; the mean over no rows is nan."""
+    logits = torch.randn(*shape, classes, requires_grad=True)
+    targets = torch.randint(classes, shape)
+    exact = logits.detach().double().requires_grad_()
+    picked = exact.log_softmax(-1).gather(-1, targets[..., None])
+    (-picked.mean()).backward()
+    loss = default_loss(logits, targets)
+    loss.backward()
+    assert loss.shape == () and loss.dtype == torch.float32
+    expected = -picked.mean().detach().float()
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(logits.grad, exact.grad.float(), rtol=1e-5, atol=1e-6)
+    strided = logits.transpose(0, -1).contiguous().transpose(0, -1)
+    torch.testing.assert_close(default_loss(strided, targets), loss, equal_nan=True)
+
+
+def test_a_batch_of_one_sample_that_has_no_batch():
+    model = mlp(8, 5)
+    trainer, x = FP8TrainingEngine(model), torch.randn(8)
+    loss = trainer.training_step(x, torch.tensor(3))
+    assert float(loss) == pytest.approx(float(-model(x).detach().log_softmax(-1)[3]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "output,targets",
+    [((4, 0), (4,)), ((0,), ()), ((), ()), ((2, 0, 3), (2, 3)), ((3,), (3,)), ((0, 0), (0,))],
+)
+def test_shapes_that_fit_no_loss(output, targets):
+    with pytest.raises(ValueError, match=r"do not fit the output .*loss_fn"):
+        default_loss(torch.zeros(output), torch.zeros(targets, dtype=torch.long))
+
+
+def test_outputs_and_targets_that_are_no_tensors():
+    for output, targets, name in [((torch.ones(2),), torch.ones(2), "output is tuple"),
+                                  (torch.ones(2), None, "targets is NoneType")]:  # fmt: skip
+        with pytest.raises(TypeError, match=f"{name}, no tensor: give a loss_fn"):
+            default_loss(output, targets)
 
 
 class TwoInputs(nn.Module):
@@ -299,6 +342,16 @@ def test_formats_in_the_documents_order():
         create_fp8_trainer(nn.Conv1d(1, 1, 1))
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         create_fp8_trainer(None)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99"), "xpu:77", "abacus"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_converted(device):
+    model = mlp(4, 8, 4)
+    layers = list(model)
+    with pytest.raises(ValueError, match="device is "):
+        create_fp8_trainer(model, device=device)
+    assert all(now is old for now, old in zip(model, layers, strict=True))
+    assert all(type(layer) in (nn.Linear, nn.GELU) for layer in model)
 
 
 def test_arguments_that_could_mean_two_things_or_none():

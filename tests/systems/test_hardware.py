@@ -151,6 +151,11 @@ def test_optimize_says_and_does_what_it_says():
     assert not model[0].weight.is_contiguous()
     assert model(torch.randn(2, 3, 9, 9)).is_contiguous(memory_format=torch.channels_last)
     assert hal.report == ["0: weight is channels-last", "2: weight is channels-last"]
+    named = nn.Conv2d(3, 8, 3)
+    named.other, weight = named.weight, named.weight
+    del named.weight
+    named.weight = weight  # the second name that its parameter has
+    assert hal.optimize_for_hardware(named).weight.is_contiguous(memory_format=torch.channels_last)
     volume = hal.optimize_for_hardware(nn.Conv3d(2, 3, 2))
     assert volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
     for nothing_to_do in (mlp(), volume, weight_norm(nn.Conv2d(2, 3, 3))):

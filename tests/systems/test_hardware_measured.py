@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +99,56 @@ def test_estimates_are_what_the_allocator_gives_out(name: str):
         assert 0.9 < inference / truth < 1.3
 
 
+@pytest.mark.parametrize("shape", [(8, 700), (40, 100), (3, 10)])
+def test_sparse_gradients_are_of_a_step(shape: tuple[int, int]):
+    """Each is as large as the tokens are many, and AdamW's states are as large as the weights."""
+    model = nn.Sequential(nn.Embedding(5000, 64, sparse=True), nn.Linear(64, 8))
+    ids = torch.randint(5000, shape)
+    estimate = HardwareAbstractionLayer([]).estimate_memory_usage(model, shape[0], ids)
+    states = 2 * sum(p.nbytes for p in model.parameters())
+    step = allocator_peak(lambda: model(ids.clone()).square().mean().backward())
+    assert estimate == pytest.approx(weight_bytes(model) + states + step, rel=0.02)
+
+
+class Graph(nn.Module):
+    """Nodes of a graph: a sparse buffer times the features of each."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        edges = torch.where(torch.rand(64, 64) < 0.1, torch.randn(64, 64), 0.0)
+        self.register_buffer("edges", edges.to_sparse(layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, 64, 32)
+        features = self.linear(x).transpose(0, 1)
+        return torch.sparse.mm(self.edges, features.flatten(1)).view_as(features)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    names = ["_indices", "_values"] if x.layout is torch.sparse_coo else ["values"]
+    names += {torch.sparse_csr: ["crow_indices", "col_indices"]}.get(x.layout, [])
+    names += {torch.sparse_csc: ["ccol_indices", "row_indices"]}.get(x.layout, [])
+    return [getattr(x, name)() for name in names]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_buffers_are_as_large_as_what_they_hold(layout: torch.layout):
+    model, hal = Graph(layout), HardwareAbstractionLayer([])
+    weights = sum(p.nbytes for p in model.parameters())
+    storages = {x.data_ptr(): x.nbytes() for x in map(Tensor.untyped_storage, parts(model.edges))}
+    held = weights + sum(storages.values())
+    x = torch.randn(16, 64, 32)
+    step = allocator_peak(lambda: model(x.clone()).square().mean().backward())
+    estimate = hal.estimate_memory_usage(model, 16, x)
+    assert 0.9 < estimate / (held + 2 * weights + step) < 1.3
+    with torch.no_grad():
+        truth = held + allocator_peak(lambda: model(x.clone()))
+    assert 0.9 < hal.estimate_memory_usage(model, 16, x, training=False) / truth < 1.3
+    assert hal.get_optimal_batch_size(model, x) > 1000
+    assert memory.weights_of(model) == memory.resident(model, torch.device("cpu")) == held
+
+
 def test_the_batch_that_fits_does(monkeypatch: pytest.MonkeyPatch):
     """By what a step of it really takes: of attention with dropout it was 4.5 times too large."""
     there = 2**27
@@ -121,6 +173,24 @@ def test_what_cannot_be_run_is_said_not_to_be_measured(monkeypatch: pytest.Monke
         assert hal.get_optimal_batch_size(model, x) < 8
 
 
+@pytest.mark.parametrize("of", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_an_estimate_leaves_a_profiler_on(of: Callable[[], Any]):
+    model, x, hal = nn.LSTM(16, 16), torch.ones(3, 2, 16), HardwareAbstractionLayer([])
+    measured = hal.estimate_memory_usage(model, 8, x)
+    with of() as profiled:
+        with torch.profiler.record_function("before"):
+            pass
+        for call in (lambda: hal.estimate_memory_usage(model, 8, x),
+                     lambda: hal.get_optimal_batch_size(model, x)):  # fmt: skip
+            with pytest.warns(RuntimeWarning, match="a profiler of torch is on, which measuring"):
+                assert call() > 0
+        with torch.profiler.record_function("after"):
+            pass
+    names = [event.key for event in profiled.key_averages()]
+    assert names.count("before") == names.count("after") == 1
+    assert hal.estimate_memory_usage(model, 8, x) == measured  # the last one did not end badly
+
+
 def test_batches_to_measure():
     cost = memory.Cost(1000, 2**16)
     assert memory.batches_to_measure(cost, 2**40) == (128, 192)
@@ -128,6 +198,47 @@ def test_batches_to_measure():
     assert memory.batches_to_measure(cost, 999 + 2**16 * 4 * 3) is None
     assert memory.batches_to_measure(memory.Cost(0, 0.5), 2**40) == (4096, 6144)
     assert memory.batches_to_measure(memory.Cost(0, 2**30), 2**40) == (2, 3)
+
+
+FLOPS: dict[str, tuple[Make, tuple[int, ...], int]] = {  # of forward, a sample
+    "linear": (lambda: nn.Linear(64, 32), (7, 64), 2 * 7 * 64 * 32),
+    "convolution": (lambda: nn.Conv2d(3, 8, 3), (3, 10, 10), 2 * 8 * 8 * 8 * 27),
+    "LSTM": (lambda: First(nn.LSTM(16, 32, batch_first=True)), (9, 16), 2 * 9 * 4 * 32 * 48),
+    "GRU": (lambda: First(nn.GRU(16, 32, batch_first=True)), (9, 16), 2 * 9 * 3 * 32 * 48),
+    "attention": (
+        lambda: AttentionLayer(64, 4, dropout=0.0), (40, 64), 2 * 40 * (4 * 64 * 64 + 2 * 40 * 64),
+    ),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 4)), (6,), 2 * 6 * 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_a_trace_counts_the_operations_of_a_sample(name: str):
+    make, shape, expected = FLOPS[name]
+    model = make()
+    x = torch.zeros(1, *shape, dtype=torch.long if name == "embedding" else torch.float32)
+    sample = inputs.sample_of(model, x)
+    costs = [memory.traced(model, sample, torch.device("cpu"), flag) for flag in (False, True)]
+    assert costs[0].flops == expected and 2 * expected <= costs[1].flops <= 3.5 * expected
+
+
+def test_long_steps_are_not_run(monkeypatch: pytest.MonkeyPatch):
+    model, x, hal = mlp(64), torch.ones(1, 64), HardwareAbstractionLayer([])
+    flops = memory.traced(model, inputs.sample_of(model, x), torch.device("cpu"), True).flops
+    fixed, batch = 2.0**20, memory.MEASURED_BATCHES
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(memory, "MEASURED_FLOPS", flops * sum(batch) / threads)
+    assert memory.batches_to_measure(memory.Cost(fixed, 1.0, 0.0, flops), 2**40) == batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        measured = hal.estimate_memory_usage(model, 4, x)
+    monkeypatch.setattr(memory, "MEASURED_FLOPS", 0.99 * flops * sum(batch) / threads)
+    assert memory.batches_to_measure(memory.Cost(fixed, 1.0, 0.0, flops), 2**40) is None
+    monkeypatch.setattr(memory, "measured_on_cpu", None)  # not called
+    with pytest.warns(RuntimeWarning, match="not measured, as a sample takes .* operations"):
+        assert hal.estimate_memory_usage(model, 4, x) == pytest.approx(measured, rel=0.3)
+    with pytest.warns(RuntimeWarning, match="too many for an estimate"):
+        assert hal.get_optimal_batch_size(model, x) > 8
 
 
 def test_events_of_a_run():

@@ -104,3 +104,14 @@ def test_nothing_to_save_and_refusals():
         analyze_precision_opportunities(nn.Linear(4, 4), [sample(2, 4)])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         analyze_precision_opportunities(nn.Linear(64, 64).half(), sample(2, 5))
+
+
+@pytest.mark.parametrize("call", [analyze_precision_opportunities, create_ultra_precision_module])
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("xpu:77"), "abacus"])
+def test_a_device_that_is_not_there_is_refused_before_the_model_runs(call, device):
+    model, x = Counted(), sample(8, 64).float()
+    Counted.seen = 0  # type: ignore[attr-defined]
+    given = {"calibration": x} if call is create_ultra_precision_module else {"sample_input": x}
+    with pytest.raises(ValueError, match="device is "):
+        call(model, device=device, **given)
+    assert Counted.seen == 0  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from flash_cute.precision import (
     create_ultra_precision_module,
 )
 from flash_cute.precision.inputs import InputRounding
-from flash_cute.precision.packed import PackedEmbedding
+from flash_cute.precision.packed import PackedEmbedding, as_bytes
 from flash_cute.precision.quantize import Layout, restore, round_rows
 
 
@@ -65,6 +65,29 @@ def test_a_state_that_is_none_is_refused():
         state[name] = wrong
         with pytest.raises(ValueError, match="is not what a packed weight saves"):
             small.load_state_dict(state)
+
+
+@pytest.mark.parametrize("wrong", [[], {}, {"base_bytes": 7}, {"shape": [100, 64]}, 3, None])
+@pytest.mark.parametrize("name", ["_extra_state", "packed._extra_state"])
+def test_values_that_lack_a_part_are_refused_and_change_nothing(name: str, wrong: object):
+    small, ids = packed(Words()), torch.arange(5)
+    before, stats = small(ids), small.get_precision_stats()
+    state = small.state_dict()
+    key = next(n for n in state if n.endswith(name))
+    state[key] = as_bytes(wrong)
+    with pytest.raises(ValueError, match="is not what a packed weight saves: it has"):
+        small.load_state_dict(state)
+    assert torch.equal(small(ids), before) and small.get_precision_stats() == stats
+
+
+@pytest.mark.parametrize("name", ["codes", "steps"])
+def test_codes_that_are_not_there_are_refused(name: str):
+    small, ids = packed(Words()), torch.arange(5)
+    before, state = small(ids), small.state_dict()
+    del state[next(n for n in state if n.endswith(f"packed.blocks.0.{name}"))]
+    with pytest.raises(ValueError, match=rf"blocks\.0\.{name} is not in the state"):
+        small.load_state_dict(state)
+    assert torch.equal(small(ids), before)
 
 
 @pytest.mark.parametrize("name", ["codes", "steps"])

@@ -241,6 +241,27 @@ def test_storages_count_once_and_whole():
     assert len(tensors(model)) == len({id(t) for t in model.parameters()}) + 1
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_count_with_what_they_hold(layout: torch.layout):
+    """Indices stay as they are in any base; a sparse parameter is not packed."""
+    model = nn.Linear(64, 64)
+    mask = torch.rand(64, 64) < 0.1
+    count = int(mask.sum())
+    model.register_buffer("table", mask.float().to_sparse(layout=layout))
+    model.other = nn.Parameter(mask.double().to_sparse(layout=layout), requires_grad=False)
+    indices = 8 * (2 * count if layout is torch.sparse_coo else count + 65)
+    floats, own = 64 * 65, held_bytes([model.table, model.other])
+    assert 2 * indices + 12 * count <= own <= 4 * indices + 12 * count  # CSR may hold COO's memory
+    assert held_bytes(tensors(model)) == 4 * floats + own
+    for base, size in ((FP32, 4), (FP16, 2)):
+        assert base_bytes(model, base) == size * (floats + 2 * count) + 2 * indices
+    weights = packable(model)
+    assert list(weights) == ["weight"]
+    room = base_bytes(model, FP32) - own - 4 * 64
+    assert budget_for(model, weights, config(0.0, base_precision=FP32)) == room
+
+
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 100])
 def test_errors_are_estimated_from_evenly_spaced_rows(rows: int):
     weight = torch.randn(1, 64).expand(rows, 64).contiguous()

@@ -13,7 +13,7 @@ import flash_cute
 from flash_cute import kernels
 from flash_cute.cli import app as cli
 from flash_cute.kernels import Problem
-from flash_cute.tuning import Choice, Gain, Report, calibration, rules
+from flash_cute.tuning import Choice, Gain, Report, calibration, files, rules
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
 
@@ -30,6 +30,23 @@ def test_a_kernel_that_is_faster_is_written_and_used(tmp_path):
     assert kernels.use_calibration(path).kernels == report.rules
     assert {kernels.plan(shape, "h100").kernel.id for shape in SHAPES} == {WINNER}
     assert WINNER not in before.values() or len(set(before.values())) > 1
+
+
+def test_a_file_that_stays_locked_does_not_cost_what_was_measured(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(files, "_SECONDS", 0.05)
+    with files.locked(tmp_path / "calibration.json"):
+        report, path = tuned(tmp_path, cost_with(0.8))
+    assert report.pays and report.rules and report.gains
+    assert report.path is None and not path.exists()
+    assert "another process keeps" in report.not_written and report.not_written in caplog.text
+    assert str(report).endswith(f"nothing written: {report.not_written}")
+
+
+def test_a_path_that_fails_in_the_end_does_not_cost_what_was_measured(tmp_path):
+    clock = MadeUpClock(cost_with(0.8))
+    path = tmp_path / (252 * "n")
+    report = flash_cute.autotune(SHAPES, clock=clock, gpu="h100", path=path)
+    assert report.pays and report.path is None and "cannot be written" in report.not_written
 
 
 def test_the_table_of_rules_is_small(tmp_path):

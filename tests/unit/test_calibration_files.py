@@ -187,6 +187,50 @@ def test_a_lock_that_is_kept_ends_in_an_error(tmp_path, monkeypatch):
     stored(path)
 
 
+@pytest.fixture
+def as_another_user(monkeypatch):
+    """Files that others may not write to cannot be opened for it, nor created where they are."""
+    opened, access = os.open, os.access
+
+    def is_denied(path, flags):
+        mode = os.stat(path).st_mode if os.path.exists(path) else 0o666
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        return not mode & 0o4 or (writes and not mode & 0o2)
+
+    def open_(path, flags, mode=0o777, **more):
+        if is_denied(path, flags):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, mode, **more)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **more: access(path, mode, **more)
+        and (mode != os.R_OK or not is_denied(path, os.O_RDONLY)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o444, 0o664])
+def test_a_lock_of_another_user_is_locked_by_reading(mode, tmp_path, as_another_user, monkeypatch):
+    path, lock = tmp_path / "calibration.json", tmp_path / "calibration.json.lock"
+    lock.write_text("theirs")
+    lock.chmod(mode)
+    rules = stored(path)
+    assert calibration.load(path).kernels == rules
+    monkeypatch.setattr(files, "_SECONDS", 0.05)
+    with files.locked(path), pytest.raises(TimeoutError, match="lock locked"):
+        stored(path)
+    assert lock.read_text() == "theirs" and lock.stat().st_mode & 0o777 == mode
+
+
+def test_a_lock_that_cannot_be_read_is_refused_at_once(tmp_path, as_another_user):
+    path, lock = tmp_path / "calibration.json", tmp_path / "calibration.json.lock"
+    lock.touch()
+    lock.chmod(0o600)
+    for ask in (calibration.checked_path, stored):
+        with pytest.raises(ValueError, match=r"calibration\.json\.lock cannot be read: give"):
+            ask(path)
+
+
 def test_a_name_that_the_system_refuses_is_an_error_of_the_path(tmp_path):
     with pytest.raises(ValueError, match="path is"):
         stored(tmp_path / (252 * "n"))

@@ -181,6 +181,20 @@ def test_with_derivatives():
             assert forward_ad.unpack_dual(x * x).tangent.tolist() == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_parts_of_sparse_tensors_share_their_memory():
+    x = torch.eye(6)
+    assert internals.parts_of(x) == (x,)
+    for layout in ("coo", "csr", "csc", "bsr", "bsc"):
+        blocks = {"blocksize": (2, 2)} if layout.startswith("b") else {}
+        sparse = x.to_sparse(layout=getattr(torch, f"sparse_{layout}"), **blocks)
+        parts = internals.parts_of(sparse)
+        assert len(parts) == (2 if layout == "coo" else 3)
+        assert all(part.layout is torch.strided for part in parts)
+        parts[-1].mul_(3)
+        assert torch.equal(sparse.to_dense(), 3 * x)
+
+
 class Cube(internals.Formula):
     @staticmethod
     def forward(ctx, x):
