@@ -111,8 +111,9 @@ Pages make_pages(const View& block_table, const View& k, int batch, const View& 
 
 void describe_scores(FwdProblem& p, const Score& score, const View& q) {
   p.band = band_of(score);
-  p.softmax_scale = static_cast<float>(score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim))));
-  FC_CHECK(std::fabs(p.softmax_scale) <= kMostScale, "softmax_scale is not between -2**127 and 2**127");
+  const double scale = score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  FC_CHECK(std::fabs(scale) <= kMostScale, "softmax_scale is not between -2**127 and 2**127");
+  p.softmax_scale = static_cast<float>(scale);
   p.rules = rules_of(score, q, p.batch, p.heads);
   const float softcap = p.rules.element.softcap;
   FC_CHECK(softcap == 0 || std::isfinite(p.softmax_scale / softcap), "softmax_scale / softcap is not finite in fp32");
