@@ -16,6 +16,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import accept, kvcache, ops
 from flash_cute.ops.switches import deterministic
+from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 from flash_cute.rng import rng_state
 
 _FWD_OUT, _BWD_OUT = torch.ops.flash_cute.fwd.out, torch.ops.flash_cute.bwd.out
@@ -85,12 +86,13 @@ def sdpa_backward(
     saved = accept.rows(*(x.transpose(1, 2) for x in (grad_out, query, key, value, out)))
     rows = tuple(x.transpose(1, 2) for x in grads)
     written = accept.rows(*rows)
+    call = BwdCall(
+        *saved, logsumexp.contiguous(), softmax_scale=scale, is_causal=is_causal,
+        dropout_p=dropout_p, rng=rng, deterministic=deterministic(False),
+        allow_tf32=ops.allow_tf32(query),
+    )  # fmt: skip
     with internals.below_versions():  # as in _dense
-        _BWD_OUT(
-            *saved, logsumexp.contiguous(), None, scale, is_causal, -1, -1, 0.0, None, None,
-            dropout_p, rng, deterministic(False), ops.allow_tf32(query),
-            dq=written[0], dk=written[1], dv=written[2],
-        )  # fmt: skip
+        _BWD_OUT(*call, dq=written[0], dk=written[1], dv=written[2])
     for x, y in zip(rows, written, strict=True):
         if x is not y:  # those without contiguous rows
             x.copy_(y)
@@ -115,15 +117,15 @@ def _dense(
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             q, k, v = accept.rows(q, k, v)
-        options: tuple[Any, ...] = (scale, is_causal)
+        call: tuple[Any, ...] = (q, k, v, scale, is_causal)
         allow_tf32 = ops.allow_tf32(query)
-        if right != -1 or dropout_p or allow_tf32:  # each that is given costs time
-            options = (
-                scale, is_causal, -1, right, 0.0, None, None, dropout_p, rng, False, wants_softmax,
-                False, allow_tf32,
+        if right != -1 or dropout_p or allow_tf32:  # each argument that is given costs time
+            call = FwdCall(
+                *call, window_size_right=right, dropout_p=dropout_p, rng=rng,
+                return_softmax=wants_softmax, allow_tf32=allow_tf32,
             )  # fmt: skip
         if dim == dim_v and query.stride() == (seqlen * heads * dim, dim, heads * dim, 1):
-            out, lse, _, softmax = ops.fwd(q, k, v, *options)  # whose out lies so
+            out, lse, _, softmax = ops.fwd(*call)  # whose out lies so
             return out.transpose(1, 2), lse, softmax
         out = (
             torch.empty_like(query)
@@ -138,7 +140,7 @@ def _dense(
         statistic = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = query.new_empty((batch, heads, seqlen), dtype=statistic)
         softmax = query.new_empty((batch, heads, seqlen, key.shape[2])) if wants_softmax else None
-        _FWD_OUT(q, k, v, *options, out=rows.transpose(1, 2), softmax_lse=lse, softmax=softmax)
+        _FWD_OUT(*call, out=rows.transpose(1, 2), softmax_lse=lse, softmax=softmax)
         return (out if rows is out else out.copy_(rows)), lse, softmax
 
 
@@ -217,11 +219,12 @@ def cpu_backward(
     seen_k, seen_v, right = _top_left(query, key, value, is_causal)
     tensors = (grad_out, query, seen_k, seen_v, out)
     rows = accept.rows(*(x.transpose(1, 2) for x in tensors))
+    call = BwdCall(
+        *rows, logsumexp.contiguous(), softmax_scale=scale, window_size_right=right,
+        deterministic=deterministic(False),
+    )  # fmt: skip
     with internals.below_autograd():
-        dq, dk, dv, *_ = ops.bwd(
-            *rows, logsumexp.contiguous(), None, scale, False, -1, right, 0.0, None, None, 0.0,
-            None, deterministic(False),
-        )  # fmt: skip
+        dq, dk, dv, *_ = ops.bwd(*call)
     hidden = key.shape[2] - seen_k.shape[2]
     pad = (0, 0, 0, 0, 0, hidden)
     dk, dv = (torch.nn.functional.pad(x, pad) if hidden else x for x in (dk, dv))
@@ -279,19 +282,21 @@ def flash_forward(
             f"num_splits is {num_splits}, which flash_cute takes over pages alone; leave it None"
         )
     rng = rng_state(q.device) if dropout_p else None
-    wants_softmax = return_debug_mask and dropout_p > 0
-    options = (
-        scale, is_causal, *window, 0.0, alibi_slopes, None, dropout_p, rng, False, wants_softmax,
-        False, ops.allow_tf32(q),
-    )  # fmt: skip
+    if cum_seq_q is not None and cum_seq_k is None:
+        k, v, cum_seq_k = accept.keys(k, v, seqused_k, None)
+    options: dict[str, Any] = {
+        "softmax_scale": scale, "is_causal": is_causal, "window_size_left": window[0],
+        "window_size_right": window[1], "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
+        "rng": rng, "return_softmax": return_debug_mask and dropout_p > 0,
+        "allow_tf32": ops.allow_tf32(q),
+    }  # fmt: skip
     with internals.below_autograd():
-        if cum_seq_q is None:
-            out, lse, _, softmax = ops.fwd(q, k, v, *options)
+        if cum_seq_q is None or cum_seq_k is None:
+            out, lse, _, softmax = ops.fwd(*FwdCall(q, k, v, **options))
         else:
-            if cum_seq_k is None:
-                k, v, cum_seq_k = accept.keys(k, v, seqused_k, None)
-            sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, False, None)
-            out, lse, _, softmax = ops.varlen_fwd(q, k, v, *sequences, *options)
+            sequences = (cum_seq_q, cum_seq_k, max_q, max_k)
+            call = VarlenFwdCall(q, k, v, *sequences, seqused_k=seqused_k, **options)
+            out, lse, _, softmax = ops.varlen_fwd(*call)
     return out, lse, *_of_dropout(rng, softmax, q)
 
 
@@ -340,14 +345,16 @@ def flash_backward(
     saved = accept.rows(grad_out, query, key, value, out)
     window = _bound(window_size_left), _bound(window_size_right)
     rng = state.view(torch.int64) if dropout_p else None
-    options = (
-        None, scale, is_causal, *window, 0.0, None, None, dropout_p, rng, deterministic(False),
-        ops.allow_tf32(query),
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "softmax_scale": scale, "is_causal": is_causal, "window_size_left": window[0],
+        "window_size_right": window[1], "dropout_p": dropout_p, "rng": rng,
+        "deterministic": deterministic(False), "allow_tf32": ops.allow_tf32(query),
+    }  # fmt: skip
+    lse = logsumexp.contiguous()
     with internals.below_autograd():
-        if cum_seq_q is None:
-            dq, dk, dv, *_ = ops.bwd(*saved, logsumexp.contiguous(), *options)
+        if cum_seq_q is None or cum_seq_k is None:
+            dq, dk, dv, *_ = ops.bwd(*BwdCall(*saved, lse, **options))
         else:
-            sequences = (cum_seq_q, cum_seq_k, max_q, max_k, None, None, False)
-            dq, dk, dv, *_ = ops.varlen_bwd(*saved, logsumexp.contiguous(), *sequences, *options)
+            sequences = (cum_seq_q, cum_seq_k, max_q, max_k)
+            dq, dk, dv, *_ = ops.varlen_bwd(*VarlenBwdCall(*saved, lse, *sequences, **options))
     return dq, dk, dv
