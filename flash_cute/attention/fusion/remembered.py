@@ -65,7 +65,8 @@ def watch(block: nn.Module) -> nn.Module:
     """A copy for trials, which tells whether a layer's number is read."""
     for part in block.modules():
         if _NUMBER in vars(part):
-            part.__class__ = _watched(type(part))
+            kind: Any = type(part)
+            part.__class__ = _watched(kind)
     return block
 
 
