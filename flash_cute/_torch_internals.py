@@ -433,6 +433,12 @@ def share_members(module: torch.nn.Module, other: torch.nn.Module) -> None:
         module.__dict__[name] = other.__dict__[name]
 
 
+def former_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What nn.DataParallel sets on a replica as attributes, in place of parameters; of any other
+    module nothing."""
+    return vars(module).get("_former_parameters", {})
+
+
 _MEMBERS = (
     "_parameters",
     "_buffers",

@@ -158,7 +158,7 @@ class SharedAttention(MultiHeadAttention):
         from flash_cute.distributed import cp_attention
 
         cp = context(self._group, size, strategy)
-        problem, qkv, rows = None, (), 0
+        problem, rows, qkv = None, 0, tuple[Tensor, ...]()
         try:
             refuse_cross_attention(crosses)
             self._check_call(x, with_any_floats(mask))
@@ -177,7 +177,8 @@ class SharedAttention(MultiHeadAttention):
         )  # fmt: skip
         check_length(plan.total, longest)
         if mask is None:
-            return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
+            q, k, v = qkv
+            return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
         return self.out_proj(_attend_masked(cp, plan, qkv, mask, options).flatten(-2))
 
     def _in_graph(
@@ -211,8 +212,8 @@ class SharedAttention(MultiHeadAttention):
         plan = _equal_plan(
             self._group.id, size, strategy, rows, options["causal"], options["window_size"]
         )
-        qkv = self._split_heads(x, None)
-        return self.out_proj(cp_attention(*qkv, plan, **options).flatten(-2))
+        q, k, v = self._split_heads(x, None)
+        return self.out_proj(cp_attention(q, k, v, plan, **options).flatten(-2))
 
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={x}" for name, x in self.config.score().items())

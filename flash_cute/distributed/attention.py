@@ -105,11 +105,11 @@ def cp_attention(
         qkv, wrap = _local(cp, q, k, v)
         asked = description.of_options(options, return_lse, qkv)  # makes numbers constants
         if here.asks:
-            problem = cp_ops.problem_in_graph(
+            wrong = cp_ops.problem_in_graph(
                 lambda: _check(here, qkv, options, random, return_lse), *qkv, *options.values(), rng
             )
-            if problem is not None:
-                return _refused(here, qkv, return_lse, problem)
+            if wrong is not None:
+                return _refused(here, qkv, return_lse, wrong)
         else:
             _check(here, qkv, options, random, return_lse)
         out, lse = _attend(here, qkv, options, random, return_lse, asked)

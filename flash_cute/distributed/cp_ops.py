@@ -207,6 +207,7 @@ def problem_in_graph(check: Callable[[], Any], *tensors: Any) -> tuple[str, str]
         for x in tensors:
             for n in x.shape if isinstance(x, Tensor) else ():
                 len(range(n))
+    assert problem is not None
     return f"{type(problem).__name__}", f"{problem.args[0]}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -254,4 +255,33 @@ def fine() -> int:
     cp = cases.context("ring", "contiguous", 1, "cpu")
     q = torch.zeros(1, 4, 2, 8)
     cp_attention(q, q, q, cp.plan(8))
+    return dist.get_rank()
+
+
+def wrong_alone() -> float:
+    """Seconds until the second rank says what is wrong, if the first one goes on without it."""
+    ContextParallel()
+    start = time.perf_counter()
+    if is_wrong():
+        with pytest.raises(ValueError, match="strategy is 'rings'"):
+            ContextParallel(strategy="rings")
+    return time.perf_counter() - start
+
+
+def test_what_is_wrong_is_said_if_nobody_asks():
+    with Ranks(2, seconds=3.0) as ranks:
+        first, second = ranks.run(wrong_alone)
+    assert first < 1 and second < 12
+
+
+def test_nobody_is_waited_for_without_checks(pair):
+    assert pair.run(unchecked) == [0, 1]
+
+
+def unchecked() -> int:
+    if is_wrong():
+        with pytest.raises(ValueError, match="layout is 'striped'"):
+            ContextParallel(layout="striped", check=False)
+    else:
+        ContextParallel(check=False)
     return dist.get_rank()

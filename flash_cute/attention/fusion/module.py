@@ -103,8 +103,8 @@ class UnifiedAttentionFusion(nn.Module):
                 asked = getattr(getattr(self.model, "config", None), name, False)
             if asked:
                 raise NotImplementedError(f"{name}: fused blocks record nothing")
-        if "_former_parameters" in vars(self):  # a replica's of nn.DataParallel
-            vars(self.model).update(self._former_parameters)
+        if not torch.compiler.is_compiling():
+            vars(self.model).update(internals.former_parameters(self))
         with self._precision():
             if not self.config.enable_mixed_precision:
                 args, kwargs = self._cast((args, kwargs))

@@ -65,7 +65,8 @@ def watch(block: nn.Module) -> nn.Module:
     """A copy for trials, which tells whether a layer's number is read."""
     for part in block.modules():
         if _NUMBER in vars(part):
-            part.__class__ = _watched(type(part))
+            kind: Any = type(part)
+            part.__class__ = _watched(kind)
     return block
 
 
@@ -85,14 +86,14 @@ def _kind(block: nn.Module) -> tuple[Any, Any]:
     """What blocks must have equal, None if no other is like it; and the numbers of its layer."""
     parts, numbers = [], []
     for name, part in block.named_modules():
-        if internals.has_hooks(part) or any(x is not None for x in part._buffers.values()):
+        if internals.has_hooks(part) or list(part.buffers(recurse=False)):
             return None, None
         state = [(key, _value(x)) for key, x in vars(part).items() if key not in _OWN]
         numbers += [x for key, x in state if key == _NUMBER]
         rest = tuple(x for x in state if x[0] != _NUMBER)
         weights = tuple(
-            (key, p if p is None else (type(p), p.shape, p.dtype, p.device, p.requires_grad))
-            for key, p in part._parameters.items()
+            (key, type(p), p.shape, p.dtype, p.device, p.requires_grad)
+            for key, p in part.named_parameters(recurse=False)
         )
         parts.append((name, type(part), rest, weights))
     return tuple(parts), tuple(numbers)

@@ -188,7 +188,8 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 def fixed_settings() -> Iterator[None]:
     """What a block computes here does not depend on the caller's modes, default dtype and precision
     of products in fp32; all are afterwards as they were."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    mkldnn: Any = torch.backends.mkldnn
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends], torch.get_default_dtype()
     try:
         for backend in backends:
