@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flash_cute.utils.layer_checks import Run, expect, normal, without_dropout
 from flash_cute.utils.model_copies import copied
-from flash_cute.utils.tolerance import Tolerance
+from flash_cute.utils.tolerance import Tolerance, with_signs
 
 Weights = Mapping[str, Tensor]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -121,11 +121,19 @@ def compare(
     if again is not None and not torch.equal(again, given.out):
         return
     ideal = results(reference.forward, x, weights, trial, exact=True)
-    tolerance.equal(f"the output of {trial}", given.out, ideal.out)
+
+    def equal(name: str, of: Callable[[Results], Tensor | None], beside: float = 0.0) -> None:
+        def alike(draw: torch.Generator) -> Tensor:
+            return of(results(reference.forward, x, weights, trial, exact=True, signs=draw))
+
+        mine, right = of(given), of(ideal)
+        if mine is not None and right is not None:
+            tolerance.equal(name, mine, right, beside, tolerance.typical(right, alike))
+
+    equal(f"the output of {trial}", lambda found: found.out)
     if trial.gradients:
-        assert given.of_input is not None and ideal.of_input is not None
-        tolerance.equal(f"the input's gradient, {trial},", given.of_input, ideal.of_input)
-        _compare_parts(trial, given.of_weights, ideal.of_weights, reference, tolerance)
+        equal(f"the input's gradient, {trial},", lambda found: found.of_input)
+        _compare_parts(trial, ideal.of_weights, reference, equal)
 
 
 @dataclass(frozen=True)
@@ -136,11 +144,14 @@ class Results:
 
 
 def results(
-    run: Callable[..., Tensor], x: Tensor, weights: Weights, trial: Trial, exact: bool = False
-) -> Results:
-    """Output and gradients; if ``exact``, of a function of fp64 copies of input and weights."""
+    run: Callable[..., Tensor], x: Tensor, weights: Weights, trial: Trial, exact: bool = False,
+    signs: torch.Generator | None = None,
+) -> Results:  # fmt: skip
+    """Output and gradients; if ``exact``, of a function of fp64 copies of input and weights; of an
+    input and a gradient with random signs, if they are to be drawn."""
     wanted = [name for name, p in weights.items() if p.requires_grad]
     dtype = x.dtype
+    x = x if signs is None else with_signs(x, signs)
     if exact:
         x, flags = x.detach().double(), {name: p.requires_grad for name, p in weights.items()}
         weights = {n: p.detach().double().requires_grad_(flags[n]) for n, p in weights.items()}
@@ -153,6 +164,7 @@ def results(
     grad_out = normal(tuple(out.shape), out.device, dtype).to(out.dtype)
     if trial.layout != "contiguous":  # as sum().backward() gives it, but in its last dimension
         grad_out = grad_out[:1].expand(out.shape)
+    grad_out = grad_out if signs is None else with_signs(grad_out, signs)
     found = torch.autograd.grad(
         out, [x, *(weights[n] for n in wanted)], grad_out, allow_unused=True, materialize_grads=True
     )
@@ -160,7 +172,7 @@ def results(
 
 
 def _compare_parts(
-    trial: Trial, given: Weights, ideal: Weights, reference: Reference, tolerance: Tolerance
+    trial: Trial, ideal: Weights, reference: Reference, equal: Callable[..., None]
 ) -> None:
     """Each projection on its own, as their gradients differ in size; but gradients that cancel to
     nothing, as those of a bias of keys do, are measured by the others."""
@@ -169,7 +181,10 @@ def _compare_parts(
         (float(t.abs().max()) for pair in right.values() for t in pair if t is not None),
         default=0.0,
     )
-    for name, pair in reference.parts(given).items():
-        for kind, mine, its in zip(("weight", "bias"), pair, right[name], strict=True):
-            if mine is not None and its is not None:
-                tolerance.equal(f"the gradient of {name}{kind}, {trial},", mine, its, largest)
+    for name in right:
+        for i, kind in enumerate(("weight", "bias")):
+
+            def of(found: Results, name: str = name, i: int = i) -> Tensor | None:
+                return reference.parts(found.of_weights)[name][i]
+
+            equal(f"the gradient of {name}{kind}, {trial},", of, largest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,14 @@ _OF_FP8 = 0.4  # E5M2 has two bits of mantissa, and projections follow each othe
 _OF_FACTOR = 0.2  # of an element's: rounding cancels in a sum over all
 _OF_OTHERS = {torch.float16: 0.3, torch.bfloat16: 0.3}  # of what is larger beside it
 _SMALL = 0.01
+_FEW = 64  # elements, of which the largest may be a sum that cancels
+_DRAWS = 8
+
+
+def with_signs(x: Tensor, generator: torch.Generator) -> Tensor:
+    """The same magnitudes with random signs."""
+    signs = torch.randint(2, x.shape, generator=generator) * 2 - 1
+    return x * signs.to(x.device, x.dtype)
 
 
 @dataclass(frozen=True)
@@ -38,25 +47,38 @@ class Tolerance:
                 least = max(least, _OF_ELEMENTS[torch.bfloat16])
         return Tolerance(least)
 
-    def equal(self, name: str, given: Tensor, expected: Tensor, beside: float = 0.0) -> None:
+    def typical(self, expected: Tensor, alike: Callable[[torch.Generator], Tensor]) -> float:
+        """The largest element of what comes out where inputs have other signs: rounding errors of
+        products do not cancel where their sum does. 0 if nothing is rounded, or ``expected`` has
+        many elements: then their largest is as good."""
+        if self.least == 0 or expected.numel() >= _FEW:
+            return 0.0
+        generator = torch.Generator().manual_seed(0)
+        return max(float(alike(generator).detach().abs().max()) for _ in range(_DRAWS))
+
+    def equal(
+        self, name: str, given: Tensor, expected: Tensor, beside: float = 0.0, typical: float = 0.0
+    ) -> None:
         """Raises AssertionError unless all elements are equal, and no factor is on all of them.
 
-        Errors are measured by the largest element of ``expected``, or by a part of ``beside``, the
-        largest of what is computed together with it.
+        Errors are measured by the largest element of ``expected``, by what is ``typical`` of it, or
+        by a part of ``beside``, the largest of what is computed together with it.
         """
         if given.shape != expected.shape:
             raise AssertionError(f"{tuple(given.shape)}, not {tuple(expected.shape)}")
         share = max(self.least, _OF_ELEMENTS.get(given.dtype, 0.0))
         part = max(_OF_OTHERS.get(given.dtype, _SMALL), self.least)
         dtype, given, expected = given.dtype, given.detach().double(), expected.detach().double()
-        size = max(float(expected.abs().max()), part * beside)
+        size = max(float(expected.abs().max()), part * beside, typical)
         error = float((given - expected).abs().max())
         if not error <= share * size:
             raise AssertionError(f"{name} is off by {error:.3g}; {share * size:.3g} is allowed")
         square = float(expected.square().sum())
-        if square <= 0 or float(expected.abs().max()) < size:
+        if square <= 0 or (not typical and float(expected.abs().max()) < size):
             return
         factor = float((given * expected).sum()) / square
         allowed = max(_OF_FACTOR * _OF_ELEMENTS.get(dtype, 0.0), self.least / 2)
+        if typical:  # errors of few elements are on all of them
+            allowed *= max(1.0, size / square**0.5)
         if not abs(factor - 1) <= allowed:
             raise AssertionError(f"{name} is {factor:.6g} times what it must be")

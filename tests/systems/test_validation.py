@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 import flash_cute
 from flash_cute.attention import AttentionConfig, FP8AttentionConfig, create_attention
 from flash_cute.core import OptimizedLinear
-from flash_cute.precision import FP8LinearLayer, convert_model_to_fp8
+from flash_cute.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8
 from flash_cute.utils.validation_framework import ComponentValidator
 
 WIDTH, HEADS = 32, 4
@@ -221,6 +221,49 @@ def test_right_linear_layers_pass(bias: bool, device: str):
     for layer in (FP8LinearLayer(8, 5, bias), OptimizedLinear(8, 5, bias, "aggressive")):
         results = validate_linear(layer, device)
         assert results["passed"] is True, results["failures"]
+
+
+NARROW: dict[str, Callable[[int, int], nn.Module]] = {
+    "fp8": lambda k, n: convert_model_to_fp8(nn.Linear(k, n)),
+    "delayed": lambda k, n: convert_model_to_fp8(nn.Linear(k, n), FP8Config(scaling="delayed")),
+    "aggressive": lambda k, n: OptimizedLinear(k, n, optimization_level="aggressive"),
+}
+
+
+@pytest.mark.parametrize("sizes", [(64, 1), (1, 64), (2, 1), (1, 1), (100, 2)])
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_layers_whose_sums_cancel_pass(name: str, sizes: tuple[int, int]):
+    """A single output is as small as chance has it; its rounding errors are those of its terms."""
+    for _ in range(4):
+        results = validate_linear(NARROW[name](*sizes), sizes=sizes)
+        assert results["passed"], results["failures"]
+
+
+def test_a_small_weight_beside_a_large_bias_is_no_weight_that_is_ignored():
+    layer = nn.Linear(1, 1).bfloat16()
+    layer.weight.data.fill_(0.01)
+    layer.bias.data.fill_(1.0)
+    assert "lengths" not in failed(validate_linear(layer, sizes=(1, 1)))
+
+
+class Wrong(FP8LinearLayer):
+    """An output and gradients that are off by a factor each."""
+
+    def __init__(self, sizes: tuple[int, int], of_output: float, of_gradients: float) -> None:
+        super().__init__(*sizes)
+        self.of_output, self.of_gradients = of_output, of_gradients
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return self.of_output * out.detach() + self.of_gradients * (out - out.detach())
+
+
+@pytest.mark.parametrize("factors", [(1.5, 1.0), (0.7, 1.0), (1.0, 1.5), (1.0, 0.7), (1.0, 0.0)])
+@pytest.mark.parametrize("sizes", [(64, 1), (1, 64), (100, 2)])
+def test_narrow_layers_that_are_wrong_fail(sizes: tuple[int, int], factors: tuple[float, float]):
+    for _ in range(3):
+        results = validate_linear(Wrong(sizes, *factors), sizes=sizes)
+        assert failed(results) & {"values", "gradients"}
 
 
 BROKEN_LINEAR: dict[str, tuple[Callable[[], nn.Module], str]] = {
