@@ -30,7 +30,7 @@ def config_ids(text: str) -> set[str]:
         op, arch, dtype, tier, *numbers = (field.strip() for field in row.split(","))
         head_dim, head_dim_v, m, n, stages, warps, ctas, cluster = numbers
         kind = f"{op}_{arch}_{dtype}_{tier}".lower()
-        suffix = f"_x{cluster}" if arch == "Sm90" else ""
+        suffix = f"_x{cluster}" if int(arch[2:]) >= 90 else ""
         ids.add(f"{kind}_d{head_dim}x{head_dim_v}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}")
     return ids
 
