@@ -15,47 +15,41 @@ from torch import Tensor
 
 from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.comm import Group
-from flash_cute.distributed.local import Output, Saved, Score, differentiate, merges, takes_sink
+from flash_cute.distributed.local import Output, Saved, differentiate, merges, of_heads, takes_sink
 from flash_cute.distributed.plan import Plan
 from flash_cute.distributed.tiles import Launches
-
-Window = layouts.Window
+from flash_cute.ops.typed import FwdCall
 
 
 def forward(
     plan: Plan,
     rank: int,
     group: Group,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    window: Window,
-    score: Score,
-    sink: Tensor | None,
+    call: FwdCall,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
-    q, k, v = qkv
-    calls = _calls(plan, rank, window, score)
-    output = Output(q, v, merges(calls))
-    in_calls = sink is not None and takes_sink(calls, q.shape[1])
+    q, k, v = call.q, call.k, call.v
+    launches = _launches(plan, rank, call)
+    output = Output(q, v, merges(launches))
+    late_sink = None if takes_sink(launches, q.shape[1]) else call.sink
+    if late_sink is not None:
+        call = call._replace(sink=None)
     for heads_k, k_all, v_all in _gathered(plan, group, k, v):
         heads = of_queries(heads_k, q, k)
-        part = output.of_heads(heads)
-        of_heads = sink[heads] if sink is not None and in_calls else None
-        part.attend(q[:, :, heads], k_all, v_all, calls, score.of_heads(heads), of_heads)
-    return output.result(q, None if in_calls else sink)
+        output.of_heads(heads).attend(of_heads(call, heads, k_all, v_all), launches)
+    return output.result(q, late_sink)
 
 
 def backward(
     plan: Plan,
     rank: int,
     group: Group,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    call: FwdCall,
     saved: Saved,
-    window: Window,
-    score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of this rank's tokens, in the dtype of sums."""
-    q, k, v = qkv
-    calls = _calls(plan, rank, window, score)
+    q, k, v = call.q, call.k, call.v
+    launches = _launches(plan, rank, call)
     dtype = saved.lse.dtype
     dq = torch.zeros_like(q, dtype=dtype)
     reductions = []
@@ -66,10 +60,8 @@ def backward(
         )
         dk, dv = dkv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
         gradients = (dq[:, :, heads], dk, dv)
-        differentiate(
-            saved.of_heads(heads), q[:, :, heads], k_all, v_all, calls, score.of_heads(heads),
-            gradients,
-        )  # fmt: skip
+        part = of_heads(call, heads, k_all, v_all)
+        differentiate(saved.of_heads(heads), part, launches, gradients)
         place = plan.slots(plan.outer_parts, k.device)
         if place is not None:
             padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
@@ -96,9 +88,13 @@ def of_queries(heads_k: slice, q: Tensor, k: Tensor) -> slice:
     return slice(heads_k.start * group, heads_k.stop * group)
 
 
-def _calls(plan: Plan, rank: int, window: Window, score: Score) -> Launches:
-    alibi = score.alibi_slopes is not None
-    return plan.launches(plan.outer_parts[rank], plan.whole, window, alibi)
+def _launches(plan: Plan, rank: int, call: FwdCall) -> Launches:
+    alibi = call.alibi_slopes is not None
+    return plan.launches(plan.outer_parts[rank], plan.whole, window_of(call), alibi)
+
+
+def window_of(call: FwdCall) -> layouts.Window:
+    return call.window_size_left, call.window_size_right
 
 
 def _longest(plan: Plan) -> int:

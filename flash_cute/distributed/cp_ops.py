@@ -20,10 +20,11 @@ from flash_cute.distributed.communicating import (
 )
 from flash_cute.distributed.context import context_named
 from flash_cute.distributed.groups import groups_of
-from flash_cute.distributed.local import Saved, Score, statistic_dtype
+from flash_cute.distributed.local import Saved, statistic_dtype
 from flash_cute.distributed.merge import sink_gradient
 from flash_cute.distributed.plan import Plan, plan_of
 from flash_cute.ops import autograd, switches
+from flash_cute.ops.typed import FwdCall
 
 OPS = torch.ops.flash_cute
 
@@ -55,13 +56,12 @@ def attention(
     """
     whole = plan_of(plan)
     groups = groups_of(whole)
-    score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
     with asking(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink):
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        window = (window_left, window_right)
-        out, lse = _strategy(whole).forward(
-            whole, groups.outer_rank, groups.outer, (q, k, v), window, score, sink
-        )
+        whole_call = FwdCall(
+            q, k.to(q.dtype), v.to(q.dtype), softmax_scale, False, window_left, window_right,
+            softcap, alibi_slopes, sink, deterministic=deterministic,
+        )  # fmt: skip
+        out, lse = _strategy(whole).forward(whole, groups.outer_rank, groups.outer, whole_call)
     return out.contiguous(), lse.contiguous()
 
 
@@ -92,13 +92,14 @@ def attention_backward(
     """dq, dk, dv of the rank's tokens, and its part of dsink, fp32 (heads,), empty without sink."""
     whole = plan_of(plan)
     groups = groups_of(whole)
-    deterministic = switches.deterministic(deterministic)
-    score = Score(softmax_scale, softcap, alibi_slopes, deterministic)
+    whole_call = FwdCall(
+        q, k.to(q.dtype), v.to(q.dtype), softmax_scale, False, window_left, window_right, softcap,
+        alibi_slopes, deterministic=switches.deterministic(deterministic),
+    )  # fmt: skip
     saved = Saved(dout, dlse, out, lse)
-    qkv = (q, k.to(q.dtype), v.to(q.dtype))
     with asking_backward(whole, "attention" * (whole.outer > 1), dout, q, k, v):
         gradients = _strategy(whole).backward(
-            whole, groups.outer_rank, groups.outer, qkv, saved, (window_left, window_right), score
+            whole, groups.outer_rank, groups.outer, whole_call, saved
         )
     dq, dk, dv = (
         x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v), strict=True)

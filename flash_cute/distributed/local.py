@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,22 +22,14 @@ from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch, Launches
 from flash_cute.distributed.trace import named
-from flash_cute.ops.typed import OPS
+from flash_cute.ops.typed import OPS, FwdCall, VarlenFwdCall
 
 
-@dataclass(frozen=True)
-class Score:
-    """What scores are, beside masks: arguments of the ops."""
-
-    softmax_scale: float | None
-    softcap: float
-    alibi_slopes: Tensor | None  # fp32 (heads,), or of a batch entry, or document, (n, heads)
-    deterministic: bool
-
-    def of_heads(self, heads: slice) -> Score:
-        """The same of some heads."""
-        slopes = self.alibi_slopes
-        return self if slopes is None else replace(self, alibi_slopes=slopes[..., heads])
+def of_heads(call: FwdCall, heads: slice, k: Tensor, v: Tensor) -> FwdCall:
+    """Some query heads of a call, over keys and values of theirs."""
+    slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., heads]
+    sink = None if call.sink is None else call.sink[heads]
+    return call._replace(q=call.q[:, :, heads], k=k, v=v, alibi_slopes=slopes, sink=sink)
 
 
 def statistic_dtype(x: Tensor) -> torch.dtype:
@@ -92,22 +84,14 @@ class Output:
         part.out, part.lse = self.out[:, :, heads], self.lse[:, heads]
         return part
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        launches: Sequence[Launch],
-        score: Score,
-        sink: Tensor | None = None,
-    ) -> None:
-        """Adds what q sees of k and v, and in each call the sink, if :func:`takes_sink`."""
+    def attend(self, call: FwdCall, launches: Sequence[Launch]) -> None:
+        """Adds what q sees of k and v, and in each launch the sink, if :func:`takes_sink`."""
         for launch in launches:
-            call = Call(launch, q, k, score)
-            out, lse = call.forward(q, k, v, sink)
-            if call.distance is not None:
-                lse = lse - call.distance
-            here = self.out[:, call.q_rows], self.lse[:, :, call.q_rows]
+            part = TileCall(launch, call)
+            out, lse = part.forward()
+            if part.distance is not None:
+                lse = lse - part.distance
+            here = self.out[:, part.q_rows], self.lse[:, :, part.q_rows]
             if self.merges:
                 merge_(*here, out, lse)
             elif len(launch) == 1:
@@ -162,32 +146,27 @@ class Saved:
 
 def differentiate(
     saved: Saved,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: FwdCall,
     launches: Sequence[Launch],
-    score: Score,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds what these keys give to dq, dk and dv, in place."""
+    """Adds what a call's keys give to dq, dk and dv, in place."""
     for launch in launches:
-        call = Call(launch, q, k, score)
-        dq, dk, dv = call.backward(saved, q, k, v)
-        for total, part, where in zip(
-            gradients, (dq, dk, dv), (call.q_rows, call.k_rows, call.k_rows), strict=True
-        ):
-            total[:, where] += part
+        part = TileCall(launch, call)
+        rows = (part.q_rows, part.k_rows, part.k_rows)
+        for total, x, where in zip(gradients, part.backward(saved), rows, strict=True):
+            total[:, where] += x
 
 
-class Call:
-    """A launch on tensors: one tile of a batch, or tiles of documents by the varlen ops."""
+class TileCall:
+    """A launch of a call: one tile of a batch, or tiles of documents by the varlen ops."""
 
-    def __init__(self, launch: Launch, q: Tensor, k: Tensor, score: Score) -> None:
+    def __init__(self, launch: Launch, call: FwdCall) -> None:
         first, last = launch[0], launch[-1]
         self.q_rows = slice(first.q_start, last.q_stop)
         self.k_rows = slice(first.k_start, last.k_stop)
         self.is_varlen = len(launch) > 1
-        slopes = score.alibi_slopes
+        q, slopes = call.q, call.alibi_slopes
         if slopes is not None:
             slopes = (slopes * first.slopes_sign).contiguous()
             if slopes.dim() == 2 and (self.is_varlen or first.document or len(slopes) > len(q)):
@@ -195,36 +174,37 @@ class Call:
         self.distance = self._distance(
             launch, slopes, first.distance * first.slopes_sign, statistic_dtype(q)
         )
-        self.sequences = _sequences(launch, q.device) if self.is_varlen else ()
+        self.sequences = _sequences(launch, q.device) if self.is_varlen else {}
         left, right = first.window
-        self.options: dict[str, Any] = {
-            "softmax_scale": score.softmax_scale,
-            "is_causal": False,
-            "window_size_left": left,
-            "window_size_right": right,
-            "softcap": score.softcap,
-            "alibi_slopes": slopes,
-            "deterministic": score.deterministic,
-            "allow_tf32": ops.allow_tf32(q),
-        }
+        self.call = call._replace(
+            q=q[:, self.q_rows], k=call.k[:, self.k_rows], v=call.v[:, self.k_rows],
+            window_size_left=left, window_size_right=right, alibi_slopes=slopes,
+            allow_tf32=ops.allow_tf32(q),
+        )  # fmt: skip
 
     @named("forward")
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self) -> tuple[Tensor, Tensor]:
         """out and lse of the rows; those of no tile have out 0 and lse -inf."""
-        q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
-        options = self.options | {"sink": sink}
         if not self.is_varlen:
-            out, lse, _, _ = ops.fwd(q, k, v, **options)
+            out, lse, _, _ = ops.fwd(*self.call)
             return out, lse
-        out, lse, _, _ = ops.varlen_fwd(q[0], k[0], v[0], *self.sequences, **options)
+        q, k, v, options = self._parts()
+        call = VarlenFwdCall(q[0], k[0], v[0], **self.sequences, **options)
+        out, lse, _, _ = ops.varlen_fwd(*call)
         return out[None], lse[None]
 
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q, k and v, and what every op takes besides."""
+        options = self.call._asdict()
+        for name in ("return_softmax", "return_row_max"):
+            del options[name]
+        return options.pop("q"), options.pop("k"), options.pop("v"), options
+
     @named("backward")
-    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, saved: Saved) -> tuple[Tensor, ...]:
         """dq, dk and dv of the rows, in fp32 if that can be had; those of no tile are 0."""
-        q, k, v = q[:, self.q_rows], k[:, self.k_rows], v[:, self.k_rows]
+        q, k, v, options = self._parts()
+        options["sink"] = None  # whose gradient is that of all keys together
         dout, out = saved.dout[:, self.q_rows], saved.out[:, self.q_rows]
         lse = saved.lse[:, :, self.q_rows]
         lse = lse.contiguous() if self.distance is None else lse + self.distance
@@ -239,9 +219,9 @@ class Call:
             results = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in given[1:4])
             dq, dk, dv = results
             with internals.below_versions():  # nobody has seen what is written
-                op.out(*given, *self.sequences, dlse=dlse, **self.options, dq=dq, dk=dk, dv=dv)
+                op.out(*given, **self.sequences, dlse=dlse, **options, dq=dq, dk=dk, dv=dv)
         else:
-            results = op.default(*given, *self.sequences, dlse=dlse, **self.options)[:3]
+            results = op.default(*given, **self.sequences, dlse=dlse, **options)[:3]
         return tuple(x[None] for x in results) if self.is_varlen else results
 
     def _distance(
@@ -264,8 +244,8 @@ class Call:
 
 
 @kept
-def _sequences(launch: Launch, device: torch.device) -> tuple[Any, ...]:
-    """What the varlen ops take between tensors and options, of rows counted from the first tile.
+def _sequences(launch: Launch, device: torch.device) -> dict[str, Any]:
+    """The varlen ops' sequences, of rows counted from the first tile.
 
     Tiles may lie apart: a sequence reaches from its tile to the next one, and only the tile is
     used.
@@ -276,8 +256,12 @@ def _sequences(launch: Launch, device: torch.device) -> tuple[Any, ...]:
     q_lens, k_lens = [tile.q_len for tile in launch], [tile.k_len for tile in launch]
     q_starts.append(q_starts[-1] + q_lens[-1])
     k_starts.append(k_starts[-1] + k_lens[-1])
-    indices = [
-        torch.tensor(x, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-        for x in (q_starts, k_starts, q_lens, k_lens)
-    ]
-    return (*indices[:2], max(q_lens), max(k_lens), *indices[2:])
+    indices = {
+        "cu_seqlens_q": q_starts, "cu_seqlens_k": k_starts, "seqused_q": q_lens,
+        "seqused_k": k_lens,
+    }  # fmt: skip
+    found: dict[str, Any] = {
+        name: torch.tensor(x, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        for name, x in indices.items()
+    }
+    return found | {"max_seqlen_q": max(q_lens), "max_seqlen_k": max(k_lens)}

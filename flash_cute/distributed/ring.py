@@ -11,27 +11,23 @@ import torch
 from torch import Tensor
 
 from flash_cute.distributed import comm, layouts
-from flash_cute.distributed.all_gather import to_rows
+from flash_cute.distributed.all_gather import to_rows, window_of
 from flash_cute.distributed.comm import Group
-from flash_cute.distributed.local import Output, Saved, Score, differentiate, takes_sink
+from flash_cute.distributed.local import Output, Saved, differentiate, takes_sink
 from flash_cute.distributed.plan import Plan
 from flash_cute.distributed.tiles import Launches
-
-Window = layouts.Window
+from flash_cute.ops.typed import FwdCall
 
 
 def forward(
     plan: Plan,
     rank: int,
     group: Group,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    window: Window,
-    score: Score,
-    sink: Tensor | None,
+    call: FwdCall,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
-    q, k, v = qkv
-    hops = plan.hops(window)
+    q, k, v, sink = call.q, call.k, call.v, call.sink
+    hops = plan.hops(window_of(call))
     output = Output(q, v, merges=True)
     kv = _travelling(plan, k, v)
     works: comm.Work = comm.Done()
@@ -41,10 +37,10 @@ def forward(
         if hop + 1 < hops:
             kv, works = comm.rotate(here, 1, group)
         keys, values = _split(here, k, v)
-        calls = _calls(plan, rank, hop, window, score)
-        in_calls = sink if takes_sink(calls, q.shape[1]) else None
-        output.attend(q, keys, values, calls, score, in_calls)
-        sink = sink if in_calls is None else None
+        launches = _launches(plan, rank, hop, call)
+        joins = takes_sink(launches, q.shape[1])
+        output.attend(call._replace(k=keys, v=values, sink=sink if joins else None), launches)
+        sink = None if joins else sink
     return output.result(q, sink)
 
 
@@ -52,14 +48,12 @@ def backward(
     plan: Plan,
     rank: int,
     group: Group,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    call: FwdCall,
     saved: Saved,
-    window: Window,
-    score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of this rank's tokens, in the dtype of sums."""
-    q, k, v = qkv
-    hops = plan.hops(window)
+    q, k, v = call.q, call.k, call.v
+    hops = plan.hops(window_of(call))
     dtype = saved.lse.dtype
     dq = torch.zeros_like(q, dtype=dtype)
     kv = _travelling(plan, k, v)
@@ -73,8 +67,9 @@ def backward(
             kv, works = comm.rotate(here, 1, group)
         dkv = torch.zeros_like(here, dtype=dtype)
         keys, values = _split(here, k, v)
-        calls = _calls(plan, rank, hop, window, score)
-        differentiate(saved, q, keys, values, calls, score, (dq, *_split(dkv, k, v)))
+        launches = _launches(plan, rank, hop, call)
+        gradients = (dq, *_split(dkv, k, v))
+        differentiate(saved, call._replace(k=keys, v=values), launches, gradients)
         if sums is not None:
             of_sums.wait()
             dkv += sums
@@ -98,7 +93,8 @@ def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _calls(plan: Plan, rank: int, hop: int, window: Window, score: Score) -> Launches:
+def _launches(plan: Plan, rank: int, hop: int, call: FwdCall) -> Launches:
     """What the rank's queries see of the keys that have come ``hop`` ranks far."""
     parts = plan.outer_parts
-    return plan.launches(parts[rank], parts[rank - hop], window, score.alibi_slopes is not None)
+    alibi = call.alibi_slopes is not None
+    return plan.launches(parts[rank], parts[rank - hop], window_of(call), alibi)
