@@ -128,7 +128,7 @@ def groups_of_many_contexts() -> list[int]:
             cp_attention(x, x, x, cp.plan(6 * cp.size))
         del cp
         gc.collect()
-        counts.append(len(groups._HELD) + sum(map(len, groups._HOSTS.values())))
+        counts.append(len(groups._HELD) + sum(map(len, groups._MADE.values())))
     return counts
 
 
