@@ -18,14 +18,6 @@ from flash_cute.ops.typed import FwdCall
 from flash_cute.validate import options as validate_options
 
 
-def check_whole(name: str, x: Any, least: int, expected: str = "an int") -> None:
-    """Refuses what is no int, or less than ``least``."""
-    if isinstance(x, bool) or not isinstance(x, int):
-        raise TypeError(f"{name} is {validate.kind_of(x)}; expected {expected}")
-    if x < least:
-        raise ValueError(f"{name} is {x}; expected at least {least}")
-
-
 def whole_list(name: str, x: Any) -> list[Any]:
     """x as a list; refuses what is no sequence."""
     if isinstance(x, str) or not isinstance(x, Iterable):
@@ -87,7 +79,7 @@ def check_heads(heads: Any, heads_k: Any) -> None:
     """Refuses numbers of heads that no call has; None is unknown."""
     for name, x in (("heads", heads), ("heads_k", heads_k)):
         if x is not None:
-            check_whole(name, x, 1, "an int, or None")
+            validate.count(name, x, 1)
     if heads_k is None:
         return
     if heads is None:

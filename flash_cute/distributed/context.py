@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from flash_cute import validate
 from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
-from flash_cute.distributed.arguments import check_whole
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, shared
 from flash_cute.distributed.values import ValuesOnGPU
@@ -97,7 +96,7 @@ class ContextParallel:
     def _check_options(self) -> None:
         arguments.check_one_of("strategy", self.strategy, ("auto", *STRATEGIES))
         arguments.check_one_of("layout", self.layout, ("auto", *LAYOUTS))
-        check_whole("head_groups", self.head_groups, 1)
+        validate.count("head_groups", self.head_groups, 1)
         if not isinstance(self.check, bool):
             raise TypeError(f"check is {validate.kind_of(self.check)}; expected a bool")
         if not isinstance(self.links, Links):
@@ -193,9 +192,9 @@ class ContextParallel:
         lengths = arguments.lengths(seqlen, cu_seqlens)
         validate.flag("causal", causal)
         arguments.check_window(window_size)
-        check_whole("block", block, 1)
+        validate.count("block", block, 1)
         arguments.check_heads(heads, heads_k)
-        check_whole("head_dim", head_dim, 1)
+        validate.count("head_dim", head_dim, 1)
         arguments.check_dtype(dtype)
         plan = Plan(
             lengths, cu_seqlens is not None, self.size, 1, "all_gather", "contiguous",
@@ -238,7 +237,7 @@ class ContextParallel:
             return ()
         sizes = tuple(arguments.whole_list("sizes", sizes))
         for n in sizes:
-            check_whole("sizes' entries", n, 0)
+            validate.count("sizes' entries", n, 0)
         if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != sum(lengths):
             raise ValueError(
                 f"sizes is {sizes}; expected the tokens of {self.size} ranks, {sum(lengths)} in all"

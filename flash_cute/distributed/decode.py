@@ -12,7 +12,6 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import ops, validate
 from flash_cute.distributed import comm, description
-from flash_cute.distributed.arguments import check_whole
 from flash_cute.distributed.context import ContextParallel
 from flash_cute.distributed.merge import merge_, merge_sink, rows
 from flash_cute.distributed.trace import named
@@ -249,7 +248,7 @@ def _check(
     if q.is_cuda:
         validate_kvcache.cuda(q, v_cache, options["sink"])
     if block is not None:
-        check_whole("block", block, 1, "an int, or None")
+        validate.count("block", block, 1)
     if internals.in_forward_mode():
         refuse_tangents([x for x in (q, k, v, k_cache, v_cache) if x is not None])
     for name, x in (("q", q), ("k", k), ("v", v), ("sink", options["sink"])):
