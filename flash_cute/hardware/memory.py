@@ -168,9 +168,9 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
     fakes = internals.fake_tensors()
 
     def empty_like(x: Tensor) -> Tensor:
-        with fakes:
+        with fakes as mode:
             if x.layout is not torch.strided:  # without elements
-                return fakes.from_tensor(x.detach()).to(device)
+                return mode.from_tensor(x.detach()).to(device)
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
     peaks, largest, flops = [], [], []

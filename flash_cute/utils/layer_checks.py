@@ -66,7 +66,7 @@ def check_lengths(run: Run, inputs: Sequence[Tensor], width: int, equal: Equalit
         check_finite(f"the output of {tuple(x.shape)}", out)
         equal(f"a second output of {tuple(x.shape)}", run(x), out)
         noise = normal(x.shape, x.device, x.dtype).flip(0, -1)
-        # One sum of few bits may be what it was by chance, or beside a bias; all of several are not.
+        # One sum of few bits may be what it was, by chance or beside a bias; several are not.
         changed = [(run(x + 4**n * noise.roll(n)) != out).any(-1) for n in range(4)]
         count = int((~torch.stack(changed).any(0)).sum())
         expect(count == 0, f"{count} rows of the output of {tuple(x.shape)} ignore their input")

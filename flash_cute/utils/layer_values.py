@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flash_cute.utils.layer_checks import Run, expect, normal, without_dropout
 from flash_cute.utils.model_copies import copied
-from flash_cute.utils.tolerance import Tolerance, with_signs
+from flash_cute.utils.tolerance import Tolerance, largest_of, with_signs
 
 Weights = Mapping[str, Tensor]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -124,7 +124,9 @@ def compare(
 
     def equal(name: str, of: Callable[[Results], Tensor | None], beside: float = 0.0) -> None:
         def alike(draw: torch.Generator) -> Tensor:
-            return of(results(reference.forward, x, weights, trial, exact=True, signs=draw))
+            found = of(results(reference.forward, x, weights, trial, exact=True, signs=draw))
+            assert found is not None
+            return found
 
         mine, right = of(given), of(ideal)
         if mine is not None and right is not None:
@@ -178,7 +180,7 @@ def _compare_parts(
     nothing, as those of a bias of keys do, are measured by the others."""
     right = reference.parts(ideal)
     largest = max(
-        (float(t.abs().max()) for pair in right.values() for t in pair if t is not None),
+        (largest_of(t) for pair in right.values() for t in pair if t is not None),
         default=0.0,
     )
     for name in right:

@@ -25,6 +25,11 @@ _FEW = 64  # elements, of which the largest may be a sum that cancels
 _DRAWS = 8
 
 
+def largest_of(x: Tensor) -> float:
+    """Of the magnitudes, without a copy; nan if one is."""
+    return float(torch.linalg.vector_norm(x.detach(), torch.inf))
+
+
 def with_signs(x: Tensor, generator: torch.Generator) -> Tensor:
     """The same magnitudes with random signs."""
     signs = torch.randint(2, x.shape, generator=generator) * 2 - 1
@@ -54,7 +59,7 @@ class Tolerance:
         if self.least == 0 or expected.numel() >= _FEW:
             return 0.0
         generator = torch.Generator().manual_seed(0)
-        return max(float(alike(generator).detach().abs().max()) for _ in range(_DRAWS))
+        return max(largest_of(alike(generator)) for _ in range(_DRAWS))
 
     def equal(
         self, name: str, given: Tensor, expected: Tensor, beside: float = 0.0, typical: float = 0.0
@@ -69,14 +74,16 @@ class Tolerance:
         share = max(self.least, _OF_ELEMENTS.get(given.dtype, 0.0))
         part = max(_OF_OTHERS.get(given.dtype, _SMALL), self.least)
         dtype, given, expected = given.dtype, given.detach().double(), expected.detach().double()
-        size = max(float(expected.abs().max()), part * beside, typical)
-        error = float((given - expected).abs().max())
+        largest = largest_of(expected)
+        size = max(largest, part * beside, typical)
+        error = largest_of(given - expected)
         if not error <= share * size:
             raise AssertionError(f"{name} is off by {error:.3g}; {share * size:.3g} is allowed")
-        square = float(expected.square().sum())
-        if square <= 0 or (not typical and float(expected.abs().max()) < size):
+        given, expected = given.flatten(), expected.flatten()
+        square = float(expected @ expected)
+        if square <= 0 or (not typical and largest < size):
             return
-        factor = float((given * expected).sum()) / square
+        factor = float(given @ expected) / square
         allowed = max(_OF_FACTOR * _OF_ELEMENTS.get(dtype, 0.0), self.least / 2)
         if typical:  # errors of few elements are on all of them
             allowed *= max(1.0, size / square**0.5)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
 _CHOICES: tuple[Any, ...] = (  # of fp32_precision: "ieee", "tf32", "bf16", or "none" of its own
-    torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn,
-    torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn,
+    torch.backends.cuda.matmul, _cudnn.conv, _cudnn.rnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn,
 )  # fmt: skip
 
 
