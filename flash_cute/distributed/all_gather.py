@@ -60,8 +60,8 @@ def backward(
         )
         dk, dv = dkv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
         gradients = (dq[:, :, heads], dk, dv)
-        part = of_heads(call, heads, k_all, v_all)
-        differentiate(saved.of_heads(heads), part, launches, gradients)
+        some = of_heads(call, heads, k_all, v_all)
+        differentiate(saved.of_heads(heads), some, launches, gradients)
         place = plan.slots(plan.outer_parts, k.device)
         if place is not None:
             padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))

@@ -83,11 +83,12 @@ def sdpa_backward(
     """Gradients lie in memory as what they are of."""
     rng = philox_seed.view(torch.int64) if dropout_p else None
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
-    saved = accept.rows(*(x.transpose(1, 2) for x in (grad_out, query, key, value, out)))
+    saved = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    dout, q, k, v, out = accept.rows(*saved)
     rows = tuple(x.transpose(1, 2) for x in grads)
     written = accept.rows(*rows)
     call = BwdCall(
-        *saved, logsumexp.contiguous(), softmax_scale=scale, is_causal=is_causal,
+        dout, q, k, v, out, logsumexp.contiguous(), softmax_scale=scale, is_causal=is_causal,
         dropout_p=dropout_p, rng=rng, deterministic=deterministic(False),
         allow_tf32=ops.allow_tf32(query),
     )  # fmt: skip
@@ -121,7 +122,7 @@ def _dense(
         allow_tf32 = ops.allow_tf32(query)
         if right != -1 or dropout_p or allow_tf32:  # each argument that is given costs time
             call = FwdCall(
-                *call, window_size_right=right, dropout_p=dropout_p, rng=rng,
+                q, k, v, scale, is_causal, window_size_right=right, dropout_p=dropout_p, rng=rng,
                 return_softmax=wants_softmax, allow_tf32=allow_tf32,
             )  # fmt: skip
         if dim == dim_v and query.stride() == (seqlen * heads * dim, dim, heads * dim, 1):
@@ -218,9 +219,9 @@ def cpu_backward(
         )  # fmt: skip
     seen_k, seen_v, right = _top_left(query, key, value, is_causal)
     tensors = (grad_out, query, seen_k, seen_v, out)
-    rows = accept.rows(*(x.transpose(1, 2) for x in tensors))
+    dout, q, k, v, out = accept.rows(*(x.transpose(1, 2) for x in tensors))
     call = BwdCall(
-        *rows, logsumexp.contiguous(), softmax_scale=scale, window_size_right=right,
+        dout, q, k, v, out, logsumexp.contiguous(), softmax_scale=scale, window_size_right=right,
         deterministic=deterministic(False),
     )  # fmt: skip
     with internals.below_autograd():
@@ -342,7 +343,7 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    saved = accept.rows(grad_out, query, key, value, out)
+    dout, q, k, v, out = accept.rows(grad_out, query, key, value, out)
     window = _bound(window_size_left), _bound(window_size_right)
     rng = state.view(torch.int64) if dropout_p else None
     options: dict[str, Any] = {
@@ -353,8 +354,10 @@ def flash_backward(
     lse = logsumexp.contiguous()
     with internals.below_autograd():
         if cum_seq_q is None or cum_seq_k is None:
-            dq, dk, dv, *_ = ops.bwd(*BwdCall(*saved, lse, **options))
+            dq, dk, dv, *_ = ops.bwd(*BwdCall(dout, q, k, v, out, lse, **options))
         else:
             sequences = (cum_seq_q, cum_seq_k, max_q, max_k)
-            dq, dk, dv, *_ = ops.varlen_bwd(*VarlenBwdCall(*saved, lse, *sequences, **options))
+            dq, dk, dv, *_ = ops.varlen_bwd(
+                *VarlenBwdCall(dout, q, k, v, out, lse, *sequences, **options)
+            )
     return dq, dk, dv

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -33,8 +35,10 @@ class Kernel:
     def _can(self, flag: str) -> bool:
         problem = kernels.Problem(
             self.op, self.dtype, head_dim=self.dim, head_dim_v=self.dim_v, seqlen_q=64,
-            allow_tf32=self.precision == "tf32", **{flag: True},
+            allow_tf32=self.precision == "tf32",
         )  # fmt: skip
+        with_flag: dict[str, Any] = {flag: True}
+        problem = replace(problem, **with_flag)
         (found,) = (x for x in kernels.explain(problem, "h100") if x.id == self.config.id)
         return found.verdict != "refused"
 
