@@ -34,6 +34,10 @@ bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads) 
   return heads >= 1 && pack_gqa(config, problem) % heads == 0;
 }
 
+int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& asked) {
+  return may_pack(config, problem, asked.pack_gqa) ? asked.pack_gqa : pack_gqa(config, problem);
+}
+
 // Tiles of queries, of a CTA or of a cluster, of one sequence and head.
 static int row_tiles(const KernelConfig& config, const FwdProblem& one) {
   return detail::ceil_div(one.seqlen_q, config.block_m * config.cluster);
@@ -54,7 +58,7 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
   return std::max(1, static_cast<int>(std::min<double>(most, of_waves)));
 }
 
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms, int asked) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   const Card::Forward& card = kCard.forward;
   const FwdProblem one = one_sequence(problem);
@@ -68,31 +72,33 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const double resident_ctas = resident_ctas_of(config, sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
   const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
+  const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
   auto cost_with = [&](int splits) {
     const Spread costs = spread(tiles, [&](int tile) {
       const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
       const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
       return (of_split + tile_keys + waiting_keys) * config.block_m / rate * filled;
     });
-    return cost_of(costs, all * splits, resident_ctas);
+    const double passes_us = splits == 1 ? 0 : card.kernel_us + merging * splits;
+    return cost_of(costs, all * splits, resident_ctas) + passes_us * a_microsecond(config, sms);
   };
+  const int most = most_splits(config, problem, heads, sms);
+  if (1 <= asked && asked <= most) return {cost_with(asked), asked};
   const double whole = cost_with(1);
   SplitCost best{whole, 1};
-  const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
-  const int most = most_splits(config, problem, heads, sms);
   for (int splits = 2; splits <= most; ++splits) {
-    const double cost = cost_with(splits) + (card.kernel_us + merging * splits) * a_microsecond(config, sms);
+    const double cost = cost_with(splits);
     if (cost < best.cost && cost < card.worthwhile * whole) best = {cost, splits};
   }
   return best;
 }
 
-double cost(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) {
+double cost(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu, const FwdOverrides&) {
   return family_of(config).decode_cost(config, problem, gpu);
 }
 
-double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
-  return cheapest_splits(config, problem, pack_gqa(config, problem), gpu.sms).cost;
+double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& asked) {
+  return cheapest_splits(config, problem, packed_heads(config, problem, asked), gpu.sms, asked.num_splits).cost;
 }
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,

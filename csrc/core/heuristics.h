@@ -17,25 +17,27 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b);
 // Query heads of a group that share a tile of queries (pack_gqa), so that short sequences fill it: as many as can. A tile then has all queries of its heads, and the kernel can do any power of two up to that number.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
+// As many as are asked for, if the kernel can, else pack_gqa().
+int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& asked);
 
 // How many splits of the keys a forward may have, with so many heads a tile: none without a tile of keys, and none that
 // would wait for two whole waves of others. 1 for kernels without splits.
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
 
-// Cost of a forward on `sms` multiprocessors with so many heads a tile, to compare alternatives by, with the best number
-// of splits. The host does not know packed lengths: their mean stands for them, and clusters cost infinity there, as
+// Cost of a forward on `sms` multiprocessors with so many heads a tile, to compare alternatives by, with the number of
+// splits that is asked for, if the kernel can, else with the best one. The host does not know packed lengths: their mean stands for them, and clusters cost infinity there, as
 // short sequences would idle some of their CTAs.
 struct SplitCost {
   double cost;
   int num_splits;
 };
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms, int asked = 0);
 
-double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
+double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& asked = {});
 
 // Cost of decode with even splits: products of all query tiles with all keys, and reading the keys. 0 or infinity of a
 // kernel in clusters: whether they suit.
-double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu);
+double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu, const FwdOverrides& = {});
 
 // Whether a forward kernel may stand for decode over a cache, and is likely faster. Never where one tile of 16 rows (or, with
 // exceptions, 32) has all rows of a kv head: there reading the keys is the bound, which forward's cost leaves out.
@@ -45,7 +47,7 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
 // The first kernel that `fits` accepts, or the cheapest of its alternatives; null if none.
 template <class Fits, class P>
 const KernelConfig* preferred(const std::vector<const KernelConfig*>& kernels, const Fits& fits, const P& problem,
-                              const Device& gpu) {
+                              const Device& gpu, const FwdOverrides& asked = {}) {
   const KernelConfig* best = nullptr;
   double least = -1;  // cost of the best, once there is an alternative
   for (const KernelConfig* kernel : kernels) {
@@ -54,8 +56,8 @@ const KernelConfig* preferred(const std::vector<const KernelConfig*>& kernels, c
       best = kernel;
       continue;
     }
-    if (least < 0) least = cost(*best, problem, gpu);
-    const double other = cost(*kernel, problem, gpu);
+    if (least < 0) least = cost(*best, problem, gpu, asked);
+    const double other = cost(*kernel, problem, gpu, asked);
     if (other >= least) continue;
     best = kernel;
     least = other;

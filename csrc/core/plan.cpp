@@ -21,9 +21,8 @@ int heads_of_l2(const FwdProblem& p, int pack_gqa, const Device& gpu) {
 }  // namespace
 
 FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device& gpu, const FwdOverrides& overrides) {
-  const int heads = may_pack(config, p, overrides.pack_gqa) ? overrides.pack_gqa : pack_gqa(config, p);
-  const bool may_split = overrides.num_splits >= 1 && overrides.num_splits <= most_splits(config, p, heads, gpu.sms);
-  return {.num_splits = may_split ? overrides.num_splits : cheapest_splits(config, p, heads, gpu.sms).num_splits,
+  const int heads = packed_heads(config, p, overrides);
+  return {.num_splits = cheapest_splits(config, p, heads, gpu.sms, overrides.num_splits).num_splits,
           .pack_gqa = heads,
           .heads_together = heads_of_l2(p, heads, gpu),
           .resident = family_of(config).resident(config, gpu)};

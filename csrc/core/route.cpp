@@ -89,7 +89,7 @@ const KernelConfig* find_kernel(const Kernels& kernels, const Problem<op>& probl
       if (same_kernel(*kernel, *fastest) && can_do(*kernel)) return kernel;
     }
   }
-  return preferred(kernels.of<op>(), can_do, weighed(problem), gpu);
+  return preferred(kernels.of<op>(), can_do, weighed(problem), gpu, overrides_of_limit());
 }
 
 template const KernelConfig* find_kernel<Op::Fwd>(const Kernels&, const FwdProblem&, const Device&, bool);

@@ -60,7 +60,8 @@ struct Candidates {
     }
     if (!alternatives(*best, other)) return "comes after " + best->id() + " in order of preference";
     const auto& to_rank = weighed(problem);
-    const double least = cost(*best, to_rank, asked.gpu), more = cost(other, to_rank, asked.gpu);
+    const FwdOverrides& of_limit = overrides_of_limit();
+    const double least = cost(*best, to_rank, asked.gpu, of_limit), more = cost(other, to_rank, asked.gpu, of_limit);
     return std::isfinite(more) && least > 0
                ? "estimated to take " + three_digits(more / least) + " times as long as " + best->id()
                : "not for such sizes, by the estimate that prefers " + best->id();

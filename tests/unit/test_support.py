@@ -50,3 +50,20 @@ def test_of_dtypes_and_head_dims(dim):
             cached = support.reads_caches_in_place(dtype, dim, dim, gpu)
         assert plain == (dim <= 256 and dtype != torch.float64)
         assert cached == (of_16_bits and dim % 8 == 0 and dim <= 256)
+
+
+def test_ratios_under_a_limit_are_those_of_what_it_asks_for():
+    """A kernel is chosen, and compared, with the splits that run."""
+    problem = kernels.Problem(batch=1, heads=4, seqlen_q=128, seqlen_k=8192)
+    for splits in (1, 2, 8):
+        with kernels.only(num_splits=splits):
+            plan, rows = kernels.plan(problem, "h100"), kernels.explain(problem, "h100")
+        assert plan.num_splits == splits
+        (chosen,) = (row.id for row in rows if row.verdict == "chosen")
+        assert chosen == plan.kernel.id
+        ratios = [float(row.reason.split()[3]) for row in rows if "times as long" in row.reason]
+        assert ratios and min(ratios) >= 1
+    with kernels.only(num_splits=1):
+        one = {row.id: row.reason for row in kernels.explain(problem, "h100")}
+    free = {row.id: row.reason for row in kernels.explain(problem, "h100")}
+    assert one != free
