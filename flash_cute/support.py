@@ -9,6 +9,7 @@ import torch
 
 from flash_cute import _torch_internals as internals
 from flash_cute import kernels, limits
+from flash_cute.library import has_cuda_kernels
 
 
 class Support(NamedTuple):
@@ -24,7 +25,7 @@ class Support(NamedTuple):
 def supports(call: Any, gpu: kernels.Gpu | str | int | None = None) -> Support:
     """What :func:`flash_cute.kernels.plan` says, in place of its errors, of a
     :class:`flash_cute.kernels.Problem`, of its fields by name, or of a call of an attention op
-    (:mod:`flash_cute.ops.typed`).
+    (:mod:`flash_cute.ops.typed`). A ``gpu`` that is not there is still an error.
 
     Example::
 
@@ -32,12 +33,14 @@ def supports(call: Any, gpu: kernels.Gpu | str | int | None = None) -> Support:
         assert not found and "head dim up to 256" in found.reasons[-1]
     """
     try:
-        return Support(kernels.plan(_problem_of(call), gpu))
+        problem = _problem_of(call)
+    except ValueError as error:  # of a dtype that no kernel has
+        return Support(None, (str(error),))
+    try:
+        return Support(kernels.plan(problem, gpu))
     except RuntimeError as error:
         _, *reasons = str(error).splitlines()
         return Support(None, tuple(line.strip() for line in reasons) or (str(error),))
-    except ValueError as error:  # of a dtype that no kernel has, or a build that has none
-        return Support(None, (str(error),))
 
 
 def _problem_of(call: Any) -> kernels.Problem:
@@ -50,6 +53,8 @@ def _problem_of(call: Any) -> kernels.Problem:
 @lru_cache(maxsize=256)
 def has_kernel(dtype: torch.dtype, head_dim: int, gpu: int | None = None) -> bool:
     """Whether a plain call of this dtype and head dim has a kernel; asked in each call."""
+    if gpu is not None and not has_cuda_kernels():
+        return False
     with limits.again(""):
         return bool(supports({"dtype": dtype, "head_dim": head_dim}, gpu))
 
@@ -61,6 +66,8 @@ def reads_caches_in_place(
 ) -> bool:
     """Whether calls over a cache of this dtype and these head dims have a kernel that needs no copy
     of the keys."""
+    if gpu is not None and not has_cuda_kernels():
+        return False
     problem = {
         "op": "decode", "dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v,
         "lengths": True,

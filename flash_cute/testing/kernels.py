@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flash_cute import kernels, library
 
+_ID = re.compile(
+    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w\d+_.*"
+)
 
-class Kernel:
+
+class Kernel(NamedTuple):
     """One kernel of the library; `precision` is its dtype, or the way it computes fp32."""
 
-    def __init__(self, config: kernels.KernelConfig) -> None:
-        self.config = config
-        self.op, self.arch, self.tier = config.op, config.arch, config.tier
-        self.precision, self.dim, self.dim_v = config.dtype, config.head_dim, config.head_dim_v
+    id: str
+    op: str
+    arch: int
+    precision: str
+    tier: str
+    dim: int
+    dim_v: int
 
     @property
     def dtype(self) -> torch.dtype:
         return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.precision, torch.float32)
 
-    @cached_property
+    @property
     def has_dropout(self) -> bool:
         return self.op != "decode" and self._can("dropout")
 
-    @cached_property
+    @property
     def vector(self) -> int:
         """Head dims of its tensors are multiples of this."""
         return 1 if self._can("unaligned") else 8
@@ -39,7 +46,7 @@ class Kernel:
         )  # fmt: skip
         with_flag: dict[str, Any] = {flag: True}
         problem = replace(problem, **with_flag)
-        (found,) = (x for x in kernels.explain(problem, "h100") if x.id == self.config.id)
+        (found,) = (x for x in kernels.explain(problem, "h100") if x.id == self.id)
         return found.verdict != "refused"
 
     @property
@@ -67,8 +74,9 @@ def decode_choices() -> list[str]:
 
 
 def parse(kernel: str) -> Kernel:
-    """The kernel with this id. Raises ValueError for what is none."""
-    for config in kernels.kernels():
-        if config.id == kernel:
-            return Kernel(config)
-    raise ValueError(f"{kernel!r} is no kernel's id")
+    """What a kernel's id says. Raises ValueError for what is none."""
+    match = _ID.fullmatch(kernel)
+    if match is None:
+        raise ValueError(f"{kernel!r} is no kernel's id")
+    op, arch, precision, tier, dim, dim_v = match.groups()
+    return Kernel(kernel, op, int(arch), precision, tier, int(dim), int(dim_v))

@@ -114,6 +114,7 @@ CALLS: dict[str, Call] = {
             "as_gpu": {"gpu": "h100"},
             "plan": {"problem": PROBLEM},
             "explain": {"problem": PROBLEM},
+            "supports": {"call": PROBLEM},
             "bucket": {"problem": PROBLEM},
             "nearest": {"problem": PROBLEM, "block_m": 64, "block_n": 64},
         },
@@ -204,7 +205,7 @@ RIGHT: dict[str, set[str]] = {
     "num_splits": {"0"}, "split_size": {"0"}, "cache_seqlens": {"0"} | NONE, "seqlen_new": {"0"},
     "sm_margin": {"0"} | NONE, "pack_gqa": {"True"} | NONE, "attention_chunk": {"0"} | NONE,
     "batch": {"0"}, "seqlen_q": {"0"}, "seqlen_k": {"0"},
-    "total_q": {"0"}, "total_k": {"0"}, "page_size": {"0"}, "seqlen_offsets": {"0"},
+    "total_q": {"0"}, "total_k": {"0"}, "page_size": {"0"}, "max_blocks": {"0"}, "seqlen_offsets": {"0"},
     "base": {"1.5", "2**70"}, "scale_base": {"1.5", "2**70"},
 }  # fmt: skip
 RIGHT |= {
