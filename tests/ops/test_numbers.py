@@ -205,8 +205,8 @@ RIGHT: dict[str, set[str]] = {
     "num_splits": {"0"}, "split_size": {"0"}, "cache_seqlens": {"0"} | NONE, "seqlen_new": {"0"},
     "sm_margin": {"0"} | NONE, "pack_gqa": {"True"} | NONE, "attention_chunk": {"0"} | NONE,
     "batch": {"0"}, "seqlen_q": {"0"}, "seqlen_k": {"0"},
-    "total_q": {"0"}, "total_k": {"0"}, "page_size": {"0"}, "max_blocks": {"0"}, "seqlen_offsets": {"0"},
-    "base": {"1.5", "2**70"}, "scale_base": {"1.5", "2**70"},
+    "total_q": {"0"}, "total_k": {"0"}, "page_size": {"0"}, "max_blocks": {"0"},
+    "seqlen_offsets": {"0"}, "base": {"1.5", "2**70"}, "scale_base": {"1.5", "2**70"},
 }  # fmt: skip
 RIGHT |= {
     "flash_cute.kvcache_status.cache_seqlens": {"0", "-1", "-2"} | NONE,  # it says what is clamped
