@@ -1,5 +1,4 @@
-// Backward's order of key tiles and query steps. KeyTile and QueryStep are device code without CuTe, but for its
-// macros and three functions, which stand here for the host.
+// Backward's order of key tiles and query steps.
 #include "kernels/sm90/backward_plan.h"
 
 #include <doctest/doctest.h>
@@ -11,22 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/layout/query_tiles.h"
 #include "core/rows.h"
 #include "draw.h"
-
-#define CUTE_DEVICE inline
-#define CUTE_HOST_DEVICE inline
-namespace cute {
-using std::max;
-using std::min;
-constexpr int ceil_div(int a, int b) {
-  return (a + b - 1) / b;
-}
-}  // namespace cute
-constexpr struct {
-  int x = 0;
-} blockIdx;
-#include "kernels/common/backward_tiles.h"
 
 using namespace flash_cute;
 using namespace flash_cute::sm90;
@@ -76,7 +62,7 @@ TEST_CASE("numbers of key tiles name each tile once, and one that others wait fo
     const KernelConfig config = draw_config(draw);
     const BwdProblem p = draw_problem(draw, config);
     const KeyOrder order = order_of(config, p);
-    const int keys = config.block_n * config.cluster, tiles = cute::ceil_div(p.fwd.seqlen_k, keys);
+    const int keys = config.block_n * config.cluster, tiles = (p.fwd.seqlen_k + keys - 1) / keys;
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK(order.tiles_of_set >= 1);

@@ -1,21 +1,33 @@
-// Tiles of keys that a tile of queries walks over, by numbers that go down: last keys first, so that the tile that ends
-// with the sequence comes before the others.
+// Tiles of keys that tiles of queries walk over, by numbers that go down: last keys first, so that the tile that ends
+// with the sequence comes before the others. Every role of a forward kernel walks the same value.
 #pragma once
 
 #include <concepts>
 
 #include "core/layout/tiles.h"
+#include "core/workspace.h"
 
 namespace flash_cute {
 
-// What a main loop needs to know of them: numbers [begin, end), the first key of each, and whether every query of the
-// tile sees all of it.
+// A range of numbers; of each tile the first key, and whether every query of the walk sees all of it. Copies that only
+// move start at past_keys(), and go on by step(n) to tile n.
 template <class Tiles>
-concept KvTiles = requires(const Tiles& tiles, int n) {
-  { tiles.begin } -> std::convertible_to<int>;
-  { tiles.end } -> std::convertible_to<int>;
+concept KvTiles = std::derived_from<Tiles, TileRange> && requires(const Tiles& tiles, int n) {
   { tiles.first_key(n) } -> std::same_as<int>;
   { tiles.full(n) } -> std::same_as<bool>;
+  { tiles.past_keys() } -> std::same_as<int>;
+  { tiles.step(n) } -> std::same_as<int>;
+};
+
+// Tiles [0, count) that a CTA loads for several groups of queries, as far as `keys` go. Each group walks over those that
+// it sees, of_group(), and may see the first half of its last one alone.
+template <class Tiles>
+concept SharedKvTiles = requires(const Tiles& tiles, int n, int group) {
+  { tiles.keys } -> std::convertible_to<RowSpan>;
+  { tiles.count } -> std::convertible_to<int>;
+  { tiles.first_key(n) } -> std::same_as<int>;
+  { tiles.of_group(group) } -> KvTiles;
+  { tiles.ends_in_half(group) } -> std::same_as<bool>;
 };
 
 // Tiles side by side, number 0 from key `origin` on.
@@ -23,8 +35,52 @@ template <int kBlockN>
 struct KvInterval : TileRange {
   int origin;
 
+  // Those that some of `rows` queries see.
+  FC_HOST_DEVICE static KvInterval of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
+    return {key_tiles(seq, p.band, tile.row, rows, kBlockN), 0};
+  }
+
   FC_HOST_DEVICE int first_key(int n) const { return origin + n * kBlockN; }
+  FC_HOST_DEVICE int past_keys() const { return first_key(end); }
+  FC_HOST_DEVICE int step(int) const { return -kBlockN; }
 };
 static_assert(KvTiles<KvInterval<64>>);
+
+// The queries of a CTA of a cluster, in groups of 64 rows.
+struct QueryGroups {
+  QueryTile of_cluster;
+  int rows;  // of the cluster
+  QueryTile tile;  // of the CTA
+  int rows_of_head;  // rows of the tile that each of its pack_gqa heads has
+};
+
+// Tiles side by side, number 0 from the split's first key on that some query of the cluster sees.
+template <int kBlockN, int kGroups>
+struct SharedKvInterval {
+  RowSpan keys;
+  int count;
+  TileRange ranges[kGroups];
+  bool halves[kGroups];
+
+  FC_HOST_DEVICE SharedKvInterval(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+      : keys(visible_keys(seq, p.band, queries.of_cluster.row, queries.rows)) {
+    const int tiles = detail::at_least(0, (keys.last - keys.first + kBlockN - 1) / kBlockN);
+    const int begin = tiles * split / p.num_splits, end = tiles * (split + 1) / p.num_splits;
+    count = end - begin;
+    keys = {keys.first + begin * kBlockN, detail::at_most(keys.last, keys.first + end * kBlockN)};
+    for (int i = 0; i < kGroups; ++i) {
+      const int row = queries.tile.row + 64 * i % queries.rows_of_head;
+      const bool exists = row < seq.q.length;
+      ranges[i] = exists ? key_tiles(seq, p.band, row, 64, kBlockN, keys.first).before(count) : TileRange{};
+      const int last = visible_keys(seq, p.band, row, 64).last - keys.first;
+      halves[i] = last <= ranges[i].end * kBlockN - kBlockN / 2;
+    }
+  }
+
+  FC_HOST_DEVICE int first_key(int n) const { return keys.first + n * kBlockN; }
+  FC_HOST_DEVICE KvInterval<kBlockN> of_group(int group) const { return {ranges[group], keys.first}; }
+  FC_HOST_DEVICE bool ends_in_half(int group) const { return halves[group]; }
+};
+static_assert(SharedKvTiles<SharedKvInterval<64, 2>>);
 
 }  // namespace flash_cute

@@ -5,6 +5,11 @@
 
 namespace flash_cute {
 
+// A tile of query rows of one head: its place in the problem.
+struct QueryTile {
+  int row, head, batch;
+};
+
 // Tiles [begin, end) are visible in part; tiles [full_begin, full_end) wholly, and need no mask.
 struct TileRange {
   int begin, end;
@@ -18,6 +23,14 @@ struct TileRange {
   }
   FC_HOST_DEVICE bool full(int tile) const { return full_begin <= tile && tile < full_end; }
 };
+
+// One of `shares` even shares of the tiles.
+FC_HOST_DEVICE TileRange even_share(TileRange range, int share, int shares) {
+  const int first = range.begin, tiles = range.end - first;
+  range.begin = first + tiles * share / shares;
+  range.end = first + tiles * (share + 1) / shares;
+  return range;
+}
 
 namespace detail {
 FC_HOST_DEVICE int at_least(int a, int b) {

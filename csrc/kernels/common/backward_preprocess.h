@@ -7,7 +7,7 @@
 #include "kernels/common/element.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/softmax.h"
-#include "core/layout/tiles.h"
+#include "kernels/common/tile_kinds.h"
 
 namespace flash_cute {
 
@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(32 * C.warps)
   const PassTile<C> tile(p);
   launch_dependent_grids();
   if (tile.row >= tile.span.length) return;
-  if (all_zeros ||
-      key_tiles(SeqInfo(p.fwd, tile.batch), p.fwd.band, tile.row, C.block_m, C.block_n * C.cluster).empty()) {
+  if (all_zeros || !QueryTilesOf<C>::any_adds(p.fwd, SeqInfo(p.fwd, tile.batch), {tile.row, tile.head, tile.batch})) {
     float* const sums = p.dq_accum + tile.padded_row * kDqColumns;
     CUTE_UNROLL
     for (int i = 4 * threadIdx.x; i < C.block_m * kDqColumns; i += 4 * kThreads) {

@@ -2,24 +2,19 @@
 #pragma once
 
 #include "kernels/common/fragment.h"
-#include "core/layout/seq.h"
+#include "core/layout/tiles.h"
 
 namespace flash_cute {
 
-// The tile's place in the problem.
-struct QueryTile {
-  int row, head, batch;
-
-  // For kernels with one CTA a tile.
-  CUTE_DEVICE static QueryTile of_block(const FwdProblem& p, int block_m) {
-    const int tiles = ceil_div(p.seqlen_q, block_m);
-    QueryTile tile;
-    tile.row = (tiles - 1 - blockIdx.x % tiles) * block_m;  // late rows first: under a causal mask they are the longest
-    tile.head = blockIdx.x / tiles % p.heads;
-    tile.batch = blockIdx.x / tiles / p.heads;
-    return tile;
-  }
-};
+// The tile of a kernel with one CTA a tile.
+CUTE_DEVICE QueryTile tile_of_block(const FwdProblem& p, int block_m) {
+  const int tiles = ceil_div(p.seqlen_q, block_m);
+  QueryTile tile;
+  tile.row = (tiles - 1 - blockIdx.x % tiles) * block_m;  // late rows first: under a causal mask they are the longest
+  tile.head = blockIdx.x / tiles % p.heads;
+  tile.batch = blockIdx.x / tiles / p.heads;
+  return tile;
+}
 
 // Offset of the tile's sequence in statistics with one number per row and head.
 CUTE_DEVICE int64_t first_of(const RowStats& s, const QueryTile& tile, const SeqInfo& seq) {

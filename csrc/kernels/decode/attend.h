@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/mask.h"
+#include "kernels/common/tile_kinds.h"
 #include "kernels/decode/combine.h"
 
 namespace flash_cute::decode {
@@ -58,7 +59,8 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
   OnlineSoftmax<kRows> softmax(rule_scale_log2(mod, f.rules.alibi != nullptr));
   const BandMask mask(seq, f.band);
   const RowSpan queries = queries_of(p, split, C.block_m);
-  const TileRange tiles = key_tiles(seq, f.band, queries.first, queries.last - queries.first, T::kKeys);
+  const auto tiles =
+      KvTilesOf<C, T::kKeys>::of(f, seq, {queries.first, split.head_k, split.b}, queries.last - queries.first);
   int query[kRows];
   float slope[kRows];
   CUTE_UNROLL
@@ -86,7 +88,7 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
     Tensor tSrS = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<T::kKeys>>{});  // (MMA,MMA_M,MMA_N)
     Tensor scores = rows_and_columns(tSrS);  // (rows,columns)
     clear(tSrS);
-    const int tile = n * T::kTeams + team, column = tile * T::kKeys + first_column;
+    const int tile = n * T::kTeams + team, column = tiles.first_key(tile) + first_column;
     if constexpr (!T::kKeepsQ) read_q(0);
     auto queries_of = [&](int step) {
       if (!T::kKeepsQ && step + 1 < T::kSteps) read_q(step + 1);

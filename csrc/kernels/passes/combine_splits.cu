@@ -18,7 +18,7 @@ constexpr int kTogether = 4;  // columns of a lane, and splits read at once
 template <class Element>
 __global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant__ FwdParams p) {
   using Values = cutlass::AlignedArray<float, kTogether>;
-  const QueryTile tile = QueryTile::of_block(p, kRows);
+  const QueryTile tile = tile_of_block(p, kRows);
   const SeqInfo seq(p, tile.batch);
   const float sink = sink_of(p.sink, tile.head);
   const int64_t head_step = p.split_lse.head * p.heads;  // from one split to the next

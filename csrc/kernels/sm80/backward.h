@@ -12,10 +12,9 @@
 
 #include "kernels/common/backward_preprocess.h"
 #include "kernels/common/backward_scores.h"
-#include "kernels/common/backward_tiles.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/softmax.h"
-#include "core/layout/tiles.h"
+#include "kernels/common/tile_kinds.h"
 #include "kernels/launch.h"
 #include "kernels/sm80/backward_dq.h"
 #include "kernels/sm80/backward_products.h"
@@ -37,6 +36,7 @@ struct BackwardTraits {
   static constexpr int kDown = kWholeKeys ? C.warps : warps_down(C.block_n, C.block_m, C.warps);  // along keys
   static constexpr int kAcross = C.warps / kDown;  // along queries, or along the dims of dK and dV
   static constexpr int kTilesPerSemaphore = C.block_n / 32;  // query tiles per semaphore, by measurement
+  using Tiles = QueryTilesOf<C, kTilesPerSemaphore>;
   static constexpr int kSteps = kSubM / (16 * kAcross);  // of the products for dV and dK that a warp has scores for
   // Registers of a thread: the accumulators of one sub of S or dP, those of dQ, and what those of dK and dV leave for
   // others and for operands, found by trying.
@@ -85,6 +85,7 @@ template <KernelConfig C>
 class StepLoader {
  public:
   using Element = ElementOf<C.dtype>;
+  using Tiles = typename BackwardTraits<C>::Tiles;
 
   CUTE_DEVICE StepLoader(const BwdParams& p, const KeyTile& tile, const SeqInfo& seq, int group)
       : p_(p),
@@ -100,10 +101,10 @@ class StepLoader {
 
   // Starts to load a step into a stage. One past the last leaves an empty group.
   template <class Storage>
-  CUTE_DEVICE void load(QueryStep step, Storage& storage, int stage) const {
+  CUTE_DEVICE void load(QueryStep step, const Tiles& queries, Storage& storage, int stage) const {
     if (step.head < group_) {
-      const int head = tile_.head * group_ + step.head, row = step.m * C.block_m;
-      const bool whole = whole_begin_ <= step.m && step.m < whole_end_;
+      const int head = tile_.head * group_ + step.head, m = queries.index(step.m), row = queries.first_query(step.m);
+      const bool whole = (whole_begin_ <= m) & (m < whole_end_);
       copy<C.head_dim>(storage.q[stage], p_.fwd.q, head, row, p_.fwd.head_dim, whole);
       copy<C.head_dim_v>(storage.dout[stage], p_.dout, head, row, p_.fwd.head_dim_v, whole);
       if (threadIdx.x < 2 * kVectors) {
@@ -198,11 +199,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const int thread = threadIdx.x;
   const uint32_t warp = cutlass::canonical_warp_idx_sync();
 
-  const KeyTile tile(p.fwd, C.block_n, p.order.heads_together);
+  const KeyTile tile(p.fwd, C.block_n, p.order.heads_together, false, blockIdx.x);
   const SeqInfo seq(p.fwd, tile.batch);
   if (tile.row >= seq.k.length) return;
   const int group = p.fwd.heads / p.fwd.heads_k;
-  const TileRange range = query_tiles(seq, p.fwd.band, tile.row, C.block_n, C.block_m);
+  const auto queries = T::Tiles::of(p.fwd, seq, tile);
   const int64_t padded_row = first_padded_row(p, C.block_m, tile.batch, tile.head * group, seq.q.offset);
 
   const RowSpan keys = visible_keys(seq, p.fwd.band, 0, seq.q.length);
@@ -213,8 +214,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
                                                        p.fwd.head_dim_v, storage.v, thread)
       .load();
   const StepLoader<C> loader(p, tile, seq, group);
-  auto load_step = [&](QueryStep step, int stage) { loader.load(step, storage, stage); };
-  QueryStep step{range.empty() ? group : 0, range.end - 1};
+  auto load_step = [&](QueryStep step, int stage) { loader.load(step, queries, storage, stage); };
+  QueryStep step{queries.empty() ? group : 0, queries.end - 1};
   load_step(step, 0);  // commits K and V too
 
   const typename Mma16816<C.dtype>::Atom mma;
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
 
   int stage = 0;
   CUTE_NO_UNROLL
-  for (; step.head < group; step = step.next(range), stage = (stage + 1) % C.stages) {
+  for (; step.head < group; step = step.next(queries), stage = (stage + 1) % C.stages) {
     const int head = tile.head * group + step.head;
     const int q_bytes = stage * int(sizeof(storage.q[0])), dout_bytes = stage * int(sizeof(storage.dout[0]));
 
@@ -247,14 +248,16 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     // step before.
     cp_async_wait<0>();
     __syncthreads();
-    const int64_t dq_row = padded_row + step.head * p.lse_log2.head + step.m * C.block_m;
-    const int first_of_semaphore = step.m / T::kTilesPerSemaphore * T::kTilesPerSemaphore;
+    const int first_query = queries.first_query(step.m);
+    const int64_t dq_row = padded_row + step.head * p.lse_log2.head + first_query;
+    const auto turn = queries.turn(step.m);
     auto select_semaphore = [&] {
       if (p.deterministic)
-        semaphore.select(p.dq_semaphores + (dq_row / C.block_m - step.m + first_of_semaphore) * C.warps + warp);
+        semaphore.select(p.dq_semaphores + (dq_row / C.block_m - queries.index(step.m) + turn.semaphore) * C.warps +
+                         warp);
     };
     if constexpr (T::kWholeKeys) select_semaphore();
-    if constexpr (C.stages == 2) load_step(step.next(range), 1 - stage);
+    if constexpr (C.stages == 2) load_step(step.next(queries), 1 - stage);
 
     CUTE_UNROLL
     for (int sub = 0; sub < C.block_m; sub += T::kSubM) {
@@ -267,7 +270,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       product<T::kRoom - T::kScores>(mma, tSrS, k, q.at(q_sub));
       product<T::kRoom - 2 * T::kScores>(mma, tSrdP, v, dout.at(dout_sub));
       gradients(rows_and_columns(tSrS), rows_and_columns(tSrdP), storage.lse_log2[stage] + sub,
-                storage.row_dot[stage] + sub, head, step.m * C.block_m + sub, range.full(step.m), [] {});
+                storage.row_dot[stage] + sub, head, first_query + sub, queries.full(step.m), [] {});
       Tensor rP = converted<Element>(tSrS);  // (MMA,MMA_N,MMA_M)
       Tensor rdS = converted<Element>(tSrdP);  // (MMA,MMA_N,MMA_M)
       if constexpr (!T::kWholeKeys) ds_out.at(kPBytes).write(rP, 0);
@@ -285,8 +288,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     clear(tQrdQ);
     product<T::kRoom - T::kDq>(mma, tQrdQ, ds_t, kt);
     if (p.deterministic) {
-      const int rows = T::kTilesPerSemaphore * C.block_m;
-      semaphore.wait(tile.index - key_tiles(seq, p.fwd.band, first_of_semaphore * C.block_m, rows, C.block_n).begin);
+      semaphore.wait(turn.rank(p.fwd, seq, tile));
     }
     DqSums<C>(p, dq_row).add(tQrdQ);
     // What P and dS of other warps add to dV and dK.
@@ -299,7 +301,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     if constexpr (C.stages == 1) {
       // After this barrier nobody still reads the step's Q and dO.
       __syncthreads();
-      load_step(step.next(range), 0);
+      load_step(step.next(queries), 0);
     }
   }
 

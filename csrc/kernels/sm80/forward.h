@@ -7,7 +7,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
-#include "core/layout/kv_tiles.h"
+#include "kernels/common/tile_kinds.h"
 #include "kernels/launch.h"
 #include "kernels/ampere/kv_loads.h"
 #include "kernels/ampere/mma.h"
@@ -53,14 +53,14 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int thread = threadIdx.x;
 
-  const QueryTile tile = QueryTile::of_block(p, C.block_m);
+  const QueryTile tile = tile_of_block(p, C.block_m);
   const SeqInfo seq(p, tile.batch);
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);
-  const KvInterval<C.block_n> tiles{key_tiles(seq, p.band, tile.row, C.block_m, C.block_n), 0};
+  const auto tiles = KvTilesOf<C>::of(p, seq, tile, C.block_m);
   const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
 
-  const int past_keys = tiles.first_key(tiles.end);  // where copies come from, going down
+  const int past_keys = tiles.past_keys();  // where copies come from, going down
   const RowSpan queries{0, seq.q.length};
   TileCopy<Element, kThreads, C.block_m, C.head_dim> copy_q(p.q, tile.batch, tile.head, seq.q.offset, tile.row, queries,
                                                             p.head_dim, storage.q, thread);
@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
                                                               p.head_dim_v, storage.v[0], thread);
   auto load_k = [&](int n, int stage) {
     if (n < tiles.begin) return;
-    copy_k.move(-C.block_n);
+    copy_k.move(tiles.step(n));
     copy_k.load(stage * int(sizeof(storage.k[0])));
   };
   auto load_v = [&](int n, int stage) {
     if (n < tiles.begin) return;
-    copy_v.move(-C.block_n);
+    copy_v.move(tiles.step(n));
     copy_v.load(stage * int(sizeof(storage.v[0])));
   };
   const KvLoads<C.stages, decltype(load_k), decltype(load_v)> loads{load_k, load_v};

@@ -45,12 +45,12 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
       produce_keys_and_queries<C>(params, storage);
     } else if (warp == 1) {
       Loader<C, true> load(params, storage);
-      for_each_work(storage, [&](const BackwardWork& work, uint32_t) { load(work); });
+      for_each_work(storage, [&](const WorkOf<C>& work, uint32_t) { load(work); });
     } else {
       // After this wait the semaphores count this kernel's tiles only.
       wait_on_dependent_grids();
       Sender<C> send(params, storage, warp - 2);
-      for_each_work(storage, [&](const BackwardWork& work, uint32_t) { send(work); });
+      for_each_work(storage, [&](const WorkOf<C>& work, uint32_t) { send(work); });
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();

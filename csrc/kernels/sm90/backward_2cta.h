@@ -52,7 +52,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
     if (warp == 0) {
       if (elect_one_sync()) {
         QueryLoader<C, false> load(params, storage);
-        for_each_work(storage, [&](const BackwardWork& work, uint32_t tile) {
+        for_each_work(storage, [&](const WorkOf<C>& work, uint32_t tile) {
           load_keys<C>(params, storage, work, {tile});
           // After this wait LSE of all queries is written, and dQ is zeroed where it starts from zeros.
           wait_on_dependent_grids();
@@ -64,7 +64,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
       if (elect_one_sync()) {
         QueryLoader<C, true> load(params, storage);
         // As late as possible: the cluster that finishes first should get the next tile.
-        while (const BackwardWork* work = next_work<C>(params, storage)) {
+        while (const WorkOf<C>* work = next_work<C>(params, storage)) {
           // After this wait the row sums of all queries are written.
           wait_on_dependent_grids();
           load(*work);

@@ -10,7 +10,7 @@ namespace flash_cute::sm90 {
 // warpgroup has read dS.
 template <KernelConfig C, bool kInner, class MayAdd>
 CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage, int rank,
-                        const BackwardWork& work, const PipelineState<1>& at, const BackwardStep& step,
+                        const WorkOf<C>& work, const PipelineState<1>& at, const BackwardStep& step,
                         const MayAdd& may_add) {
   using T = TwoCtaTraits<C>;
   constexpr bool kOwnKeysOnly = kInner && T::kInnerShared;
@@ -98,7 +98,7 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
                   storage.pipeline_peer_ds.producer_expect_tx(now, kBytes));
     }
   };
-  auto add = [&](const BackwardWork& work) __attribute__((always_inline)) {
+  auto add = [&](const WorkOf<C>& work) __attribute__((always_inline)) {
     const int stage = at.stage();
     Element* const dout = storage.dout[stage];
     storage.pipeline_dout.consumer_wait(at);
@@ -136,12 +136,12 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
   };
   for (PipelineState<2> tile;; tile.advance()) {
     storage.pipeline_work.consumer_wait(tile);
-    const BackwardWork& work = storage.work[tile.stage()];
+    const WorkOf<C>& work = storage.work[tile.stage()];
     if (work.tile.row < 0) return;
     // Also for a tile without steps: a skipped phase would be mistaken for the next one.
     storage.pipeline_k.consumer_wait({tile.count});
     storage.pipeline_v.consumer_wait({tile.count});
-    if (!work.range.empty()) {
+    if (!work.queries.empty()) {
       cute::copy(copy_v0, copy_v0.get_thread_slice(opaque(thread)).partition_S(v0),
                  copy_v0.get_thread_slice(opaque(thread)).retile_D(tSrV0));
       // After this barrier the first columns of V are in registers, and their buffer is free for P.
@@ -183,7 +183,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
   PipelineState<C.stages> at;
   for (PipelineState<2> tile;; tile.advance()) {
     storage.pipeline_work.consumer_wait(tile);
-    const BackwardWork& work = storage.work[tile.stage()];
+    const WorkOf<C>& work = storage.work[tile.stage()];
     if (work.tile.row < 0) return;
     clear(gradient);
     storage.pipeline_k.consumer_wait({tile.count});
@@ -219,10 +219,10 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
 
     // Recomputed at every use: in registers they would spill.
     auto thread = [&] { return opaque(threadIdx.x) % 128; };
-    auto done = [&]() -> const BackwardWork& { return storage.work[opaque(tile.stage())]; };
+    auto done = [&]() -> const WorkOf<C>& { return storage.work[opaque(tile.stage())]; };
     // After this barrier no one still reads K and V. The two warpgroups that wait do so in code of their own: an
     // aligned barrier is for warps at the same instruction.
-    if (!done().range.empty()) {
+    if (!done().queries.empty()) {
       cutlass::arch::NamedBarrier(32 * C.warps, T::kAllGroupsBarrier).arrive_and_wait_unaligned();
     }
     const float of_values = C.rich() ? p.fwd.rules.keep_scale : 1.f;
@@ -235,7 +235,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
       write_products<kDims>(out, gradient, thread());
       // After this barrier all rows are in shared memory.
       cutlass::arch::NamedBarrier::sync(128, kBarrier);
-      if (const BackwardWork& work = done(); thread() == 0 && work.tile.row < work.seq.k.length) {
+      if (const WorkOf<C>& work = done(); thread() == 0 && work.tile.row < work.seq.k.length) {
         (kValues ? params.dv : params.dk)
             .template store<64, kDims>(out, work.seq.k, work.tile.row, work.tile.head, work.tile.batch);
         tma_store_arrive();

@@ -25,14 +25,14 @@ CUTE_DEVICE void clear_rows(Element* tile, int rows) {
 // become zeros, as they meet dS, which is 0 there.
 template <KernelConfig C>
 CUTE_DEVICE void load_keys(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage,
-                           const BackwardWork& work, const PipelineState<1>& tile) {
+                           const WorkOf<C>& work, const PipelineState<1>& tile) {
   const int rank = block_rank_in_cluster();
   using T = TwoCtaTraits<C>;
   using Element = typename T::Element;
   // After these waits the previous tile's dK and dV are stored, and all who waited for its K and V have seen them.
   storage.pipeline_k.producer_acquire(tile);
   storage.pipeline_v.producer_acquire(tile);
-  if (work.range.empty()) {
+  if (work.queries.empty()) {
     storage.pipeline_k.producer_expect_tx(tile, 0);
     storage.pipeline_v.producer_expect_tx(tile, 0);
     return;
@@ -75,20 +75,20 @@ class QueryLoader {
  public:
   CUTE_DEVICE QueryLoader(const BackwardParams& params, Storage& storage) : params_(params), storage_(storage) {}
 
-  CUTE_DEVICE void operator()(const BackwardWork& work) {
+  CUTE_DEVICE void operator()(const WorkOf<C>& work) {
     constexpr int kDims = kValues ? C.head_dim_v : C.head_dim;
     constexpr uint32_t kBytes = C.block_m * kDims * sizeof(typename T::Element), kStatistic = C.block_m * sizeof(float);
     const BwdParams& p = params_.p;
     auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
     for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at_.advance()) {
-      const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
+      const int head = work.first_head + step.head, row = work.queries.first_query(step.m), stage = at_.stage();
       auto* const to = pick<kValues>(storage_.q, storage_.dout)[stage];
       auto& landed = storage_.landed[kValues][stage];
       const bool clears = row < first_query;
       // After this wait both CTAs have read the buffer.
       pipeline.producer_acquire(at_);
-      storage_.steps[kValues][stage] = {row, head, work.range.full(step.m)};
+      storage_.steps[kValues][stage] = {row, head, work.queries.full(step.m)};
       if (clears) landed.arrive_and_expect_tx(kBytes);
       uint64_t* const barrier =
           clears ? reinterpret_cast<uint64_t*>(&landed) : pipeline.producer_expect_tx(at_, kBytes + kStatistic);
@@ -124,7 +124,7 @@ CUTE_DEVICE void for_each_dq_semaphore(const BackwardParams& params, typename Tw
   // After this wait the semaphores count this kernel's tiles only.
   wait_on_dependent_grids();
   PipelineState<TwoCtaTraits<C>::kSemaphores> at;
-  for_each_work(storage, [&](const BackwardWork& work, uint32_t) {
+  for_each_work(storage, [&](const WorkOf<C>& work, uint32_t) {
     for (QueryStep step = work.first_step(); step.head < work.heads; step = work.after(step), at.advance()) {
       f(DqSemaphore<C>(params, work, step, rank), at);
     }
@@ -180,13 +180,13 @@ CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<
 
 // The next tile of keys, described for all roles of the CTA; null at the end.
 template <KernelConfig C>
-CUTE_DEVICE const BackwardWork* next_work(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
+CUTE_DEVICE const WorkOf<C>* next_work(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
   auto& [number, steps, at, at_next] = storage.fetched;
   // After this wait no one still reads the description of the tile before the last.
   storage.pipeline_work.producer_acquire(at);
-  BackwardWork& work = storage.work[at.stage()];
+  WorkOf<C>& work = storage.work[at.stage()];
   auto exists = [&] {
-    new (&work) BackwardWork(params, C.block_m, C.block_n * C.cluster, number);
+    new (&work) WorkOf<C>(params.p, params.splits, C.block_n * C.cluster, number);
     return work.tile.row < work.seq.k.length;
   };
   if (at.count > 0 || params.tile_counter.given == 0) fetch_tile<C>(params, storage);

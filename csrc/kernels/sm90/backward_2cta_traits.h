@@ -75,7 +75,7 @@ struct TwoCtaTraits {
     alignas(1024) Element ds[2][kTile];  // of this CTA's keys, and of the other's
     alignas(128) float lse_log2[C.stages][kAtom];
     alignas(128) float row_dot[C.stages][kAtom];
-    BackwardWork work[2];
+    WorkOf<C> work[2];
     BackwardStep steps[2][C.stages];  // in the stages of Q, and of dO
     Pipeline<2> pipeline_work;
     Pipeline<1, C.cluster> pipeline_next;

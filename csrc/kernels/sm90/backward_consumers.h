@@ -42,7 +42,7 @@ CUTE_DEVICE void write_gradient(Element* shared, Rounded&& rounded, int thread) 
 
 // Writes a warpgroup's partial gradient over one split of the queries to the workspace.
 template <KernelConfig C, bool kValues, class Gradient>
-CUTE_DEVICE void store_split(const BwdParams& p, const Gradient& gradient, const BackwardWork& work, int thread) {
+CUTE_DEVICE void store_split(const BwdParams& p, const Gradient& gradient, const WorkOf<C>& work, int thread) {
   const int row = work.tile.row + thread / 128 * kSlabRows;
   if (row >= work.seq.k.length) return;
   float* const sums = split_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.split) + thread % 128;
@@ -137,7 +137,7 @@ struct GradientSender {
   template <class Keys, class Values>
   CUTE_DEVICE void send_gradients(uint32_t tile, uint32_t steps, Keys& tKrdK, Values& tVrdV) const {
     scale_gradients(tKrdK, tVrdV);
-    if (const BackwardWork& work = storage.work[tile % 2]; work.cut >= 0) {
+    if (const WorkOf<C>& work = storage.work[tile % 2]; work.cut >= 0) {
       store_split<C, false>(p, tKrdK, work, thread);
       store_split<C, true>(p, tVrdV, work, thread);
       storage.pipeline_work.consumer_release({tile});
@@ -236,7 +236,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     constexpr bool kFirst = place != StepKind::Inside, kHasBefore = place != StepKind::Alone;
     constexpr bool kFinishes = place == StepKind::Next;
     constexpr auto kSum = kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-    const BackwardWork& work = storage.work[tile % 2];
+    const WorkOf<C>& work = storage.work[tile % 2];
     const int stage = at.stage();
     const PipelineState<2> at_ds{at.count}, before{at.count - 1};
     if constexpr (kFinishes) sender.scale_gradients(tKrdK, tVrdV);
@@ -311,8 +311,8 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   };
   for (;; ++tile) {
     storage.pipeline_work.consumer_wait({tile});
-    const BackwardWork& work = storage.work[tile % 2];
-    const bool ends = work.tile.row < 0, is_empty = ends || work.range.empty();
+    const WorkOf<C>& work = storage.work[tile % 2];
+    const bool ends = work.tile.row < 0, is_empty = ends || work.queries.empty();
     const bool finishes_beside =
         kFinishesBeside && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].cut < 0;
     if (work.has_unfinished && !finishes_beside) finish();

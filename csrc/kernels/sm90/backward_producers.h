@@ -61,11 +61,11 @@ class Loader {
   CUTE_DEVICE Loader(const BackwardParams& params, Storage& storage)
       : params_(params), storage_(storage), throttle_(params) {}
 
-  CUTE_DEVICE void operator()(const BackwardWork& work) {
+  CUTE_DEVICE void operator()(const WorkOf<C>& work) {
     const BwdParams& p = params_.p;
     auto& pipeline_keys = pick<kValues>(storage_.pipeline_k, storage_.pipeline_v);
     pipeline_keys.producer_acquire(at_keys_);
-    if (work.range.empty()) {
+    if (work.queries.empty()) {
       pipeline_keys.producer_expect_tx(at_keys_, 0);
     } else {
       const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
@@ -79,11 +79,11 @@ class Loader {
     wait_on_dependent_grids();
     auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
-      const int head = work.first_head + step.head, row = step.m * C.block_m, stage = at_.stage();
+      const int head = work.first_head + step.head, row = work.queries.first_query(step.m), stage = at_.stage();
       next = work.after(step);
       if constexpr (!kValues) throttle_.step(at_.count);
       pipeline.producer_acquire(at_);
-      if constexpr (!kValues) storage_.steps[stage] = {row, head, work.range.full(step.m), next.head >= work.heads};
+      if constexpr (!kValues) storage_.steps[stage] = {row, head, work.queries.full(step.m), next.head >= work.heads};
       load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
            TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, work.tile.batch, [&](uint32_t bytes) {
              constexpr uint32_t kStatistic = C.block_m * sizeof(float);
@@ -136,9 +136,9 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   Loader<C, false> load(params, storage);
   PipelineState<2> at;
   bool has_unfinished = false;
-  auto publish = [&](BackwardWork& work) {
+  auto publish = [&](WorkOf<C>& work) {
     work.has_unfinished = has_unfinished;
-    has_unfinished = !work.range.empty();
+    has_unfinished = !work.queries.empty();
     storage.pipeline_work.producer_expect_tx(at, 0);
     at.advance();
   };
@@ -151,13 +151,13 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   };
   for (int number = tile_counter.given > 0 ? int(blockIdx.x) : take(); number < tile_counter.tiles; number = take()) {
     storage.pipeline_work.producer_acquire(at);
-    auto& work = *new (&storage.work[at.stage()]) BackwardWork(params, C.block_m, C.block_n, number);
+    auto& work = *new (&storage.work[at.stage()]) WorkOf<C>(params.p, params.splits, C.block_n, number);
     if (work.tile.row >= work.seq.k.length) continue;
     publish(work);
     load(work);
   }
   storage.pipeline_work.producer_acquire(at);
-  BackwardWork& end = storage.work[at.stage()];
+  WorkOf<C>& end = storage.work[at.stage()];
   end.tile.row = -1;
   publish(end);
   wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
@@ -170,7 +170,7 @@ template <class Storage, class Do>
 CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   for (PipelineState<2> at;; at.advance()) {
     storage.pipeline_work.consumer_wait(at);
-    const BackwardWork& work = storage.work[at.stage()];
+    const auto& work = storage.work[at.stage()];
     if (work.tile.row < 0) return;
     do_work(work, at.count);
     storage.pipeline_work.empty[at.stage()].arrive();
@@ -182,14 +182,13 @@ CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
 template <KernelConfig C>
 class DqSemaphore {
  public:
-  CUTE_DEVICE DqSemaphore(const BackwardParams& params, const BackwardWork& work, QueryStep step, int place = 0)
+  CUTE_DEVICE DqSemaphore(const BackwardParams& params, const WorkOf<C>& work, QueryStep step, int place = 0)
       : serialized_(params.p.dq_accumulate == DqAccumulate::Serialized) {
     const BwdParams& p = params.p;
-    const int head = work.first_head + step.head, row = step.m * C.block_m;
+    const int head = work.first_head + step.head, row = work.queries.first_query(step.m);
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
     counter_ = p.dq_semaphores + padded_row_ / C.block_m * C.warps + place;
-    const TileRange keys = key_tiles(work.seq, p.fwd.band, row, C.block_m, C.block_n * C.cluster);
-    before_ = work.tile.late_first ? keys.end - 1 - work.tile.index : work.tile.index - keys.begin;
+    before_ = work.queries.turn(step.m).rank(p.fwd, work.seq, work.tile);
   }
 
   // Whether this tile may add: all earlier ones have (Serialized), or the first one has stored (FirstStores).
@@ -233,7 +232,7 @@ class Sender {
   CUTE_DEVICE Sender(const BackwardParams& params, Storage& storage, uint32_t number)
       : params_(params), storage_(storage), number_(number) {}
 
-  CUTE_DEVICE void operator()(const BackwardWork& work) {
+  CUTE_DEVICE void operator()(const WorkOf<C>& work) {
     const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.cut < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
@@ -270,7 +269,7 @@ class Sender {
     }
   }
 
-  CUTE_DEVICE void add_sums(const BackwardWork& work, QueryStep step) const {
+  CUTE_DEVICE void add_sums(const WorkOf<C>& work, QueryStep step) const {
     const BwdParams& p = params_.p;
     auto add = [&](int64_t padded_row, bool is_first = false) {
       send(storage_.pipeline_dq, at_, [&](int group) {
@@ -288,7 +287,7 @@ class Sender {
     };
     if (!uses_semaphore(params_.p.dq_accumulate)) {
       const int head = work.first_head + step.head;
-      add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + step.m * C.block_m);
+      add(first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + work.queries.first_query(step.m));
       return;
     }
     const DqSemaphore<C> semaphore(params_, work, step);
@@ -301,7 +300,7 @@ class Sender {
   }
 
   template <bool kValues>
-  CUTE_DEVICE void store_gradient(const BackwardWork& work) const {
+  CUTE_DEVICE void store_gradient(const WorkOf<C>& work) const {
     send(storage_.pipeline_out, {2 * tile_ + !kValues}, [&](int group) {
       const int row = work.tile.row + group * 64;
       if (row >= work.seq.k.length) return;

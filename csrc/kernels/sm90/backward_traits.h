@@ -1,9 +1,10 @@
 // What the roles of Hopper's backward share: parameters, work, MMA types and shared memory.
 #pragma once
 
+#include "core/layout/backward_work.h"
 #include "core/workspace.h"
 #include "kernels/common/backward_preprocess.h"
-#include "kernels/common/backward_tiles.h"
+#include "kernels/common/tile_kinds.h"
 #include "kernels/hopper/pipeline.h"
 #include "kernels/hopper/tile_scheduler.h"
 #include "kernels/hopper/tensor_map.h"
@@ -31,70 +32,8 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
   }
 }
 
-// The work of a CTA for one tile of keys, and its order: all query heads of a query tile, then the next query tile,
-// upwards or downwards. The order keeps tiles that run at once at the same queries, so that L2 serves them, and lets
-// semaphores of dQ rarely wait. docs/kernels/backward_order.md has the reasons and a picture.
-class BackwardWork {
- public:
-  int cut;  // number of the tile among those that are split, or negative
-  int split;
-  KeyTile tile;
-  SeqInfo seq;
-  TileRange range;  // of query tiles that see some of the keys, those of the split
-  int heads, first_head;  // query heads: how many, and the first
-  uint32_t steps_until_end = 0;  // of the CTA, from its start to this tile's end (2-CTA backward)
-  bool has_unfinished = false;  // the previous tile's dV, dK and last dQ are still to be stored
-
-  CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number)
-      : BackwardWork(params, block_m, block_n, number, number - params.p.splits.whole_tiles) {}
-
-  CUTE_DEVICE uint32_t steps() const { return heads * (range.end - range.begin); }
-  CUTE_DEVICE QueryStep first_step() const { return {range.empty() ? heads : 0, first()}; }
-  // After the last step the head is out of range.
-  CUTE_DEVICE QueryStep after(QueryStep step) const {
-    const int next_head = step.head + 1;
-    if (next_head < heads_inside_) return {next_head, step.m};
-    if (step.m != (early_first_ ? range.end - 1 : range.begin))
-      return {next_head - heads_inside_, early_first_ ? step.m + 1 : step.m - 1};
-    return {next_head, first()};
-  }
-
- private:
-  // `behind`: the number relative to the first tile that is split.
-  CUTE_DEVICE BackwardWork(const BackwardParams& params, int block_m, int block_n, int number, int behind)
-      : cut(behind < 0 || !params.p.sums_of_splits ? -1 : params.splits.div(behind)),
-        split(cut < 0 ? 0 : behind - cut * params.splits.value),
-        tile(params.p.fwd, block_n, params.p.order.heads_together, params.p.order.late_first,
-             cut < 0 ? number : params.p.splits.whole_tiles + cut),
-        seq(params.p.fwd, tile.batch) {
-    const BwdParams& p = params.p;
-    range = query_tiles(seq, p.fwd.band, tile.row, block_n, block_m);
-    heads = p.fwd.heads / p.fwd.heads_k;
-    first_head = tile.head * heads;
-    if (cut >= 0) {
-      range = even_share(range, split % p.splits.queries, p.splits.queries);
-      heads /= p.splits.heads;
-      first_head += split / p.splits.queries * heads;
-    }
-    const KeyOrder& order = params.p.order;
-    heads_inside_ = order.heads_inside ? heads : 1;
-    const bool in_odd_set = number / order.tiles_of_set % 2 == 1;
-    early_first_ =
-        heads == 1 ? !uses_semaphore(params.p.dq_accumulate) || tile.late_first : order.down_and_up && in_odd_set;
-  }
-
-  CUTE_DEVICE int first() const { return early_first_ ? range.begin : range.end - 1; }
-  // One of `splits` even shares of the tiles.
-  CUTE_DEVICE static TileRange even_share(TileRange range, int split, int splits) {
-    const int first = range.begin, tiles = range.end - first;
-    range.begin = first + tiles * split / splits;
-    range.end = first + tiles * (split + 1) / splits;
-    return range;
-  }
-
-  int heads_inside_;  // consecutive heads of a query tile: all, or one
-  bool early_first_;
-};
+template <KernelConfig C>
+using WorkOf = BackwardWork<QueryTilesOf<C>>;
 
 // Partial sums of dK or dV over one split, of the 64 keys of a warpgroup from `row` of the sequence on: one accumulator
 // register of all threads after the other.
@@ -175,7 +114,7 @@ struct BackwardTraits {
     alignas(1024) float dq[kGroups][kDqSums];  // also dV and dK in the epilogue
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
-    BackwardWork work[2];
+    WorkOf<C> work[2];
     BackwardStep steps[C.stages];  // in the stages of Q and dO
     Pipeline<2> pipeline_work;
     Pipeline<C.stages> pipeline_q, pipeline_dout;

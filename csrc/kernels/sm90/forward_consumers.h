@@ -1,7 +1,6 @@
 // The consumer warpgroups of Hopper's forward: two wgmma products per tile of keys, online softmax, and the epilogue.
 #pragma once
 
-#include "core/layout/kv_tiles.h"
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/fragment.h"
 #include "kernels/common/mask.h"
@@ -28,7 +27,7 @@ struct PingPong {
 
 // Writes a warpgroup's output (MMA,1,1) of one split of the keys to the workspace.
 template <KernelConfig C, class Mma, class Output>
-CUTE_DEVICE void store_split(const ForwardParams& params, const WorkTile<ForwardTraits<C>::kGroups>& work,
+CUTE_DEVICE void store_split(const ForwardParams& params, const typename ForwardTraits<C>::Work& work,
                              const QueryTile& tile, const Mma& mma, const Output& tOrO, int thread) {
   const FwdParams& p = params.p;
   Tensor output = rows_of(tOrO);  // (rows,dims)
@@ -141,14 +140,14 @@ struct WarpRows {
   using Softmax = typename T::Softmax;
 
   const ForwardParams& params;
-  const WorkTile<T::kGroups>& work;
+  const typename T::Work& work;
   const QueryTile& tile;  // of the warp's head
   const ForwardRules<true> rules;
   const int stand;  // key position of the tile's first query
   Softmax softmax;
   typename Softmax::Total totals[2];
 
-  CUTE_DEVICE WarpRows(const ForwardParams& params, const WorkTile<T::kGroups>& work, const QueryTile& tile)
+  CUTE_DEVICE WarpRows(const ForwardParams& params, const typename T::Work& work, const QueryTile& tile)
       : params(params),
         work(work),
         tile(tile),
@@ -242,11 +241,11 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
   constexpr Int<C.block_n> all_keys;
   for (;; at_q.advance()) {
     storage.pipeline_q.consumer_wait(at_q);
-    const WorkTile<T::kGroups>& work = storage.work[at_q.count % T::kWorkTiles];
+    const typename T::Work& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) break;
     const QueryTile& tile = tile_of_head<C>(params, work.tile, thread / 32 * 16);  // of the warp
     Tensor tSrQ = fragment_q(at_q.stage());  // (MMA,1,MMA_K)
-    const KvInterval<C.block_n> tiles{work.of_group[group], work.keys.first};
+    const KvTiles auto tiles = work.tiles.of_group(group);
     WarpRows<C> rows(params, work, tile);
 
     // The accumulators of a tile's first `keys` keys.
@@ -273,7 +272,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       return rows.template step<decltype(masked)::value>(rows_of(scores_of(keys)), at, tiles.first_key(n), factors);
     };
 
-    int n = work.key_tiles - 1;
+    int n = work.tiles.count - 1;
     clear(tOrO);
     if (!tiles.empty()) {
       Tensor factors = make_tensor<float>(Shape<_2, _1>{});
@@ -294,7 +293,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         CUTE_UNROLL
         for (int i = size(scores_of(keys)); i < size(tSrS); ++i) tSrS(i) = 0.f;
       };
-      if (T::kHalves && work.half[group]) {
+      if (T::kHalves && work.tiles.ends_in_half(group)) {
         begin(Int<C.block_n / 2>{}, true_type{});
       } else if (tiles.full(n)) {
         begin(all_keys, false_type{});

@@ -46,8 +46,8 @@ CUTE_DEVICE void generate_keep_mask(const ForwardParams& params, typename Forwar
     const KeepTest keeps(p.rules.drop_below);
     const int query = work.tile.row + 32 * warp + lane / 4;
     CUTE_NO_UNROLL
-    for (int n = work.key_tiles - 1; n >= 0; --n, at.advance()) {
-      const int key = work.keys.first + n * C.block_n + lane % 4 * 2;
+    for (int n = work.tiles.count - 1; n >= 0; --n, at.advance()) {
+      const int key = work.tiles.first_key(n) + lane % 4 * 2;
       uint32_t keep[4] = {};  // of the rows 8 apart from `query` on
       CUTE_NO_UNROLL
       for (int c = 0; c < C.block_n / 4; c += 8) {  // 32 keys

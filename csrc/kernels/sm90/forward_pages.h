@@ -16,14 +16,15 @@ CUTE_DEVICE bool in_pages(const ForwardParams& params) {
 // Loads tile n of K, or of V. Rows of a page that does not exist become zeros.
 template <KernelConfig C, int kDims, class Buffers>
 CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>& pipeline, PipelineState<C.stages>& at,
-                                 Buffers& buffers, const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
+                                 Buffers& buffers, const RaggedMap& map, const typename ForwardTraits<C>::Work& work,
+                                 int n) {
   constexpr int kAtom = atom_columns(kDims, element_bytes(C.dtype));
   const Pages& pages = params.p.pages;
   auto* const to = buffers[at.stage()];
   const int lane = threadIdx.x % 32, rows = params.page_rows, row = lane * rows;
   const bool has_rows = row < C.block_n;
   // Rows past the last key are masked, but must be finite: they repeat the last key's row.
-  const int key = min(work.keys.first + n * C.block_n + row, work.keys.last - 1);
+  const int key = min(work.tiles.first_key(n) + row, work.tiles.keys.last - 1);
   const int block = params.page_size.div(key), begin = block * pages.size;
   const int page = has_rows ? page_id(pages, work.tile.batch, block) : 0;
   const bool exists = 0 <= page && page < pages.count;
@@ -44,7 +45,7 @@ CUTE_DEVICE void load_from_pages(const ForwardParams& params, Pipeline<C.stages>
   __syncwarp();
   for (int col = 0; has_rows && exists && col < kDims; col += kAtom) {
     map.load_atom(to + col * C.block_n + row * kAtom, reinterpret_cast<uint64_t*>(&pipeline.full[at.stage()]),
-                  TMA::CacheHintSm90::EVICT_LAST, {0, min(work.keys.last - begin, pages.size)}, key - begin, col,
+                  TMA::CacheHintSm90::EVICT_LAST, {0, min(work.tiles.keys.last - begin, pages.size)}, key - begin, col,
                   work.head_k, page);
   }
   at.advance();
@@ -67,7 +68,7 @@ CUTE_DEVICE void produce_from_pages(const ForwardParams& params, typename Forwar
         for (auto& barrier : storage.out_left) barrier.arrive();
       }
     }
-    for (int n = work.key_tiles - 1; n >= 0; --n) {
+    for (int n = work.tiles.count - 1; n >= 0; --n) {
       if constexpr (kValues) {
         load_from_pages<C, C.head_dim_v>(params, storage.pipeline_v, at, storage.v, params.v, work, n);
       } else {

@@ -8,12 +8,12 @@ namespace flash_cute::sm90 {
 // Loads tile n of K, or of V, into all CTAs of the cluster.
 template <KernelConfig C, int kDims, class Buffers>
 CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineState<C.stages>& at, Buffers& buffers,
-                           const RaggedMap& map, const WorkTile<C.warps / 4>& work, int n) {
+                           const RaggedMap& map, const typename ForwardTraits<C>::Work& work, int n) {
   pipeline.producer_acquire(at);
   auto* const to = buffers[at.stage()];
-  map.template load<C.block_n, kDims, C.cluster>(to, pipeline.producer_expect_tx(at, C.block_n * kDims * sizeof(*to)),
-                                                 TMA::CacheHintSm90::EVICT_LAST, {work.seq.k.offset, work.keys.last},
-                                                 work.keys.first + n * C.block_n, work.head_k, work.tile.batch);
+  map.template load<C.block_n, kDims, C.cluster>(
+      to, pipeline.producer_expect_tx(at, C.block_n * kDims * sizeof(*to)), TMA::CacheHintSm90::EVICT_LAST,
+      {work.seq.k.offset, work.tiles.keys.last}, work.tiles.first_key(n), work.head_k, work.tile.batch);
   at.advance();
 }
 
@@ -62,14 +62,15 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     // The CTAs of a cluster alternate in having the later rows, which see more keys: none stays ahead.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int split = params.scheduler.split(index);
-    const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) WorkTile<T::kGroups>(
-        p, of_cluster, T::kClusterRows, row, params.rows_of_head.value, split, seq, C.block_n);
-    int n = loads_keys ? work.key_tiles - 1 : -1;
+    const QueryGroups queries{
+        of_cluster, T::kClusterRows, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
+    const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, queries, split);
+    int n = loads_keys ? work.tiles.count - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.pipeline_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();
     storage.pipeline_q.producer_acquire(at_q);
-    uint64_t* const barrier = storage.pipeline_q.producer_expect_tx(at_q, work.key_tiles > 0 ? T::kBytesQ : 0);
-    if (work.key_tiles > 0) {
+    uint64_t* const barrier = storage.pipeline_q.producer_expect_tx(at_q, work.tiles.count > 0 ? T::kBytesQ : 0);
+    if (work.tiles.count > 0) {
       params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage()], barrier, TMA::CacheHintSm90::EVICT_FIRST,
                                                     seq.q, row, of_cluster.head, of_cluster.batch);
     }
@@ -93,7 +94,7 @@ CUTE_DEVICE void produce_values(const ForwardParams& params, typename ForwardTra
     storage.pipeline_q.empty[at_q.stage()].arrive();
     const auto& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) return;
-    int n = work.key_tiles - 1;
+    int n = work.tiles.count - 1;
     auto load_v = [&] { load_keys<C, C.head_dim_v>(storage.pipeline_v, at_v, storage.v, params.v, work, n--); };
     if constexpr (!T::kOwnOutput) {
       // After each of these waits the next buffer no longer holds the previous tile's O. The producer arrives, too, so
@@ -119,7 +120,7 @@ CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTrait
     storage.pipeline_q.empty[at_q.stage()].arrive();
     const auto& work = storage.work[at_q.count % T::kWorkTiles];
     if (work.tile.row < 0) return;
-    key_tiles += work.key_tiles;
+    key_tiles += work.tiles.count;
     for (int group = 0; group < T::kGroups; ++group) {
       auto& pipeline = storage.pipeline_out[group];
       pipeline.consumer_wait({at_q.count});

@@ -6,7 +6,7 @@
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
-#include "core/layout/tiles.h"
+#include "kernels/common/tile_kinds.h"
 #include "kernels/hopper/pipeline.h"
 #include "kernels/hopper/tile_scheduler.h"
 #include "kernels/hopper/tensor_map.h"
@@ -30,40 +30,20 @@ struct ForwardParams {
 };
 
 // A work tile: a tile of queries and the key tiles it visits; written by the producer, read by all roles.
-template <int kGroups>
+template <SharedKvTiles Tiles>
 struct WorkTile {
   QueryTile tile;
   int split;  // of its keys
   int head_k;  // of keys
   SeqInfo seq;
-  RowSpan keys;  // of the split, that some row of the cluster's tile sees
-  int key_tiles;  // of `keys`, counted from keys.first
-  TileRange of_group[kGroups];  // of these, those that a warpgroup's rows see
-  bool half[kGroups];  // whether they see only the first half of the last one
+  Tiles tiles;  // of the split, that some row of the cluster sees; its groups are the warpgroups
 
-  // `of_cluster`: the cluster's tile of `rows` queries; the CTA's own starts at `first_row`, with `rows_of_head` rows
-  // of each head.
-  CUTE_DEVICE WorkTile(const FwdParams& p, const QueryTile& of_cluster, int rows, int first_row, int rows_of_head,
-                       int split, const SeqInfo& seq, int block_n)
-      : tile{first_row, of_cluster.head, of_cluster.batch},
+  CUTE_DEVICE WorkTile(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+      : tile(queries.tile),
         split(split),
-        head_k(of_cluster.head / (p.heads / p.heads_k)),
+        head_k(tile.head / (p.heads / p.heads_k)),
         seq(seq),
-        keys(visible_keys(seq, p.band, of_cluster.row, rows)) {
-    const int all_tiles = max(0, ceil_div(keys.last - keys.first, block_n));
-    const int begin = all_tiles * split / p.num_splits, end = all_tiles * (split + 1) / p.num_splits;
-    key_tiles = end - begin;
-    keys = {keys.first + begin * block_n, min(keys.last, keys.first + end * block_n)};
-    CUTE_UNROLL
-    for (int i = 0; i < kGroups; ++i) {
-      const int row = tile.row + 64 * i % rows_of_head;
-      const bool exists = row < seq.q.length;
-      of_group[i] =
-          exists ? flash_cute::key_tiles(seq, p.band, row, 64, block_n, keys.first).before(key_tiles) : TileRange{};
-      const int last = visible_keys(seq, p.band, row, 64).last - keys.first;
-      half[i] = last <= of_group[i].end * block_n - block_n / 2;
-    }
-  }
+        tiles(p, seq, queries, split) {}
 
   // The tile's place in the workspace, where split s of head h is head s * heads + h.
   CUTE_DEVICE QueryTile of_results(const FwdProblem& p, const QueryTile& of_head) const {
@@ -86,6 +66,7 @@ template <KernelConfig C>
 struct ForwardTraits {
   using Element = ElementOf<C.dtype>;
   static constexpr int kGroups = C.warps / 4;  // warpgroups that compute
+  using Work = WorkTile<SharedKvTilesOf<C, kGroups>>;
   using LayoutQ = RowsLayout<Element, C.block_m, C.head_dim>;  // (row,dim)
   using LayoutK = RowsLayout<Element, C.block_n, C.head_dim>;  // (key,dim)
   using LayoutV = ColumnsLayout<Element, C.block_n, C.head_dim_v>;  // (dim,key)
@@ -132,7 +113,7 @@ struct ForwardTraits {
     cutlass::arch::ClusterBarrier keys_sent_for;  // all paged keys of a tile are under way
     Pipeline<1> pipeline_out[kGroups];  // of each warpgroup's O
     cutlass::arch::ClusterBarrier out_left[kGroups];  // O has left the buffer of V, in all CTAs of the cluster
-    WorkTile<kGroups> work[kWorkTiles];  // one is in use, kStagesQ wait, one is being written
+    Work work[kWorkTiles];  // one is in use, kStagesQ wait, one is being written
   };
   // Where a warpgroup writes O after `key_tiles` tiles: its own buffer, or the V buffer of one of the last two tiles.
   CUTE_DEVICE static Element* output(Storage& storage, int group, uint32_t key_tiles) {

@@ -9,6 +9,7 @@
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
 #include "kernels/common/softmax.h"
+#include "kernels/common/tile_kinds.h"
 #include "kernels/launch.h"
 #include "kernels/sm80/fp32/mma.h"
 #include "kernels/sm80/fp32/resources.h"
@@ -22,6 +23,7 @@ enum class Owner { Queries, Keys };
 template <KernelConfig C, Owner kOwner>
 struct BackwardTraits {
   static constexpr bool kKeys = kOwner == Owner::Keys;
+  using TilesMet = std::conditional_t<kKeys, QueryTilesOf<C>, KvTilesOf<C, C.block_m>>;
   static constexpr int kWarpsDown = C.block_n / 16;
   static constexpr int kWarpsAcross = C.warps / kWarpsDown;
   static constexpr int kCols = C.head_dim / kWarpsAcross, kColsV = C.head_dim_v / kWarpsAcross;  // of a warp
@@ -126,8 +128,20 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const SeqSpan& met_rows = kKeys ? seq.q : seq.k;
   if (tile_row >= own_rows.length) return;
   const int group = f.heads / f.heads_k, heads_met = kKeys ? group : 1;
-  const TileRange range = kKeys ? query_tiles(seq, f.band, tile_row, C.block_n, C.block_m)
-                                : key_tiles(seq, f.band, tile_row, C.block_n, C.block_m);
+  const auto tiles_met = [&] {
+    if constexpr (kKeys) {
+      return T::TilesMet::of(f, seq, KeyTile(tile_row / C.block_n, tile_row, head, batch));
+    } else {
+      return T::TilesMet::of(f, seq, QueryTile{tile_row, head, batch}, C.block_n);
+    }
+  }();
+  auto first_met = [&](int m) {
+    if constexpr (kKeys) {
+      return tiles_met.first_query(m);
+    } else {
+      return tiles_met.first_key(m);
+    }
+  };
   const RowSpan span = kKeys ? visible_keys(seq, f.band, 0, seq.q.length) : RowSpan{0, seq.q.length};
   const RowSpan span_met =
       kKeys ? seeing_queries(seq, f.band, tile_row, C.block_n) : visible_keys(seq, f.band, tile_row, C.block_n);
@@ -137,12 +151,12 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     if (i < heads_met) {
       const HeadRows from(kKeys ? f.q : f.k, batch, head_met(i), met_rows.offset, f.head_dim);
       const HeadRows from_v(kKeys ? p.dout : f.v, batch, head_met(i), met_rows.offset, f.head_dim_v);
-      load_tile<kThreads, C.block_m, C.head_dim>(storage.met[stage], from, m * C.block_m, span_met);
-      load_tile<kThreads, C.block_m, C.head_dim_v>(storage.met_v[stage], from_v, m * C.block_m, span_met);
+      load_tile<kThreads, C.block_m, C.head_dim>(storage.met[stage], from, first_met(m), span_met);
+      load_tile<kThreads, C.block_m, C.head_dim_v>(storage.met_v[stage], from_v, first_met(m), span_met);
     }
     cp_async_fence();
   };
-  int i = range.empty() ? heads_met : 0, m = range.begin;  // the step: the head and the tile that are met
+  int i = tiles_met.empty() ? heads_met : 0, m = tiles_met.begin;  // the step: the head and the tile that are met
   if (i < heads_met) {
     const HeadRows from(kKeys ? f.k : f.q, batch, head, own_rows.offset, f.head_dim);
     const HeadRows from_v(kKeys ? f.v : p.dout, batch, head, own_rows.offset, f.head_dim_v);
@@ -177,13 +191,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
     clear(tSrS);
     clear(tSrdP);
     const int head_q = kKeys ? head_met(i) : head;
-    const Place first{thread_first.own, thread_first.met + m * C.block_m};
-    const bool full = range.full(m);
+    const Place first{thread_first.own, thread_first.met + first_met(m)};
+    const bool full = tiles_met.full(m);
     CUTE_UNROLL
     for (int c = 0; kKeys && c < C.block_m / 4; ++c) {
       row_stats[c] = RowStatistics::of(p, seq, batch, head_q, first.met + column_offset(c));
     }
-    if (++m == range.end) m = range.begin, ++i;
+    if (++m == tiles_met.end) m = tiles_met.begin, ++i;
 
     // After this barrier the step's rows are visible to all, and nobody still reads those of the last step.
     cp_async_wait<0>();

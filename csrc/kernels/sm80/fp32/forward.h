@@ -2,7 +2,7 @@
 // does plain and rich problems.
 #pragma once
 
-#include "core/layout/kv_tiles.h"
+#include "kernels/common/tile_kinds.h"
 #include "core/workspace.h"
 #include "kernels/ampere/kv_loads.h"
 #include "kernels/common/mask.h"
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   const int thread = threadIdx.x, warp = thread / 32;
 
-  const QueryTile tile = QueryTile::of_block(p, C.block_m);
+  const QueryTile tile = tile_of_block(p, C.block_m);
   const SeqInfo seq(p, tile.batch);
   if (tile.row >= seq.q.length) return;
   const int head_k = tile.head / (p.heads / p.heads_k);
-  const KvInterval<C.block_n> tiles{key_tiles(seq, p.band, tile.row, C.block_m, C.block_n), 0};
+  const auto tiles = KvTilesOf<C>::of(p, seq, tile, C.block_m);
   const RowSpan keys = visible_keys(seq, p.band, tile.row, C.block_m);
 
   const HeadRows from_q(p.q, tile.batch, tile.head, seq.q.offset, p.head_dim);

@@ -1,0 +1,89 @@
+// Tiles of queries that a tile of keys walks over in backward, and its turn among the tiles that add to their dQ.
+#pragma once
+
+#include <concepts>
+
+#include "core/layout/tiles.h"
+
+namespace flash_cute {
+
+// A tile of keys of one kv head: its place in the problem, and in the order of tiles.
+struct KeyTile {
+  int index, row, head, batch;
+  bool late_first;  // among the tiles of its head
+
+  FC_HOST_DEVICE KeyTile(int index, int row, int head, int batch)
+      : index(index), row(row), head(head), batch(batch), late_first(false) {}
+
+  // Early keys first: under a causal mask they see the most queries. With `late` the late ones first, except in the
+  // last heads, whose longest tiles would finish last. Tiles of `heads_together` heads alternate, as many as L2 holds
+  // the queries of.
+  FC_HOST_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late, int number) {
+    const int tiles = (p.seqlen_k + block_n - 1) / block_n;
+    const int first_head = number / (tiles * heads_together) * heads_together;
+    const int heads_left = p.heads_k * p.batch - first_head, together = detail::at_most(heads_left, heads_together);
+    late_first = late && heads_left > together;
+    const int place = number - first_head * tiles;
+    index = late_first ? tiles - 1 - place / together : place / together;
+    row = index * block_n;
+    const int any_head = first_head + place % together;
+    head = any_head % p.heads_k;
+    batch = any_head / p.heads_k;
+  }
+};
+
+// A range of numbers; of each tile the number in its sequence and the first query, whether every query sees all the
+// keys, and the turn of the keys at its semaphore of dQ: which one, by the first tile that shares it, and how many tiles
+// of keys come before. A kind also makes the tiles of some keys, and tells whether any keys add to a tile of queries.
+template <class Tiles>
+concept QueryTiles =
+    std::derived_from<Tiles, TileRange> && requires(const Tiles& tiles, int n, const FwdProblem& p, const SeqInfo& seq,
+                                                    const KeyTile& keys, const QueryTile& queries) {
+      { tiles.index(n) } -> std::same_as<int>;
+      { tiles.first_query(n) } -> std::same_as<int>;
+      { tiles.full(n) } -> std::same_as<bool>;
+      { tiles.turn(n).semaphore } -> std::convertible_to<int>;
+      { tiles.turn(n).rank(p, seq, keys) } -> std::same_as<int>;
+      { Tiles::of(p, seq, keys) } -> std::same_as<Tiles>;
+      { Tiles::any_adds(p, seq, queries) } -> std::same_as<bool>;
+    };
+
+// Tiles side by side, of kBlockM queries each. kTogether of them share a semaphore.
+template <int kBlockM, int kBlockN, int kTogether = 1>
+struct QueryInterval : TileRange {
+  // Those that see some of the keys.
+  FC_HOST_DEVICE static QueryInterval of(const FwdProblem& p, const SeqInfo& seq, const KeyTile& keys) {
+    return {query_tiles(seq, p.band, keys.row, kBlockN, kBlockM)};
+  }
+
+  FC_HOST_DEVICE int index(int n) const { return n; }
+  FC_HOST_DEVICE int first_query(int n) const { return n * kBlockM; }
+
+  struct Turn {
+    int semaphore;
+
+    FC_HOST_DEVICE int rank(const FwdProblem& p, const SeqInfo& seq, const KeyTile& keys) const {
+      const TileRange adding = key_tiles(seq, p.band, semaphore * kBlockM, kTogether * kBlockM, kBlockN);
+      return keys.late_first ? adding.end - 1 - keys.index : keys.index - adding.begin;
+    }
+  };
+  FC_HOST_DEVICE Turn turn(int n) const { return {n / kTogether * kTogether}; }
+
+  FC_HOST_DEVICE static bool any_adds(const FwdProblem& p, const SeqInfo& seq, const QueryTile& queries) {
+    return !key_tiles(seq, p.band, queries.row, kBlockM, kBlockN).empty();
+  }
+};
+static_assert(QueryTiles<QueryInterval<64, 128>>);
+
+// A step of a walk: one query head of the group and one tile of queries.
+struct QueryStep {
+  int head, m;
+
+  // The next one with late tiles first. Under a band an early tile of keys then ends with the queries that later ones
+  // start with, and semaphores rarely wait.
+  FC_HOST_DEVICE QueryStep next(const TileRange& tiles) const {
+    return m > tiles.begin ? QueryStep{head, m - 1} : QueryStep{head + 1, tiles.end - 1};
+  }
+};
+
+}  // namespace flash_cute
