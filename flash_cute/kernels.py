@@ -143,7 +143,6 @@ class Plan:
     passes in their order."""
 
     kernel: KernelConfig
-    launches: tuple[str, ...] = ()
     num_splits: int = 1  # of the keys (backward: of the queries of a tile of keys)
     pack_gqa: int = 1  # query heads of a group that share a tile of queries
     heads_together: int | None = None  # Hopper's forward: heads whose tiles of queries alternate
@@ -157,6 +156,7 @@ class Plan:
     cluster: int = 1  # decode: CTAs that share the keys of a tile of queries
     l2_fraction: float | None = None  # decode: share of the keys that L2 keeps like other data
     workspace_bytes: int = 0  # beside the results
+    launches: tuple[str, ...] = ()  # a kernel of backward stands for its own passes, too
 
     def __str__(self) -> str:
         rest = [
@@ -225,7 +225,7 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
         found["key_order"] = KeyOrder(**found["key_order"])
     kernel = KernelConfig(**found.pop("kernel"))
     launches = tuple(found.pop("launches").split())
-    return Plan(replace(kernel, built=kernel.id in built_kernels()), launches, **found)
+    return Plan(replace(kernel, built=kernel.id in built_kernels()), launches=launches, **found)
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:

@@ -79,10 +79,11 @@ def say(
         tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile"
         _write(f"{op} {dtype} {sizes}: ATen, its flash kernel if the call is plain, else {tile}")
         return
-    what = problem(op)
+    what: object = op
     try:
-        _write(f"{what}: {kernel or kernels.plan(what, q.get_device())}")
-    except RuntimeError as error:
+        what = asked = problem(op)
+        _write(f"{what}: {kernel or kernels.plan(asked, q.get_device())}")
+    except (RuntimeError, ValueError) as error:
         _write(f"{what}: {str(error).splitlines()[0]}")
 
 

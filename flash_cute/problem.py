@@ -11,6 +11,14 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.ops import switches
+from flash_cute.ops.typed import (
+    AttendKvcacheCall,
+    BwdCall,
+    FwdCall,
+    FwdKvcacheCall,
+    VarlenBwdCall,
+    VarlenFwdCall,
+)
 from flash_cute.validate import INT64_MAX
 
 OPS = ("fwd", "bwd", "decode")
@@ -125,9 +133,23 @@ class Problem:
     def of_call(cls, call: Any, op: str | None = None) -> Problem:
         """Of a call of any attention op (:mod:`flash_cute.ops.typed`); ``op`` "bwd" is the backward
         of a forward call."""
-        over_cache = hasattr(call, "k_cache")
+        over_cache = isinstance(call, (FwdKvcacheCall, AttendKvcacheCall))
+        own = (
+            "decode"
+            if over_cache
+            else "bwd"
+            if isinstance(call, (BwdCall, VarlenBwdCall))
+            else "fwd"
+        )
+        if not (over_cache or isinstance(call, (FwdCall, VarlenFwdCall, BwdCall, VarlenBwdCall))):
+            raise TypeError(
+                f"call is a {type(call).__name__}; expected a call of an attention op, such as "
+                "flash_cute.ops.typed.FwdCall"
+            )
+        op = own if op is None else op
+        if op != own and (own, op) != ("fwd", "bwd"):
+            raise ValueError(f"op is {op!r}; a {type(call).__name__} is of op {own!r}")
         q, k, v = (call.q, call.k_cache, call.v_cache) if over_cache else (call.q, call.k, call.v)
-        op = op or ("decode" if over_cache else "bwd" if hasattr(call, "dout") else "fwd")
         given: dict[str, Any] = {
             "op": op, "dtype": q.dtype, "heads": q.shape[-2], "heads_k": k.shape[-2],
             "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "causal": call.is_causal,
@@ -178,13 +200,24 @@ class Problem:
         return self.dtype in FP8_DTYPES
 
     def request(self) -> dict[str, Any]:
-        """As the library takes it: what is not a default, by name."""
+        """As the library takes it: what is not a default, by name.
+
+        Raises:
+            ValueError: a field is of another op.
+        """
         left, right = self.window_size
         given = {
             f.name: getattr(self, f.name)
             for f in fields(self)
             if getattr(self, f.name) != f.default
         }
+        for name in given:
+            ops = _OF_OPS.get(name, OPS)
+            if self.op not in ops:
+                own = " and ".join(ops)
+                raise ValueError(
+                    f"{name} is {given[name]!r} and op {self.op!r}; it goes with {own}"
+                )
         for name in ("window_size", "causal", "allow_tf32"):
             given.pop(name, None)
         given["dtype"] = _SIXTEEN_BITS.get(self.dtype, "bf16")
@@ -198,7 +231,8 @@ def _is_aligned(x: Tensor) -> bool:
     """Whether every vector of x begins on a 16-byte boundary."""
     element = x.element_size()
     first = x.storage_offset() * element if internals.is_fake(x) else x.data_ptr()
-    bytes_at = [first, *(stride * element for stride in x.stride()[:-1])]
+    steps = [n for n, rows in zip(x.stride()[:-1], x.shape[:-1], strict=True) if rows > 1]
+    bytes_at = [first, *(step * element for step in steps)]
     return x.stride(-1) == 1 and all(at % 16 == 0 for at in bytes_at)
 
 
@@ -234,5 +268,17 @@ def _of_cache(call: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[st
     }  # fmt: skip
 
 
+_OF_OPS = {  # fields that not every op has
+    **dict.fromkeys(("seqused_q", "return_row_max", "return_softmax", "max_blocks"), ("fwd",)),
+    "page_size": ("fwd", "decode"),
+    **dict.fromkeys(("deterministic", "fp32_gradients", "sink"), ("bwd",)),
+    **dict.fromkeys(
+        (
+            "lengths", "leftpad", "append", "rotary", "cache_batch_idx", "cu_seqlens_k_new",
+            "num_splits", "split_size",
+        ),
+        ("decode",),
+    ),
+}  # fmt: skip
 _MAY_BE_NONE = ("heads_k", "seqlen_k", "head_dim_v", "total_q", "total_k", "max_blocks")
 _FLAGS = tuple(field.name for field in fields(Problem) if field.type == "bool")

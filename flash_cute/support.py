@@ -39,8 +39,10 @@ def supports(call: Any, gpu: kernels.Gpu | str | int | None = None) -> Support:
     try:
         return Support(kernels.plan(problem, gpu))
     except RuntimeError as error:
-        _, *reasons = str(error).splitlines()
-        return Support(None, tuple(line.strip() for line in reasons) or (str(error),))
+        first, *reasons = str(error).splitlines()
+        if not first.startswith("flash_cute: no kernel"):
+            raise
+        return Support(None, tuple(line.strip() for line in reasons))
 
 
 def _problem_of(call: Any) -> kernels.Problem:
@@ -50,28 +52,27 @@ def _problem_of(call: Any) -> kernels.Problem:
 
 
 @internals.constant_in_graphs
-@lru_cache(maxsize=256)
-def has_kernel(dtype: torch.dtype, head_dim: int, gpu: int | None = None) -> bool:
-    """Whether a plain call of this dtype and head dim has a kernel; asked in each call."""
-    if gpu is not None and not has_cuda_kernels():
-        return False
-    with limits.again(""):
-        return bool(supports({"dtype": dtype, "head_dim": head_dim}, gpu))
+def has_kernel(dtype: torch.dtype, head_dim: int, gpu: str | int | None = None) -> bool:
+    """Whether a plain call of this dtype and head dim has a kernel, whatever the thread is limited
+    to; asked in each call."""
+    return _plan((("dtype", dtype), ("head_dim", head_dim)), gpu) is not None
 
 
 @internals.constant_in_graphs
-@lru_cache(maxsize=256)
 def reads_caches_in_place(
-    dtype: torch.dtype, head_dim: int, head_dim_v: int, gpu: int | None = None
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, gpu: str | int | None = None
 ) -> bool:
     """Whether calls over a cache of this dtype and these head dims have a kernel that needs no copy
-    of the keys."""
-    if gpu is not None and not has_cuda_kernels():
-        return False
-    problem = {
-        "op": "decode", "dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v,
-        "lengths": True,
-    }  # fmt: skip
-    with limits.again(""):
-        found = supports(problem, gpu).plan
+    of the keys, whatever the thread is limited to."""
+    sizes = (("head_dim", head_dim), ("head_dim_v", head_dim_v))
+    found = _plan((("op", "decode"), ("dtype", dtype), *sizes, ("lengths", True)), gpu)
     return found is not None and "gather_pages" not in found.launches
+
+
+# Behind a function that is a constant in graphs: torch traces what a cache wraps.
+@lru_cache(maxsize=256)
+def _plan(fields: tuple[tuple[str, Any], ...], gpu: str | int | None) -> kernels.Plan | None:
+    if isinstance(gpu, int) and not has_cuda_kernels():
+        return None
+    with limits.limited(""):
+        return supports(dict(fields), gpu).plan

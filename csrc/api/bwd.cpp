@@ -29,10 +29,7 @@ BwdProblem make_problem(const BwdArguments& a) {
   p.dout = tensor_view(a.dout, "dout");
   if (a.dlse) p.dlse = row_stats(*a.dlse, "dlse", q);
   p.deterministic = a.deterministic;
-  if (!p.fwd.dense()) {  // the longest lengths may be any bound; grids and orders go by them
-    p.fwd.seqlen_q = static_cast<int>(std::min<int64_t>(p.fwd.seqlen_q, p.fwd.total_q));
-    p.fwd.seqlen_k = static_cast<int>(std::min<int64_t>(p.fwd.seqlen_k, p.fwd.total_k));
-  }
+  if (!p.fwd.dense()) clamp_lengths(p.fwd);
   return p;
 }
 

@@ -35,7 +35,7 @@ void attend(FwdProblem p, const FwdArguments& a, const FwdResults& results) {
   if (p.pages.ids != nullptr) {
     attend_pages(route, p, a.q, a.k, a.v);
   } else {
-    run_forward(route, p, a.q, a.v);
+    run_forward(route, p, a.q);
   }
 }
 
@@ -70,12 +70,9 @@ void into(StableIValue* stack, bool varlen) {
 
 }  // namespace
 
-void run_forward(const Route& route, FwdProblem p, const View& q, const View& v) {
+void run_forward(const Route& route, FwdProblem p, const View& q) {
   if (route.row_max) {
-    const Tensor out = allocate_out(q, v), softmax_lse = allocate_row_stats(q);
-    FwdProblem first = p;
-    first.out = tensor_view(View(out), "out");
-    first.lse = row_stats(View(softmax_lse), "softmax_lse", q);
+    FwdProblem first = p;  // whose out and lse the next step overwrites
     first.softmax = nullptr;
     run(route.row_max, first, q);
     p.row_max = {};

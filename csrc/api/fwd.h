@@ -7,8 +7,8 @@
 
 namespace flash_cute {
 
-// Runs the steps of a route over keys that are not paged. Of q and v the shapes count.
-void run_forward(const Route& route, FwdProblem p, const View& q, const View& v);
+// Runs the steps of a route over keys that are not paged, on the GPU of q.
+void run_forward(const Route& route, FwdProblem p, const View& q);
 
 // Runs the whole route where keys and values of packed sequences lie in pages.
 void attend_pages(const Route& route, const FwdProblem& p, const View& q, const View& k, const View& v);

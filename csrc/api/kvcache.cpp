@@ -24,7 +24,7 @@ void run_gathered(const Route& route, const DecodeProblem& p, const View& q, con
   const GatheredKeys to{tensor_view(View(gathered_k), "k"), tensor_view(View(gathered_v), "v"), rows,
                         static_cast<int*>(lengths.data_ptr())};
   check_cuda("gather_pages", gather_pages(p, to, current_stream(q)));
-  run_forward(route, over_gathered(f, rows, to.k, to.v, to.lengths), q, v);
+  run_forward(route, over_gathered(f, rows, to.k, to.v, to.lengths), q);
 }
 
 // Runs a route's kernel that reads a cache where it lies. Decoding's append keys themselves.
@@ -74,7 +74,7 @@ void attend_pages(const Route& route, const FwdProblem& a, const View& q, const 
   if (route.over_cache()) run_cached(route, p, q);
   if (!route.gather) return;
   Tensor out, softmax_lse;  // of what only gives row maxima or probabilities
-  if (route.over_cache()) {
+  if (route.repeats()) {
     out = allocate_out(q, v);
     softmax_lse = allocate_row_stats(q);
     p.fwd.out = tensor_view(View(out), "out");

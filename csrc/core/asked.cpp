@@ -112,7 +112,9 @@ Asked read(const std::string& problem) {
   auto read_pages = [&] {
     p.pages.size = size("page_size", 0);
     if (p.pages.size == 0) return;
-    p.pages.per_sequence = size("max_blocks", (p.seqlen_k + p.pages.size - 1) / p.pages.size);
+    p.pages.per_sequence = size("max_blocks", (int64_t(p.seqlen_k) + p.pages.size - 1) / p.pages.size);
+    if (in.has("max_blocks") && p.pages.capacity() > kMost)
+      throw std::invalid_argument("flash_cute: max_blocks * page_size is 2^29 or more");
     p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.per_sequence));
     p.pages.ids = &kSomewhere;
     give_pages_strides(p, p.pages.size);
@@ -123,6 +125,7 @@ Asked read(const std::string& problem) {
     if (in.flag("return_row_max")) p.row_max.ptr = &some_result;
     if (in.flag("return_softmax")) p.softmax = &some_result;
   } else if (asked.op == Op::Bwd) {
+    if (!p.dense()) clamp_lengths(p);
     asked.bwd.deterministic = in.flag("deterministic");
     asked.bwd.fp32_gradients = in.flag("fp32_gradients") && element_bytes(p.dtype) == 2;
     asked.bwd.dout = p.out;

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/asked.h"
+#include "core/route.h"
 #include "core/family.h"
 #include "core/rows.h"
 
@@ -138,6 +139,12 @@ std::string set_calibration(std::string lines) {
 
 std::string calibration_bucket(std::string problem) {
   const Asked asked = read(problem);
+  if (asked.op == Op::Fwd && asked.fwd().pages.ids != nullptr) {
+    int lengths = 0;
+    const DecodeProblem p = over_pages(asked.fwd(), &lengths);
+    if (reads_pages_in_place(p)) return bucket<Op::Decode>(p, asked.gpu);
+    throw std::invalid_argument("flash_cute: keys of this call are laid out anew, and no calibration counts");
+  }
   if (asked.op == Op::Fwd) return bucket<Op::Fwd>(asked.fwd(), asked.gpu);
   if (asked.op == Op::Bwd) return bucket<Op::Bwd>(asked.bwd, asked.gpu);
   return bucket<Op::Decode>(asked.decode, asked.gpu);

@@ -102,17 +102,17 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 }
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
-                        const Device& gpu) {
+                        const Device& gpu, const FwdOverrides& asked) {
   const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
   if (!family_of(forward).facts.reads_caches || rows <= card.few_rows) return false;
   const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
   if (rows <= decode.block_m &&
       decode.block_m == card.more_rows) {  // from pages forward always makes up for its overhead
-    const bool reads_once = pack_gqa(forward, p.fwd) * p.fwd.heads_k == p.fwd.heads;
+    const bool reads_once = packed_heads(forward, p.fwd, asked) * p.fwd.heads_k == p.fwd.heads;
     return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > card.long_us);
   }
-  return cost(forward, p.fwd, gpu) / a_microsecond(forward, gpu.sms) < of_decode + card.around_us;
+  return cost(forward, p.fwd, gpu, asked) / a_microsecond(forward, gpu.sms) < of_decode + card.around_us;
 }
 
 }  // namespace flash_cute

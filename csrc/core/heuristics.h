@@ -42,7 +42,7 @@ double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gp
 // Whether a forward kernel may stand for decode over a cache, and is likely faster. Never where one tile of 16 rows (or, with
 // exceptions, 32) has all rows of a kv head: there reading the keys is the bound, which forward's cost leaves out.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
-                        const Device& gpu);
+                        const Device& gpu, const FwdOverrides& asked = {});
 
 // The first kernel that `fits` accepts, or the cheapest of its alternatives; null if none.
 template <class Fits, class P>

@@ -85,11 +85,6 @@ void NoKernel::add(const KernelConfig& config, const std::string& cannot, const 
   if (cannot.empty() && is_allowed(config)) able_ += line;
 }
 
-void NoKernel::add(const NoKernel& other) {
-  all_ += other.all_;
-  able_ += other.able_;
-}
-
 void NoKernel::raise() const {
   const char* const message = "flash_cute: no kernel for this call";
   if (able_.empty() || !overrides_of_limit().any()) throw std::runtime_error(message + all_);

@@ -35,8 +35,6 @@ class NoKernel {
  public:
   // A kernel, why it cannot do the call, and beyond_limit().
   void add(const KernelConfig& config, const std::string& cannot, const std::string& beyond_limit);
-  // The kernels of another one.
-  void add(const NoKernel& other);
   // Throws std::runtime_error.
   [[noreturn]] void raise() const;
 

@@ -1,6 +1,7 @@
 // What a call asks for, as plain data: filled by csrc/api, and const from then on. No torch, no CuTe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <numeric>
 
@@ -112,6 +113,12 @@ struct FwdProblem {
     return plain ? Tier::Plain : Tier::Rich;
   }
 };
+
+// The longest lengths of packed sequences may be any bound; grids and orders of backward go by them.
+constexpr void clamp_lengths(FwdProblem& p) {
+  p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
+  p.seqlen_k = static_cast<int>(std::min<int64_t>(p.seqlen_k, p.total_k));
+}
 
 // A key/value cache, whose tensors are pages. Index tensors are unchecked device data: cached_seq.h clamps them.
 struct Cache {

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <stdexcept>
 #include <vector>
 
 #include "core/built.h"
@@ -39,9 +40,10 @@ const std::vector<Kernel<op>>& kernels_of() {
 // The kernel whose config a route points to (built_kernels() of core/built.h).
 template <Op op>
 const Kernel<op>& kernel_of(const KernelConfig* config) {
-  const Kernel<op>* kernel = kernels_of<op>().data();
-  while (&kernel->config != config) ++kernel;
-  return *kernel;
+  for (const Kernel<op>& kernel : kernels_of<op>()) {
+    if (&kernel.config == config) return kernel;
+  }
+  throw std::logic_error("flash_cute: " + config->id() + " is no kernel of this build");
 }
 
 }  // namespace flash_cute

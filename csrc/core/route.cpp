@@ -26,7 +26,7 @@ struct Choice {
   [[noreturn]] void raise(const Problem<op>& problem) const {
     NoKernel none;
     if (cached != nullptr) add_reasons<Op::Decode>(none, *cached);
-    if (op != Op::Decode) add_reasons<op>(none, problem);
+    if (op != Op::Decode || cached == nullptr) add_reasons<op>(none, problem);
     none.raise();
   }
 
@@ -55,6 +55,7 @@ struct Choice {
       FwdProblem first = problem;
       first.softmax = nullptr;
       route.row_max = forward(kernel<Op::Fwd>(first, measured), first, measured);
+      if (route.over_cache() && problem.softmax == nullptr) return;  // nothing else is left to find
       problem.row_max = {};
     }
     route.forward = forward(kernel<Op::Fwd>(problem, measured), problem, measured);
@@ -106,7 +107,8 @@ CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& p, 
   const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
   if (measured != nullptr && same_kernel(*measured, *found.decode)) return found;
   found.forward = find_kernel<Op::Fwd>(kernels, p.fwd, gpu, false);
-  found.forward_is_taken = found.forward != nullptr && forward_is_cheaper(*found.forward, *found.decode, p, gpu);
+  found.forward_is_taken =
+      found.forward != nullptr && forward_is_cheaper(*found.forward, *found.decode, p, gpu, overrides_of_limit());
   return found;
 }
 
@@ -129,6 +131,7 @@ Route choose_route(const Kernels& kernels, const FwdProblem& problem, const Devi
     choice.add_cached(route, p);
     if (problem.row_max.ptr == nullptr && problem.softmax == nullptr) return route;
   }
+  if (route.over_cache()) p.fwd.out = contiguous(p.fwd, p.fwd.seqlen_q, p.fwd.heads, p.fwd.head_dim_v);
   p.fwd.row_max = problem.row_max;
   p.fwd.softmax = problem.softmax;
   choice.add_gathered(route, p.fwd, gathered_rows(problem));
@@ -182,10 +185,16 @@ FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& 
 FwdProblem over_gathered(const FwdProblem& problem, int rows) {
   static constexpr int kLengths = 0;  // stands for those that a pass will write
   auto view = [&](int dim) {
-    const int64_t row = int64_t(problem.heads_k) * dim;
-    return TensorView{nullptr, rows * row, row, dim, dim * element_bytes(problem.dtype) % 16 == 0};
+    TensorView keys = contiguous(problem, rows, problem.heads_k, dim);
+    keys.batch = rows * keys.row;
+    return keys;
   };
   return over_gathered(problem, rows, view(problem.head_dim), view(problem.head_dim_v), &kLengths);
+}
+
+TensorView contiguous(const FwdProblem& problem, int64_t rows, int heads, int dim) {
+  const int64_t row = int64_t(heads) * dim;
+  return {nullptr, problem.dense() ? rows * row : 0, row, dim, dim * element_bytes(problem.dtype) % 16 == 0};
 }
 
 int gathered_rows(const FwdProblem& problem) {

@@ -44,6 +44,8 @@ struct Route {
   Step<Op::Fwd> forward;  // over keys that are dense, packed or gathered
 
   bool over_cache() const { return decode || in_pages; }
+  // Whether what follows the cache's kernel gives row maxima or probabilities alone: its out and lse are thrown away.
+  bool repeats() const { return over_cache() && gather; }
 };
 
 // The route of a call among such kernels, and what this thread is limited to (limit.h). Throws NoKernel's error if none
@@ -79,6 +81,8 @@ FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& 
                          const int* lengths);
 // The same before these are allocated.
 FwdProblem over_gathered(const FwdProblem& problem, int rows);
+// Contiguous (batch, rows, heads, dim) that is not allocated yet.
+TensorView contiguous(const FwdProblem& problem, int64_t rows, int heads, int dim);
 // Rows a sequence of packed sequences over pages: probabilities have a column for each key that there might be.
 int gathered_rows(const FwdProblem& problem);
 

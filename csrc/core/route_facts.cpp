@@ -56,11 +56,10 @@ int64_t bytes_of_forward(const Route& route, FwdProblem p) {
     p = over_gathered(p, route.gathered_rows, {}, {}, nullptr);
     kept += bytes_of_rows(p, p.total_k, p.heads_k, p.head_dim + p.head_dim_v) + bytes_of_lengths(p);
   }
-  if (route.over_cache() && route.forward) kept += bytes_of_results(p);
+  if (route.repeats()) kept += bytes_of_results(p);
   FwdProblem last = p;
   if (route.row_max) last.row_max = {};
-  const int64_t first = route.row_max ? bytes_of_results(p) + bytes_of(route.row_max, p) : 0;
-  return kept + std::max(first, bytes_of(route.forward, last));
+  return kept + std::max(bytes_of(route.row_max, p), bytes_of(route.forward, last));
 }
 
 }  // namespace

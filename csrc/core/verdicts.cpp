@@ -97,11 +97,10 @@ std::vector<Verdict> verdicts(const Asked& asked) {
   } else {
     int lengths = 0;
     const DecodeProblem p = over_pages(asked.fwd(), &lengths);
-    if (reads_pages_in_place(p)) {
-      judge_over_cache(all, asked, p);
-    } else {
-      judge_gathered(all, asked, p.fwd, gathered_rows(asked.fwd()));
-    }
+    const bool in_place = reads_pages_in_place(p),
+               gathers = asked.fwd().row_max.ptr != nullptr || asked.fwd().softmax != nullptr;
+    if (in_place) judge_over_cache(all, asked, p);
+    if (!in_place || gathers) judge_gathered(all, asked, p.fwd, gathered_rows(asked.fwd()));
   }
   return all;
 }

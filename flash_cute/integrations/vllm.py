@@ -62,7 +62,7 @@ class Backend(flash_attn.FlashAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return support.reads_caches_in_place(torch.bfloat16, head_size, head_size)
+        return support.reads_caches_in_place(torch.bfloat16, head_size, head_size, "h100")
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:

@@ -67,3 +67,42 @@ def test_ratios_under_a_limit_are_those_of_what_it_asks_for():
         one = {row.id: row.reason for row in kernels.explain(problem, "h100")}
     free = {row.id: row.reason for row in kernels.explain(problem, "h100")}
     assert one != free
+
+
+def test_is_a_constant_in_graphs():
+    """Also in a block that limits kernels, which a cache must not remember."""
+
+    def ask(x):
+        if support.has_kernel(x.dtype, 88) and support.reads_caches_in_place(x.dtype, 88, 88):
+            return x + 1
+        return x
+
+    x = torch.zeros(2, dtype=BF16)
+    with kernels.only("fwd_sm80_fp16_plain_d32x32_m128_n64_s2_w4_c3"):
+        compiled = torch.compile(ask, fullgraph=True, backend="eager")(x)
+    assert torch.equal(compiled, x + 1) and support.has_kernel(BF16, 88)
+
+
+def test_calls_over_pages_say_why_no_kernel_can():
+    wide = kernels.Problem(varlen=True, head_dim=512, page_size=16, seqlen_k=64, max_blocks=4)
+    refused = kernels.supports(wide, "h100")
+    assert not refused and any("head dim up to 256" in line for line in refused.reasons)
+    rows = kernels.explain(wide, "h100")
+    assert rows and all(row.verdict == "refused" for row in rows)
+
+
+@pytest.mark.parametrize("flag", ["return_row_max", "return_softmax"])
+def test_kernels_of_both_launches_are_chosen(flag):
+    problem = kernels.Problem(
+        varlen=True, page_size=16, seqlen_k=64, max_blocks=4, softcap=True, **{flag: True}
+    )
+    chosen = {row.id for row in kernels.explain(problem, "h100") if row.verdict == "chosen"}
+    launches = kernels.plan(problem, "h100").launches
+    assert chosen == {name for name in launches if "_sm" in name} and len(chosen) == 2
+
+
+def test_a_field_of_another_op_is_named():
+    with pytest.raises(ValueError, match="page_size is 16, op 'bwd'; it goes with fwd and dec"):
+        kernels.plan(kernels.Problem("bwd", page_size=16), "h100")
+    with pytest.raises(TypeError, match="call is a str; expected a call of an attention op"):
+        kernels.supports("x", "h100")

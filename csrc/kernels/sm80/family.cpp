@@ -32,8 +32,8 @@ void Sm80Family::refuse(Refusal& refusal, const KernelConfig& config, const BwdP
   refusal.fp32_gradients = problem.fp32_gradients;
 }
 
-void Sm80Family::refuse(Refusal& refusal, const KernelConfig& config, const DecodeProblem& problem) const {
-  refusal.dropout = problem.fwd.rules.rng != nullptr && !config.rich();
+void Sm80Family::refuse(Refusal& refusal, const KernelConfig&, const DecodeProblem& problem) const {
+  refusal.dropout = problem.fwd.rules.rng != nullptr;
 }
 
 // One set of all tiles: those of so many heads alternate as have a number of tiles together.

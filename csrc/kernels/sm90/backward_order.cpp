@@ -50,14 +50,14 @@ DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, DqAccumulate order,
                    const Device& gpu) {
   const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
-  const int start_together = gpu.sms / 16 * 16;  // tiles: one an SM, but a number that divides well
+  const int start_together = std::max(1, gpu.sms / 16 * 16);  // tiles: one an SM, but a number that divides well
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
   const bool in_turns = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
   const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
-  const int together = start_together / config.cluster;
+  const int together = std::max(1, start_together / config.cluster);
 
   // Queries and dQ of the alternating heads should stay in L2: as many heads as the tiles that start together have.
   // Serialized: twice as many if that is not too much, so that half of a head's tiles run at once and wait for fewer.

@@ -70,8 +70,8 @@ void Sm90Family::refuse(Refusal& refusal, const KernelConfig& config, const BwdP
   refusal.dropout = problem.fwd.rules.rng != nullptr && !has_dropout(config);
 }
 
-void Sm90Family::refuse(Refusal& refusal, const KernelConfig& config, const DecodeProblem& problem) const {
-  refusal.dropout = problem.fwd.rules.rng != nullptr && !has_dropout(config);
+void Sm90Family::refuse(Refusal& refusal, const KernelConfig&, const DecodeProblem& problem) const {
+  refusal.dropout = problem.fwd.rules.rng != nullptr;
   refusal.splits = !problem.even_splits();
 }
 
