@@ -43,7 +43,9 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
 
     Example::
 
-        cp = ContextParallel(links=measure_links())
+        from flash_cute.distributed import ContextParallel, measure_links
+
+        cp = ContextParallel(links=measure_links(megabytes=1, rounds=1))
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
