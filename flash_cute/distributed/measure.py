@@ -45,7 +45,7 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
 
         from flash_cute.distributed import ContextParallel, measure_links
 
-        cp = ContextParallel(links=measure_links(megabytes=1, rounds=1))
+        cp = ContextParallel(links=measure_links())
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
