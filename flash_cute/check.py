@@ -44,8 +44,13 @@ def switched(on: bool = True) -> Iterator[None]:
 
     Example::
 
+        import flash_cute
+        import torch
+
+        q, k, v = torch.randn(3, 100, 8, 64).unbind()
+        cu_seqlens = torch.tensor([0, 60, 100], dtype=torch.int32)
         with flash_cute.check.switched():
-            out = flash_cute.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 512, 512)
+            out = flash_cute.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 60, 60)
     """
     global _on
     validate.flag("on", on)

@@ -113,9 +113,16 @@ def flash_attn_func(
 
     Example::
 
+        import torch
+        from flash_cute import flash_attn_func
+
         q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
-        out, rng = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
-        same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
+        q.requires_grad_()
+        out = flash_attn_func(q, k, v, causal=True)  # (2, 100, 8, 64)
+        out.sum().backward()  # fills q.grad
+
+        out, rng = flash_attn_func(q, k, v, dropout_p=0.1, return_rng=True)
+        same = flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
     refused: list[Exception] = []
     sink = accept.sink(sink, s_aux, learnable_sink)
@@ -221,6 +228,15 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_varlen_func
+
+        q, k, v = torch.randn(3, 100, 8, 64).unbind()  # sequences of 60 and 40 tokens, end to end
+        cu_seqlens = torch.tensor([0, 60, 100], dtype=torch.int32)
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 60, 60, causal=True)
     """
     refused: list[Exception] = []
     sink = accept.sink(sink, s_aux, learnable_sink)

@@ -46,6 +46,15 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
 
     Backward fills one gradient of kv in place of stacking two.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_kvpacked_func
+
+        q = torch.randn(2, 100, 8, 64)
+        kv = torch.randn(2, 300, 2, 4, 64)  # 4 heads of keys, each for 2 of queries
+        out = flash_attn_kvpacked_func(q, kv)  # (2, 100, 8, 64)
     """
     sink = accept.sink(sink, s_aux, learnable_sink)
     return_lse = accept.others(flash_attn_kvpacked_func, others) or return_lse
@@ -98,6 +107,15 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
 
     Backward fills one gradient of qkv in place of stacking three.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_qkvpacked_func
+
+        qkv = torch.randn(2, 100, 3, 8, 64, requires_grad=True)
+        out = flash_attn_qkvpacked_func(qkv, causal=True)  # (2, 100, 8, 64)
+        out.sum().backward()
     """
     sink = accept.sink(sink, s_aux, learnable_sink)
     return_lse = accept.others(flash_attn_qkvpacked_func, others) or return_lse
@@ -155,7 +173,18 @@ def flash_attn_varlen_kvpacked_func(
     out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim)."""
+    """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim).
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_varlen_kvpacked_func
+
+        q, kv = torch.randn(100, 8, 64), torch.randn(250, 2, 8, 64)
+        cu_seqlens_q = torch.tensor([0, 60, 100], dtype=torch.int32)
+        cu_seqlens_k = torch.tensor([0, 200, 250], dtype=torch.int32)
+        out = flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 60, 200)
+    """
     sink = accept.sink(sink, s_aux, learnable_sink)
     return_lse = accept.others(flash_attn_varlen_kvpacked_func, others) or return_lse
     if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
@@ -212,7 +241,17 @@ def flash_attn_varlen_qkvpacked_func(
     out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all."""
+    """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_varlen_qkvpacked_func
+
+        qkv = torch.randn(100, 3, 8, 64)  # sequences of 60 and 40 tokens, end to end
+        cu_seqlens = torch.tensor([0, 60, 100], dtype=torch.int32)
+        out = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 60, causal=True)  # (100, 8, 64)
+    """
     sink = accept.sink(sink, s_aux, learnable_sink)
     return_lse = accept.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
     if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):

@@ -2,15 +2,6 @@
 
 Everything is computed by the code that calls go through (``csrc/core/``), from sizes alone: no
 tensor, no GPU and no CUDA build is needed.
-
-Example::
-
-    from flash_cute import kernels
-
-    problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, causal=True)
-    print(kernels.plan(problem, gpu="h100").kernel.id)
-    for row in kernels.explain(problem, gpu="a100"):
-        print(row.verdict, row.id, row.reason)
 """
 
 from __future__ import annotations
@@ -178,7 +169,13 @@ class Verdict:
 
 @cache
 def kernels() -> tuple[KernelConfig, ...]:
-    """Every row of ``csrc/kernels/*/rows.def``, whether the loaded library has it or not."""
+    """Every row of ``csrc/kernels/*/rows.def``, whether the loaded library has it or not.
+
+    Example::
+
+        from flash_cute import kernels
+        print([kernel.id for kernel in kernels.kernels() if kernel.block_m == 192])
+    """
     rows = json.loads(torch.ops.flash_cute.describe_kernels())
     return tuple(KernelConfig(**row) for row in rows)
 
@@ -189,6 +186,11 @@ def gpu(index: int | None = None) -> Gpu:
     Raises:
         TypeError, ValueError: ``index`` is no int >= 0.
         RuntimeError: there is none, or this build has no CUDA.
+
+    Example::
+
+        from flash_cute import kernels
+        print(kernels.gpu())
     """
     if index is not None:
         validate.count("index", index)
@@ -201,7 +203,13 @@ def gpu(index: int | None = None) -> Gpu:
 
 def ctas_an_sm(kernel: KernelConfig, gpu: Gpu) -> int:
     """CTAs of a kernel that an SM holds at once by its launch bounds and shared memory; 0 where one
-    has no room, or the GPU is another arch."""
+    has no room, or the GPU is another arch.
+
+    Example::
+
+        from flash_cute import kernels
+        print(kernels.ctas_an_sm(kernels.kernels()[0], kernels.GPUS["h100"]))
+    """
     kept = 1024  # bytes that an SM keeps for itself of each CTA
     runs = gpu.capability == 90 if kernel.arch == 90 else gpu.capability >= kernel.arch
     return min(kernel.ctas, (gpu.smem_optin + kept) // (kernel.smem_bytes + kept)) if runs else 0
@@ -219,6 +227,13 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
     Raises:
         ValueError: the GPU is unknown.
         RuntimeError: no kernel can do it; with the reasons of each.
+
+    Example::
+
+        from flash_cute import kernels
+
+        problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, causal=True)
+        print(kernels.plan(problem, gpu="h100").kernel.id)
     """
     found = json.loads(torch.ops.flash_cute.plan(_request(problem, gpu)))
     if "key_order" in found:
@@ -232,6 +247,14 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
     """Every kernel of the problem's op, in order of preference: chosen, or why not.
 
     Arguments and ValueError are :func:`plan`'s; that no kernel is chosen is no error.
+
+    Example::
+
+        from flash_cute import kernels
+
+        problem = kernels.Problem(batch=4, heads=16, seqlen_q=4096, causal=True)
+        for row in kernels.explain(problem, gpu="a100"):
+            print(row.verdict, row.id, row.reason)
     """
     rows = json.loads(torch.ops.flash_cute.explain(_request(problem, gpu)))
     return tuple(Verdict(**row) for row in rows)
@@ -245,7 +268,13 @@ def supports(call: Any, gpu: Gpu | str | int | None = None) -> Support:
 
 
 def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
-    """The line under which a calibration names a kernel for such calls: docs/tuning.md."""
+    """The line under which a calibration names a kernel for such calls: docs/tuning.md.
+
+    Example::
+
+        from flash_cute import kernels
+        print(kernels.bucket(kernels.Problem(heads=16, seqlen_q=4096), gpu="h100"))
+    """
     return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
 
 
@@ -294,6 +323,11 @@ def nearest(
     Raises:
         TypeError, ValueError: a number of rows is no int >= 1.
         ValueError, RuntimeError: :func:`plan`'s.
+
+    Example::
+
+        from flash_cute import kernels
+        print(kernels.nearest(kernels.Problem(heads=16, seqlen_q=4096), 128, 64, gpu="h100"))
     """
     for name, rows in (("block_m", block_m), ("block_n", block_n)):
         validate.count(name, rows, 1)
@@ -338,8 +372,11 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
 
     Example::
 
+        from flash_cute import kernels
+
+        problem = kernels.Problem(heads=4, seqlen_q=64, seqlen_k=8192)
         with kernels.only(num_splits=1):
-            whole = kernels.plan(problem)
+            whole = kernels.plan(problem, gpu="h100")
     """
     for name, number in (("num_splits", num_splits), ("pack_gqa", pack_gqa)):
         if number is not None and not is_count(number):

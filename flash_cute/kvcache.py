@@ -120,6 +120,17 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate.kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_with_kvcache
+
+        k_cache, v_cache = torch.zeros(2, 2, 1024, 8, 64).unbind()
+        lengths = torch.tensor([500, 300], dtype=torch.int32)  # tokens that are there
+        q, k, v = torch.randn(3, 2, 1, 8, 64).unbind()  # one more of each sequence
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+        lengths += 1
     """
     refused: list[Exception] = []
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
@@ -280,6 +291,18 @@ def flash_attn_combine(
     Raises:
         TypeError, ValueError: see :func:`flash_cute.validate.kvcache.partials`.
         RuntimeError: an argument requires gradients, in grad mode.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_combine, flash_attn_func
+
+        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
+        halves = zip(k.chunk(2, dim=1), v.chunk(2, dim=1))
+        parts = [flash_attn_func(q, *half, return_lse=True) for half in halves]
+        outs, lses = (torch.stack(tensors) for tensors in zip(*parts))
+        out, lse = flash_attn_combine(outs, lses.transpose(2, 3))
+        torch.testing.assert_close(out, flash_attn_func(q, k, v))
     """
     if out is not None:
         validate.tensor("out", out)
@@ -317,6 +340,15 @@ def kvcache_status(
         int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum
         of 1 if its length or what joins does not fit the cache, 2 if its page or row of the cache
         does not exist, 4 if its padding exceeds its length; 0 where nothing is clamped.
+
+    Example::
+
+        import torch
+        from flash_cute import kvcache_status
+
+        k_cache = torch.zeros(2, 1024, 8, 64)
+        lengths = torch.tensor([500, 1024], dtype=torch.int32)  # the second is full
+        assert kvcache_status(k_cache, lengths, seqlen_new=1).tolist() == [0, 1]
     """
     validate.tensor("k_cache", k_cache)
     if k_cache.dim() != 4 or (block_table is not None and block_table.dim() != 2):

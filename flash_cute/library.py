@@ -21,6 +21,12 @@ def find() -> Path:
 
     Raises:
         ImportError: no library is there; the message names every place that was searched.
+
+    Example::
+
+        from flash_cute import library
+
+        print(library.find())
     """
     named = os.environ.get("FLASH_CUTE_LIBRARY")
     if named:
@@ -61,12 +67,26 @@ def lab_kernels() -> tuple[str, ...]:
 
 
 def has_cuda_kernels() -> bool:
-    """Whether the loaded library holds any CUDA kernel."""
+    """Whether the loaded library holds any CUDA kernel.
+
+    Example::
+
+        from flash_cute import library
+
+        print("with CUDA kernels" if library.has_cuda_kernels() else "for the CPU alone")
+    """
     return bool(_KERNELS)
 
 
 def can_use_cuda() -> bool:
-    """Whether there is a GPU, and the library holds kernels for one."""
+    """Whether there is a GPU, and the library holds kernels for one.
+
+    Example::
+
+        from flash_cute import library
+
+        device = "cuda" if library.can_use_cuda() else "cpu"
+    """
     return torch.cuda.is_available() and has_cuda_kernels()
 
 

@@ -66,10 +66,11 @@ def mha_fwd(
 
     Example::
 
+        import torch
+        from flash_cute.mha import mha_fwd
+
         q, k, v = torch.randn(3, 2, 100, 4, 32).unbind()
-        out, *_ = flash_cute.mha.mha_fwd(
-            q, k, v, None, None, 0.0, 32**-0.5, True, -1, -1, 0.0, False, None
-        )
+        out, *_ = mha_fwd(q, k, v, None, None, 0.0, 32**-0.5, True, -1, -1, 0.0, False, None)
     """
     validate.dense(q, k, v)
     check.dense(q, k)
@@ -129,10 +130,13 @@ def mha_varlen_fwd(
 
     Example::
 
+        import torch
+        from flash_cute.mha import mha_varlen_fwd
+
         q, k, v = torch.randn(3, 100, 4, 32).unbind()
-        cu_seqlens = torch.tensor([0, 60, 100], dtype=torch.int32)
-        out, *_ = flash_cute.mha.mha_varlen_fwd(
-            q, k, v, None, cu_seqlens, cu_seqlens, None, None, None, 60, 60, is_causal=True
+        cu = torch.tensor([0, 60, 100], dtype=torch.int32)
+        out, *_ = mha_varlen_fwd(
+            q, k, v, None, cu, cu, None, None, None, 60, 60, is_causal=True
         )
     """
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, seqused_k)
@@ -189,9 +193,12 @@ def mha_bwd(
 
     Example::
 
+        import torch
+        from flash_cute.mha import mha_bwd, mha_fwd
+
         q, k, v = torch.randn(3, 2, 100, 4, 32).unbind()
-        out, _, _, _, softmax_lse, seed, offset, _ = flash_cute.mha.mha_fwd(q, k, v, p_dropout=0.1)
-        dq, dk, dv, softmax_d = flash_cute.mha.mha_bwd(
+        out, _, _, _, softmax_lse, seed, offset, _ = mha_fwd(q, k, v, p_dropout=0.1)
+        dq, dk, dv, softmax_d = mha_bwd(
             torch.ones_like(out), q, k, v, out, softmax_lse,
             p_dropout=0.1, philox_seed=seed, philox_offset=offset,
         )
@@ -250,11 +257,14 @@ def mha_varlen_bwd(
 
     Example::
 
+        import torch
+        from flash_cute.mha import mha_varlen_bwd, mha_varlen_fwd
+
         q, k, v = torch.randn(3, 100, 4, 32).unbind()
         cu = torch.tensor([0, 60, 100], dtype=torch.int32)
-        forward = flash_cute.mha.mha_varlen_fwd(q, k, v, None, cu, cu, None, None, None, 60, 60)
+        forward = mha_varlen_fwd(q, k, v, None, cu, cu, None, None, None, 60, 60)
         out, softmax_lse = forward[0], forward[4]
-        dq, dk, dv, softmax_d = flash_cute.mha.mha_varlen_bwd(
+        dq, dk, dv, softmax_d = mha_varlen_bwd(
             torch.ones_like(out), q, k, v, out, softmax_lse, None, None, None, cu, cu, None, 60, 60
         )
     """

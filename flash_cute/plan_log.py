@@ -7,8 +7,13 @@ Calls that torch.compile traces are not logged.
 
 Example::
 
+    import flash_cute
+    import torch
+
+    q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
     with flash_cute.plan_log.switched():
         flash_cute.flash_attn_func(q, k, v, causal=True)
+    # A line of an H100:
     # fwd bfloat16 b4 h16/16 q4096 k4096 d128/128 causal: fwd_sm90_bf16_plain_d128x128_m192_...
 """
 
@@ -41,7 +46,17 @@ def is_on() -> bool:
 
 @contextmanager
 def switched(on: bool = True) -> Iterator[None]:
-    """Inside, calls are logged, or not: in place of ``FLASH_CUTE_LOG``, for all threads."""
+    """Inside, calls are logged, or not: in place of ``FLASH_CUTE_LOG``, for all threads.
+
+    Example::
+
+        import flash_cute
+        import torch
+
+        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
+        with flash_cute.plan_log.switched():
+            flash_cute.flash_attn_func(q, k, v)
+    """
     global _on
     validate.flag("on", on)
     before, _on = _on, bool(on)

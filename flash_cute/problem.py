@@ -38,6 +38,14 @@ class Problem:
         ValueError: a size is no int, negative, or beyond int64; heads are no multiple of heads_k;
             the op or the dtype is unknown; a flag is no bool, window_size not two ints from -1 on,
             or softmax_scale no number that fp32 holds; or num_splits and split_size are both given.
+
+    Example::
+
+        from flash_cute import kernels
+
+        prompt = kernels.Problem(batch=4, heads=32, heads_k=8, seqlen_q=4096, causal=True)
+        step = kernels.Problem("decode", batch=4, heads=32, heads_k=8, seqlen_q=1, seqlen_k=8192)
+        print(kernels.plan(prompt, gpu="h100").kernel.id, kernels.plan(step, gpu="h100").kernel.id)
     """
 
     op: str = "fwd"

@@ -160,6 +160,16 @@ def attention(
     Everything is computed in ``dtype``; None means the dtype of q, which gives the unfused chain
     whose error bounds that of gradients. ``first`` is the index of the first sequence for dropout.
     Raises ValueError for dropout without ``rng``.
+
+    Example::
+
+        import torch
+        from flash_cute import flash_attn_func, reference
+
+        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
+        expected = reference.attention(q, k, v, is_causal=True)
+        out = flash_attn_func(q, k, v, causal=True)
+        torch.testing.assert_close(out.double(), expected.out, atol=1e-4, rtol=1e-4)
     """
     dtype = dtype or q.dtype
     batch, seqlen_q, heads, _ = q.shape

@@ -30,6 +30,10 @@ def rng_state(
 
     Example::
 
+        import flash_cute
+        import torch
+
+        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
         state = flash_cute.rng_state(q.device)
         out = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=state)
         same = flash_cute.flash_attn_func(q, k, v, dropout_p=0.1, rng=state)

@@ -29,6 +29,8 @@ def supports(call: Any, gpu: kernels.Gpu | str | int | None = None) -> Support:
 
     Example::
 
+        import flash_cute
+
         found = flash_cute.kernels.supports({"head_dim": 512}, "h100")
         assert not found and "head dim up to 256" in found.reasons[-1]
     """

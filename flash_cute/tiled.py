@@ -57,7 +57,10 @@ def flash_attention_forward(
 
     Example::
 
-        Q, K, V = torch.randn(3, 8, 16, 1024, 64).unbind()
+        import torch
+        from flash_cute import flash_attention_forward
+
+        Q, K, V = torch.randn(3, 2, 4, 200, 64).unbind()
         O, l, m = flash_attention_forward(Q, K, V, Bc=64, Br=32, return_stats=True)
     """
     Q, K, V = autocast.cast(Q, K, V)
@@ -98,6 +101,10 @@ def flash_attention_backward(
 
     Example::
 
+        import torch
+        from flash_cute import flash_attention_backward, flash_attention_forward
+
+        Q, K, V = torch.randn(3, 2, 4, 200, 64).unbind()
         O, l, m = flash_attention_forward(Q, K, V, return_stats=True)
         dQ, dK, dV = flash_attention_backward(Q, K, V, O, torch.ones_like(O), l, m)
     """
@@ -133,6 +140,10 @@ class FlashAttention(nn.Module):
 
     Example::
 
+        import torch
+        from flash_cute import FlashAttention
+
+        Q, K, V = torch.randn(3, 2, 4, 200, 64).unbind()
         attention = FlashAttention(bc=64, br=32, use_half=True)
         out = attention(Q, K, V)
     """
@@ -178,7 +189,11 @@ def kernel_of(Q: Tensor, Bc: int = DEFAULT_BLOCK, Br: int = DEFAULT_BLOCK, op: s
 
     Example::
 
-        kernel_of(torch.randn(1, 4, 300, 64, device="cuda"), Bc=64, Br=128)
+        import torch
+        from flash_cute.tiled import kernel_of
+
+        Q = torch.randn(1, 4, 300, 64, device="cuda")
+        kernel_of(Q, Bc=64, Br=128)
     """
     check_sizes(Bc=Bc, Br=Br)
     validate.tensor("Q", Q)

@@ -30,6 +30,8 @@ def get_optimal_block_sizes(
 
     Example::
 
+        from flash_cute import get_optimal_block_sizes
+
         bc, br = get_optimal_block_sizes(1024, 128)
     """
     check_sizes(sequence_length=sequence_length, head_dim=head_dim)
@@ -67,6 +69,8 @@ def estimate_memory_usage(
         TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
 
     Example::
+
+        from flash_cute import estimate_memory_usage
 
         estimate_memory_usage(8, 16, 1024, 64, use_half=True)["total_memory_mb"]  # 64.5
     """

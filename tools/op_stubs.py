@@ -33,8 +33,10 @@ overload writes into is not among them.
 
 Example::
 
+    import torch
     from flash_cute.ops.typed import OPS, FwdCall
 
+    q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
     call = FwdCall(q, k, v, is_causal=True)
     out, softmax_lse, _, _ = OPS.fwd(*call._replace(softcap=30.0))
 """

@@ -57,6 +57,10 @@ class AttentionConfig:
 
     Example::
 
+        import dataclasses
+
+        from flash_cute.attention import AttentionConfig, AttentionPatterns
+
         config = AttentionConfig(d_model=512, num_heads=8, pattern=AttentionPatterns.CAUSAL)
         longer = dataclasses.replace(config, num_kv_heads=2, window_size=(1023, 0))
     """
@@ -141,6 +145,8 @@ class FP8AttentionConfig(AttentionConfig):
         TypeError, ValueError: names the field, what was given and what is supported.
 
     Example::
+
+        from flash_cute.attention import FP8AttentionConfig, create_attention
 
         attention = create_attention(FP8AttentionConfig(d_model=512, num_heads=8, format="e5m2"))
     """

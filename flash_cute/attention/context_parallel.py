@@ -44,6 +44,9 @@ class ContextParallelAttention(SharedAttention):
 
     Example::
 
+        import torch
+        from flash_cute.attention import create_context_parallel_attention
+
         attention = create_context_parallel_attention(512, 8, context_parallel_size=4)
         out = attention(torch.randn(2, 1000, 512))
     """
@@ -221,6 +224,9 @@ def create_context_parallel_attention(
         TypeError, ValueError: names the argument, what was given and what is expected.
 
     Example::
+
+        import torch
+        from flash_cute.attention import create_context_parallel_attention
 
         attention = create_context_parallel_attention(64, 4, context_parallel_size=2)
         assert attention(torch.randn(2, 100, 64)).shape == (2, 100, 64)

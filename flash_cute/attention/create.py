@@ -31,6 +31,9 @@ def create_attention(config: AttentionConfig) -> nn.Module:
 
     Example::
 
+        import torch
+        from flash_cute.attention import AttentionConfig, create_attention
+
         attention = create_attention(AttentionConfig(d_model=512, num_heads=8, pattern="causal"))
         out = attention(torch.randn(2, 100, 512))
     """

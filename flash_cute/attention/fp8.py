@@ -73,6 +73,9 @@ class FP8Attention(FlashAttention3):
 
     Example::
 
+        import torch
+        from flash_cute.attention import FP8Attention, FP8AttentionConfig
+
         attention = FP8Attention(FP8AttentionConfig(d_model=512, num_heads=8, scaling="head"))
         out = attention(torch.randn(2, 100, 512))
     """

@@ -31,6 +31,9 @@ class FlashAttention3(MultiHeadAttention):
 
     Example::
 
+        import torch
+        from flash_cute.attention import FlashAttention3
+
         attention = FlashAttention3(512, 8, pattern="causal", dtype=torch.bfloat16)
         out = attention(torch.randn(2, 100, 512, dtype=torch.bfloat16))  # (2, 100, 512)
     """
@@ -65,6 +68,8 @@ class FlashAttention3(MultiHeadAttention):
             dtype: of q, k and v; None is the parameters' own.
 
         Example::
+
+            from flash_cute.attention import FlashAttention3
 
             FlashAttention3(512, 8).kernels()  # "ATen's on the CPU"
         """

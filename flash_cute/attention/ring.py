@@ -35,6 +35,9 @@ class RingAttentionLayer(SharedAttention):
 
     Example::
 
+        import torch
+        from flash_cute.attention import create_ring_attention
+
         ring = create_ring_attention(512, 8, max_sequence_length=100_000)
         out = ring(torch.randn(1, 2000, 512))
     """
@@ -116,6 +119,9 @@ def create_ring_attention(
         TypeError, ValueError: names the argument, what was given and what is expected.
 
     Example::
+
+        import torch
+        from flash_cute.attention import create_ring_attention
 
         ring = create_ring_attention(d_model=64, num_heads=4)
         assert ring(torch.randn(2, 100, 64)).shape == (2, 100, 64)

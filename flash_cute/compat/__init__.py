@@ -42,6 +42,17 @@ def install() -> None:
     To be called before the program imports them: what it holds already stays. flash-attn itself, if
     it is there, is out of reach meanwhile. No distribution of that name appears: programs that look
     for its metadata (transformers does) do not find any.
+
+    Example::
+
+        import flash_cute.compat
+
+        flash_cute.compat.install()
+        import flash_attn
+        import torch
+
+        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
+        out = flash_attn.flash_attn_func(q, k, v, causal=True)  # flash_cute's
     """
     global _replaced
     if _replaced is not None:
@@ -54,7 +65,17 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: modules that were there before come back."""
+    """Undoes :func:`install`: modules that were there before come back.
+
+    Example::
+
+        import flash_cute.compat
+
+        flash_cute.compat.install()
+        import flash_attn  # flash_cute's
+
+        flash_cute.compat.uninstall()  # the next import finds flash-attn itself, if it is there
+    """
     global _replaced
     if _replaced is None:
         return

@@ -25,6 +25,9 @@ class AttentionLayer(MultiHeadAttention):
 
     Example::
 
+        import torch
+        from flash_cute.core import AttentionLayer
+
         layer = AttentionLayer(512, 8)
         layer.load_state_dict(torch.nn.MultiheadAttention(512, 8).state_dict())
         x = torch.randn(2, 100, 512)

@@ -22,6 +22,9 @@ class FusedGELU(nn.GELU):
 
     Example::
 
+        import torch
+        from flash_cute.core import FusedGELU
+
         y = FusedGELU()(torch.randn(2, 100, 512))  # any shape, any floating dtype
     """
 

@@ -38,6 +38,9 @@ class OptimizedLinear(nn.Linear):
 
     Example::
 
+        import torch
+        from flash_cute.core import OptimizedLinear
+
         layer = OptimizedLinear(512, 2048)
         layer.load_state_dict(torch.nn.Linear(512, 2048).state_dict())
         y = layer(torch.randn(100, 2, 512).transpose(0, 1))  # (2, 100, 2048), one GEMM

@@ -84,8 +84,13 @@ def cp_attention(
 
     Example::
 
+        import torch
+        from flash_cute.distributed import ContextParallel, cp_attention
+
+        cp = ContextParallel()  # once, under torchrun; without it, of one rank
         plan = cp.plan(cu_seqlens=[0, 700, 1000], causal=True)
-        q, k, v = (cp.shard(x, plan, dim=0) for x in (q, k, v))      # (1000, heads, dim) before
+        q, k, v = torch.randn(3, 1000, 8, 64).unbind()
+        q, k, v = (cp.shard(x, plan, dim=0) for x in (q, k, v))
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
     here = _constant(plan.key) if torch.compiler.is_compiling() else _here(check_plan(plan))

@@ -24,6 +24,12 @@ class Links:
 
     Raises:
         TypeError, ValueError: one is no finite number above 0.
+
+    Example::
+
+        from flash_cute.distributed import ContextParallel, Links
+
+        cp = ContextParallel(links=Links(gb_s=25.0))  # GPUs of several hosts, for example
     """
 
     gb_s: float = 360.0

@@ -51,9 +51,13 @@ class ContextParallel:
 
     Example::
 
-        cp = ContextParallel()                        # under torchrun, once
-        plan = cp.plan(8192, causal=True, heads=32, heads_k=8)
-        q, k, v = (cp.shard(x, plan) for x in (q, k, v))     # (batch, seqlen, heads, dim)
+        import torch
+        from flash_cute.distributed import ContextParallel, cp_attention
+
+        cp = ContextParallel()  # once, under torchrun; without it, of one rank
+        plan = cp.plan(800, causal=True, heads=8, heads_k=8)
+        q, k, v = torch.randn(3, 2, 800, 8, 64).unbind()  # (batch, seqlen, heads, dim)
+        q, k, v = (cp.shard(x, plan) for x in (q, k, v))  # this rank's part of the tokens
         out = cp_attention(q, k, v, plan)
     """
 

@@ -86,9 +86,15 @@ def cp_decode(
 
     Example::
 
-        k_cache, v_cache = torch.zeros(2, 4, 4096, 8, 128).unbind()      # 4096 tokens a rank
-        cp_decode(q[:, -1:], k_cache, v_cache, cp, k, v)                 # the prompt
-        out = cp_decode(q1, k_cache, v_cache, cp, k1, v1, cache_seqlens=k.shape[1])
+        import torch
+        from flash_cute.distributed import ContextParallel, cp_decode
+
+        cp = ContextParallel()  # once, under torchrun; without it, of one rank
+        k_cache, v_cache = torch.zeros(2, 4, 1024, 8, 64).unbind()  # 1024 tokens a rank
+        q, k, v = torch.randn(3, 4, 100, 8, 64).unbind()  # the prompt
+        cp_decode(q[:, -1:], k_cache, v_cache, cp, k, v)
+        q, k, v = torch.randn(3, 4, 1, 8, 64).unbind()  # the next token
+        out = cp_decode(q, k_cache, v_cache, cp, k, v, cache_seqlens=100)
     """
     options = {
         "cache_seqlens": cache_seqlens, "softmax_scale": softmax_scale, "causal": causal,

@@ -43,6 +43,8 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
 
     Example::
 
+        from flash_cute.distributed import ContextParallel, measure_links
+
         cp = ContextParallel(links=measure_links())
     """
     if group is None and dist.is_available() and dist.is_initialized():

@@ -158,7 +158,13 @@ class Plan:
 
         Example::
 
-            labels = cp.shard(plan.shift_labels(ids), plan, dim=1)
+            import torch
+            from flash_cute.distributed import ContextParallel
+
+            cp = ContextParallel()  # once, under torchrun; without it, of one rank
+            plan = cp.plan(800, causal=True)
+            ids = torch.randint(50_000, (2, 800))
+            labels = cp.shard(plan.shift_labels(ids, dim=1), plan)
         """
         self.check_tokens("tokens", tokens, dim)
         labels = tokens.roll(-1, dim)

@@ -27,8 +27,10 @@ def detect_available_devices() -> Dict[str, List[torch.device]]:  # noqa: UP006
 
     Example::
 
-        >>> detect_available_devices()
-        {'cuda': [device(type='cuda', index=0)], 'cpu': [device(type='cpu')]}
+        from flash_cute.hardware import detect_available_devices
+
+        devices = detect_available_devices()
+        print(devices)  # with a GPU {'cuda': [device(type='cuda', index=0)], 'cpu': [..]}
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = {
@@ -95,6 +97,12 @@ def available_memory(device: torch.device | str) -> int:
     Raises:
         TypeError, ValueError: no device, or none that torch has here.
         NotImplementedError: a device whose memory torch does not tell.
+
+    Example::
+
+        from flash_cute.hardware import available_memory
+
+        print(f"{available_memory('cpu') / 1e9:.1f} GB")
     """
     device = checked_device(device)
     if device.type == "cuda":

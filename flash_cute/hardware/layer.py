@@ -42,8 +42,11 @@ class HardwareAbstractionLayer:
 
     Example::
 
+        import torch
+        from flash_cute.hardware import HardwareAbstractionLayer
+
         hal = HardwareAbstractionLayer()
-        model = hal.optimize_for_hardware(model)
+        model = hal.optimize_for_hardware(torch.nn.Linear(512, 512))
         batch_size = hal.get_optimal_batch_size(model)
     """
 
@@ -189,7 +192,11 @@ class HardwareAbstractionLayer:
 
         Example::
 
-            bytes_needed = HardwareAbstractionLayer().estimate_memory_usage(nn.Linear(512, 512), 64)
+            import torch
+            from flash_cute.hardware import HardwareAbstractionLayer
+
+            hal = HardwareAbstractionLayer()
+            bytes_needed = hal.estimate_memory_usage(torch.nn.Linear(512, 512), 64)
         """
         if not isinstance(batch_size, int) or isinstance(batch_size, bool):
             raise TypeError(f"batch_size is {batch_size!r}; expected an int")

@@ -8,8 +8,11 @@ fp16 and bf16 with head dims up to 256 and no mask but a causal one.
 
 Example::
 
+    import torch
+    import torch.nn.functional as F
     from flash_cute.integrations import sdpa
 
+    q, k, v = torch.randn(3, 2, 8, 100, 64).unbind()
     sdpa.activate()
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     sdpa.restore()
@@ -62,6 +65,16 @@ def activate() -> None:
 
     Graphs that torch.compile has made call ATen's operators, and so take what is active when they
     run.
+
+    Example::
+
+        import torch
+        import torch.nn.functional as F
+        from flash_cute.integrations import sdpa
+
+        sdpa.activate()
+        q, k, v = torch.randn(3, 2, 8, 100, 64, requires_grad=True).unbind()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
     if is_active():
         return
@@ -72,7 +85,16 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Gives torch its own kernels back, if flash_cute's are active."""
+    """Gives torch its own kernels back, if flash_cute's are active.
+
+    Example::
+
+        from flash_cute.integrations import sdpa
+
+        sdpa.activate()
+        sdpa.restore()
+        assert not sdpa.is_active()
+    """
     if _active is None:
         return
     if _has_registry and attention.current_flash_attention_impl() == NAME:
@@ -82,13 +104,32 @@ def restore() -> None:
 
 
 def is_active() -> bool:
-    """Whether calls of torch's attention come here."""
+    """Whether calls of torch's attention come here.
+
+    Example::
+
+        from flash_cute.integrations import sdpa
+
+        sdpa.activate()
+        assert sdpa.is_active()
+    """
     return _active is not None
 
 
 @contextmanager
 def activated() -> Iterator[None]:
-    """Inside, flash_cute is active; outside, what was before."""
+    """Inside, flash_cute is active; outside, what was before.
+
+    Example::
+
+        import torch
+        import torch.nn.functional as F
+        from flash_cute.integrations import sdpa
+
+        q, k, v = torch.randn(3, 2, 8, 100, 64).unbind()
+        with sdpa.activated():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
     before = is_active()
     activate()
     try:

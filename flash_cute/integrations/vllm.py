@@ -6,10 +6,10 @@ test_vllm.py); the interface is that of vLLM 0.15.
 
 Example::
 
-    from flash_cute.integrations import vllm as flash_cute_vllm
+    from flash_cute.integrations import vllm
 
-    flash_cute_vllm.register()  # in a plugin of the group vllm.general_plugins
-    llm = vllm.LLM(model, attention_config={"backend": "CUSTOM"})
+    vllm.register()  # in a plugin of the group vllm.general_plugins
+    # From then on vllm.LLM(model, attention_config={"backend": "CUSTOM"}) takes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from flash_cute import support
 
 
 def register() -> None:
-    """Makes the backend vLLM's ``CUSTOM``. Nothing else changes: it is taken where it is named."""
+    """Makes the backend vLLM's ``CUSTOM``. Nothing else changes: it is taken where it is named.
+
+    Example::
+
+        from flash_cute.integrations import vllm
+
+        vllm.register()
+    """
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
 
 

@@ -53,11 +53,14 @@ def forward(
     Nothing is written by a call that is refused. The algorithm is FlashAttention-2
     (arXiv 2307.08691).
 
-    Example:
-        >>> from flash_cute import lab
-        >>> config = lab.kernel_configs.get_kernel_progression_configs()[-1]
-        >>> q, k, v = torch.randn(3, 2, 1024, 16, 128, device="cuda", dtype=torch.bfloat16)
-        >>> out = lab.forward(config, q, k, v)
+    Example::
+
+        import torch
+        from flash_cute import lab
+
+        config = lab.kernel_configs.get_kernel_progression_configs()[-1]
+        q, k, v = torch.randn(3, 2, 1024, 16, 128, device="cuda", dtype=torch.bfloat16)
+        out = lab.forward(config, q, k, v)
     """
     check_call(kernel_cfg, q, k, v, o)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if o is None else o
@@ -78,6 +81,15 @@ def forward_timed(
     Raises:
         RuntimeError: inside of a CUDA graph's capture, where nothing can be waited for.
         TypeError, ValueError, NotImplementedError: as :func:`forward`.
+
+    Example::
+
+        import torch
+        from flash_cute import lab
+
+        config = lab.kernel_configs.get_kernel_progression_configs()[-1]
+        q, k, v = torch.randn(3, 2, 1024, 16, 128, device="cuda", dtype=torch.bfloat16)
+        out, milliseconds = lab.forward_timed(config, q, k, v)
     """
     check_call(kernel_cfg, q, k, v, o)
     if torch.cuda.is_current_stream_capturing():
@@ -91,6 +103,13 @@ def usage(kernel_cfg: FlashForwardKernelConfig) -> KernelUsage:
 
     Raises:
         TypeError: no config. ValueError: it is not in this build.
+
+    Example::
+
+        from flash_cute import lab
+
+        config = lab.kernel_configs.get_kernel_progression_configs()[-1]
+        print(lab.usage(config).registers)
     """
     _check_config(kernel_cfg)
     _check_built(kernel_cfg)

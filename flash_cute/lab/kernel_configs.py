@@ -88,10 +88,13 @@ class FlashForwardKernelConfig:
     Raises:
         TypeError: a field is of another type.
 
-    Example:
-        >>> config = get_kernel_progression_configs()[-1]
-        >>> config.short_form()
-        '(BF16, 128, 128, 64, 4): async+eager+swizzled+load_1_1_1_tiles+buffer+opt_softmax'
+    Example::
+
+        from flash_cute.lab.kernel_configs import get_kernel_progression_configs
+
+        config = get_kernel_progression_configs()[-1]
+        print(config.short_form())
+        # (BF16, 128, 128, 64, 4): async+eager+swizzled+load_1_1_1_tiles+buffer+opt_softmax
     """
 
     dtype: DType

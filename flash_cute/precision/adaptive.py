@@ -102,6 +102,17 @@ class UltraPrecisionModule(nn.Module):
 
     Bits under a budget follow HAWQ-V3 (Yao et al., 2021, arXiv:2011.10680): a sum of errors, and
     a choice for each layer.
+
+    Example::
+
+        import torch
+        from flash_cute.precision import PrecisionConfig, UltraPrecisionModule
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16)).half()
+        samples = torch.randn(32, 256).half()  # inputs as the model will see them
+        small = UltraPrecisionModule(model, PrecisionConfig(), calibration=samples)
+        print(f"{small.get_precision_stats().memory_savings_ratio:.0%} saved")
     """
 
     def __init__(
@@ -173,10 +184,16 @@ def create_ultra_precision_module(
 ) -> UltraPrecisionModule:
     """A copy of a model in fewer bytes. See UltraPrecisionModule for arguments and errors.
 
-    >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16)).half()
-    >>> small = create_ultra_precision_module(model, PrecisionConfig(target_memory_reduction=0.6))
-    >>> small.get_precision_stats().memory_savings_ratio >= 0.6
-    True
+    Example::
+
+        import torch
+        from flash_cute.precision import PrecisionConfig, create_ultra_precision_module
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16)).half()
+        small = create_ultra_precision_module(model, PrecisionConfig(target_memory_reduction=0.6))
+        assert small.get_precision_stats().memory_savings_ratio >= 0.6
+        out = small(torch.randn(2, 256).half())
     """
     return UltraPrecisionModule(model, config, calibration=calibration, device=device)
 

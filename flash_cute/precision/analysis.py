@@ -49,10 +49,15 @@ def analyze_precision_opportunities(
     ``model`` is no nn.Module or ``sample_input`` no tensor, ValueError if no output depends on a
     weight, squares of outputs or gradients are not finite, or torch has no such device here.
 
-    >>> found = analyze_precision_opportunities(nn.Linear(64, 64).half(), torch.ones(1, 64).half())
-    >>> best, *_ = found["recommendations"]
-    >>> best["layer"]
-    'weight'
+    Example::
+
+        import torch
+        from flash_cute.precision import analyze_precision_opportunities
+
+        model = torch.nn.Linear(64, 64).half()
+        found = analyze_precision_opportunities(model, torch.ones(1, 64).half())
+        best, *_ = found["recommendations"]
+        assert best["layer"] == "weight"
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")

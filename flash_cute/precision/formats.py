@@ -20,8 +20,12 @@ class FP8Format(Enum):
     ``E4M3`` has 4 bits of exponent and 3 of mantissa: 8 mantissas, up to 448. ``E5M2`` has 5 and 2:
     4 mantissas, up to 57344. The first is more accurate, the second has the wider range.
 
-    >>> FP8Format("e5m2").dtype
-    torch.float8_e5m2
+    Example::
+
+        import torch
+        from flash_cute.precision import FP8Format
+
+        assert FP8Format("e5m2").dtype == torch.float8_e5m2
     """
 
     E4M3 = "e4m3"
@@ -60,8 +64,12 @@ class FP8Config:
         TypeError: an option is of another type; a bool is no number.
         ValueError: an option is out of its range.
 
-    >>> FP8Config(scaling="delayed", history_length=32).forward_format
-    <FP8Format.E4M3: 'e4m3'>
+    Example::
+
+        from flash_cute.precision import FP8Config, FP8Format
+
+        config = FP8Config(scaling="delayed", history_length=32)
+        assert config.forward_format is FP8Format.E4M3
     """
 
     forward_format: FP8Format = FP8Format.E4M3

@@ -53,9 +53,13 @@ def convert_model_to_fp8(
         ValueError: the model has no nn.Linear besides those that ``skip`` names, a layer is lazy
             and has no weight yet, or ``skip`` has a name that the model has not.
 
-    >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-    >>> type(convert_model_to_fp8(model)[2]).__name__
-    'FP8LinearLayer'
+    Example::
+
+        from flash_cute.precision import FP8LinearLayer, convert_model_to_fp8
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        assert isinstance(convert_model_to_fp8(model)[2], FP8LinearLayer)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")

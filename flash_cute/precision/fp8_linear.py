@@ -140,8 +140,12 @@ class FP8LinearLayer(nn.Module):
             input has not the weight's dtype.
         ValueError: a size is below 1; the input's last size is not in_features.
 
-    >>> FP8LinearLayer(30, 7)(torch.randn(2, 5, 30)).shape
-    torch.Size([2, 5, 7])
+    Example::
+
+        import torch
+        from flash_cute.precision import FP8LinearLayer
+
+        assert FP8LinearLayer(30, 7)(torch.randn(2, 5, 30)).shape == (2, 5, 7)
     """
 
     in_features: int

@@ -109,8 +109,12 @@ class PrecisionConfig:
 
     Raises TypeError for members of another type, ValueError for numbers out of range.
 
-    >>> PrecisionConfig(target_memory_reduction=0.6).entropy_threshold
-    1.5
+    Example::
+
+        from flash_cute.precision import PrecisionConfig
+
+        config = PrecisionConfig(target_memory_reduction=0.6)
+        assert config.entropy_threshold == 1.5
     """
 
     base_precision: PrecisionFormat = PrecisionFormat.FP16

@@ -91,6 +91,12 @@ class FP8TrainingEngine:
 
     Example::
 
+        import torch
+        from flash_cute.precision import FP8Config, FP8TrainingEngine
+
+        model = torch.nn.Linear(64, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs, targets = torch.randn(32, 64), torch.randint(10, (32,))
         with FP8TrainingEngine(model, FP8Config()) as trainer:
             loss = trainer.training_step(inputs, targets)
             taken = trainer.optimizer_step(optimizer)
@@ -343,9 +349,13 @@ def create_fp8_trainer(
         ValueError: the model has no nn.Linear, or torch has no such device here; nothing is
             converted then.
 
-    >>> trainer = create_fp8_trainer(nn.Linear(8, 4))
-    >>> trainer.training_step(torch.ones(2, 8), torch.zeros(2, 4)).shape
-    torch.Size([])
+    Example::
+
+        import torch
+        from flash_cute.precision import create_fp8_trainer
+
+        trainer = create_fp8_trainer(torch.nn.Linear(8, 4))
+        loss = trainer.training_step(torch.ones(2, 8), torch.zeros(2, 4))
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
     if device is not None:

@@ -24,8 +24,13 @@ class Ranks:
 
     Example::
 
-        with Ranks(2) as ranks:
-            print(ranks.run(function, 1, 2))  # [function(1, 2) of each rank]
+        import os
+
+        from flash_cute.testing.ranks import Ranks
+
+        if __name__ == "__main__":
+            with Ranks(2) as ranks:
+                print(ranks.run(os.getpid))  # the function's result on each rank
 
     Functions and arguments are pickled: functions must be importable by name.
     """

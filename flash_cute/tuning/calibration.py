@@ -87,6 +87,13 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
 
     Raises:
         ValueError: the GPU is unknown.
+
+    Example::
+
+        from flash_cute import tuning
+
+        loaded = tuning.load("calibration.json")
+        print(loaded.misses)  # why what the file says cannot be used
     """
     path = default_path() if path is None else Path(path)
     gpu = None if gpu is None else as_gpu(gpu)

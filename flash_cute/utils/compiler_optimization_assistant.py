@@ -35,7 +35,12 @@ def benchmark_attention_performance(
 
     Example::
 
-        results = benchmark_attention_performance(layer, (2, 1024, 512), num_trials=20)
+        import torch
+        from flash_cute.core import AttentionLayer
+        from flash_cute.utils.compiler_optimization_assistant import benchmark_attention_performance
+
+        layer = AttentionLayer(64, 4)
+        results = benchmark_attention_performance(layer, (2, 100, 64), num_trials=20)
         print(f"Average latency: {results['avg_latency']:.2f}ms")
     """
     if not isinstance(model, nn.Module):

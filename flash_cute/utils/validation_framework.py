@@ -53,6 +53,10 @@ class ComponentValidator:
 
     Example::
 
+        import torch
+        from flash_cute.utils.validation_framework import ComponentValidator
+        from torch import nn
+
         validator = ComponentValidator(device=torch.device("cpu"))
         results = validator.validate_linear_component(nn.Linear(8, 4), 8, 4)
         assert results["passed"], results["failures"]

@@ -21,6 +21,9 @@ MADE_BY_MAKE = (".venv/", "build/")
 MADE_ON_A_GPU = {"benchmarks/results/gpu_check.json"}  # may be missing as long as there was none
 SUFFIXES = "py|md|toml|txt|h|cpp|cu|def|cmake|json"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(  # with the mark of one that does not run here
+    r"^(?:<!-- (not in CI: [^\n]+) -->\n)?```py(?:thon|con|3)?\n(.*?)^```$", re.M | re.S
+)
 
 
 def code(page: str) -> list[str]:
@@ -191,10 +194,16 @@ def test_example_of_the_readme_runs(capsys):
     assert "torch.Size([2, 500, 8, 64])" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDES if page != "README.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
 def test_examples_of_the_guides_run(page, tmp_path, monkeypatch):
-    """Each alone, as a reader copies it."""
+    """Each alone, as a reader copies it, but those with a mark that says why not."""
     monkeypatch.chdir(tmp_path)
-    fences = FENCE.findall((ROOT / page).read_text())
-    for body in (body for language, body in fences if language == "python"):
-        exec(body, {})
+    for mark, body in PYTHON.findall((ROOT / page).read_text()):
+        if not mark:
+            exec(body, {})
+
+
+def test_marks_stand_above_few_examples():
+    blocks = [block for page in PAGES for block in PYTHON.findall((ROOT / page).read_text())]
+    assert len(blocks) > 25
+    assert sum(bool(mark) for mark, _ in blocks) <= 3

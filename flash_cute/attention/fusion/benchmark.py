@@ -96,8 +96,16 @@ def benchmark_fusion_performance(
 
     Example::
 
+        import torch
+        from flash_cute.attention.fusion import (
+            benchmark_fusion_performance,
+            create_unified_attention_fusion,
+        )
+
+        layer = torch.nn.TransformerEncoderLayer(d_model=64, nhead=4)
+        fused = create_unified_attention_fusion(layer)
         with torch.no_grad():
-            stats = benchmark_fusion_performance(layer, fused, torch.randn(100, 2, 512))
+            stats = benchmark_fusion_performance(layer, fused, torch.randn(100, 2, 64))
         print(f"{stats.speedup:.2f}x, {stats.launch_reduction:.0%} fewer launches")
     """
     if not isinstance(input_data, Tensor):

@@ -67,8 +67,12 @@ class FusionConfig:
 
     Example::
 
-        config = FusionConfig(optimization_level=OptimizationLevel.AGGRESSIVE)
-        fused = UnifiedAttentionFusion(torch.nn.TransformerEncoderLayer(512, 8), config)
+        import torch
+        from flash_cute.attention import fusion
+
+        config = fusion.FusionConfig(optimization_level=fusion.OptimizationLevel.AGGRESSIVE)
+        layer = torch.nn.TransformerEncoderLayer(64, 4)
+        fused = fusion.UnifiedAttentionFusion(layer, config)
     """
 
     strategy: FusionStrategy = FusionStrategy.FULL_BLOCK

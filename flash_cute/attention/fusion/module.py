@@ -66,9 +66,12 @@ class UnifiedAttentionFusion(nn.Module):
 
     Example::
 
-        layer = torch.nn.TransformerEncoderLayer(512, 8)
+        import torch
+        from flash_cute.attention.fusion import FusionConfig, UnifiedAttentionFusion
+
+        layer = torch.nn.TransformerEncoderLayer(64, 4)
         fused = UnifiedAttentionFusion(layer, FusionConfig())
-        out = fused(torch.randn(100, 2, 512))  # (seqlen, batch, d_model), as layer's
+        out = fused(torch.randn(100, 2, 64))  # (seqlen, batch, d_model), as layer's
     """
 
     model: Any
@@ -235,9 +238,10 @@ def create_unified_attention_fusion(
 
     Example::
 
-        from flash_cute.attention.fusion import OptimizationLevel
+        import torch
+        from flash_cute.attention.fusion import OptimizationLevel, create_unified_attention_fusion
 
-        transformer = torch.nn.TransformerEncoderLayer(d_model=512, nhead=8)
+        transformer = torch.nn.TransformerEncoderLayer(d_model=64, nhead=4)
         fused = create_unified_attention_fusion(
             transformer, optimization_level=OptimizationLevel.AGGRESSIVE
         )

@@ -78,6 +78,17 @@ def attention(
         NotImplementedError, TypeError, ValueError: biases, masks of 4 dimensions, weights as a
             result; arguments under other names, or without those that belong to them; documents
             that begin behind a cache; and what flash_cute refuses.
+
+    Example::
+
+        import torch
+        from flash_cute.integrations.transformers import attention
+
+        q = torch.randn(1, 8, 100, 64)
+        k, v = torch.randn(2, 1, 4, 100, 64).unbind()  # 4 heads of keys, each for 2 of queries
+        layer = torch.nn.Identity()  # the layer that calls; a model gives itself
+        out, _ = attention(layer, q, k, v, None, is_causal=True, sliding_window=None)
+        assert out.shape == (1, 100, 8, 64)
     """
     _refuse(attention_mask, others)
     q, k, v = _in_one_dtype(module, *(x.transpose(1, 2) for x in (query, key, value)))

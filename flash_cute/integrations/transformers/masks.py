@@ -52,6 +52,14 @@ def mask(
         NotImplementedError: the mask is neither a band nor padding nor sequences laid end to end;
             in a graph, a static cache without ``attention_mask``.
         ValueError: padding between tokens, under a window.
+
+    Example::
+
+        import torch
+        from flash_cute.integrations.transformers import mask
+
+        padding = torch.arange(100) < torch.tensor([[100], [60]])
+        kept = mask(2, 100, 100, attention_mask=padding)  # causal, as by default
     """
     is_traced = torch.compiler.is_compiling()
     if use_vmap:

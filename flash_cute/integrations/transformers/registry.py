@@ -32,6 +32,19 @@ def register() -> None:
 
     Raises:
         ImportError: transformers is missing, or older than 5.20.
+
+    Example::
+
+        import torch
+        from flash_cute.integrations.transformers import register
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        register()
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=100, num_attention_heads=4, **sizes))
+        model.set_attn_implementation("flash_cute")
+        ids = torch.randint(100, (1, 50))
+        model(ids, labels=ids).loss.backward()
     """
     _refuse_older_releases()
     AttentionInterface.register(NAME, attention)
@@ -54,7 +67,15 @@ def _refuse_older_releases() -> None:
 
 
 def unregister() -> None:
-    """Undoes :func:`register`. Models that were made with the name can no longer be called."""
+    """Undoes :func:`register`. Models that were made with the name can no longer be called.
+
+    Example::
+
+        from flash_cute.integrations.transformers import register, unregister
+
+        register()
+        unregister()
+    """
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
     for owner, name in ((flash, _LOADER), (PreTrainedModel, _CHOICE)):

@@ -26,8 +26,14 @@ class Runner:
 
     Example::
 
-        with Runner("cpu") as runner:
-            print(runner.run(draw(random.Random(1))).failures)
+        import random
+
+        from flash_cute.testing.systems.cases import draw
+        from flash_cute.testing.systems.runner import Runner
+
+        if __name__ == "__main__":
+            with Runner("cpu") as runner:
+                print(runner.run(draw(random.Random(1))).failures)
     """
 
     def __init__(self, device: str, seconds: float = CASE_S) -> None:
