@@ -58,9 +58,13 @@ def switched(on: bool = True) -> Iterator[None]:
 
 def wanted(q: Tensor) -> bool:
     """Whether to look at the call of ``q``: checks are on, and values can be read."""
+    return _on and is_readable(q)
+
+
+def is_readable(q: Tensor) -> bool:
+    """Whether values can be read now: nothing is compiled, captured or transformed."""
     return (
-        _on
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and has_values(q)
         and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     )
