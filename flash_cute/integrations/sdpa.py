@@ -2,9 +2,9 @@
 
 :func:`activate` replaces the implementations of ATen's flash attention, as torch's providers of
 FlashAttention-3 and -4 do: ``F.scaled_dot_product_attention`` where it takes its flash backend,
-``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors, and what is built on these.
-Nothing is activated by the import. Which calls take the flash backend is torch's decision: on CUDA
-fp16 and bf16 with head dims up to 256 and no mask but a causal one.
+``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors on CUDA, and what is built on
+these. Nothing is activated by the import. Which calls take the flash backend is torch's decision:
+on CUDA fp16 and bf16 with head dims up to 256 and no mask but a causal one.
 
 Example::
 
