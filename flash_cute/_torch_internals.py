@@ -20,7 +20,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -206,6 +206,30 @@ def kernel_of(op: str, key: str) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(op, key)  # type: ignore[attr-defined]
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return lambda *args, **named: kernel.call_boxed(keys, *args, **named)
+
+
+def sdp_order() -> list[int]:
+    """The order in which SDPA asks its backends, as values of SDPBackend."""
+    return list(torch._C._get_sdp_priority_order())
+
+
+set_sdp_order = torch._C._set_sdp_priority_order
+
+
+def settle_sdp_order() -> None:
+    """CUDA puts its own order over any other when it is first asked for a backend: this asks."""
+    if torch.cuda.is_available():
+        with _disable_current_modes():
+            x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(x, x, x)  # type: ignore[attr-defined]
+
+
+def when_cuda_starts(function: Callable[[], None]) -> None:
+    """Calls it now, or as soon as CUDA starts if there is a GPU that nobody has used yet."""
+    if torch.cuda.is_available():
+        torch.cuda._lazy_call(function)
+    else:
+        function()
 
 
 def is_profiled() -> bool:

@@ -10,11 +10,16 @@ so calls that are compiled, traced, transformed or captured into a CUDA graph ar
 Offsets must begin with 0, ascend, and claim every row. Padding behind the last sequence is allowed
 with ``zero_tensors=True``, whose meaning it is; over a cache, whose calls have no such argument, it
 is warned of. ``max_seqlen`` may be larger than the longest sequence, not smaller.
+
+On the CPU, where looking is free, varlen calls warn without any of that, once a process for each
+kind: of offsets that do not begin with 0, do not ascend or are lengths, and of a ``max_seqlen``
+that cuts.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +36,10 @@ if _asked not in ("", "0", "1"):
     raise ImportError(f"FLASH_CUTE_CHECK is {_asked!r}; expected 0 or 1")
 _on = _asked == "1"
 _MOST_KV_HEADS = 128  # that a model has
+_OF_LENGTHS = (
+    "Of lengths they are torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
+)
+_told: set[str] = set()  # texts of warnings, without their numbers
 
 
 def is_on() -> bool:
@@ -63,9 +72,13 @@ def switched(on: bool = True) -> Iterator[None]:
 
 def wanted(q: Tensor) -> bool:
     """Whether to look at the call of ``q``: checks are on, and values can be read."""
+    return _on and is_readable(q)
+
+
+def is_readable(q: Tensor) -> bool:
+    """Whether values can be read now: nothing is compiled, captured or transformed."""
     return (
-        _on
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and has_values(q)
         and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     )
@@ -112,10 +125,15 @@ def varlen(
     zero_tensors: bool,
     packed: bool = False,
 ) -> None:
-    """Looks at the index tensors of a varlen call; ``packed``: q and k share one of each."""
-    if not wanted(q):
-        return
+    """Looks at the index tensors of a varlen call; ``packed``: q and k share one of each. On the
+    CPU, where nothing waits, it warns of offsets also if checks are off."""
     names = _OF_BOTH if packed else _OF_Q
+    if not wanted(q):
+        if q.is_cpu and is_readable(q):
+            _warn_once(names, len(q), cu_seqlens_q, max_seqlen_q, seqused_q, zero_tensors)
+            if not packed and block_table is None:
+                _warn_once(_OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
+        return
     _sequences(names, len(q), cu_seqlens_q, max_seqlen_q, seqused_q, zero_tensors)
     if packed:
         return
@@ -156,6 +174,35 @@ def _sequences(
             raise ValueError(f"{names[2]}[{b}] is {length}; sequence {b} has {lengths[b]} rows")
 
 
+def _warn_once(
+    names: tuple[str, str, str],
+    rows: int,
+    cu_seqlens: Tensor,
+    longest: int,
+    used: Tensor | None,
+    padded: bool,
+) -> None:
+    """Warns of what :func:`_sequences` refuses, but of rows of no sequence only if the offsets look
+    like lengths. Once a process for each text, whatever its numbers."""
+    try:
+        _sequences(names, rows, cu_seqlens, longest, used, padded=True)
+        at = [] if padded else cu_seqlens.tolist()
+        if not at or at[-1] >= rows or sum(at) != rows:
+            return
+        text = f"{names[0]} sums up to the {rows} rows: are these lengths? {_OF_LENGTHS}"
+    except ValueError as error:
+        text = str(error)
+    kind = re.sub(r"-?\d+", "#", text)
+    if kind in _told:
+        return
+    _told.add(kind)
+    warnings.warn(
+        f"{text}. Offsets and lengths are cut to what fits; FLASH_CUTE_CHECK=1 refuses them. This "
+        "is said once",
+        stacklevel=4,
+    )
+
+
 def padding(name: str, cu_seqlens: Tensor | None, x: Tensor | None) -> None:
     """Warns of rows of x behind the last sequence; called by public functions over a cache."""
     if cu_seqlens is None or x is None:
@@ -168,10 +215,7 @@ def _unclaimed(name: str, at: list[int], rows: int) -> str:
     """Says which rows offsets leave to no sequence, "" if none; ValueError if they do not begin
     with 0."""
     if at[0] != 0:
-        raise ValueError(
-            f"{name}[0] is {at[0]}; offsets begin with 0. Of lengths they are torch.nn.functional."
-            "pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
-        )
+        raise ValueError(f"{name}[0] is {at[0]}; offsets begin with 0. {_OF_LENGTHS}")
     if at[-1] >= rows:
         return ""
     return f"{name}[{len(at) - 1}] is {at[-1]}, and rows {[at[-1], rows]} belong to no sequence"

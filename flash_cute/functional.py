@@ -249,11 +249,16 @@ def flash_attn_varlen_func(
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if usual and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func
-            return _straight(
-                ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse,
+            told: tuple[Any, Any, int, int, Any, Any] = (
                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-                zero_tensors, block_table,
             )  # fmt: skip
+            result = _straight(
+                ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse, *told, zero_tensors,
+                block_table,
+            )  # fmt: skip
+            if q.is_cpu:
+                check.varlen(q, k, *told, block_table, zero_tensors)
+            return result
         except (RuntimeError, TypeError, ValueError) as error:
             if not is_refusal(error):
                 raise

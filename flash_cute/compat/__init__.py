@@ -10,6 +10,8 @@ Example::
 
     flash_cute.compat.install()
     from flash_attn import flash_attn_func  # flash_cute's kernels
+
+Programs that look for the distribution ``flash-attn`` find it after ``install(metadata=True)``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+
+from flash_cute import validate
+from flash_cute.compat import distribution
 
 _HERE = "flash_cute.compat"
 # Names that programs import, each with the module of flash_cute that stands for it.
@@ -35,26 +40,40 @@ MODULES = {
 _replaced: dict[str, ModuleType] | None = None  # None while not installed
 
 
-def install() -> None:
+def install(metadata: bool = False) -> None:
     """Makes ``import flash_attn``, ``flash_attn_2_cuda`` and ``flash_attn_interface`` import these
-    modules, until :func:`uninstall`.
+    modules, until :func:`uninstall`. Called again, it adds the metadata, if asked, and no more.
 
     To be called before the program imports them: what it holds already stays. flash-attn itself, if
-    it is there, is out of reach meanwhile. No distribution of that name appears: programs that look
-    for its metadata (transformers does) do not find any.
+    it is there, is out of reach meanwhile.
+
+    Args:
+        metadata: whether ``importlib.metadata.version("flash-attn")`` is ``flash_attn.__version__``
+            in this process. transformers, Megatron and others look for it, often once, when they
+            are imported: call this before. They may then import parts of flash-attn that are not
+            here (``flash_attn.ops``, ``modules``, ``losses``). FlashAttention-3's has none.
+
+    Raises:
+        TypeError, ValueError: ``metadata`` is no bool.
 
     Example::
 
-        import flash_cute.compat
+        import importlib.metadata
 
-        flash_cute.compat.install()
-        import flash_attn
+        import flash_cute.compat
         import torch
 
+        flash_cute.compat.install(metadata=True)
+        import flash_attn
+
+        assert importlib.metadata.version("flash-attn") == flash_attn.__version__
         q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
         out = flash_attn.flash_attn_func(q, k, v, causal=True)  # flash_cute's
     """
     global _replaced
+    validate.flag("metadata", metadata)
+    if metadata:
+        distribution.announce()
     if _replaced is not None:
         return
     replaced = {x: m for x, m in sys.modules.items() if x in MODULES or x.startswith("flash_attn.")}
@@ -65,7 +84,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: modules that were there before come back.
+    """Undoes :func:`install`: modules that were there before come back, and metadata goes.
 
     Example::
 
@@ -77,6 +96,7 @@ def uninstall() -> None:
         flash_cute.compat.uninstall()  # the next import finds flash-attn itself, if it is there
     """
     global _replaced
+    distribution.withdraw()
     if _replaced is None:
         return
     for name in [x for x in sys.modules if x in MODULES or x.startswith("flash_attn.")]:

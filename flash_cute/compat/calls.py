@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_cute import accept, validate
+from flash_cute import accept, check, validate
 from flash_cute.validate import ops as validate_ops
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,7 +84,12 @@ def softcap(x: Any) -> Any:
 
 def detached(x: Tensor | None) -> Tensor | None:
     """Slopes have no gradient in flash-attn, whether or not they require one."""
-    return None if x is None else x.detach()
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def contiguous(block_table: Tensor | None) -> Tensor | None:
+    """flash-attn takes tables with any strides. What is no tensor is refused behind this."""
+    return block_table.contiguous() if isinstance(block_table, Tensor) else block_table
 
 
 def outward_lse(softmax_lse: Tensor) -> Tensor:
@@ -110,11 +115,43 @@ def picked(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The cache's rows and the pages; FlashAttention-3's ``cache_batch_idx`` picks rows of a
     table."""
-    if page_table is None:
-        return cache_batch_idx, None
-    if cache_batch_idx is not None:
-        page_table = page_table[cache_batch_idx.long()]
-    return None, page_table.contiguous()
+    if not (isinstance(page_table, Tensor) and isinstance(cache_batch_idx, Tensor)):
+        return cache_batch_idx, contiguous(page_table)
+    return None, page_table[cache_batch_idx.long()].contiguous()
+
+
+def within_pages(
+    k_cache: Tensor, k: Tensor | None, cache_seqlens: Any, block_table: Tensor | None
+) -> None:
+    """Refuses lengths that the pages of ``block_table`` do not hold, as flash-attn 2.8.4 does; on
+    the CPU pages that do not exist, too. Lengths are read, which waits for the GPU; in graphs, and
+    of other shapes, which are refused behind this, nothing is.
+    """
+    if not (isinstance(block_table, Tensor) and isinstance(cache_seqlens, (int, Tensor))):
+        return
+    is_of_pages = check.is_readable(k_cache) and k_cache.dim() == 4 and block_table.dim() == 2
+    lengths = torch.as_tensor(cache_seqlens)
+    if not is_of_pages or lengths.numel() not in (1, len(block_table)) or lengths.numel() == 0:
+        return
+    page_size = k_cache.shape[1]
+    new = k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0
+    capacity, longest = page_size * block_table.shape[1], int(lengths.max())
+    if longest + new > capacity:
+        raise ValueError(
+            f"cache_seqlens says {longest}, and {new} rows join: block_table has "
+            f"{block_table.shape[1]} pages of {page_size} rows a sequence; give it "
+            f"{-(-(longest + new) // max(page_size, 1))} columns"
+        )
+    if not (k_cache.is_cpu and block_table.is_cpu and lengths.is_cpu):
+        return
+    starts = page_size * torch.arange(block_table.shape[1])
+    is_used = starts < lengths.reshape(-1, 1) + new
+    wrong = is_used & ((block_table < 0) | (block_table >= len(k_cache)))
+    for b, block in wrong.nonzero()[:1].tolist():
+        raise ValueError(
+            f"block_table[{b}, {block}] is {int(block_table[b, block])}; there are {len(k_cache)} "
+            "pages"
+        )
 
 
 def no_metadata(scheduler_metadata: Tensor | None) -> None:

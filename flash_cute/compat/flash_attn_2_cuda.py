@@ -64,9 +64,12 @@ def varlen_fwd(
     softcap: float,
     return_softmax: bool,
     gen: torch.Generator | None = None,
+    num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of sequences laid end to end.
 
+    ``num_splits`` cuts the keys of a call with ``seqused_k`` into so many parts, 0: as many as keep
+    the GPU busy. Over pages 0 and 1 are taken, as by flash-attn 2.8.4; other calls are not cut.
     With ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from
     ``cu_seqlens_k[b]`` on, wherever the next one begins: xFormers' masks with gaps need it.
     """
@@ -82,6 +85,12 @@ def varlen_fwd(
     validate.flag("zero_tensors", zero_tensors)
     validate.flag("return_softmax", return_softmax)
     validate.length("max_seqlen_k", max_seqlen_k)
+    validate.count("num_splits", num_splits)
+    if block_table is not None and num_splits > 1:
+        raise NotImplementedError(
+            f"num_splits is {num_splits}, and a block_table is given; varlen calls over pages take "
+            "0 or 1, and flash_attn_with_kvcache any"
+        )
     validate_options.number("p_dropout", p_dropout)
     if seqused_k is not None and block_table is None:
         if p_dropout != 0 or return_softmax:
@@ -95,7 +104,8 @@ def varlen_fwd(
                 q, k[:, None], v[:, None], cache_seqlens=seqused_k, block_table=pages,
                 cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale,
                 causal=is_causal, window_size=calls.sides(window_size_left, window_size_right),
-                softcap=softcap, alibi_slopes=alibi_slopes, return_softmax_lse=True,
+                softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
+                return_softmax_lse=True,
             )  # fmt: skip
             state = q.new_zeros(2, dtype=torch.int64)
             return calls.into("out", out, result), calls.outward_lse(lse), q.new_empty(0), state
@@ -205,10 +215,11 @@ def fwd_kvcache(
     """Attention over a cache, which k and v join; returns (out, softmax_lse)."""
     validate.flag("is_causal", is_causal)
     validate.flag("is_rotary_interleaved", is_rotary_interleaved)
+    calls.within_pages(kcache, k, seqlens_k, block_table)
     with torch.no_grad():
         result, lse = kvcache.flash_attn_with_kvcache(
             q, kcache, vcache, k, v, rotary_cos, rotary_sin, seqlens_k, cache_batch_idx, leftpad_k,
-            None if block_table is None else block_table.contiguous(), softmax_scale, is_causal,
+            calls.contiguous(block_table), softmax_scale, is_causal,
             calls.sides(window_size_left, window_size_right), calls.softcap(softcap),
             is_rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip

@@ -2,9 +2,9 @@
 
 :func:`activate` replaces the implementations of ATen's flash attention, as torch's providers of
 FlashAttention-3 and -4 do: ``F.scaled_dot_product_attention`` where it takes its flash backend,
-``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors, and what is built on these.
-Nothing is activated by the import. Which calls take the flash backend is torch's decision: on CUDA
-fp16 and bf16 with head dims up to 256 and no mask but a causal one.
+``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors on CUDA, and what is built on
+these. Nothing is activated by the import. Which calls take the flash backend is torch's decision:
+on CUDA fp16 and bf16 with head dims up to 256 and no mask but a causal one.
 
 Example::
 
@@ -25,10 +25,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn import attention
+from torch.nn.attention import SDPBackend
 
+from flash_cute import _torch_internals as internals
 from flash_cute.integrations import sdpa_kernels
 
 NAME = "flash_cute"  # among torch.nn.attention.list_flash_attention_impls()
@@ -37,8 +40,8 @@ _active: _Overrides | None = None
 
 
 class _Overrides:
-    """ATen's kernels, replaced until :meth:`remove`. cuDNN's attention, which torch may prefer to
-    flash attention, is off meanwhile."""
+    """ATen's kernels, replaced until :meth:`remove`. Flash attention is asked before cuDNN's, which
+    torch prefers on some GPUs; what it does not take goes to what torch would choose."""
 
     def __init__(self) -> None:
         global _active
@@ -48,20 +51,41 @@ class _Overrides:
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             for (op, key), kernel in kernels.items():
                 self.library.impl(op, kernel, key, allow_override=True)
-        self.had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        self.orders: tuple[list[int], list[int]] | None = None  # of backends: torch's, and ours
         _active = self
+        internals.when_cuda_starts(self.prefer_flash)
+
+    def prefer_flash(self) -> None:
+        if _active is self:  # CUDA may start when all of it is undone
+            internals.settle_sdp_order()
+            order = internals.sdp_order()
+            self.orders = order, _flash_before_cudnn(order)
+            internals.set_sdp_order(self.orders[1])
 
     def remove(self) -> None:
         global _active
         self.library = None  # the last reference: torch takes the kernels back
-        torch.backends.cuda.enable_cudnn_sdp(self.had_cudnn)
+        if self.orders is not None and internals.sdp_order() == self.orders[1]:
+            internals.set_sdp_order(self.orders[0])
         _active = None
+
+
+def _flash_before_cudnn(order: list[int]) -> list[int]:
+    """The others stay as they are."""
+    backends: Any = SDPBackend
+    flash, cudnn = int(backends.FLASH_ATTENTION), int(backends.CUDNN_ATTENTION)
+    at = min(order.index(flash), order.index(cudnn))
+    rest = [x for x in order if x != flash]
+    return [*rest[:at], flash, *rest[at:]]
 
 
 def activate() -> None:
     """Makes flash_cute torch's flash attention, on CUDA and on the CPU, in place of FA3 or FA4 if
     one of them is active. Once more changes nothing.
+
+    Calls that flash attention does not take, with masks for instance, go where they would without
+    it: no backend is switched off. Where torch prefers cuDNN's attention (Hopper, Blackwell), flash
+    attention is asked before it; ``sdpa_kernel`` picks backends as before.
 
     Graphs that torch.compile has made call ATen's operators, and so take what is active when they
     run.

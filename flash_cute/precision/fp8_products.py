@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flash_cute._torch_internals import constant_in_graphs, scaled_mm
 
-LEAST_AMAX = 1e-30  # keeps scales of tiny tensors finite
 TENSOR_CORE_MULTIPLE = 16  # of both dimensions of a factor, except the rows of the first
 
 
@@ -60,7 +59,10 @@ def round_to_fp8(
         bound = torch.where(past > 0, past, amax) if clamp else torch.maximum(past, amax)
         finite = torch.where(amax.isfinite(), amax, 0.0)
         history.copy_(torch.cat([finite.view(1), history[:-1]]))
-    bound = (bound.clamp(min=LEAST_AMAX) * 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
+    least = (
+        1e-30  # keeps scales of tiny tensors finite; no global: graphs would take it as an input
+    )
+    bound = (bound.clamp(min=least) * 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
     most = torch.finfo(dtype).max
     scale = most / bound
     inverse_scale = torch.where(amax.isfinite(), bound / most, torch.nan)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_cute.precision.quantize import FP8_MAX
 from flash_cute.precision.settings import PrecisionConfig, PrecisionFormat, QuantizationMode
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
@@ -47,7 +46,7 @@ class InputRounding(nn.Module):
                 peak = torch.where(self.scale == 0, found, self.scale)
             self.scale.copy_(peak)
         is_int = self.format is PrecisionFormat.INT8
-        limit = 127.0 if is_int else FP8_MAX
+        limit = 127.0 if is_int else torch.finfo(torch.float8_e4m3fn).max
         step = torch.where(peak == 0, 1.0, peak / limit)
         scaled = (values / step).clamp(-limit, limit)
         rounded = scaled.round() if is_int else scaled.to(torch.float8_e4m3fn).float()

@@ -13,7 +13,6 @@ from flash_cute import _torch_internals as internals
 from flash_cute import validate
 
 _FP32 = torch.finfo(torch.float32)
-_MOST = 2.0**127  # kernels multiply by log2(e), in fp32
 
 
 class Names(NamedTuple):
@@ -23,6 +22,12 @@ class Names(NamedTuple):
     dropout_p: str = "dropout_p"
     alibi_slopes: str = "alibi_slopes"
     window_size: tuple[str, str] | None = None  # left and right, if they are arguments of their own
+
+
+def _most() -> float:
+    """The largest scale and softcap: kernels multiply by log2(e), in fp32. A global float would be
+    an input of graphs with dynamic shapes, which are compiled again for it."""
+    return 2.0**127
 
 
 OF_FUNCTIONS = Names()
@@ -37,9 +42,8 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     validate.flag("deterministic", getattr(call, "deterministic", False))
     if softmax_scale is not None:
         number("softmax_scale", softmax_scale)
-        if not (
-            validate.allowed(softmax_scale >= -_MOST) and validate.allowed(softmax_scale <= _MOST)
-        ):
+        is_small = validate.allowed(softmax_scale <= _most())
+        if not (is_small and validate.allowed(softmax_scale >= -_most())):
             raise ValueError(
                 f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number "
                 "between -2**127 and 2**127"
@@ -48,7 +52,7 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0:
-        if not _FP32.tiny <= softcap <= _MOST:
+        if not _FP32.tiny <= softcap <= _most():
             raise ValueError(
                 f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
                 "positive normal number of fp32, at most 2**127"

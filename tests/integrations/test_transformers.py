@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -302,6 +306,29 @@ def test_older_releases_are_refused(release, monkeypatch):
         integration.register()
     with pytest.raises(ValueError, match="flash_cute"):
         model("llama", "flash_cute")
+
+
+@pytest.mark.parametrize("release", ["4.30.2", "4.57.3", None])
+def test_old_releases_are_refused_though_they_lack_names(release, tmp_path):
+    """In a process whose transformers has the version alone, and in one that has none."""
+    source = "raise ModuleNotFoundError('none', name=__name__)"
+    if release is not None:
+        source = f"__version__ = {release!r}"
+    (tmp_path / "transformers.py").write_text(source)
+    program = (
+        "from flash_cute.integrations import transformers as integration\n"
+        "try:\n    integration.register()\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)"
+    )
+    paths = [str(tmp_path), *sys.path]
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = "is not installed" if release is None else f"{release} is installed"
+    assert f"transformers {found}; flash_cute supports 5.20 and newer" in result.stdout
+    assert "pip install 'transformers>=5.20'" in result.stdout
 
 
 @pytest.mark.parametrize("release", ["5.20.0", "5.24.0", "5.100.1", "6.0.0.dev0"])

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,6 +86,30 @@ def test_kernel_of():
     assert torch.ops.aten.trunc(x).item() == 8.5 and kernel(x).item() == 1
     del library
     assert torch.ops.aten.trunc(x).item() == 1
+
+
+def test_the_order_of_sdpa_s_backends():
+    """Is a list of all of them, which can be set; CUDA's own is settled by asking once."""
+    internals.settle_sdp_order()
+    order = internals.sdp_order()
+    assert {SDPBackend(x) for x in order} == {
+        x for x in SDPBackend.__members__.values() if int(x) >= 0
+    }
+    try:
+        internals.set_sdp_order(order[::-1])
+        internals.settle_sdp_order()
+        assert internals.sdp_order() == order[::-1]
+    finally:
+        internals.set_sdp_order(order)
+
+
+def test_when_cuda_starts():
+    """At once if there is no GPU to wait for, or if it has started."""
+    called = []
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    internals.when_cuda_starts(lambda: called.append(1))
+    assert called == [1]
 
 
 def test_below_autograd():

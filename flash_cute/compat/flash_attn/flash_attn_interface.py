@@ -125,12 +125,12 @@ def flash_attn_varlen_func(
 ) -> Any:
     """:func:`flash_cute.flash_attn_varlen_func`. Over pages there is no gradient, also of q."""
     if block_table is not None:
-        q, k, v, block_table = q.detach(), k.detach(), v.detach(), block_table.contiguous()
+        q, k, v = (x.detach() if isinstance(x, Tensor) else x for x in (q, k, v))
     return _call(
         flash_cute.flash_attn_varlen_func,
         (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, block_table=block_table,
+        return_attn_probs, block_table=calls.contiguous(block_table),
     )  # fmt: skip
 
 
@@ -204,11 +204,16 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """:func:`flash_cute.flash_attn_with_kvcache`, without gradients, whatever requires one."""
+    """:func:`flash_cute.flash_attn_with_kvcache`, without gradients, whatever requires one.
+
+    Lengths that the pages of ``block_table`` do not hold raise RuntimeError, as in flash-attn
+    2.8.4: over pages a call waits for the GPU, but in graphs.
+    """
+    calls.within_pages(k_cache, k, cache_seqlens, block_table)
     with torch.no_grad():
         results = flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-            cache_leftpad, None if block_table is None else block_table.contiguous(),
+            cache_leftpad, calls.contiguous(block_table),
             softmax_scale, causal, calls.window(window_size), calls.softcap(softcap),
             rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
         )  # fmt: skip
@@ -258,12 +263,13 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of sequences laid end to end."""
+    """The same of sequences laid end to end; ``num_splits`` as in ``varlen_fwd``."""
     return flash_attn_gpu.varlen_fwd(
         q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes,
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal,
-        window_size_left, window_size_right, softcap, return_softmax, None,
+        window_size_left, window_size_right, softcap, return_softmax, None, num_splits,
     )  # fmt: skip
 
 

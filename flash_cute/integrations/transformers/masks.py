@@ -13,12 +13,14 @@ Graphs have no such attributes.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+
+_MODULE = "transformers.masking_utils"  # that transformers' own mask functions stand in
 
 # Mask functions that the arguments of attention stand for, and those that say which sequence.
 _BANDS = {
@@ -39,14 +41,15 @@ def mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
     """transformers' mask interface: queries ``q_offset + [0, q_length)`` and keys ``kv_offset +
-    [0, kv_length)`` by ``mask_function``, without the padding of ``attention_mask`` (batch, keys).
+    [0, kv_length)`` by ``mask_function``, which is causal if it is None, without the padding of
+    ``attention_mask`` (batch, keys).
 
     Raises:
         NotImplementedError: the mask is neither a band nor padding nor sequences laid end to end;
@@ -61,6 +64,8 @@ def mask(
         padding = torch.arange(100) < torch.tensor([[100], [60]])
         kept = mask(2, 100, 100, attention_mask=padding)  # causal, as by default
     """
+    if mask_function is None:
+        mask_function = importlib.import_module(_MODULE).causal_mask_function
     is_traced = torch.compiler.is_compiling()
     if use_vmap:
         raise _refused("a mask function of the model's own (or_mask_function, and_mask_function)")
@@ -169,7 +174,7 @@ def _numbers(mask_function: Callable[..., Any], batch: int, seqlen: int, device:
 def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
     """The mask functions that one is made of."""
     name = mask_function.__qualname__
-    if mask_function.__module__ != masking_utils.__name__:
+    if mask_function.__module__ != _MODULE:
         yield f"{mask_function.__module__}.{name}"
     elif name != _AND:
         yield name
@@ -179,7 +184,7 @@ def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
 
 def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
     """Mask functions inside of one of transformers' own."""
-    if mask_function.__module__ != masking_utils.__name__:
+    if mask_function.__module__ != _MODULE:
         return ()
     if mask_function.__qualname__ == _AND:
         return _captured(mask_function, "mask_functions")

@@ -2,7 +2,8 @@
 
 transformers takes any name with "flash" in it for a flash attention, as static caches and
 continuous batching need it, and then looks for functions of that name: two of its functions are
-wrapped to find these.
+wrapped to find these. Nothing of transformers is imported before its release is known: older ones
+lack some of the names.
 """
 
 from __future__ import annotations
@@ -13,17 +14,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers import modeling_flash_attention_utils as flash
-
 import flash_cute
 from flash_cute.integrations.transformers.attention import attention
 from flash_cute.integrations.transformers.masks import mask
 
 NAME = "flash_cute"
 OLDEST = (5, 20)  # release of transformers
-_LOADER = "_lazy_imports"  # of functions by the name of an implementation
-_CHOICE = "_check_and_adjust_attn_implementation"  # of an implementation, by a model
 
 
 def register() -> None:
@@ -47,23 +43,27 @@ def register() -> None:
         model(ids, labels=ids).loss.backward()
     """
     _refuse_older_releases()
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    _wrap(flash, _LOADER, _functions)
-    _wrap(PreTrainedModel, _CHOICE, _choose)
+    for interface, function in zip(_interfaces(), (attention, mask), strict=True):
+        interface.register(NAME, function)
+    for (owner, name), function in zip(_wrapped(), (_functions, _choose), strict=True):
+        _wrap(owner, name, function)
 
 
 def _refuse_older_releases() -> None:
     """Older ones give layers other arguments, which show in results alone, or not at all."""
-    import transformers  # whichever is there now
-
+    oldest = ".".join(map(str, OLDEST))
+    remedy = f"flash_cute supports {oldest} and newer: pip install 'transformers>={oldest}'"
+    try:
+        import transformers  # whichever is there now
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            f"transformers is not installed; {remedy}", name="transformers"
+        ) from error
     release = tuple(int(x) for x in re.findall(r"\d+", transformers.__version__)[:2])
     if release < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ImportError(
-            f"transformers {transformers.__version__} is installed; flash_cute supports {oldest} "
-            f"and newer: pip install 'transformers>={oldest}'"
-        )
+        raise ImportError(f"transformers {transformers.__version__} is installed; {remedy}")
 
 
 def unregister() -> None:
@@ -76,14 +76,35 @@ def unregister() -> None:
         register()
         unregister()
     """
-    for interface in (AttentionInterface, AttentionMaskInterface):
+    for interface in _interfaces():
         interface._global_mapping.pop(NAME, None)
-    for owner, name in ((flash, _LOADER), (PreTrainedModel, _CHOICE)):
+    for owner, name in _wrapped():
         original = getattr(getattr(owner, name), "__wrapped__", None)
         if original is not None:
             setattr(owner, name, original)
-    if flash._loaded_implementation == NAME:
-        flash._loaded_implementation = None
+    if _flash()._loaded_implementation == NAME:
+        _flash()._loaded_implementation = None
+
+
+def _flash() -> Any:
+    from transformers import modeling_flash_attention_utils
+
+    return modeling_flash_attention_utils
+
+
+def _interfaces() -> tuple[Any, Any]:
+    """Where names of attention, and of masks, are registered."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    return AttentionInterface, AttentionMaskInterface
+
+
+def _wrapped() -> tuple[tuple[Any, str], ...]:
+    """The functions that are wrapped: which load functions by an implementation's name, and which
+    choose an implementation for a model."""
+    from transformers import PreTrainedModel
+
+    return (_flash(), "_lazy_imports"), (PreTrainedModel, "_check_and_adjust_attn_implementation")
 
 
 def _wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -108,8 +129,8 @@ def _functions(original: Callable[..., Any], implementation: str | None, *args: 
         flash_cute.flash_attn_func,
         flash_cute.flash_attn_varlen_func,
         flash_cute.flash_attn_with_kvcache,
-        flash._pad_input,
-        flash._unpad_input,
+        _flash()._pad_input,
+        _flash()._unpad_input,
     )
 
 
@@ -129,5 +150,5 @@ def _choose(original: Callable[..., str], model: Any, name: str | None, *args: A
             f'{type(model).__name__} does not support attn_implementation="{NAME}": its attention '
             'is none that flash attention computes; use "sdpa" or "eager"'
         )
-    flash.lazy_import_flash_attention(NAME)
+    _flash().lazy_import_flash_attention(NAME)
     return name
