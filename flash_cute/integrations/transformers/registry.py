@@ -45,8 +45,9 @@ def register() -> None:
     _refuse_older_releases()
     for interface, function in zip(_interfaces(), (attention, mask), strict=True):
         interface.register(NAME, function)
-    for (owner, name), function in zip(_wrapped(), (_functions, _choose), strict=True):
-        _wrap(owner, name, function)
+    wrappers: tuple[Callable[..., Any], ...] = (_functions, _choose)
+    for (owner, name), wrapper in zip(_wrapped(), wrappers, strict=True):
+        _wrap(owner, name, wrapper)
 
 
 def _refuse_older_releases() -> None:
