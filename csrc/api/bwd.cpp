@@ -1,4 +1,4 @@
-// torch.ops.flash_cute.bwd and varlen_bwd: check, allocate, describe the problem, select a kernel, launch.
+// torch.ops.flash_cute.bwd and varlen_bwd: check, allocate, describe the problem, choose its route, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>

@@ -14,7 +14,8 @@ namespace flash_cute {
 // for GPUs with more or less shared memory: there the first that fits is best.
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
-// Query heads of a group that share a tile of queries (pack_gqa), so that short sequences fill it: as many as can. A tile then has all queries of its heads, and the kernel can do any power of two up to that number.
+// Query heads of a group that share a tile of queries (pack_gqa), so that short sequences fill it: as many as can. A
+// tile then has all queries of its heads, and the kernel can do any power of two up to that number.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
 // As many as are asked for, if the kernel can, else pack_gqa().
@@ -25,8 +26,8 @@ int packed_heads(const KernelConfig& config, const FwdProblem& problem, const Fw
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
 
 // Cost of a forward on `sms` multiprocessors with so many heads a tile, to compare alternatives by, with the number of
-// splits that is asked for, if the kernel can, else with the best one. The host does not know packed lengths: their mean stands for them, and clusters cost infinity there, as
-// short sequences would idle some of their CTAs.
+// splits that is asked for, if the kernel can, else with the best one. The host does not know packed lengths: their mean
+// stands for them, and clusters cost infinity there, as short sequences would idle some of their CTAs.
 struct SplitCost {
   double cost;
   int num_splits;
@@ -39,8 +40,8 @@ double cost(const KernelConfig& config, const FwdProblem& problem, const Device&
 // kernel in clusters: whether they suit.
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu, const FwdOverrides& = {});
 
-// Whether a forward kernel may stand for decode over a cache, and is likely faster. Never where one tile of 16 rows (or, with
-// exceptions, 32) has all rows of a kv head: there reading the keys is the bound, which forward's cost leaves out.
+// Whether a forward kernel may stand for decode over a cache, and is likely faster. Never if one tile of 16 rows (or,
+// with exceptions, 32) has all rows of a kv head: decode is memory-bound there, which forward's cost does not model.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu, const FwdOverrides& asked = {});
 

@@ -13,11 +13,12 @@ std::string describe_kernels();
 // What of the GPU with this index decides about kernels. Throws std::runtime_error if there is none.
 std::string describe_gpu(int64_t index);
 
-// The Plan of a problem, a flat object whose fields asked.cpp reads in read_problem(): kernel, splits, workspace.
+// The plan of a problem, a flat object with the fields that asked.cpp reads: kernel, launches, splits, workspace.
 // Throws std::runtime_error with the reasons of each kernel if none can do it, std::invalid_argument for a bad problem.
 std::string plan(std::string problem);
 
-// An array: every kernel of the problem's op, with a verdict, "chosen", "fits" or "refused", and the reason in words.
+// An array: every kernel of the ops that may do the problem, with a verdict, "chosen", "fits" or "refused", and the
+// reason in words.
 std::string explain(std::string problem);
 
 }  // namespace flash_cute

@@ -53,7 +53,7 @@ CUTE_DEVICE auto make_accumulator() {
 
 enum class Side { A, B };
 
-// Four 8x8 tensor_view of 16-bit elements from shared memory, a row of one of them at each lane's address.
+// Four 8x8 matrices of 16-bit elements from shared memory, a row of one of them at each lane's address.
 template <bool kTransposed>
 CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
   if constexpr (kTransposed) {
@@ -67,7 +67,7 @@ CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
   }
 }
 
-// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four tensor_view down
+// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four matrices down
 // the outer dimension first, B along K first.
 template <Side kSide, bool kTransposed>
 CUTE_DEVICE std::pair<uint32_t, uint32_t> lane_place() {
@@ -197,7 +197,7 @@ class SharedResult {
 
  private:
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 tensor_view
+  static constexpr bool kMatrices = true;  // stmatrix: a lane names a row of one of four 8x8 matrices
 #else
   static constexpr bool kMatrices = false;
 #endif

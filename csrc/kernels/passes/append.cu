@@ -103,7 +103,7 @@ __device__ Vector<Element, kWidth> vector_at(const void* tensor, int64_t at) {
   return *reinterpret_cast<const Vector<Element, kWidth>*>(static_cast<const Element*>(tensor) + at);
 }
 
-// Rotates kWidth pairs: numbers of x[0] with those of x[1], or, where they are interleaved, cluster_ctas.
+// Rotates kWidth pairs: numbers of x[0] with those of x[1], or neighbours, if they are interleaved.
 template <class Element, int kWidth>
 __device__ void rotate_pairs(Vector<Element, kWidth> (&x)[2], const Rotary& rotary, int64_t position, int pair) {
   const int64_t at = int64_t(clamped(position, rotary.positions - 1)) * rotary.half + pair;

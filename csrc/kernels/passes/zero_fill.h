@@ -1,5 +1,5 @@
-// Rows that belong to no sequence: their outputs are 0 and their row_stats what a row has that sees no key, whatever
-// the index tensors say.
+// Rows that belong to no sequence: their outputs are 0, and their statistics those of a row that sees no key,
+// whatever the index tensors say.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -80,7 +80,7 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
-// Loads the Q, dO and row row_stats of steps. Addresses are computed anew for each step, when registers are free.
+// Loads the Q, dO and row statistics of steps. Addresses are computed anew for each step, when registers are free.
 template <KernelConfig C>
 class StepLoader {
  public:

@@ -66,7 +66,7 @@ struct RowOperand {
   uint32_t first;  // shared address of this lane's vector of the first piece
 
   CUTE_DEVICE RowOperand(const float* tile, int warp) {
-    // ldmatrix fills four tensor_view of 8 rows x 4 elements. A takes them down first, B along K first.
+    // ldmatrix fills four matrices of 8 rows x 4 elements. A takes them down first, B along K first.
     constexpr bool kDownFirst = kSide == Side::A;
     const int lane = threadIdx.x % 32;
     const int row = kDownFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
