@@ -30,10 +30,12 @@ def register() -> None:
         ImportError: transformers is missing, or older than 5.20.
     """
     _refuse_older_releases()
-    for interface, function in zip(_interfaces(), (attention, mask), strict=True):
-        interface.register(NAME, function)
-    for (owner, name), function in zip(_wrapped(), (_functions, _choose), strict=True):
-        _wrap(owner, name, function)
+    of_attention, of_masks = _interfaces()
+    of_attention.register(NAME, attention)
+    of_masks.register(NAME, mask)
+    loader, choice = _wrapped()
+    _wrap(*loader, _functions)
+    _wrap(*choice, _choose)
 
 
 def _refuse_older_releases() -> None:
