@@ -160,7 +160,7 @@ def _sequences(
     names: tuple[str, str, str],
     rows: int,
     cu_seqlens: Tensor,
-    longest: int,
+    longest: int | None,
     used: Tensor | None,
     padded: bool,
 ) -> None:
@@ -178,7 +178,7 @@ def _warn_once(
     names: tuple[str, str, str],
     rows: int,
     cu_seqlens: Tensor,
-    longest: int,
+    longest: int | None,
     used: Tensor | None,
     padded: bool,
 ) -> None:
@@ -201,6 +201,23 @@ def _warn_once(
         "is said once",
         stacklevel=4,
     )
+
+
+def over_a_cache(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    k: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+) -> None:
+    """Warns on the CPU as :func:`varlen` does, of offsets over a cache."""
+    if _on or not (q.is_cpu and is_readable(q)):
+        return
+    if cu_seqlens_q is not None:
+        _warn_once(_OF_Q, len(q), cu_seqlens_q, max_seqlen_q, None, False)
+    if cu_seqlens_k_new is not None and k is not None:
+        names = ("cu_seqlens_k_new", "seqlen_new", "")
+        _warn_once(names, len(k), cu_seqlens_k_new, None, None, False)
 
 
 def padding(name: str, cu_seqlens: Tensor | None, x: Tensor | None) -> None:

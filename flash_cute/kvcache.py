@@ -199,6 +199,8 @@ def flash_attn_with_kvcache(
             check.dense(q, k_cache)
         check.padding("cu_seqlens_q", cu_seqlens_q, q)
         check.padding("cu_seqlens_k_new", cu_seqlens_k_new, k)
+    if not check_indices:
+        check.over_a_cache(q, cu_seqlens_q, max_seqlen_q, k, cu_seqlens_k_new)
     if check_indices and not torch.compiler.is_compiling() and not check.has_values(q):
         raise NotImplementedError(
             "check_indices looks at the values of index tensors, which fake, meta and mapped calls "

@@ -99,6 +99,35 @@ def test_pages():
     assert len(said(flash_cute.flash_attn_varlen_func, **arguments)) == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cu_seqlens_q": (5, 3, 0)}, r"cu_seqlens_q\[0\] is 5; .*cumsum"),
+        ({"max_seqlen_q": 4}, r"\[0, 5\]; max_seqlen_q says 4"),
+        ({"cu_seqlens_k_new": (0, 1, 2)}, r"cu_seqlens_k_new sums up to the 3 rows"),
+    ],
+)
+def test_over_a_cache(changes, text):
+    a = good_arguments("varlen_func", "cpu")
+    new = torch.randn(3, 2, 16).to(a["k"])
+
+    def call(**changes: Any) -> None:
+        cache = torch.zeros(2, 8, 2, 16, dtype=new.dtype)
+        arguments: dict[str, Any] = {
+            "cache_seqlens": 3, "cu_seqlens_q": (0, 5, 8), "max_seqlen_q": 5,
+            "cu_seqlens_k_new": (0, 1, 3), **changes,
+        }  # fmt: skip
+        for name, x in arguments.items():
+            if isinstance(x, tuple):
+                arguments[name] = torch.tensor(x, dtype=INT32)
+        flash_cute.flash_attn_with_kvcache(a["q"], cache, cache.clone(), new, new, **arguments)
+
+    assert said(call) == []
+    with pytest.warns(UserWarning, match=text):
+        call(**changes)
+    assert said(call, **changes) == []
+
+
 def test_not_in_graphs():
     call = torch.compile(flash_cute.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
     arguments = changed("varlen_func", WRONG["lengths"][0])

@@ -43,11 +43,12 @@ def register() -> None:
         model(ids, labels=ids).loss.backward()
     """
     _refuse_older_releases()
-    for interface, function in zip(_interfaces(), (attention, mask), strict=True):
-        interface.register(NAME, function)
-    wrappers: tuple[Callable[..., Any], ...] = (_functions, _choose)
-    for (owner, name), wrapper in zip(_wrapped(), wrappers, strict=True):
-        _wrap(owner, name, wrapper)
+    of_attention, of_masks = _interfaces()
+    of_attention.register(NAME, attention)
+    of_masks.register(NAME, mask)
+    loader, choice = _wrapped()
+    _wrap(*loader, _functions)
+    _wrap(*choice, _choose)
 
 
 def _refuse_older_releases() -> None:
