@@ -12,8 +12,6 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import validate
 
-_FP32 = torch.finfo(torch.float32)
-
 
 class Names(NamedTuple):
     """What messages call the arguments whose names differ from function to function."""
@@ -25,9 +23,13 @@ class Names(NamedTuple):
 
 
 def _most() -> float:
-    """The largest scale and softcap: kernels multiply by log2(e), in fp32. A global float would be
-    an input of graphs with dynamic shapes, which are compiled again for it."""
+    """The largest scale and softcap: kernels multiply by log2(e), in fp32. A global float, or a
+    finfo's, would be an input of graphs with dynamic shapes, which are compiled again for it."""
     return 2.0**127
+
+
+def _fp32_max() -> float:
+    return (2.0 - 2.0**-23) * 2.0**127
 
 
 OF_FUNCTIONS = Names()
@@ -52,13 +54,13 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0:
-        if not _FP32.tiny <= softcap <= _most():
+        if not 2.0**-126 <= softcap <= _most():
             raise ValueError(
                 f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
                 "positive normal number of fp32, at most 2**127"
             )
         if softmax_scale is not None and not validate.allowed(
-            abs(softmax_scale) <= softcap * _FP32.max
+            abs(softmax_scale) <= softcap * _fp32_max()
         ):
             raise ValueError(
                 f"softcap is {validate.shown(softcap)} and softmax_scale "
