@@ -127,6 +127,7 @@ def varlen(
 ) -> None:
     """Looks at the index tensors of a varlen call; ``packed``: q and k share one of each. On the
     CPU, where nothing waits, it warns of offsets also if checks are off."""
+    validate.flag("zero_tensors", zero_tensors)
     names = _OF_BOTH if packed else _OF_Q
     if not wanted(q):
         if q.is_cpu and is_readable(q):
@@ -210,14 +211,15 @@ def over_a_cache(
     k: Tensor | None,
     cu_seqlens_k_new: Tensor | None,
 ) -> None:
-    """Warns on the CPU as :func:`varlen` does, of offsets over a cache."""
+    """Warns on the CPU as :func:`varlen` does, of offsets over a cache. Rows of k behind the last
+    sequence are usual there: ranks share them."""
     if _on or not (q.is_cpu and is_readable(q)):
         return
     if cu_seqlens_q is not None:
         _warn_once(_OF_Q, len(q), cu_seqlens_q, max_seqlen_q, None, False)
     if cu_seqlens_k_new is not None and k is not None:
         names = ("cu_seqlens_k_new", "seqlen_new", "")
-        _warn_once(names, len(k), cu_seqlens_k_new, None, None, False)
+        _warn_once(names, len(k), cu_seqlens_k_new, None, None, True)
 
 
 def padding(name: str, cu_seqlens: Tensor | None, x: Tensor | None) -> None:
