@@ -304,8 +304,9 @@ def _check_also(
         fresh = UnifiedAttentionFusion(model_of(case, device, case.seed + 3), config_of(case))
         contract.state_dict_holds_all(find, fused, fresh, call)
     elif also == "names":
+        named = fused.named_parameters(remove_duplicate=False)
         keys = {"the model": set(model.state_dict()), "the fused": set(fused.state_dict()),
-                "its parameters": {n for n, _ in fused.named_parameters()}}  # fmt: skip
+                "its parameters": {n for n, _ in named}}  # fmt: skip
         find.that(len(set(map(frozenset, keys.values()))) == 1, "names differ: state_dict of the "
                   "model, of the fused model, and its named_parameters")  # fmt: skip
     elif also == "copies":

@@ -121,7 +121,8 @@ def check(case: Case, device: str) -> Findings:
 
 def _must_raise(case: Case, total: int) -> bool:
     if case.also in ("longest", "differ_longest"):
-        return case.kind == "ring" and total > 1
+        differs = case.also == "differ_longest" and case.ranks > 1
+        return case.kind == "ring" and (total > 1 or differs)
     return case.also == "differ_width" or (case.also == "differ_mask" and case.ranks > 1)
 
 
