@@ -124,8 +124,8 @@ class KeyOrder:
     down_and_up: bool  # sets by turns begin with the last queries, and with the first ones
 
 
-# Fields of a plan.
-_NOT_IN_ITS_LINE = ("kernel", "launches", "key_order", "heads_together", "l2_fraction")
+# Fields of a Plan that its line leaves out, or has at its beginning.
+_HIDDEN_FIELDS = ("kernel", "launches", "key_order", "heads_together", "l2_fraction")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Plan:
         rest = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in _NOT_IN_ITS_LINE and getattr(self, f.name) not in (f.default, 0)
+            if f.name not in _HIDDEN_FIELDS and getattr(self, f.name) not in (f.default, 0)
         ]
         return " ".join([" > ".join(self.launches), *rest])
 

@@ -94,11 +94,13 @@ def say(
         tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile"
         _write(f"{op} {dtype} {sizes}: ATen, its flash kernel if the call is plain, else {tile}")
         return
-    what: object = op
     try:
-        what = asked = problem(op)
-        _write(f"{what}: {kernel or kernels.plan(asked, q.get_device())}")
-    except (RuntimeError, ValueError) as error:
+        what = problem(op)
+    except ValueError as error:  # a call without heads, which the op takes
+        return _write(f"{op}: {error}")
+    try:
+        _write(f"{what}: {kernel or kernels.plan(what, q.get_device())}")
+    except RuntimeError as error:
         _write(f"{what}: {str(error).splitlines()[0]}")
 
 

@@ -22,6 +22,10 @@ from flash_cute.ops.typed import (
 from flash_cute.validate import INT64_MAX
 
 OPS = ("fwd", "bwd", "decode")
+_OP_OF: dict[type, str] = {
+    FwdCall: "fwd", VarlenFwdCall: "fwd", BwdCall: "bwd", VarlenBwdCall: "bwd",
+    FwdKvcacheCall: "decode", AttendKvcacheCall: "decode",
+}  # fmt: skip
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -141,15 +145,8 @@ class Problem:
     def of_call(cls, call: Any, op: str | None = None) -> Problem:
         """Of a call of any attention op (:mod:`flash_cute.ops.typed`); ``op`` "bwd" is the backward
         of a forward call."""
-        over_cache = isinstance(call, (FwdKvcacheCall, AttendKvcacheCall))
-        own = (
-            "decode"
-            if over_cache
-            else "bwd"
-            if isinstance(call, (BwdCall, VarlenBwdCall))
-            else "fwd"
-        )
-        if not (over_cache or isinstance(call, (FwdCall, VarlenFwdCall, BwdCall, VarlenBwdCall))):
+        own = _OP_OF.get(type(call))
+        if own is None:
             raise TypeError(
                 f"call is a {type(call).__name__}; expected a call of an attention op, such as "
                 "flash_cute.ops.typed.FwdCall"
@@ -157,6 +154,7 @@ class Problem:
         op = own if op is None else op
         if op != own and (own, op) != ("fwd", "bwd"):
             raise ValueError(f"op is {op!r}; a {type(call).__name__} is of op {own!r}")
+        over_cache = own == "decode"
         q, k, v = (call.q, call.k_cache, call.v_cache) if over_cache else (call.q, call.k, call.v)
         given: dict[str, Any] = {
             "op": op, "dtype": q.dtype, "heads": q.shape[-2], "heads_k": k.shape[-2],
