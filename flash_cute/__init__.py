@@ -5,10 +5,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from flash_cute import check, mha
-from flash_cute.kvcache import kvcache_status
-from flash_cute.rng import rng_state
+from flash_cute.call.rng import rng_state
+from flash_cute.functional.kvcache import kvcache_status
 from flash_cute.tiled import FlashAttention, flash_attention_backward, flash_attention_forward
-from flash_cute.tiled_sizes import estimate_memory_usage, get_optimal_block_sizes
+from flash_cute.tiled.sizes import estimate_memory_usage, get_optimal_block_sizes
 
 if TYPE_CHECKING:  # the same functions, with results by the flags of a call
     from flash_cute.signatures import (
@@ -22,14 +22,14 @@ if TYPE_CHECKING:  # the same functions, with results by the flags of a call
         flash_attn_with_kvcache,
     )
 else:
-    from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
-    from flash_cute.functional_packed import (
+    from flash_cute.functional.dense_varlen import flash_attn_func, flash_attn_varlen_func
+    from flash_cute.functional.kvcache import flash_attn_combine, flash_attn_with_kvcache
+    from flash_cute.functional.packed import (
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
-    from flash_cute.kvcache import flash_attn_combine, flash_attn_with_kvcache
 
 __version__ = "0.1.0"
 

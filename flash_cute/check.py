@@ -28,8 +28,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate
-from flash_cute.validate import _OF_BOTH, _OF_K, _OF_Q
+from flash_cute import ops
+from flash_cute.call import validate
+from flash_cute.call.validate import _OF_BOTH, _OF_K, _OF_Q
 
 _asked = os.environ.get("FLASH_CUTE_CHECK", "")
 if _asked not in ("", "0", "1"):

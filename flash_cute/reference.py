@@ -18,10 +18,10 @@ autograd through it gives the gradients. For a sequence of seqlen_q queries and 
   +inf makes the row's out and softmax_lse nan. What a row does not see is selected away, never
   multiplied by 0, so that its bits do not matter. (Autograd does multiply: the gradients that it
   takes from here are right for finite inputs.)
-- Dropout zeroes the probabilities that :func:`flash_cute.philox.dropout_keep` does not keep and
-  multiplies the others by 1 / (1 - the rate), the rate being ``dropout_p`` to the nearest 65536th
-  (:func:`flash_cute.philox.dropout_rate`); with ``dropout_p`` 1, out is 0. softmax_lse and row_max
-  are those without dropout. ``softmax`` is the probability before that factor, negative
+- Dropout zeroes the probabilities that :func:`flash_cute.call.philox.dropout_keep` does not keep
+  and multiplies the others by 1 / (1 - the rate), the rate being ``dropout_p`` to the nearest
+  65536th (:func:`flash_cute.call.philox.dropout_rate`); with ``dropout_p`` 1, out is 0. softmax_lse
+  and row_max are those without dropout. ``softmax`` is the probability before that factor, negative
   where dropout drops it, and 0 where the row does not see the key.
 - Over a key/value cache, see :func:`attention_kvcache`, sequence b reads the rows of its pages
   (``block_table[b]``), or of row ``cache_batch_idx[b]`` of the cache, b without one, which is then
@@ -49,7 +49,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute.philox import dropout_keep, dropout_rate
+from flash_cute.call.philox import dropout_keep, dropout_rate
 
 
 class Attention(NamedTuple):

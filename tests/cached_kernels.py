@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flash_cute
-from flash_cute import plan_log
+from flash_cute.kernels import plan_log
 
 RECORD = Path(__file__).parent / "golden" / "cached_kernels_h100.jsonl.gz"
 SEED, COUNT = 20261128, 300

@@ -15,7 +15,7 @@ import pytest
 import torch
 from only_cuda import runs_on_cuda
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import cases, kernels, kvcache
 from flash_cute.tuning import calibration
 

@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
-    from flash_cute import library
+    from flash_cute.native import library
 
     if not library.can_use_cuda():
         parser.error("no CUDA device, or a library without CUDA kernels")

@@ -28,7 +28,7 @@ from typing import Any
 
 import mutants
 
-from flash_cute import library
+from flash_cute.native import library
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import flash_cute  # noqa: E402
-from flash_cute import accept  # noqa: E402
+from flash_cute.call import spellings  # noqa: E402
 
 STUB = ROOT / "flash_cute" / "signatures.pyi"
 FLAGS = ("return_attn_probs", "return_lse", "return_rng", "return_max_logits")
@@ -66,10 +66,12 @@ from typing_extensions import Unpack
 
 
 def keywords(title: str) -> str:
-    """The class of what a function takes beside its parameters, from :mod:`flash_cute.accept`."""
+    """The class of what a function takes beside its parameters, from ``call/spellings.py``."""
     own = inspect.signature(getattr(flash_cute, KEYWORDS[title])).parameters
-    kinds = {name: f"{kind.__name__} | None" for name, kind in accept.HINTS.items()}
-    kinds |= {name: "None" if x is None else f"Literal[{x}]" for name, x in accept.ABSENT.items()}
+    kinds = {name: f"{kind.__name__} | None" for name, kind in spellings.HINTS.items()}
+    kinds |= {
+        name: "None" if x is None else f"Literal[{x}]" for name, x in spellings.ABSENT.items()
+    }
     fields = "".join(f"    {name}: {kind}\n" for name, kind in kinds.items() if name not in own)
     return f"class {title}(TypedDict, total=False):\n{fields}\n"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from flash_cute import validate
+from flash_cute.call import validate
+from flash_cute.call.validate import options as validate_options
 from flash_cute.core.multihead import check_heads
 from flash_cute.hardware.devices import named_device
 from flash_cute.ops.typed import FwdCall
-from flash_cute.validate import options as validate_options
 
 
 class AttentionPatterns(Enum):

@@ -8,8 +8,8 @@ import torch
 
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.core.multihead import MultiHeadAttention
-from flash_cute.library import has_cuda_kernels
-from flash_cute.support import supports
+from flash_cute.kernels.support import supports
+from flash_cute.native.library import has_cuda_kernels
 
 
 class FlashAttention3(MultiHeadAttention):

@@ -39,7 +39,7 @@ app = typer.Typer(
 
 def can_use_cuda() -> bool:
     """Whether there is a GPU, and the library holds kernels for one."""
-    from flash_cute import library
+    from flash_cute.native import library
 
     return library.can_use_cuda()
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import flash_cute
-from flash_cute import kernels, library
+from flash_cute import kernels
+from flash_cute.native import library
 
 # Distributions that calls may pass through.
 _BESIDE = ("triton", "transformers", "flash-attn", "vllm", "diffusers")

@@ -75,7 +75,7 @@ def dtype(name: str) -> torch.dtype:
 
 def gpu(name: str | None) -> Gpu | int | None:
     """As kernels.plan() takes it."""
-    from flash_cute.library import can_use_cuda
+    from flash_cute.native.library import can_use_cuda
 
     if name is None:
         return None
@@ -92,16 +92,17 @@ def gpu(name: str | None) -> Gpu | int | None:
 def described(name: str | None) -> Gpu:
     """The GPU that a command means."""
     from flash_cute import kernels
+    from flash_cute.native import library
 
     given = gpu(name)
-    if given is None and not kernels.can_use_cuda():
+    if given is None and not library.can_use_cuda():
         return kernels.GPUS["h100"]
     return kernels.gpu(given) if given is None or isinstance(given, int) else given
 
 
 def device(name: str) -> str:
     """The device that a command runs on; "" is CUDA where it can be used, else the CPU."""
-    from flash_cute.library import can_use_cuda
+    from flash_cute.native.library import can_use_cuda
 
     if name in ("", "cpu"):
         return name or ("cuda" if can_use_cuda() else "cpu")

@@ -131,7 +131,7 @@ def run_tune(
     as_json: Json = False,
 ) -> None:
     """Measures the kernels for these shapes; a file if that pays."""
-    from flash_cute.library import can_use_cuda
+    from flash_cute.native.library import can_use_cuda
 
     from . import tables, tune
 

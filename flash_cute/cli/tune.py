@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flash_cute import kernels
 from flash_cute.kernels import Problem
-from flash_cute.library import can_use_cuda
+from flash_cute.native.library import can_use_cuda
 from flash_cute.tuning import autotune, calibration
 from flash_cute.tuning.report import Report
 

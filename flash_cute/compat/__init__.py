@@ -20,7 +20,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from flash_cute import validate
+from flash_cute.call import validate
 from flash_cute.compat import distribution
 
 _HERE = "flash_cute.compat"

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_cute import accept, check, validate
-from flash_cute.validate import ops as validate_ops
+from flash_cute import check
+from flash_cute.call import spellings, validate
+from flash_cute.call.validate import ops as validate_ops
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +44,7 @@ def raises_as_flash_attn(function: F) -> F:
 
 def window(x: Any) -> Any:
     """Every negative bound is unbounded. What is no pair is refused behind this."""
-    x = accept.window(x)
+    x = spellings.window(x)
     if not isinstance(x, tuple):
         return x
     return tuple(

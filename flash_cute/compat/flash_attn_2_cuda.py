@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute import accept, kvcache, mha, validate
+from flash_cute import mha
+from flash_cute.call import spellings, validate
+from flash_cute.call.validate import options as validate_options
 from flash_cute.compat import calls
-from flash_cute.validate import options as validate_options
+from flash_cute.functional import kvcache
 
 
 @calls.raises_as_flash_attn
@@ -31,7 +33,7 @@ def fwd(
     gen: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, softmax_lse, S_dmask, rng_state); S_dmask is empty unless asked for."""
-    q, k, v = accept.rows(q, k, v)
+    q, k, v = spellings.rows(q, k, v)
     return _results(
         mha.mha_fwd(
             q, k, v, out, calls.detached(alibi_slopes), p_dropout, softmax_scale,
@@ -73,8 +75,8 @@ def varlen_fwd(
     With ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from
     ``cu_seqlens_k[b]`` on, wherever the next one begins: xFormers' masks with gaps need it.
     """
-    q, k, v = accept.rows(q, k, v)
-    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
+    q, k, v = spellings.rows(q, k, v)
+    max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if leftpad_k is not None:
         raise NotImplementedError(
             "leftpad_k is given, which varlen functions of flash_cute do not take; use "
@@ -142,7 +144,7 @@ def bwd(
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv, softmax_d); those of dq, dk and dv that are given are written."""
-    dout, q, k, v, out = accept.rows(dout, q, k, v, out)
+    dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_bwd(
         dout, q, k, v, out, calls.inward_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
@@ -179,13 +181,13 @@ def varlen_bwd(
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of sequences laid end to end."""
-    dout, q, k, v, out = accept.rows(dout, q, k, v, out)
+    dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_varlen_bwd(
         dout, q, k, v, out, calls.inward_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        calls.detached(alibi_slopes), accept.integer(max_seqlen_q), accept.integer(max_seqlen_k),
-        p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right,
-        calls.softcap(softcap), deterministic, seed, offset,
+        calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
+        spellings.integer(max_seqlen_k), p_dropout, softmax_scale, zero_tensors, is_causal,
+        window_size_left, window_size_right, calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip
 
 

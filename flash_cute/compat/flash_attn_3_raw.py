@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import accept, check, mha_call, validate
+from flash_cute import check
+from flash_cute.call import spellings, validate
 from flash_cute.compat import calls
+from flash_cute.mha import call as mha_call
 from flash_cute.ops.typed import BwdCall, VarlenBwdCall
 
 
@@ -156,7 +158,7 @@ def _flash_attn_backward(
     for name, x in written.items():
         if x is None:
             raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]}, which is written")
-    dout, q, k, v, out = accept.rows(dout, q, k, v, out)
+    dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     left, right = calls.sides(window_size_left, window_size_right)
     score: Any = {
         "softmax_scale": softmax_scale, "is_causal": is_causal, "window_size_left": left,
@@ -169,7 +171,7 @@ def _flash_attn_backward(
         check.dense(q, k)
         call = BwdCall(dout, q, k, v, out, softmax_lse, **score)
     else:
-        longest = [accept.integer(x) for x in (max_seqlen_q, max_seqlen_k)]
+        longest = [spellings.integer(x) for x in (max_seqlen_q, max_seqlen_k)]
         told = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
         rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", told)
         validate.varlen(q, k, v, *rows)
@@ -182,4 +184,4 @@ def _check_lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     """Also where nothing reads them."""
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None:
-            validate.length(name, accept.integer(longest))
+            validate.length(name, spellings.integer(longest))

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import functional, functional_packed, kvcache, validate
+from flash_cute.call import validate
 from flash_cute.compat import calls
 from flash_cute.compat.flash_attn_3_raw import _flash_attn_backward, _flash_attn_forward  # noqa: F401
+from flash_cute.functional import dense_varlen as functional
+from flash_cute.functional import kvcache
+from flash_cute.functional import packed as functional_packed
 
 
 def _options(

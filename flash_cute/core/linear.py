@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_cute import validate
+from flash_cute.call import validate
 
 LEVELS = ("conservative", "balanced", "aggressive")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_cute.core.padding import Packing, offsets, packing
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
-from flash_cute.functional_packed import (
+from flash_cute.functional.packed import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute.philox import dropout_keep, dropout_rate
+from flash_cute.call.philox import dropout_keep, dropout_rate
 
 QUERY_BLOCK = 128
 KEY_BLOCK = 512

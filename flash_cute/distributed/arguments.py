@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_cute import validate
+from flash_cute.call import validate
+from flash_cute.call.validate import options as validate_options
 from flash_cute.ops.typed import FwdCall
-from flash_cute.validate import options as validate_options
 
 
 def whole_list(name: str, x: Any) -> list[Any]:

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate
+from flash_cute.call import validate
+from flash_cute.call.rng import rng_of_call
+from flash_cute.call.validate import options as validate_options
 from flash_cute.distributed import comm, cp_ops, description, exchange, layouts
 from flash_cute.distributed.communicating import call
 from flash_cute.distributed.context import ContextParallel, check_plan, context_of
@@ -22,8 +24,6 @@ from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
 from flash_cute.ops.autograd import refuse_tangents
 from flash_cute.ops.typed import FwdCall
-from flash_cute.rng import rng_of_call
-from flash_cute.validate import options as validate_options
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Random = tuple[torch.Generator | None, Tensor | None]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_cute import validate
+from flash_cute.call import validate
 from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.choose import Links

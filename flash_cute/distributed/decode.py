@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import ops, validate
+from flash_cute import ops
+from flash_cute.call import validate
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate import options as validate_options
 from flash_cute.distributed import comm, description
 from flash_cute.distributed.context import ContextParallel
 from flash_cute.distributed.merge import merge_, merge_sink, rows
 from flash_cute.distributed.trace import named
-from flash_cute.kvcache import flash_attn_with_kvcache
+from flash_cute.functional.kvcache import flash_attn_with_kvcache
 from flash_cute.ops import autocast
 from flash_cute.ops.autograd import refuse_tangents
 from flash_cute.ops.typed import FwdKvcacheCall
-from flash_cute.validate import kvcache as validate_kvcache
-from flash_cute.validate import options as validate_options
 
 
 def cp_decode(

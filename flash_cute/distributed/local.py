@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import kernels, limits, ops
+from flash_cute import kernels, ops
 from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch, Launches
 from flash_cute.distributed.trace import named
+from flash_cute.native import limits
 from flash_cute.ops.typed import OPS, FwdCall, VarlenFwdCall
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_cute import validate
+from flash_cute.call import validate
 from flash_cute.distributed import comm
 from flash_cute.distributed.agreement import agree
 from flash_cute.distributed.arguments import check_group

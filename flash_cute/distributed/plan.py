@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute.call import validate
 from flash_cute.distributed import layouts, tiles
 from flash_cute.distributed.layouts import LAYOUTS, Runs, Window, kept
 

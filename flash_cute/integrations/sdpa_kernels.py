@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, kvcache, ops
+from flash_cute import ops
+from flash_cute.call import spellings
+from flash_cute.call.rng import rng_state
+from flash_cute.functional import kvcache
 from flash_cute.ops.switches import deterministic
 from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
-from flash_cute.rng import rng_state
 
 _FWD_OUT, _BWD_OUT = torch.ops.flash_cute.fwd.out, torch.ops.flash_cute.bwd.out
 _SDPA = "_scaled_dot_product_flash_attention"
@@ -84,9 +86,9 @@ def sdpa_backward(
     rng = philox_seed.view(torch.int64) if dropout_p else None
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     saved = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    dout, q, k, v, out = accept.rows(*saved)
+    dout, q, k, v, out = spellings.rows(*saved)
     rows = tuple(x.transpose(1, 2) for x in grads)
-    written = accept.rows(*rows)
+    written = spellings.rows(*rows)
     call = BwdCall(
         dout, q, k, v, out, logsumexp.contiguous(), softmax_scale=scale, is_causal=is_causal,
         dropout_p=dropout_p, rng=rng, deterministic=deterministic(False),
@@ -117,7 +119,7 @@ def _dense(
     with internals.below_versions():  # nobody has seen what is written
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-            q, k, v = accept.rows(q, k, v)
+            q, k, v = spellings.rows(q, k, v)
         call: tuple[Any, ...] = (q, k, v, scale, is_causal)
         allow_tf32 = ops.allow_tf32(query)
         if right != -1 or dropout_p or allow_tf32:  # each argument that is given costs time
@@ -219,7 +221,7 @@ def cpu_backward(
         )  # fmt: skip
     seen_k, seen_v, right = _top_left(query, key, value, is_causal)
     tensors = (grad_out, query, seen_k, seen_v, out)
-    dout, q, k, v, out = accept.rows(*(x.transpose(1, 2) for x in tensors))
+    dout, q, k, v, out = spellings.rows(*(x.transpose(1, 2) for x in tensors))
     call = BwdCall(
         dout, q, k, v, out, logsumexp.contiguous(), softmax_scale=scale, window_size_right=right,
         deterministic=deterministic(False),
@@ -269,7 +271,7 @@ def flash_forward(
     """Sequences of different lengths, also in pages; dense without ``cum_seq_q``."""
     lost = {"seqused_k": seqused_k, "alibi_slopes": alibi_slopes, "block_table": block_table}
     _refuse_gradients((query, key, value), lost)
-    q, k, v = accept.rows(query, key, value)
+    q, k, v = spellings.rows(query, key, value)
     window = _bound(window_size_left), _bound(window_size_right)
     if block_table is not None:
         out, lse = kvcache.flash_attn_with_kvcache(
@@ -284,7 +286,7 @@ def flash_forward(
         )
     rng = rng_state(q.device) if dropout_p else None
     if cum_seq_q is not None and cum_seq_k is None:
-        k, v, cum_seq_k = accept.keys(k, v, seqused_k, None)
+        k, v, cum_seq_k = spellings.keys(k, v, seqused_k, None)
     options: dict[str, Any] = {
         "softmax_scale": scale, "is_causal": is_causal, "window_size_left": window[0],
         "window_size_right": window[1], "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
@@ -343,7 +345,7 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = accept.rows(grad_out, query, key, value, out)
+    dout, q, k, v, out = spellings.rows(grad_out, query, key, value, out)
     window = _bound(window_size_left), _bound(window_size_right)
     rng = state.view(torch.int64) if dropout_p else None
     options: dict[str, Any] = {

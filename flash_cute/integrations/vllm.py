@@ -23,7 +23,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flash_cute
-from flash_cute import support
+from flash_cute.kernels import support
 
 
 def register() -> None:

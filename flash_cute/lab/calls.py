@@ -9,9 +9,9 @@ from torch import Tensor
 
 import flash_cute.ops  # noqa: F401  registers the fakes
 from flash_cute import _torch_internals as internals
-from flash_cute import library
+from flash_cute.call.validate import ops as validate_ops
 from flash_cute.lab.kernel_configs import FlashForwardKernelConfig
-from flash_cute.validate import ops as validate_ops
+from flash_cute.native import library
 
 _OPS = torch.ops.flash_cute
 _BUILT = frozenset(library.lab_kernels())

@@ -355,7 +355,7 @@ def get_kernels_to_build(
 
 def _built() -> list[FlashForwardKernelConfig]:
     """The configs of the library that is loaded."""
-    from flash_cute.library import lab_kernels
+    from flash_cute.native.library import lab_kernels
 
     names = set(lab_kernels())
     every = get_kernels_to_build("all") if names else []

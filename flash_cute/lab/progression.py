@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import lab, library
+from flash_cute import lab
 from flash_cute.lab.kernel_configs import (
     PROGRESSION_STEPS,
     DType,
@@ -22,6 +22,7 @@ from flash_cute.lab.kernel_configs import (
     get_kernel_progression_configs,
 )
 from flash_cute.lab.test.utils import error_statistics, generate_qkv, generate_qkvo
+from flash_cute.native import library
 from flash_cute.utils.timing import time_calls
 
 PRODUCTION = "flash_cute's sm80 kernel"

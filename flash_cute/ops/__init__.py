@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from flash_cute._torch_internals import transformed
-from flash_cute.library import has_cuda_kernels, kernels
+from flash_cute.native.library import has_cuda_kernels, kernels
 from flash_cute.ops import autocast, autograd, cpu_kernels, fakes, flops, sharding, vmap
 from flash_cute.ops.autograd import (
     backward_arguments,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import limits, validate
+from flash_cute.call import validate
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import options as validate_options
+from flash_cute.native import limits
 from flash_cute.ops import schema, switches
 from flash_cute.ops.schema import CALLS, Results
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate import options as validate_options
 
 _OUT_OVERLOAD = (
     "out overloads are not differentiable; use the functional op or call it under torch.no_grad()"

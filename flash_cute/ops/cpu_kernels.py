@@ -9,12 +9,12 @@ import torch
 
 from flash_cute import _torch_internals as internals
 from flash_cute import cpu
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate.options import OF_OPS
 from flash_cute.cpu.forward import fwd_without_lse
 from flash_cute.ops.schema import CALLS, OPS, Results
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
-from flash_cute.validate import kvcache as validate_kvcache
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate.options import OF_OPS
 
 
 def register(library: torch.library.Library) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate.options import OF_OPS
 from flash_cute.ops import schema
 from flash_cute.ops.schema import CALLS, OUT_OF, Results, bwd, fwd, varlen_bwd, varlen_fwd
 from flash_cute.ops.typed import AttendKvcacheCall, CombineCall, FwdKvcacheCall
-from flash_cute.validate import kvcache as validate_kvcache
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate.options import OF_OPS
 
 
 def register(library: torch.library.Library) -> None:

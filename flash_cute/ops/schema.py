@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flash_cute.library  # noqa: F401  loads the ops
+import flash_cute.native.library  # noqa: F401  loads the ops
 from flash_cute import _torch_internals as internals
 from flash_cute.ops import typed
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute.philox import dropout_rate
+from flash_cute.call.philox import dropout_rate
 from flash_cute.testing.cases import Inputs
 
 ROUNDING_UNIT = {

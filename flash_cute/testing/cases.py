@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import reference, validate
+from flash_cute import reference
+from flash_cute.call import validate
 
 LAYOUTS = (
     "contiguous",

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import systems
 from flash_cute.testing.cases import unsupported_on_cuda
 from flash_cute.testing.systems.runner import CASE_S, Runner

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_cute import kernels, library
+from flash_cute import kernels
+from flash_cute.native import library
 
 _ID = re.compile(
     r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w\d+_.*"

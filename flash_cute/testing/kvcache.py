@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import reference, validate
+from flash_cute import reference
+from flash_cute.call import validate
+from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Problem, lay_out
-from flash_cute.validate import kvcache as validate_kvcache
 
 NAN = float("nan")
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from flash_cute import lab, library, ops
+from flash_cute import lab, ops
 from flash_cute.lab.kernel_configs import get_kernels_to_build
 from flash_cute.lab.test.utils import generate_qkv
+from flash_cute.native import library
 from flash_cute.testing.kernels import Kernel, parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 

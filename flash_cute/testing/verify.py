@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Inputs
 from flash_cute.testing.kernels import forward_families

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from flash_cute import kernels, limits
-from flash_cute.kernels import Gpu, Problem, as_gpu
+from flash_cute import kernels
+from flash_cute.kernels import Gpu, Problem
+from flash_cute.kernels.plans import as_gpu, is_count
+from flash_cute.native import limits
 from flash_cute.tuning import calibration, rules
 from flash_cute.tuning.choice import Choice
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
@@ -77,7 +79,7 @@ def autotune(
         kernels.use_calibration("calibration.json")
     """
     _check_problems(problems=problems, validation=validation, unseen=unseen)
-    if not kernels.is_count(rounds):
+    if not is_count(rounds):
         raise ValueError(f"rounds is {rounds!r}; expected an int of at least 1")
     path = calibration.checked_path(path)
     if (clock is None) != (gpu is None):

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from flash_cute import library
-from flash_cute.kernels import MOST_SPLITS, Gpu, KernelConfig, as_gpu, is_count, kernels
+from flash_cute.kernels.plans import MOST_SPLITS, Gpu, KernelConfig, as_gpu, is_count, kernels
+from flash_cute.native import library
 from flash_cute.tuning import files
 from flash_cute.tuning.choice import Choice
 

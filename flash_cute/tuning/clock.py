@@ -10,6 +10,7 @@ import torch
 from flash_cute import kernels
 from flash_cute.cli.profiled import call_of
 from flash_cute.kernels import Problem
+from flash_cute.native import library
 from flash_cute.tuning.choice import Choice
 from flash_cute.utils.timing import time_calls
 
@@ -36,7 +37,7 @@ class CudaClock:
     """
 
     def __init__(self, calls: int = 5) -> None:
-        if not kernels.can_use_cuda():
+        if not library.can_use_cuda():
             raise RuntimeError(
                 "tuning measures kernels on a GPU, and there is none here, or this build of "
                 "flash_cute has no CUDA: run it where the kernels will run"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.context_parallel import table
-from flash_cute import validate
+from flash_cute.call import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from flash_cute import compat, library
+from flash_cute import compat
 from flash_cute.integrations import sdpa
+from flash_cute.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -32,12 +33,12 @@ def has_module(name: str) -> Callable[[], bool]:
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "flash_cute.integrations.transformers": ("transformers", has_module("transformers")),
     "flash_cute.integrations.vllm": ("vLLM", has_module("vllm")),
-    "flash_cute.kernels.gpu": ("a GPU", library.can_use_cuda),
+    "flash_cute.kernels.plans.gpu": ("a GPU", library.can_use_cuda),
     "flash_cute.lab.calls": (
         "a GPU and the lab's kernels",
         lambda: library.can_use_cuda() and bool(library.lab_kernels()),
     ),
-    "flash_cute.tiled.kernel_of": ("a GPU", library.can_use_cuda),
+    "flash_cute.tiled.functions.kernel_of": ("a GPU", library.can_use_cuda),
     "flash_cute.tuning.autotune": ("a GPU", library.can_use_cuda),
 }
 

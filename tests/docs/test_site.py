@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention", "attention.fusion", "core", "distributed", "hardware", "lab", "precision",
             "tuning", "kernels", "integrations.transformers")  # fmt: skip
 MODULES = ("flash_cute.compat", "flash_cute.integrations.sdpa", "flash_cute.integrations.vllm",
-           "flash_cute.mha", "flash_cute.check", "flash_cute.fp8", "flash_cute.plan_log",
+           "flash_cute.mha", "flash_cute.check", "flash_cute.call.fp8", "flash_cute.plan_log",
            "flash_cute.reference", "flash_cute.utils.validation_framework",
            "flash_cute.utils.compiler_optimization_assistant", "flash_cute.library")  # fmt: skip
 

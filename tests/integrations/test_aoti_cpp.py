@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flash_cute
-from flash_cute import library
+from flash_cute.native import library
 
 SOURCE = Path(__file__).with_name("aoti_runner.cpp")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

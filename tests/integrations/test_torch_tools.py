@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 
 import flash_cute
 from flash_cute import flash_attn_func
-from flash_cute.validate import ops as validate_ops
+from flash_cute.call.validate import ops as validate_ops
 
 torch.fx.wrap("flash_attn_func")
 

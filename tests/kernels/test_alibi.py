@@ -7,7 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flash_cute import library, ops, reference
+from flash_cute import ops, reference
+from flash_cute.native import library
 from flash_cute.testing import bounds
 from flash_cute.testing.kernels import forward_families
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_cute import _torch_internals as internals
-from flash_cute import flash_attn_func, flash_attn_with_kvcache, reference, validate
+from flash_cute import flash_attn_func, flash_attn_with_kvcache, reference
+from flash_cute.call import validate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -10,7 +10,8 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 import flash_cute
-from flash_cute import library, ops
+from flash_cute import ops
+from flash_cute.native import library
 from flash_cute.ops.typed import BwdCall
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Case, Inputs, VarlenCase, make_inputs

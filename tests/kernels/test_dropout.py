@@ -8,7 +8,7 @@ import checks
 import pytest
 import torch
 
-from flash_cute.philox import dropout_keep, dropout_rate
+from flash_cute.call.philox import dropout_keep, dropout_rate
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Case, Inputs, VarlenCase
 

@@ -11,8 +11,9 @@ import checks
 import pytest
 import torch
 
-from flash_cute import library, reference
-from flash_cute.philox import dropout_keep
+from flash_cute import reference
+from flash_cute.call.philox import dropout_keep
+from flash_cute.native import library
 from flash_cute.testing import bounds, memory
 from flash_cute.testing.cases import LAYOUTS, Case, Inputs, VarlenCase, lay_out_inputs, make_inputs
 from flash_cute.testing.kernels import forward_families

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, kernels, library
+from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, kernels
+from flash_cute.native import library
 from flash_cute.testing.cases import Case, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
 from flash_cute.testing.verify import verify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvcache_calls import check_order, check_same
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import bounds
 from flash_cute.testing.kernels import parse
 from flash_cute.testing.kvcache import CacheCase, check, make_cache_inputs

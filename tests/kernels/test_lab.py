@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_cute import lab, library, reference
+from flash_cute import lab, reference
 from flash_cute.lab import calls, progression
 from flash_cute.lab.__main__ import main
 from flash_cute.lab.kernel_configs import (
@@ -26,6 +26,7 @@ from flash_cute.lab.test.utils import (
     generate_qkvo,
     reference_forward,
 )
+from flash_cute.native import library
 from flash_cute.testing import smoke
 
 BF16 = torch.bfloat16

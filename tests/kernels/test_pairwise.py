@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_cute import validate
+from flash_cute.call import validate
 from flash_cute.testing.cases import LAYOUTS, Case, VarlenCase
 from flash_cute.testing.pairwise import pairwise
 from flash_cute.testing.verify import verify_families

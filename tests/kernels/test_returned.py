@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Case, Inputs, VarlenCase
 from flash_cute.testing.kernels import forward_families

@@ -12,11 +12,12 @@ import torch
 from tiled_oracle import LIMITS, assert_close, inputs, reference
 
 import flash_cute
-from flash_cute import kernels, tiled_sizes
+from flash_cute import kernels
 from flash_cute._torch_internals import DispatchMode
 from flash_cute.cpu import streaming
 from flash_cute.cpu.streaming import Tile
 from flash_cute.tiled import kernel_of
+from flash_cute.tiled import sizes as tiled_sizes
 
 PAIRS = [(32, 32), (1, 1), (64, 32), (17, 5), (5, 90), (70, 70), (71, 200), (4096, 1), (1, 4096)]
 

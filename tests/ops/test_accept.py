@@ -8,7 +8,8 @@ import torch
 from bad_arguments import good_arguments, pages, wide
 
 import flash_cute
-from flash_cute import accept, reference
+from flash_cute import reference
+from flash_cute.call import spellings
 
 FUNCTIONS = (
     "func", "qkvpacked_func", "kvpacked_func", "varlen_func", "varlen_qkvpacked_func",
@@ -225,6 +226,6 @@ def test_kvcache(device):
 
 def test_what_is_no_number_stays():
     for x in (None, 1.5, True, "a", torch.tensor(1.5), torch.tensor(True), torch.tensor([1])):
-        assert accept.integer(x) is x
+        assert spellings.integer(x) is x
     for x in ("ab", 3, 1.5):
-        assert accept.window(x) is x
+        assert spellings.window(x) is x

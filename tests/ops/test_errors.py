@@ -22,7 +22,7 @@ from bad_arguments import (
 )
 
 import flash_cute
-from flash_cute import validate
+from flash_cute.call import validate
 
 NAN, INF = math.nan, math.inf
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import flash_cute
-from flash_cute import validate
+from flash_cute.call import validate
 
 OPS = torch.ops.flash_cute
 FUNCTIONS = (

@@ -7,8 +7,8 @@ import torch
 from bad_arguments import BF16, INT32, Arguments, Change, on, to
 
 import flash_cute
-from flash_cute.validate import kvcache as validate_kvcache
-from flash_cute.validate import ops as validate_ops
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate import ops as validate_ops
 
 
 def good(device: str) -> Arguments:

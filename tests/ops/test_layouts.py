@@ -10,8 +10,8 @@ import torch
 from bad_arguments import BF16, INT32, good_arguments, pages
 
 import flash_cute
-from flash_cute import validate
-from flash_cute.validate import ops as validate_ops
+from flash_cute.call import validate
+from flash_cute.call.validate import ops as validate_ops
 
 FUNCTIONS = (
     "func", "qkvpacked_func", "kvpacked_func", "varlen_func", "varlen_qkvpacked_func",

@@ -12,10 +12,10 @@ from bad_arguments import BF16, INT32, Arguments, elsewhere, good_arguments, pag
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
-from flash_cute import validate
+from flash_cute.call import validate
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate.options import OF_FUNCTIONS
 from flash_cute.ops.typed import FwdKvcacheCall
-from flash_cute.validate import kvcache as validate_kvcache
-from flash_cute.validate.options import OF_FUNCTIONS
 
 FP32 = torch.finfo(torch.float32)
 MOST = 2.0**127

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import flash_cute
-from flash_cute import check, kernels, mha, plan_log, tiled
+from flash_cute import check, kernels, mha, tiled
 from flash_cute.compat import flash_attn_2_cuda, flash_attn_3_raw, flash_attn_interface
 from flash_cute.compat.flash_attn import bert_padding
 from flash_cute.compat.flash_attn import flash_attn_interface as flash_attn
 from flash_cute.compat.flash_attn.layers import rotary
+from flash_cute.kernels import plan_log
 
 Q, K = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 2, 16)
 QKV, KV = torch.randn(2, 9, 3, 4, 16), torch.randn(2, 9, 2, 2, 16)
@@ -111,13 +112,13 @@ CALLS: dict[str, Call] = {
                 "name": "x", "capability": 90, "smem_optin": 1000, "sms": 10, "memory_gb_s": 10,
                 "l2_bytes": 10,
             },
-            "as_gpu": {"gpu": "h100"},
             "plan": {"problem": PROBLEM},
             "explain": {"problem": PROBLEM},
             "supports": {"call": PROBLEM},
             "bucket": {"problem": PROBLEM},
             "nearest": {"problem": PROBLEM, "block_m": 64, "block_n": 64},
         },
+        kernels.plans: {"as_gpu": {"gpu": "h100"}},
         flash_attn: {
             "flash_attn_func": DENSE,
             "flash_attn_varlen_func": ROWS | LENGTHS,
@@ -278,8 +279,8 @@ def test_what_is_right_is_taken(call, name):
 def test_the_table_has_every_public_function():
     """Of these modules, whose functions have numbers."""
     known = {function for function, _ in CALLS.values()}
-    modules = (mha, kernels, tiled, flash_attn, flash_attn_2_cuda, flash_attn_interface,
-               flash_attn_3_raw, bert_padding, rotary)  # fmt: skip
+    modules = (mha.functions, kernels.plans, tiled.functions, flash_attn, flash_attn_2_cuda,
+               flash_attn_interface, flash_attn_3_raw, bert_padding, rotary)  # fmt: skip
     public = {getattr(flash_cute, name) for name in flash_cute.__all__ if name != "autotune"}
     for module in modules:
         public |= {
@@ -294,8 +295,8 @@ def test_the_table_has_every_public_function():
     }
     made_by_the_library = {kernels.KernelConfig, kernels.KeyOrder, kernels.Plan}
     not_on_the_cpu = {kernels.gpu}
-    others = {kernels.only, kernels.is_count, rotary.apply_rotary_emb_torch, rotary.rotate_half,
-              kernels.ctas_an_sm}  # fmt: skip
+    others = {kernels.only, kernels.plans.is_count, rotary.apply_rotary_emb_torch,
+              rotary.rotate_half, kernels.ctas_an_sm}  # fmt: skip
     assert numbered - made_by_the_library - not_on_the_cpu - others <= known
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bad_arguments import BF16, INT32, Change, good_arguments, on, strided, to, vector
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import memory
 from flash_cute.testing.kernels import forward_families
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flash_cute
-from flash_cute import packed
+from flash_cute.functional import packed_autograd as packed
 from flash_cute.testing import bounds
 
 Call = tuple[Callable[..., torch.Tensor], list[torch.Tensor]]  # a function, and its leaves

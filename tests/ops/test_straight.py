@@ -9,18 +9,11 @@ import weakref
 import pytest
 import torch
 
-from flash_cute import (
-    check,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    functional,
-    kvcache,
-    ops,
-    plan_log,
-    run,
-)
-from flash_cute.validate import kvcache as validate_kvcache
+from flash_cute import check, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, ops
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.functional import dense_varlen as functional
+from flash_cute.functional import kvcache, run
+from flash_cute.kernels import plan_log
 
 MODULES = (functional, kvcache)
 

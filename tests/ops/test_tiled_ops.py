@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_cute import FlashAttention, flash_attention_forward, tiled_ops
+from flash_cute import FlashAttention, flash_attention_forward
+from flash_cute.tiled import ops as tiled_ops
 
 
 def tensors(*shape, dtype=torch.float64, count=3):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_cute import kernels, library
+from flash_cute import kernels
 from flash_cute.attention import (
     AttentionConfig,
     AttentionPatterns,
@@ -24,6 +24,7 @@ from flash_cute.attention import (
     RingAttentionLayer,
     create_attention,
 )
+from flash_cute.native import library
 
 CONFIGS = [AttentionConfig, FP8AttentionConfig]
 

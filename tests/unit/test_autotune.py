@@ -13,6 +13,7 @@ import flash_cute
 from flash_cute import kernels
 from flash_cute.cli import app as cli
 from flash_cute.kernels import Problem
+from flash_cute.native import library
 from flash_cute.tuning import Choice, Gain, Report, calibration, files, rules
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
@@ -285,7 +286,7 @@ def test_times_that_are_none_are_refused(time, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(kernels.can_use_cuda(), reason="there is a GPU")
+@pytest.mark.skipif(library.can_use_cuda(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused(tmp_path):
     path = tmp_path / "x.json"
     with pytest.raises(RuntimeError, match="measures kernels on a GPU, and there is none"):

@@ -9,7 +9,7 @@ from torch_sdpa import sdpa
 from benchmarks import attention, report, rivals, suites, timing, truth
 from benchmarks.rivals import Work
 from benchmarks.suites import SUITES
-from flash_cute import library
+from flash_cute.native import library
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,10 @@ from flash_cute.cli.app import app
 from flash_cute.cli.profile import Profile
 from flash_cute.cpu import plain
 from flash_cute.cpu.tiles import Options
+from flash_cute.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_GPU = not kernels.can_use_cuda()
+NO_GPU = not library.can_use_cuda()
 COMMANDS = ("info", "list", "explain", "bench", "profile", "demo", "fuzz", "lab", "tune")
 ID = re.compile(r"(?:fwd|bwd|decode)_sm\d+_\S*")
 SMALL = ["-b", "1", "--heads", "2", "-d", "16", "--rounds", "1", "--device", "cpu"]

@@ -18,7 +18,7 @@ from gpu_stages import Ended, Found
 from made_up_kernels import BWD_ID, CHECKED, FWD_ID, code, recorded
 from only_cuda import runs_on_cuda
 
-from flash_cute import library
+from flash_cute.native import library
 from flash_cute.testing import fuzz, repeats, smoke
 
 

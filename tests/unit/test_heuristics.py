@@ -13,7 +13,7 @@ from planned import plan
 
 from benchmarks import rivals, timing
 from benchmarks.suites import SUITES, Case, make_inputs
-from flash_cute import library
+from flash_cute.native import library
 
 D128 = "fwd_sm90_bf16_plain_d128x128_"
 

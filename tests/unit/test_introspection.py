@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, library, limits
+from flash_cute import flash_attn_func, flash_attn_qkvpacked_func
 from flash_cute import kernels as k
+from flash_cute.native import library, limits
 
 ops = torch.ops.flash_cute
 A_CALL = k.Problem(batch=4, heads=16, heads_k=4, seqlen_q=4096, head_dim=128)

@@ -7,7 +7,7 @@ import pytest
 from kernel_hash import Code
 from made_up_kernels import BWD, BWD_ID, CHECKED, FWD, FWD_ID, PASS, code, elf, recorded
 
-from flash_cute import library
+from flash_cute.native import library
 
 
 def test_ids_are_read_from_mangled_names():

@@ -16,7 +16,7 @@ import regs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_cute import lab, library
+from flash_cute import lab
 from flash_cute.lab import kernel_configs
 from flash_cute.lab.kernel_configs import (
     PROGRESSION_STEPS,
@@ -27,6 +27,7 @@ from flash_cute.lab.kernel_configs import (
     get_kernel_progression_configs,
     get_kernels_to_build,
 )
+from flash_cute.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = (

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import flash_cute
-from flash_cute import library
 from flash_cute.kernels import KernelConfig
+from flash_cute.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 PTXAS = """
@@ -243,7 +243,7 @@ def places(tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     folders = [tmp_path / "site-packages" / "flash_cute", checkout / "flash_cute"]
     monkeypatch.setattr(flash_cute, "__path__", [str(folder) for folder in folders])
-    monkeypatch.setattr(library, "__file__", str(checkout / "flash_cute" / "library.py"))
+    monkeypatch.setattr(library, "__file__", str(checkout / "flash_cute" / "native" / "library.py"))
     folders += [checkout / "build" / "make", checkout / "build" / "dev"]
     for folder in folders:
         folder.mkdir(parents=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_cute.philox import dropout_keep, philox4x32
+from flash_cute.call.philox import dropout_keep, philox4x32
 
 ONES = 0xFFFFFFFF
 

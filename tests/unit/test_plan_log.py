@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import flash_cute
-from flash_cute import kernels, plan_log
+from flash_cute import kernels
+from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdKvcacheCall, VarlenFwdCall
 
 BF16 = torch.bfloat16

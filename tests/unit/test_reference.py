@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_cute import reference
-from flash_cute.philox import dropout_keep
+from flash_cute.call.philox import dropout_keep
 
 
 def inputs(batch=2, seqlen_q=5, seqlen_k=7, heads=4, heads_k=2, dim=3, dim_v=2, seed=0):

@@ -8,7 +8,8 @@ import cached_kernels
 import pytest
 import torch
 
-from flash_cute import kernels, plan_log
+from flash_cute import kernels
+from flash_cute.kernels import plan_log
 
 
 class _Planned(Exception):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_cute import library
+from flash_cute.native import library
 
 pytest_plugins = ["pytester"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_cute import kernels, support
+from flash_cute import kernels
+from flash_cute.kernels import support
 from flash_cute.ops.typed import FwdCall, FwdKvcacheCall
 
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ from tiled_oracle import assert_close, inputs, reference
 import flash_cute
 from flash_cute import kernels
 from flash_cute.tiled import kernel_of
-from flash_cute.tiled_sizes import check_shared_memory
+from flash_cute.tiled.sizes import check_shared_memory
 
 
 @pytest.mark.parametrize("use_half", [False, True])

@@ -9,10 +9,10 @@ import torch
 from made_up_clock import SHAPES, cost_with, tuned
 from typer.testing import CliRunner
 
-from flash_cute import kernels
 from flash_cute.cli import app as cli
 from flash_cute.cli import tune
 from flash_cute.kernels import Problem
+from flash_cute.native import library
 from flash_cute.tuning.clock import check_plain
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
@@ -45,7 +45,7 @@ def test_show(tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["file"] == str(path)
-    if not kernels.can_use_cuda():
+    if not library.can_use_cuda():
         rules_as_text = {bucket: str(choice) for bucket, choice in report.rules.items()}
         assert found["kernels"] == rules_as_text and found["misses"] == []
     path.write_text("{")

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, support
+from flash_cute import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_cute.attention.fusion.masks import Visible
+from flash_cute.kernels import support
 
 
 def attend_packed(qkv: Tensor, visible: Visible, dropout_p: float, rng: Tensor | None) -> Tensor:

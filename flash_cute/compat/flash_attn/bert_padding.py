@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute.call import validate
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import validate
+from flash_cute.call import validate
 from flash_cute.compat import calls
 from flash_cute.compat import flash_attn_2_cuda as flash_attn_gpu
 

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import functional, kvcache, support, validate
+from flash_cute.call import validate
 from flash_cute.core.padding import offsets, packing
+from flash_cute.functional import dense_varlen as functional
+from flash_cute.functional import kvcache
 from flash_cute.integrations.transformers.documents import Documents, of_numbers, of_positions
+from flash_cute.kernels import support
 
 Options = dict[str, Any]
 _UNSAID: Any = "not given"  # by the layer, which then does not know its window

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import accept, validate
+from flash_cute.call import spellings, validate
 from flash_cute.compat import calls
 
 
@@ -71,7 +71,7 @@ def apply_rotary_emb(
     elif seqlen_offsets.is_floating_point() or seqlen_offsets.dtype == torch.bool:
         raise TypeError(f"seqlen_offsets has dtype {seqlen_offsets.dtype}; expected integers")
     if max_seqlen is not None:
-        validate.length("max_seqlen", accept.integer(max_seqlen))
+        validate.length("max_seqlen", spellings.integer(max_seqlen))
     if cu_seqlens is None:
         positions = torch.arange(x.shape[1], device=x.device)
         if isinstance(seqlen_offsets, Tensor):

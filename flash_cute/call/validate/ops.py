@@ -1,5 +1,5 @@
 """What direct calls of the ops accept beside what the functions do: results of forward, and tensors
-that are to hold results. Errors as in :mod:`flash_cute.validate`.
+that are to hold results. Errors as in :mod:`flash_cute.call.validate`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate
-from flash_cute.rng import check_rng
-from flash_cute.validate import options as validate_options
+from flash_cute.call import validate
+from flash_cute.call.rng import check_rng
+from flash_cute.call.validate import options as validate_options
 
 if TYPE_CHECKING:
     from flash_cute.ops.typed import VarlenFwdCall

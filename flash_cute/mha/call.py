@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import ops, validate
+from flash_cute import ops
+from flash_cute.call import validate
+from flash_cute.call.rng import check_generator, rng_of_call
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import options as validate_options
+from flash_cute.functional.run import batch_of
 from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
-from flash_cute.rng import check_generator, rng_of_call
-from flash_cute.run import batch_of
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate import options as validate_options
 
 _NAMES = validate_options.OF_OPS._replace(dropout_p="p_dropout", alibi_slopes="alibi_slopes_")
 

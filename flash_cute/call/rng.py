@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute.call import validate
 
 
 def rng_state(

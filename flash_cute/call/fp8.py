@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import validate
+from flash_cute.call import validate
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDE_DTYPES = (torch.float16, torch.bfloat16)

@@ -1,16 +1,4 @@
-"""Attention of (B, H, N, D) whose tile the caller chooses: ``Br`` query rows, ``Bc`` key columns.
-
-Softmax over ``q k^T / sqrt(D)``, without a mask (FlashAttention, arXiv 2205.14135). Any ``Bc, Br``
->= 1 gives the right result, whether they divide N or not; no N x N scores
-are held, but those of a tile, or of a few small ones.
-
-- On the CPU they are the tile. A step takes several small tiles (:mod:`flash_cute.cpu.streaming`).
-- On CUDA tiles are built in: the kernel with the nearest tile runs, of those that are made for the
-  head dim (:func:`flash_cute.kernels.nearest`; :func:`kernel_of` says which). A pair whose tiles of
-  Q, K and V would not fit into a CTA's shared memory raises ValueError.
-
-For masks, grouped heads and the fastest kernel call :func:`flash_cute.flash_attn_func`.
-"""
+"""Forward, backward and the module of attention whose tile the caller chooses."""
 
 from __future__ import annotations
 
@@ -19,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_cute import tiled_ops, validate
+from flash_cute.call import validate
 from flash_cute.cpu import streaming
 from flash_cute.ops import autocast
-from flash_cute.tiled_sizes import DEFAULT_BLOCK, check_sizes
+from flash_cute.tiled import ops as tiled_ops
+from flash_cute.tiled.sizes import DEFAULT_BLOCK, check_sizes
 
 
 def flash_attention_forward(

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import accept, check, fp8, validate
-from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
+from flash_cute import check
+from flash_cute.call import fp8, spellings, validate
+from flash_cute.functional.dense_varlen import flash_attn_func, flash_attn_varlen_func
+from flash_cute.functional.run import Result, run
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
-from flash_cute.run import Result, run
 
 
 def flash_attn_kvpacked_func(
@@ -56,8 +57,8 @@ def flash_attn_kvpacked_func(
         kv = torch.randn(2, 300, 2, 4, 64)  # 4 heads of keys, each for 2 of queries
         out = flash_attn_kvpacked_func(q, kv)  # (2, 100, 8, 64)
     """
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_kvpacked_func, others) or return_lse
+    sink = spellings.sink(sink, s_aux, learnable_sink)
+    return_lse = spellings.others(flash_attn_kvpacked_func, others) or return_lse
     if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
         k, v = fp8.unpacked("kv", kv, 5, 2)
         return flash_attn_func(
@@ -67,13 +68,13 @@ def flash_attn_kvpacked_func(
             return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    q, kv = accept.rows(*autocast.cast(q, kv))
+    q, kv = spellings.rows(*autocast.cast(q, kv))
     validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
     check.dense(q, k)
     call = FwdCall(
-        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
     return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv)
@@ -117,8 +118,8 @@ def flash_attn_qkvpacked_func(
         out = flash_attn_qkvpacked_func(qkv, causal=True)  # (2, 100, 8, 64)
         out.sum().backward()
     """
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_qkvpacked_func, others) or return_lse
+    sink = spellings.sink(sink, s_aux, learnable_sink)
+    return_lse = spellings.others(flash_attn_qkvpacked_func, others) or return_lse
     if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):
         q, k, v = fp8.unpacked("qkv", qkv, 5, 3)
         return flash_attn_func(
@@ -128,13 +129,13 @@ def flash_attn_qkvpacked_func(
             return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    (qkv,) = accept.rows(*autocast.cast(qkv))
+    (qkv,) = spellings.rows(*autocast.cast(qkv))
     validate.packed("qkv", qkv, 5, 3)
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
     check.dense(q, k)
     call = FwdCall(
-        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
     return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv)
@@ -185,8 +186,8 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_k = torch.tensor([0, 200, 250], dtype=torch.int32)
         out = flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 60, 200)
     """
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_varlen_kvpacked_func, others) or return_lse
+    sink = spellings.sink(sink, s_aux, learnable_sink)
+    return_lse = spellings.others(flash_attn_varlen_kvpacked_func, others) or return_lse
     if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
         k, v = fp8.unpacked("kv", kv, 4, 2)
         return flash_attn_varlen_func(
@@ -197,8 +198,8 @@ def flash_attn_varlen_kvpacked_func(
             return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    q, kv = accept.rows(*autocast.cast(q, kv))
-    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
+    q, kv = spellings.rows(*autocast.cast(q, kv))
+    max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     validate.packed("kv", kv, 4, 2, q)
     k, v = kv.unbind(1)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -206,7 +207,7 @@ def flash_attn_varlen_kvpacked_func(
     check.varlen(q, k, *sequences, None, zero_tensors)
     call = VarlenFwdCall(
         q, k, v, *sequences, zero_tensors, None, softmax_scale, causal,
-        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
         return_attn_probs, return_max_logits,
     )  # fmt: skip
     return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv)
@@ -252,8 +253,8 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens = torch.tensor([0, 60, 100], dtype=torch.int32)
         out = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 60, causal=True)  # (100, 8, 64)
     """
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    return_lse = accept.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
+    sink = spellings.sink(sink, s_aux, learnable_sink)
+    return_lse = spellings.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
     if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):
         q, k, v = fp8.unpacked("qkv", qkv, 4, 3)
         return flash_attn_varlen_func(
@@ -264,8 +265,8 @@ def flash_attn_varlen_qkvpacked_func(
             return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    (qkv,) = accept.rows(*autocast.cast(qkv))
-    max_seqlen = accept.integer(max_seqlen)
+    (qkv,) = spellings.rows(*autocast.cast(qkv))
+    max_seqlen = spellings.integer(max_seqlen)
     validate.packed("qkv", qkv, 4, 3)
     q, k, v = qkv.unbind(1)
     validate.varlen_packed(q, k, v, cu_seqlens, max_seqlen, seqused)
@@ -273,7 +274,7 @@ def flash_attn_varlen_qkvpacked_func(
     check.varlen(q, k, *sequences, None, zero_tensors, packed=True)
     call = VarlenFwdCall(
         q, k, v, *sequences, zero_tensors, None, softmax_scale, causal,
-        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
         return_attn_probs, return_max_logits,
     )  # fmt: skip
     return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv)

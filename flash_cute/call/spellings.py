@@ -1,4 +1,4 @@
-"""Arguments as other libraries spell them, brought to the form that :mod:`flash_cute.validate`
+"""Arguments as other libraries spell them, brought to the form that :mod:`flash_cute.call.validate`
 checks. What cannot be brought to it stays as it is, and is refused there.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import validate
-from flash_cute.validate import options as validate_options
+from flash_cute.call import validate
+from flash_cute.call.validate import options as validate_options
 
 # How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
 # not depend on it.

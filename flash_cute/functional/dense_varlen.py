@@ -1,9 +1,4 @@
-"""The attention functions that models call, under the field's own names.
-
-Arguments are a superset of flash-attn 2.8's, in its order and with its layout: (batch, seqlen,
-heads, dim), or (total, heads, dim) for sequences of different lengths laid end to end. Each call
-validates once and runs one op of ``torch.ops.flash_cute``.
-"""
+"""Attention of separate q, k and v: dense, and of sequences laid end to end."""
 
 from __future__ import annotations
 
@@ -13,10 +8,19 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, fp8, ops, validate
+from flash_cute import check, ops
+from flash_cute.call import fp8, spellings, validate
+from flash_cute.functional.run import (
+    Result,
+    are_counts,
+    is_direct,
+    is_plain,
+    is_refusal,
+    needs_grad,
+    run,
+)
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
-from flash_cute.run import Result, are_counts, is_direct, is_plain, is_refusal, needs_grad, run
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
@@ -59,7 +63,7 @@ def flash_attn_func(
             are in TF32 at the time of the call (``torch.backends.cuda.matmul``). Under
             ``torch.autocast`` q, k and v are cast to its dtype, unless they are fp64. q and k may
             be fp8 (e4m3fn or e5m2), and v fp8 or 16 bits, forward only: they are widened, which
-            is exact (:mod:`flash_cute.fp8`).
+            is exact (:mod:`flash_cute.call.fp8`).
         k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
             reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
         v: (batch, seqlen_k, heads_k, dim_v).
@@ -109,7 +113,7 @@ def flash_attn_func(
         out 0 and lse -inf, or ``sink``'s logit if there is one.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate`.
 
     Example::
 
@@ -125,7 +129,7 @@ def flash_attn_func(
         same = flash_attn_func(q, k, v, dropout_p=0.1, rng=rng)
     """
     refused: list[Exception] = []
-    sink = accept.sink(sink, s_aux, learnable_sink)
+    sink = spellings.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is bool and not others
     usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
@@ -142,18 +146,18 @@ def flash_attn_func(
             if not is_refusal(error):
                 raise
             refused.append(error.with_traceback(None))
-    return_lse = accept.others(flash_attn_func, others) or return_lse
+    return_lse = spellings.others(flash_attn_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):
         narrow = fp8.Narrow.of(q, k, v, descales, out_dtype, out)
         q, k, v = narrow.widen(q, k, v)
-    q, k, v = accept.rows(*autocast.cast(q, k, v))
+    q, k, v = spellings.rows(*autocast.cast(q, k, v))
     validate.dense(q, k, v)
     check.dense(q, k)
     if narrow is not None:
         q, softmax_scale = narrow.descale(q, k.shape[2], softmax_scale)
     call = FwdCall(
-        q, k, v, softmax_scale, causal, *accept.sides(window_size), softcap, alibi_slopes, sink,
+        q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
     result = run(
@@ -227,7 +231,7 @@ def flash_attn_varlen_func(
         probabilities (batch, heads, max_seqlen_q, max_seqlen_k).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate`.
 
     Example::
 
@@ -239,7 +243,7 @@ def flash_attn_varlen_func(
         out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 60, 60, causal=True)
     """
     refused: list[Exception] = []
-    sink = accept.sink(sink, s_aux, learnable_sink)
+    sink = spellings.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
     usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None
@@ -263,15 +267,15 @@ def flash_attn_varlen_func(
             if not is_refusal(error):
                 raise
             refused.append(error.with_traceback(None))
-    return_lse = accept.others(flash_attn_varlen_func, others) or return_lse
+    return_lse = spellings.others(flash_attn_varlen_func, others) or return_lse
     descales, narrow = (q_descale, k_descale, v_descale), None
     if fp8.is_asked((q, k, v), descales, out_dtype):
         narrow = fp8.Narrow.of(q, k, v, descales, out_dtype, out)
         q, k, v = narrow.widen(q, k, v)
-    q, k, v = accept.rows(*autocast.cast(q, k, v))
-    max_seqlen_q, max_seqlen_k = accept.integer(max_seqlen_q), accept.integer(max_seqlen_k)
+    q, k, v = spellings.rows(*autocast.cast(q, k, v))
+    max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if cu_seqlens_k is None:
-        k, v, cu_seqlens_k = accept.keys(k, v, seqused_k, block_table)
+        k, v, cu_seqlens_k = spellings.keys(k, v, seqused_k, block_table)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
@@ -279,7 +283,7 @@ def flash_attn_varlen_func(
         q, softmax_scale = narrow.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
     call = VarlenFwdCall(
         q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
-        *accept.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
+        *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
         return_attn_probs, return_max_logits,
     )  # fmt: skip
     result = run(

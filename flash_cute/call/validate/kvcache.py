@@ -1,4 +1,5 @@
-"""What the functions over a key/value cache accept, in the manner of :mod:`flash_cute.validate`.
+"""What the functions over a key/value cache accept, in the manner of
+:mod:`flash_cute.call.validate`.
 
 Nothing here looks into index tensors: :mod:`flash_cute.check` does.
 """
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate import options as validate_options
+from flash_cute.call import validate
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import options as validate_options
 
 if TYPE_CHECKING:
     from flash_cute.ops.typed import FwdKvcacheCall

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import limits, ops
+from flash_cute import ops
+from flash_cute.native import limits
 
 _BACKWARD_OF = {
     ops.fwd: torch.ops.flash_cute.bwd,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flash_cute import limits
+from flash_cute.native import limits
 
 _NAME = "libflash_cute.so"
 
@@ -45,7 +45,7 @@ def find() -> Path:
 
 def _places() -> list[Path]:
     """An editable installation has two folders: the sources', and one for what is compiled."""
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     folders = [*map(Path, sys.modules["flash_cute"].__path__), checkout / "build" / "make"]
     return [folder / _NAME for folder in folders]
 

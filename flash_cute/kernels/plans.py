@@ -1,8 +1,4 @@
-"""The CUDA kernels as values: which there are, which one a call takes, and why no other.
-
-Everything is computed by the code that calls go through (``csrc/core/``), from sizes alone: no
-tensor, no GPU and no CUDA build is needed.
-"""
+"""GPUs, kernels and plans as values, and what a call runs: asked of ``csrc/core/``."""
 
 from __future__ import annotations
 
@@ -17,35 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flash_cute import limits, validate
-from flash_cute.library import can_use_cuda, has_cuda_kernels
-from flash_cute.library import kernels as built_kernels
-from flash_cute.problem import OPS, Problem
-
-__all__ = [
-    "GPUS",
-    "MOST_SPLITS",
-    "OPS",
-    "Gpu",
-    "KernelConfig",
-    "KeyOrder",
-    "Plan",
-    "Problem",
-    "Verdict",
-    "bucket",
-    "ctas_an_sm",
-    "explain",
-    "gpu",
-    "kernels",
-    "nearest",
-    "only",
-    "plan",
-    "supports",
-    "use_calibration",
-]
+from flash_cute.call import validate
+from flash_cute.kernels.problem import Problem
+from flash_cute.native import limits
+from flash_cute.native.library import can_use_cuda, has_cuda_kernels
+from flash_cute.native.library import kernels as built_kernels
 
 if TYPE_CHECKING:
-    from flash_cute.support import Support
+    from flash_cute.kernels.support import Support
     from flash_cute.tuning.calibration import Loaded
 
 
@@ -261,8 +236,8 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
 
 
 def supports(call: Any, gpu: Gpu | str | int | None = None) -> Support:
-    """:func:`flash_cute.support.supports`: whether kernels can do a call, and why not."""
-    from flash_cute import support
+    """:func:`flash_cute.kernels.support.supports`: whether kernels can do a call, and why not."""
+    from flash_cute.kernels import support
 
     return support.supports(call, gpu)
 

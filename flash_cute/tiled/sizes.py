@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flash_cute import kernels, validate
+from flash_cute import kernels
+from flash_cute.call import validate
 
 DEFAULT_BLOCK = 32  # of Bc and Br
 MOST_SIZE = 2**29 - 1  # that a problem of the library may have

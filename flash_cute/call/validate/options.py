@@ -1,5 +1,5 @@
 """What turns scores into weights, as every call of attention takes it: scale, causal mask, window,
-softcap, dropout, ALiBi slopes, sinks. Errors as in :mod:`flash_cute.validate`.
+softcap, dropout, ALiBi slopes, sinks. Errors as in :mod:`flash_cute.call.validate`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import validate
+from flash_cute.call import validate
 
 
 class Names(NamedTuple):

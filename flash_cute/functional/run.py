@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import check, ops, plan_log, validate
+from flash_cute import check, ops
+from flash_cute.call import validate
+from flash_cute.call.rng import rng_of_call
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import options as validate_options
+from flash_cute.functional.packed_autograd import PackedAttention
+from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
-from flash_cute.packed import PackedAttention
-from flash_cute.rng import rng_of_call
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate import options as validate_options
 
 Result = Any  # out, or the tuple that a call asks for
 _NUMBERS = (int, float)

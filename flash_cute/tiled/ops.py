@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import kernels, limits, ops, plan_log
+from flash_cute import kernels, ops
 from flash_cute.cpu import streaming
+from flash_cute.kernels import plan_log
+from flash_cute.native import limits
 from flash_cute.ops import autograd
 from flash_cute.ops.when_imported import when_imported
-from flash_cute.tiled_sizes import check_shared_memory
+from flash_cute.tiled.sizes import check_shared_memory
 
 _library = torch.library.Library("flash_cute", "FRAGMENT")
 _library.define(

@@ -15,13 +15,22 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute import accept, check, ops, plan_log, validate
+from flash_cute import check, ops
+from flash_cute.call import spellings, validate
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import options as validate_options
+from flash_cute.functional.run import (
+    are_counts,
+    are_rows,
+    is_direct,
+    is_plain,
+    is_refusal,
+    needs_grad,
+)
+from flash_cute.kernels import plan_log
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
-from flash_cute.run import are_counts, are_rows, is_direct, is_plain, is_refusal, needs_grad
-from flash_cute.validate import kvcache as validate_kvcache
-from flash_cute.validate import ops as validate_ops
-from flash_cute.validate import options as validate_options
 
 
 def flash_attn_with_kvcache(
@@ -118,7 +127,7 @@ def flash_attn_with_kvcache(
         fp32 (fp64 for fp64 inputs) (batch, heads, seqlen_q) or (heads, total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate.kvcache`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate.kvcache`.
         RuntimeError: an argument requires gradients, in grad mode.
 
     Example::
@@ -155,10 +164,10 @@ def flash_attn_with_kvcache(
             if not is_refusal(error):
                 raise
             refused.append(error.with_traceback(None))
-    accept.others(flash_attn_with_kvcache, others)
-    sink = accept.sink(sink, s_aux, learnable_sink)
-    left, right = accept.sides(window_size)
-    max_seqlen_q = accept.integer(max_seqlen_q)
+    spellings.others(flash_attn_with_kvcache, others)
+    sink = spellings.sink(sink, s_aux, learnable_sink)
+    left, right = spellings.sides(window_size)
+    max_seqlen_q = spellings.integer(max_seqlen_q)
     if page_table is not None:
         if block_table is not None:
             raise ValueError("block_table and page_table are given; they are names of one argument")
@@ -172,7 +181,7 @@ def flash_attn_with_kvcache(
     ):
         validate.flag(name, flag)
     q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
-    q, k, v = accept.rows(q, k, v)
+    q, k, v = spellings.rows(q, k, v)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     used: Any = cache_seqlens
     call = FwdKvcacheCall(
@@ -291,7 +300,7 @@ def flash_attn_combine(
         out (.., dim), and as asked lse fp32 (..).
 
     Raises:
-        TypeError, ValueError: see :func:`flash_cute.validate.kvcache.partials`.
+        TypeError, ValueError: see :func:`flash_cute.call.validate.kvcache.partials`.
         RuntimeError: an argument requires gradients, in grad mode.
 
     Example::

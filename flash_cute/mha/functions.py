@@ -1,25 +1,13 @@
-"""FlashAttention's C++ functions, as PyTorch has them, over the ops of flash_cute.
-
-Names, arguments, their order and the results are those of ``flash_api.h`` in PyTorch
-(``aten/src/ATen/native/transformers/cuda/flash_attn``), for code that calls these. They check as
-the public functions do, and have no autograd: forward's results are backward's arguments. Beyond
-the original they take the CPU, all dtypes and head dims of flash_cute, a head dim of v of its own,
-softcap and dropout together, and ``return_softmax`` without dropout. What differs:
-
-- ``softmax_lse`` is (heads, total_q) for packed sequences, and -inf for a row that sees no key.
-- ``philox_seed`` and ``philox_offset`` are int64 scalars on q's device, 0 without dropout.
-- The last result of forward is the signed probabilities, not padded; without ``return_softmax`` it
-  is an empty tensor. ``softmax_d`` is not padded either.
-- A negative softcap is refused; 0 switches it off. Page sizes of ``block_table_`` are free.
-"""
+"""The four functions: forward and backward, dense and packed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flash_cute import check, validate
-from flash_cute.mha_call import Backward, Forward, backward, forward, unbounded, validated
+from flash_cute import check
+from flash_cute.call import validate
+from flash_cute.mha.call import Backward, Forward, backward, forward, unbounded, validated
 from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 
 
@@ -62,7 +50,7 @@ def mha_fwd(
         negative where dropout drops, or empty.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate`.
 
     Example::
 
@@ -126,7 +114,7 @@ def mha_varlen_fwd(
         (batch, heads, max_seqlen_q, max_seqlen_k) or empty.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate`.
 
     Example::
 
@@ -189,7 +177,7 @@ def mha_bwd(
         shape and dtype of softmax_lse.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate`.
 
     Example::
 
@@ -253,7 +241,7 @@ def mha_varlen_bwd(
         total_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.validate`.
+        TypeError, ValueError, NotImplementedError: see :mod:`flash_cute.call.validate`.
 
     Example::
 

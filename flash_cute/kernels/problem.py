@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.fp8 import DTYPES as FP8_DTYPES
+from flash_cute.call.fp8 import DTYPES as FP8_DTYPES
+from flash_cute.call.validate import INT64_MAX
 from flash_cute.ops import switches
 from flash_cute.ops.typed import (
     AttendKvcacheCall,
@@ -19,7 +20,6 @@ from flash_cute.ops.typed import (
     VarlenBwdCall,
     VarlenFwdCall,
 )
-from flash_cute.validate import INT64_MAX
 
 OPS = ("fwd", "bwd", "decode")
 _OP_OF: dict[type, str] = {

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_cute import _torch_internals as internals
-from flash_cute import kernels, limits
-from flash_cute.library import has_cuda_kernels
+from flash_cute import kernels
+from flash_cute.native import limits
+from flash_cute.native.library import has_cuda_kernels
 
 
 class Support(NamedTuple):

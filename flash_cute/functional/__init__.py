@@ -1,0 +1,34 @@
+"""The attention functions that models call, under the field's own names.
+
+Arguments are a superset of flash-attn 2.8's, in its order and with its layout: (batch, seqlen,
+heads, dim), or (total, heads, dim) for sequences of different lengths laid end to end. Each call
+validates once and runs one op of ``torch.ops.flash_cute``.
+"""
+
+from flash_cute.functional.dense_varlen import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
+from flash_cute.functional.kvcache import (
+    flash_attn_combine,
+    flash_attn_with_kvcache,
+    kvcache_status,
+)
+from flash_cute.functional.packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "kvcache_status",
+]
