@@ -60,9 +60,10 @@ if os.environ.get("FLASH_CUTE_CALIBRATION"):
     use_calibration()
 
 
-_PACKAGES = (
-    "attention", "compat", "core", "distributed", "hardware", "integrations", "lab", "precision",
-    "utils",
+_MODULES = (
+    "attention", "compat", "core", "distributed", "fp8", "functional_packed", "hardware",
+    "integrations", "kvcache", "lab", "library", "plan_log", "precision", "reference", "rng",
+    "tiled_sizes", "utils",
 )  # fmt: skip
 
 
@@ -72,6 +73,6 @@ def __getattr__(name: str) -> Any:
         from flash_cute.tuning import autotune
 
         return autotune
-    if name in _PACKAGES:
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
