@@ -15,9 +15,9 @@ import pytest
 import torch
 from only_cuda import runs_on_cuda
 
+from flash_cute.kernels import calibration
 from flash_cute.native import library
 from flash_cute.testing import cases, kernels, kvcache
-from flash_cute.tuning import calibration
 
 MakeInputs = Callable[..., cases.Inputs]
 HAS_CUDA = library.can_use_cuda()

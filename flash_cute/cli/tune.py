@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flash_cute import kernels
-from flash_cute.kernels import Problem
+from flash_cute.kernels import Problem, calibration
 from flash_cute.native.library import can_use_cuda
-from flash_cute.tuning import autotune, calibration
+from flash_cute.tuning import autotune
 from flash_cute.tuning.report import Report
 
 from .options import dtype, problem

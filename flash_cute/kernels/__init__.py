@@ -4,6 +4,7 @@ Everything is computed by the code that calls go through (``csrc/core/``), from 
 tensor, no GPU and no CUDA build is needed.
 """
 
+from flash_cute.kernels.calibration import use_calibration
 from flash_cute.kernels.plans import (
     GPUS,
     MOST_SPLITS,
@@ -20,10 +21,9 @@ from flash_cute.kernels.plans import (
     nearest,
     only,
     plan,
-    supports,
-    use_calibration,
 )
 from flash_cute.kernels.problem import OPS, Problem
+from flash_cute.kernels.support import supports
 
 __all__ = [
     "GPUS",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +16,6 @@ from flash_cute.kernels.problem import Problem
 from flash_cute.native import limits
 from flash_cute.native.library import can_use_cuda, has_cuda_kernels
 from flash_cute.native.library import kernels as built_kernels
-
-if TYPE_CHECKING:
-    from flash_cute.kernels.support import Support
-    from flash_cute.tuning.calibration import Loaded
 
 
 @dataclass(frozen=True)
@@ -235,13 +229,6 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
     return tuple(Verdict(**row) for row in rows)
 
 
-def supports(call: Any, gpu: Gpu | str | int | None = None) -> Support:
-    """:func:`flash_cute.kernels.support.supports`: whether kernels can do a call, and why not."""
-    from flash_cute.kernels import support
-
-    return support.supports(call, gpu)
-
-
 def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
     """The line under which a calibration names a kernel for such calls: docs/tuning.md.
 
@@ -251,15 +238,6 @@ def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
         print(kernels.bucket(kernels.Problem(heads=16, seqlen_q=4096), gpu="h100"))
     """
     return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
-
-
-def use_calibration(
-    path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = None
-) -> Loaded:
-    """:func:`flash_cute.tuning.use_calibration`: calls prefer the kernels that a file names."""
-    from flash_cute.tuning import calibration
-
-    return calibration.use_calibration(path, gpu)
 
 
 def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:

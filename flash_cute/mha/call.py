@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flash_cute import ops
 from flash_cute.call import validate
-from flash_cute.call.rng import check_generator, rng_of_call
+from flash_cute.call.rng import rng_of_call
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
+from flash_cute.call.validate.rng import check_generator
 from flash_cute.functional.run import batch_of
 from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 

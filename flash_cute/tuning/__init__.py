@@ -3,9 +3,9 @@
 docs/tuning.md tells how. Nothing here runs unless it is called.
 """
 
+from flash_cute.kernels.calibration import Loaded, Miss, load, use_calibration
+from flash_cute.kernels.choice import Choice
 from flash_cute.tuning.autotune import autotune
-from flash_cute.tuning.calibration import Loaded, Miss, load, use_calibration
-from flash_cute.tuning.choice import Choice
 from flash_cute.tuning.clock import Clock, CudaClock
 from flash_cute.tuning.report import Gain, Report
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from statistics import median
 
 from flash_cute import kernels
-from flash_cute.kernels import Gpu, Problem
+from flash_cute.kernels import Gpu, Problem, calibration
+from flash_cute.kernels.choice import Choice
 from flash_cute.kernels.plans import as_gpu, is_count
 from flash_cute.native import limits
-from flash_cute.tuning import calibration, rules
-from flash_cute.tuning.choice import Choice
+from flash_cute.tuning import rules
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
 from flash_cute.tuning.report import Report
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from flash_cute import kernels
-from flash_cute.cli.profiled import call_of
 from flash_cute.kernels import Problem
+from flash_cute.kernels.choice import Choice
 from flash_cute.native import library
-from flash_cute.tuning.choice import Choice
+from flash_cute.tuning.calls import call_of
 from flash_cute.utils.timing import time_calls
 
 _REPLAYS = 3  # of a turn: its time is their median

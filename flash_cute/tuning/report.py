@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_cute.kernels import Problem
-from flash_cute.tuning.choice import Choice
+from flash_cute.kernels.choice import Choice
 
 LEAST_GAIN = 1.01  # geomean of the speedups, below which nothing is changed
 WORST = 0.98  # speedup of any shape, below which nothing is changed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flash_cute.kernels import Problem
-from flash_cute.tuning.choice import Choice
+from flash_cute.kernels.choice import Choice
 from flash_cute.tuning.report import LEAST_GAIN, WORST, Gain, geomean, pays
 
 REST = " | "  # what follows may be left out of a bucket

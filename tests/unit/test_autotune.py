@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import flash_cute
 from flash_cute import kernels
 from flash_cute.cli import app as cli
-from flash_cute.kernels import Problem
+from flash_cute.kernels import Problem, calibration, files
 from flash_cute.native import library
-from flash_cute.tuning import Choice, Gain, Report, calibration, files, rules
+from flash_cute.tuning import Choice, Gain, Report, rules
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
 

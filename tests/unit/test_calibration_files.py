@@ -15,8 +15,8 @@ import pytest
 from calibrated import FEW_QUERIES, H100, PROBLEM, PROBLEMS, fitting, others
 
 from flash_cute import kernels
-from flash_cute.kernels import GPUS
-from flash_cute.tuning import Choice, calibration, files
+from flash_cute.kernels import GPUS, calibration, files
+from flash_cute.tuning import Choice
 
 pytestmark = pytest.mark.usefixtures("without_calibration")
 

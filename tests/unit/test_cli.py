@@ -16,10 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from flash_cute import kernels
-from flash_cute.cli import info, profile, profiled
+from flash_cute.cli import info, profile
 from flash_cute.cli.app import app
 from flash_cute.lab import __main__ as laboratory
 from flash_cute.lab.kernel_configs import get_kernels_to_build
+from flash_cute.tuning import calls
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = not torch.cuda.is_available()
@@ -278,7 +279,7 @@ def test_reports_without_kernels():
 @pytest.mark.parametrize("op", kernels.OPS)
 def test_the_call_that_is_profiled(device, op):
     sizes = {"batch": 1, "heads": 4, "heads_k": 2, "seqlen_q": 8, "seqlen_k": 8}
-    call = profiled.call_of(
+    call = calls.call_of(
         op, "bfloat16", **sizes, head_dim=16, head_dim_v=16, causal=True, device=device
     )
     result = call()

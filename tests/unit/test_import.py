@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+
+import pytest
+
+import flash_cute
 
 NEW_MODULES = """
 import sys
@@ -52,6 +57,33 @@ def test_documented_import_lines_work():
         "from flash_cute.utils.compiler_optimization_assistant import "
         "benchmark_attention_performance"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    {
+        "fp8": ("DTYPES", "OUT_DTYPES", "WIDE_DTYPES"),
+        "functional": ("flash_attn_func", "flash_attn_varlen_func"),
+        "functional_packed": ("flash_attn_kvpacked_func", "flash_attn_varlen_qkvpacked_func"),
+        "kernels": ("GPUS", "Problem", "explain", "only", "plan", "supports", "use_calibration"),
+        "kvcache": ("flash_attn_combine", "flash_attn_with_kvcache", "kvcache_status"),
+        "library": ("can_use_cuda", "find", "has_cuda_kernels", "kernels", "lab_kernels", "only"),
+        "mha": ("mha_bwd", "mha_fwd", "mha_varlen_bwd", "mha_varlen_fwd"),
+        "plan_log": ("is_on", "switched"),
+        "reference": ("attention",),
+        "rng": ("rng_state",),
+        "tiled": ("FlashAttention", "flash_attention_forward", "kernel_of"),
+        "tiled_sizes": ("estimate_memory_usage", "get_optimal_block_sizes"),
+    }.items(),
+)
+def test_documented_paths_hold_what_they_are_for(path, names):
+    """As modules, and as attributes of a package that was imported alone; the package's functions
+    are the same objects."""
+    run(f"import flash_cute\n{[f'flash_cute.{path}.{name}' for name in names]}".replace("'", ""))
+    module = importlib.import_module(f"flash_cute.{path}")
+    for name in names:
+        found = getattr(module, name)
+        assert name not in flash_cute.__all__ or getattr(flash_cute, name) is found
 
 
 def test_the_counter_of_flops_may_be_imported_later():

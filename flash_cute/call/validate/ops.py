@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call import validate
-from flash_cute.call.rng import check_rng
 from flash_cute.call.validate import options as validate_options
+from flash_cute.call.validate.rng import check_rng
 
 if TYPE_CHECKING:
     from flash_cute.ops.typed import VarlenFwdCall

@@ -1,4 +1,4 @@
-"""What the tuner chooses among."""
+"""A choice of a kernel and its numbers: what the tuner chooses among, and a calibration names."""
 
 from __future__ import annotations
 

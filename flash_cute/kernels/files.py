@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -54,7 +53,7 @@ def replace(path: Path, text: str) -> None:
     link is replaced itself; what it points to stays."""
     if len(content := text.encode()) > MOST_BYTES:
         raise ValueError(f"{path} would have {len(content)} bytes; at most {MOST_BYTES} are read")
-    name = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    name = path.with_name(f".{os.urandom(8).hex()}.tmp")
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:

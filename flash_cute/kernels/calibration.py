@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from flash_cute.kernels import files
+from flash_cute.kernels.choice import Choice
 from flash_cute.kernels.plans import MOST_SPLITS, Gpu, KernelConfig, as_gpu, is_count, kernels
 from flash_cute.native import library
-from flash_cute.tuning import files
-from flash_cute.tuning.choice import Choice
 
 VERSION = 1
 _ENTRY = ("kernel", "num_splits", "pack_gqa")
