@@ -3,7 +3,7 @@
 #   make demo   train a small GPT on real text with flash_cute, beside the same model with torch's own attention
 #   make test   build what this machine can build, and run the tests
 #   make test-integrations   run the tests of flash_cute inside of other libraries
-#   make lint   ruff, mypy, clang-format
+#   make lint   ruff, import-linter, mypy, clang-format
 #
 # FLASH_CUTE_BUILD=cpu|cuda and FLASH_CUTE_CUDA_ARCHS="80;90a" force what is built; FLASH_CUTE_LIBRARY=path uses a
 # library that was built elsewhere. A torch that is already importable is used.
@@ -19,6 +19,7 @@ JOBS := 2
 CMAKE = $$($(BIN)/python -I -c "import cmake; print(cmake.CMAKE_BIN_DIR)")/cmake
 NINJA = $$($(BIN)/python -I -c "import ninja; print(ninja.BIN_DIR)")/ninja
 CLANG_FORMAT = $(BIN)/python -I -c "from clang_format import clang_format; clang_format()"
+LINT_IMPORTS = $(BIN)/python -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
 export PYTHONPATH := $(CURDIR)
 ifndef FLASH_CUTE_LIBRARY
@@ -44,9 +45,10 @@ test-integrations: build
 	$(BIN)/python -m pytest tests/integrations -rs $(TEST_ARGS)
 
 lint: $(VENV)/torch
-	$(BIN)/python -I tools/ensure.py ruff mypy clang-format==20.1.8 matplotlib numpy rich typer
+	$(BIN)/python -I tools/ensure.py ruff import-linter:importlinter mypy clang-format==20.1.8 matplotlib numpy rich typer
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(LINT_IMPORTS)
 	$(BIN)/python -m mypy
 	$(CLANG_FORMAT) --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
