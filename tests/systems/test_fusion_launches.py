@@ -124,6 +124,29 @@ def test_what_counts_among_events_of_a_gpu(monkeypatch):
     profiler.assert_called_once_with(activities=kinds)
 
 
+def test_time_on_a_gpu_is_between_events_around_the_call(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append(self)
+
+        def synchronize(self):
+            done.append("wait")
+
+        def elapsed_time(self, end):
+            assert done[-4:] == [self, x, end, "wait"]
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    x = SimpleNamespace(is_cuda=True, device="cuda:3")
+    assert benchmark._ms(done.append, x) == 1.5 and done[0] == "cuda:3"
+
+
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_launches_on_the_cpu_are_torch_s_operators(mode):
     """What flash_cute's operators call on the CPU counts as what torch's layer calls does."""
