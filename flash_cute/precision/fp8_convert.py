@@ -14,6 +14,7 @@ from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_replaceable import reason_to_leave
 from flash_cute.precision.fp8_scales import scales_of
 from flash_cute.utils.model_copies import copied
+from flash_cute.utils.plain_attributes import plain_modules
 
 
 def convert_model_to_fp8(
@@ -31,8 +32,9 @@ def convert_model_to_fp8(
     class in torch, which would be lost: hooks of any kind (those of `torch.nn.utils.prune`, and of
     the old weight_norm and spectral_norm, are such), parametrizations, a forward, method, property,
     parameter, buffer or module of their own, parameters of a subclass of Tensor or of no floating
-    dtype; attention with ``add_bias_kv`` or ``add_zero_attn``; and ``in_proj_weight`` of
-    flash_cute's own attention layers, whose ``out_proj`` is converted. Subclasses that have an
+    dtype; attention with ``add_bias_kv`` or ``add_zero_attn``; layers in a plain list, tuple or
+    dict, where torch does not see them; and ``in_proj_weight`` of flash_cute's own attention
+    layers, whose ``out_proj`` is converted. Subclasses that have an
     ``__init__`` alone, and OptimizedLinear, are replaced. Without a warning: what
     ``fp8_config.skip`` names.
 
@@ -68,8 +70,11 @@ def convert_model_to_fp8(
         model = copied(model)
     spared = layers_to_spare(model, config.skip)
     chosen, left = layers_to_convert(model, spared)
+    hidden = hidden_layers(model, spared)
     if not (chosen or left or scales_of(model)):
-        raise ValueError(f"{type(model).__name__} has no nn.Linear: nothing to convert to fp8")
+        kind, besides = type(model).__name__, f"; {'; '.join(hidden)}" if hidden else ""
+        raise ValueError(f"{kind} has no nn.Linear: nothing to convert to fp8{besides}")
+    left += hidden
     if left:
         warnings.warn(f"not converted to fp8: {'; '.join(left)}", stacklevel=2)
     if fp8_config is not None:
@@ -111,6 +116,17 @@ def layers_to_convert(
             else:
                 left.append(f"{name or 'the model'} ({type(module).__name__}) {reason}")
     return chosen, left
+
+
+def hidden_layers(model: nn.Module, spared: set[nn.Module]) -> list[str]:
+    """Layers in lists and such, which go on calling them as they are: by attribute, with the
+    reason. Some may be modules of the model besides."""
+    found: dict[str, str] = {}
+    for path, module in plain_modules(model):
+        if isinstance(module, (nn.Linear, nn.MultiheadAttention)) and module not in spared:
+            found.setdefault(path, type(module).__name__)
+    reason = "is held where torch does not look for modules: make it an nn.ModuleList or a module"
+    return [f"{path} ({kind}) {reason}" for path, kind in found.items()]
 
 
 def refuse_lazy(name: str, module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from flash_cute.precision.settings import (
     PrecisionFormat,
     QuantizationMode,
 )
+from flash_cute.utils.plain_attributes import plain_modules, plain_values
 
 LEAST_SIZE = 64  # weights of fewer numbers are left as they are
 BLOCKS = 4  # blocks of rows of a weight, of at least BLOCK_ROWS each
@@ -30,7 +31,6 @@ BLOCK_ROWS = 64
 GROUP = 64  # columns that may share a scale
 SAMPLE_ROWS = 32  # rows of a block that errors are measured on
 PACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-REGISTERED = ("_parameters", "_buffers", "_modules")
 FP16 = torch.finfo(torch.float16)
 OWN_FORMATS = {form.dtype: form for form in PrecisionFormat if form.dtype is not None}
 
@@ -75,15 +75,7 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
 def plain_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that are neither parameters nor buffers of a module, nor another module's, but in its
     attributes, or in their lists, tuples and dicts."""
-    left = [x for name, x in vars(module).items() if name not in REGISTERED]
-    seen: set[int] = set()
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, set, dict)) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
+    return (value for _, value in plain_values(module) if isinstance(value, Tensor))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
@@ -105,8 +97,10 @@ def tensors(model: nn.Module) -> list[Tensor]:
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
-    """These, and what modules hold beside them."""
-    return [*tensors(model), *(t for module in model.modules() for t in plain_tensors(module))]
+    """These, and what modules hold beside them: modules, too, that are in lists and such."""
+    hidden = [module for _, module in plain_modules(model)]
+    beside = (t for module in [*model.modules(), *hidden] for t in plain_tensors(module))
+    return [*tensors(model), *(t for module in hidden for t in tensors(module)), *beside]
 
 
 def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:

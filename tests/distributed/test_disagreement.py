@@ -72,6 +72,25 @@ def test_ranks_go_on_afterwards(two):
     assert two.run(fine) == [0, 1]
 
 
+def call_in_halves() -> str:
+    """In each half of the ranks, and there alone, two calls differ: what this rank is told."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    cp = ContextParallel(halves[rank // 2])
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError) as error:
+        cp_attention(q, q, q, cp.plan(8), softcap=float(rank))
+    return str(error.value)
+
+
+def test_groups_of_some_ranks_are_told_of_their_own(four):
+    told = four.run(call_in_halves)
+    assert told[0] == told[1] != told[2] == told[3]
+    for text, softcaps in ((told[0], "01"), (told[2], "23")):
+        first, second = text.split("; rank 1 has ")
+        assert f"softcap {softcaps[0]}.0" in first and f"softcap {softcaps[1]}.0" in second
+
+
 def alone_after_equal_calls(strategy: str) -> None:
     """Calls that were equal before are asked about again: the second rank makes another one, and
     in "local" of a window so short that nothing is communicated."""

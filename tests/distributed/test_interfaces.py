@@ -62,6 +62,21 @@ def test_plans_are_values():
     )
 
 
+@pytest.mark.parametrize("strategy_name", ["all_gather", "ring", "ulysses"])
+def test_layouts_share_the_work_of_masks(strategy_name):
+    """But where each rank has all tokens of its heads, and where all tokens have as much work."""
+    cp = ContextParallel(strategy=strategy_name)
+    layouts = [
+        cp.plan(seqlen, cu_seqlens=offsets, causal=causal).layout
+        for seqlen, offsets in ((100, None), (None, [0, 30, 100]))
+        for causal in (False, True)
+    ]
+    if strategy_name == "ulysses":
+        assert layouts == ["contiguous"] * 4
+    else:
+        assert layouts == ["contiguous", "zigzag", "contiguous", "balanced"]
+
+
 def test_auto_takes_the_least_expected_time():
     causal = Sizes(131072, 131072**2 // 2, 32, 8, 128, torch.bfloat16)
     for ranks in (2, 4, 8):
@@ -278,7 +293,9 @@ def measured_differently() -> None:
 def test_measured_links_of_one_process():
     with pytest.raises(ValueError, match="rounds 0"):
         measure_links(rounds=0)
-    with pytest.raises(TypeError, match="group is str"):
+    with pytest.raises(
+        TypeError, match="group is str; expected a ProcessGroup of this process, or None"
+    ):
         measure_links("all")
     assert measure_links(megabytes=1, rounds=1).gb_s == Links().gb_s
 

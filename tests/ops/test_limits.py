@@ -55,7 +55,8 @@ def test_a_softcap_far_below_the_scale(device):
         assert not flash_cute.flash_attn_func(**arguments, **options).any()
         for call in (flash_cute.flash_attn_func, OPS.fwd):
             with pytest.raises((ValueError, RuntimeError), match=r"softmax_scale / softcap"):
-                call(**arguments, softmax_scale=sign * scale, softcap=least / 2)
+                for softcap in (least * (1 - 2.0**-30), least / 2):
+                    call(**arguments, softmax_scale=sign * scale, softcap=softcap)
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -240,3 +240,51 @@ def test_refusals_of_what_is_no_layer():
         FP8LinearLayer.from_linear(nn.Linear(4, 4), {})
     with pytest.raises(TypeError, match=r"must be an nn\.MultiheadAttention, not Linear"):
         FP8MultiheadAttention.from_attention(nn.Linear(4, 4))
+
+
+class Hidden(nn.Module):
+    """Linear layers where torch does not look for modules."""
+
+    def __init__(self, where, linear):
+        super().__init__()
+        self.first, self.held = nn.Linear(8, 8), where(linear)
+        self.linear = linear
+
+    def forward(self, x):
+        return self.linear(self.first(x))
+
+
+WHERE = {
+    "list": lambda x: [x],
+    "dict of tuples": lambda x: {"a": (None, [x])},
+    "inside of another": lambda x: [nn.Sequential(nn.ReLU(), x)],
+}
+
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_layers_in_lists_are_named(where, is_seen):
+    """Whether or not the same layer is a module of the model, too, which is converted."""
+    linear = nn.Linear(8, 4)
+    inner = Hidden(where, linear if is_seen else None)
+    inner.held = where(linear)
+    model = nn.Sequential(inner)
+    with pytest.warns(UserWarning, match=r"not converted to fp8: 0\.held \(Linear\) is held where"):
+        convert_model_to_fp8(model)
+    assert type(inner.first) is FP8LinearLayer and type(linear) is nn.Linear
+    assert (type(inner.linear) is FP8LinearLayer) == is_seen
+
+
+def test_a_model_of_hidden_layers_alone_is_refused_by_their_name():
+    model = nn.Sequential(nn.ReLU())
+    model.layers = (nn.Linear(4, 4),)
+    with pytest.raises(ValueError, match=r"nothing to convert to fp8; layers \(Linear\) is held"):
+        convert_model_to_fp8(model)
+
+
+def test_modules_that_hold_each_other_in_lists_end():
+    model = mlp(4, 8, 4)
+    model.all, model[0].parent = [model], [model]
+    with pytest.warns(UserWarning, match=r"not converted to fp8: all \(Linear\)"):
+        convert_model_to_fp8(model)
+    assert type(model[0]) is FP8LinearLayer

@@ -354,6 +354,14 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_converted(devi
     assert all(type(layer) in (nn.Linear, nn.GELU) for layer in model)
 
 
+def test_a_batch_goes_where_the_model_is():
+    model = nn.Linear(8, 4, device="meta")
+    trainer = create_fp8_trainer(model)
+    loss = trainer.training_step((torch.ones(2, 8),), torch.zeros(2, 4))
+    assert loss.is_meta
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in trainer.model.parameters())
+
+
 def test_arguments_that_could_mean_two_things_or_none():
     trainer = create_fp8_trainer(mlp(4, 4))
     with pytest.raises(TypeError, match=r"targets are bool: give \.long\(\)"):

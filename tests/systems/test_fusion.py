@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from flash_cute.attention.fusion import (
     create_unified_attention_fusion,
 )
 from flash_cute.attention.fusion import attention as attention_step
+from flash_cute.attention.fusion import masks as fusion_masks
 
 
 def test_one_object_in_both_places():
@@ -154,6 +156,40 @@ def test_masks_that_kernels_have(name, monkeypatch):
     fused(tokens(layer), **masks(False, "cpu")[name])
     with pytest.raises(AssertionError, match="SDPA was called"):
         fused(tokens(layer), **masks(False, "cpu")["float"])
+
+
+@pytest.mark.parametrize("name", masks(False, "cpu"))
+def test_sdpa_takes_masks_and_none_where_kernels_do_not(name, monkeypatch):
+    """As for head dims that no kernel has."""
+    monkeypatch.setattr(attention_step, "kernels_take", lambda _: False)
+    layer = encoder_layer()
+    fused = create_unified_attention_fusion(layer)
+    assert_same(layer, fused, tokens(layer))
+    assert_same(layer, fused, tokens(layer), **masks(False, "cpu")[name])
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_masks_on_gpus_are_read_once_until_they_change(monkeypatch):
+    reads = mock.Mock(side_effect=fusion_masks._equals_causal)
+    monkeypatch.setattr(fusion_masks, "_equals_causal", reads)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    known = len(fusion_masks._known)
+    mask, other = (torch.ones(5, 5, dtype=torch.bool).triu(1).as_subclass(OnGPU) for _ in range(2))
+    assert [fusion_masks.is_causal_mask(mask) for _ in range(3)] == [True] * 3
+    assert reads.call_count == 1
+    assert fusion_masks.is_causal_mask(other) and reads.call_count == 2
+    mask[0, 0] = True
+    assert [fusion_masks.is_causal_mask(mask) for _ in range(2)] == [False] * 2
+    assert reads.call_count == 3 and len(fusion_masks._known) == known + 2
+    reads.reset_mock()
+    del mask, other
+    gc.collect()
+    assert len(fusion_masks._known) == known
 
 
 def test_a_mask_that_changes_is_read_again():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from fusion_models import encoder_layer, llama_block, tokens
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.llama_block import rotary
@@ -18,6 +21,7 @@ from flash_cute.attention.fusion import (
     FusionStrategy,
     OptimizationLevel,
     UnifiedAttentionFusion,
+    benchmark,
     benchmark_fusion_performance,
     create_unified_attention_fusion,
 )
@@ -95,6 +99,52 @@ def operators_by_torch(model: nn.Module, x: torch.Tensor) -> int:
         )
 
     return sum(not inside(e) for e in computing)
+
+
+def test_what_counts_among_events_of_a_gpu(monkeypatch):
+    """Kernels, without copies, fills and the user's ranges; what the host launches, of any kind."""
+
+    def events_of(device_type, *names, is_user_annotation=False):
+        return [
+            SimpleNamespace(name=n, device_type=device_type, is_user_annotation=is_user_annotation)
+            for n in names
+        ]
+
+    events = events_of(DeviceType.CUDA, "gemm", "softmax", "Memcpy HtoD", "Memset (Device)")
+    events += events_of(DeviceType.CUDA, "my range", is_user_annotation=True)
+    events += events_of(DeviceType.CPU, "cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+    events += events_of(DeviceType.CPU, "aten::mm", "cudaMemcpyAsync")
+    profiler = mock.MagicMock()
+    profiler.return_value.__enter__.return_value.events.return_value = events
+    monkeypatch.setattr(benchmark, "profile", profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    assert benchmark.count_launches(lambda y: y is x, x) == (True, (2, 3))
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    profiler.assert_called_once_with(activities=kinds)
+
+
+def test_time_on_a_gpu_is_between_events_around_the_call(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append(self)
+
+        def synchronize(self):
+            done.append("wait")
+
+        def elapsed_time(self, end):
+            assert done[-4:] == [self, x, end, "wait"]
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    x = SimpleNamespace(is_cuda=True, device="cuda:3")
+    assert benchmark._ms(done.append, x) == 1.5 and done[0] == "cuda:3"
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])

@@ -87,6 +87,22 @@ def test_weights_that_a_list_holds_besides_stay(where: str):
     assert small.model.held[0] is not model.held[0]
 
 
+def test_layers_that_a_list_holds_stay_and_are_counted():
+    """Their weights are no parameters of the model, but in memory."""
+    torch.manual_seed(0)
+    model, x = Held("list"), torch.randn(5, 128)
+    model.held, hidden = [torch.eye(128)], nn.Linear(128, 128)
+    before = create_ultra_precision_module(model, config()).get_precision_stats()
+    model.hidden = {"it": [nn.Sequential(hidden), model.other]}
+    small = create_ultra_precision_module(model, config())
+    stats = small.get_precision_stats()
+    assert set(stats.layers) == {"linear.weight", "other.weight"}
+    assert torch.equal(small.model.hidden["it"][0][0].weight, hidden.weight)
+    assert stats.base_bytes == before.base_bytes
+    assert stats.stored_bytes == reachable_bytes(small) > model_bytes(nn.Sequential(hidden))
+    assert 0 < error(small(x), model(x)) < 0.05
+
+
 def test_weights_of_eight_bits_stay():
     model, x = nn.Linear(128, 256), torch.randn(3, 128)
     codes = torch.randn(64, 64).to(torch.float8_e4m3fn)

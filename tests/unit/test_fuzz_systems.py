@@ -16,7 +16,7 @@ from flash_cute.core.padding import Packing
 from flash_cute.precision import fp8_linear
 from flash_cute.testing import fuzz, systems
 from flash_cute.testing.ranks import Raised
-from flash_cute.testing.systems import cases, core, disagreement, layers, oracle, runner
+from flash_cute.testing.systems import cases, core, disagreement, fusion, layers, oracle, runner
 from flash_cute.testing.systems.findings import Findings, compare
 
 LOCAL = tuple(name for name in systems.NAMES if name not in cases.OF_RANKS)
@@ -131,6 +131,34 @@ def test_an_error_of_a_part_in_a_thousand_is_beyond_the_bounds():
             find = Findings()
             compare(find, {"out": x.tanh() * factor}, torch.tanh, {"input": x}, gradient, dtype)
             assert len(find.failures) == expected, (dtype, factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_number_that_is_right_by_luck_is_no_bound(dtype):
+    """One sum, whose error in one order is at times 0 and in another order as large as ever."""
+
+    def added(rows):
+        return sum(rows, torch.zeros((), dtype=x.dtype))[None]
+
+    torch.manual_seed(0)
+    failures = {0.0: 0, 20.0: 0}
+    for wrong in failures:
+        for _ in range(100):
+            x = torch.randn(50).to(dtype)
+            find = Findings()
+            got = {"out": added(reversed(x)) + wrong}
+            compare(find, got, lambda x: added(x), {"x": x}, torch.ones(1), dtype)
+            failures[wrong] += len(find.failures)
+    assert failures == {0.0: 0, 20.0: 100}
+
+
+def test_one_hidden_unit_may_be_as_wrong_as_torch_s():
+    case = fusion.Case(
+        seed=1472175056, dtype="float16", layers=2, heads=(1, 1), hidden=1, activation="gelu",
+        norm_first=(False, False), eps=1e-3, batch=1, seqlen=36, strategy="FFN_ONLY",
+        saves_memory=False,
+    )  # fmt: skip
+    assert fusion.check(case, "cpu").failures == []
 
 
 # --- processes -----------------------------------------------------------------------------------
