@@ -234,8 +234,9 @@ class Implementation(AttentionImpl[Metadata]):
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, lengths: Tensor, causal: bool
     ) -> Tensor:
         """(tokens, heads, dim); queries are the last of their request's ``lengths`` tokens."""
+        k_cache, v_cache = self._caches(kv_cache)
         return flash_cute.flash_attn_with_kvcache(
-            q, *self._caches(kv_cache), cache_seqlens=lengths, block_table=metadata.block_table,
+            q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
             **self._score(q.device, causal),
         )  # fmt: skip
