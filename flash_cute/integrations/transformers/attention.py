@@ -69,7 +69,7 @@ def attention(
             before begins a document of its own, in any row of the batch, with padding or without.
             Not read where the call says more: ``cu_seq_lens_q``, pages, a mask of numbers.
         seq_idx: likewise, the number of each token's document.
-        others: what does not concern attention; what does is refused by name.
+        others: ignored if they do not concern attention; others raise an error that names them.
 
     Returns:
         (batch, seqlen_q, heads, dim_v), and None for the weights. Rows of padding are 0, or see the
