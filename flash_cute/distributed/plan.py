@@ -225,8 +225,8 @@ class Plan:
         shape = f" ({self.outer} x {self.inner})" if self.strategy == "two_dimensional" else ""
         return (
             f"{self.strategy}{shape}, {self.layout}: {documents}{self.total} tokens on "
-            f"{self.ranks} ranks, {min(rows)} to {max(rows)} each; most work of a rank "
-            f"{max(work) / mean if mean else 1:.3f} of the mean"
+            f"{self.ranks} ranks, {min(rows)} to {max(rows)} each; the busiest "
+            f"rank has {max(work) / mean if mean else 1:.3f} of the mean work"
         )
 
 

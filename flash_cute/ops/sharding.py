@@ -7,8 +7,8 @@ Along a dimension of the mesh all tensors are replicated, or sharded
   if there is one kv head.
 
 Others are brought to the cheapest of these by DTensor. Sharding along the sequence, for which
-devices would have to exchange keys, is refused by name, and so is dropout, whose weights depend on
-the place in the whole batch and in all heads.
+devices would have to exchange keys, raises NotImplementedError, and so does dropout, whose weights
+depend on the place in the whole batch and in all heads.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ heads, both of which attention keeps apart:
 Some calls are made one by one. With dropout, as what is dropped depends on the place in the batch
 and in the heads. And where samples differ in what describes packed sequences; over a cache where
 queries are packed, and where samples differ in the sink or in one cache of the two. Ops that write
-into their arguments are refused by name.
+into their arguments raise an error that names them.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def test_plans_are_values():
     assert plan != cp.plan(101, causal=True) and plan.digest != cp.plan(101, causal=True).digest
     assert plan_of(plan.key) == plan and plan_of(plan.key) is plan_of(plan.key)
     assert str(plan) == (
-        "all_gather, zigzag: 100 tokens on 1 ranks, 100 to 100 each; most work of a rank 1.000 of "
-        "the mean"
+        "all_gather, zigzag: 100 tokens on 1 ranks, 100 to 100 each; the busiest rank has 1.000 "
+        "of the mean work"
     )
 
 

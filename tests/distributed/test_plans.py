@@ -30,13 +30,13 @@ def plan_of_ranks(ranks: int, strategy: str, inner: int = 1, **fields: object) -
 def test_ranks_that_share_heads_have_as_much_work():
     total = 64 * 65 / 2
     assert plan_of_ranks(4, "ulysses", 4).work() == [total / 4] * 4
-    assert "most work of a rank 1.000 of the mean" in str(plan_of_ranks(4, "ulysses", 4))
+    assert "the busiest rank has 1.000 of the mean work" in str(plan_of_ranks(4, "ulysses", 4))
     ring = plan_of_ranks(4, "ring")
     assert ring.work() == [sum(range(16 * r + 1, 16 * r + 17)) for r in range(4)]
     first, last = sum(range(1, 33)), sum(range(33, 65))
     two = plan_of_ranks(4, "two_dimensional", 2)
     assert two.work() == [first / 2, first / 2, last / 2, last / 2]
-    assert f"most work of a rank {last / (total / 2):.3f} of the mean" in str(two)
+    assert f"the busiest rank has {last / (total / 2):.3f} of the mean work" in str(two)
 
 
 def seconds(documents: int) -> float:

@@ -270,7 +270,10 @@ class TestRefusals:
             model("llama", "flash_cute")(tokens(2, 12), attention_mask=mask)
 
     def test_mask_functions_of_a_model_s_own(self):
-        from transformers.masking_utils import create_causal_mask
+        from transformers.masking_utils import (
+            create_causal_mask,
+            create_sliding_window_causal_mask,
+        )
 
         config = model("llama", "flash_cute").config
         x = torch.zeros(2, 12, 32)
@@ -281,8 +284,13 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="or_mask_function"):
             create_causal_mask(config, x, None, None, or_mask_function=own)
         blocks = torch.zeros(2, 12, dtype=torch.long)
-        with pytest.raises(NotImplementedError, match="or_masks"):
-            create_causal_mask(config, x, None, None, block_sequence_ids=blocks)
+        with pytest.raises(NotImplementedError, match="or_mask_function"):
+            create_causal_mask(
+                config, x, None, None, or_mask_function=own, block_sequence_ids=blocks
+            )
+        config.sliding_window = 3
+        with pytest.raises(NotImplementedError, match="or_masks"):  # beyond the window, too
+            create_sliding_window_causal_mask(config, x, None, None, block_sequence_ids=blocks)
 
     def test_padding_between_tokens_under_a_window(self):
         with pytest.raises(ValueError, match="between tokens"):

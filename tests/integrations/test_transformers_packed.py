@@ -18,7 +18,7 @@ from hf_models import (
 )
 
 from flash_cute.integrations import transformers as integration
-from flash_cute.integrations.transformers import documents as documents_module
+from flash_cute.integrations.transformers import looks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SEQLEN = 13
@@ -158,13 +158,13 @@ def test_positions_that_are_written_between_calls():
 def test_inference_mode_looks_once_a_forward(packed, monkeypatch):
     """Also of positions that are written between calls, which are looked at again."""
     looked = []
-    keep = documents_module._keep
+    keep = looks.keep
 
     def recorded(*args):
         looked.append(args)
         keep(*args)
 
-    monkeypatch.setattr(documents_module, "_keep", recorded)
+    monkeypatch.setattr(looks, "keep", recorded)
     one = model("llama", "flash_cute")
     layers = one.config.num_hidden_layers
     with torch.inference_mode():

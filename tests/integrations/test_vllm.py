@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 
 import pytest
 import torch
 import vllm_interface
-from vllm_interface import AttentionType, FlashAttentionMetadata
+from vllm_interface import AttentionType
 
 import flash_cute
 
-HEADS, HEADS_K, DIM, PAGE = 4, 2, 16, 4
+HEADS, HEADS_K, DIM, PAGE = 4, 2, 16, 16
+MODULE = "flash_cute.integrations.vllm"
 
 
 @pytest.fixture
 def vllm():
     before = {x: m for x, m in sys.modules.items() if x.split(".")[0] == "vllm"}
     registered = vllm_interface.installed()
-    module = importlib.import_module("flash_cute.integrations.vllm")
+    module = importlib.import_module(f"{MODULE}.backend")
     module.registered = registered
     yield module
-    for name in [x for x in sys.modules if x.split(".")[0] == "vllm"]:
+    for name in [x for x in sys.modules if x.split(".")[0] == "vllm" or x.startswith(MODULE)]:
         del sys.modules[name]
-    del sys.modules["flash_cute.integrations.vllm"]
     sys.modules.update(before)
 
 
@@ -35,36 +36,82 @@ def make(vllm, **options):
     return vllm.Implementation(HEADS, DIM, 0.3, HEADS_K, **given)
 
 
-def batch(device):
-    """Two sequences of 9 and 5 keys, with 3 and 1 queries; one more query is padding."""
+def batch(vllm, device, layout=(0, 1, 2, 3)):
+    """Two sequences of 29 and 17 keys, with 3 and 1 queries; one more query is padding. Pages in
+    memory in any order of their dimensions."""
     query = torch.randn(5, HEADS, DIM, device=device).bfloat16()
-    cache = torch.randn(2, 6, PAGE, HEADS_K, DIM, device=device).bfloat16()
-    metadata = FlashAttentionMetadata(
+    shape = (6, HEADS_K, PAGE, 2 * DIM)
+    cache = torch.randn([shape[i] for i in layout], device=device).bfloat16()
+    cache = cache.permute([layout.index(i) for i in range(4)])
+    metadata = vllm.Metadata(
         num_actual_tokens=4,
         max_query_len=3,
         query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32, device=device),
-        max_seq_len=9,
-        seq_lens=torch.tensor([9, 5], dtype=torch.int32, device=device),
+        max_seq_len=29,
+        seq_lens=torch.tensor([29, 17], dtype=torch.int32, device=device),
         block_table=torch.tensor([[3, 0, 5], [1, 4, 0]], dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor([26, 27, 28, 64], device=device),
     )
     return query, cache, metadata
 
 
+def expected_of(b, rows, query, cache, metadata, causal=True, **options):
+    """The second way: a sequence by itself, whose keys are taken out of its pages."""
+    length = int(metadata.seq_lens[b])
+    pages = cache[metadata.block_table[b].long()].transpose(1, 2).flatten(0, 1)[:length]
+    k, v = pages.split(DIM, -1)
+    window, slopes = options.get("sliding_window"), options.get("alibi_slopes")
+    side = -1 if window is None else window - 1
+    return flash_cute.flash_attn_func(
+        query[None, rows], k[None], v[None], 0.0, 0.3, causal, (side, 0 if causal else side),
+        options.get("logits_soft_cap", 0.0),
+        None if slopes is None else torch.tensor(slopes, device=query.device),
+        sink=options.get("sinks"),
+    )[0]  # fmt: skip
+
+
 def test_registration(vllm):
-    vllm.register()
-    (path,) = vllm.registered.values()
-    assert path == "flash_cute.integrations.vllm.Backend"
+    integration = importlib.import_module(MODULE)
+    integration.register()
+    integration.register()  # as each process of vLLM may, more than once
+    assert vllm.registered["FLASH_CUTE"] == f"{MODULE}.backend.Backend"
     backend = vllm.Backend
-    assert backend.get_name() == "CUSTOM"
+    assert backend.get_name() == "FLASH_CUTE"
     assert backend.get_impl_cls() is vllm.Implementation
-    builder = backend.get_builder_cls()(None, None, None, None)
-    assert not builder.aot_schedule and not builder.use_cascade_attention(1)
+    assert not backend.forward_includes_kv_cache_update
+    builder = backend.get_builder_cls()
     assert builder._cudagraph_support is vllm_interface.AttentionCGSupport.ALWAYS
-    assert backend.supports_sink()
+    assert backend.supports_sink() and backend.supports_non_causal()
+    assert backend.supports_sliding_window()
     assert backend.supports_batch_invariance() is False  # nobody has shown it of every kernel
     assert backend.supports_head_size(64) and not backend.supports_head_size(512)
     assert backend.supports_kv_cache_dtype("auto")
     assert not backend.supports_kv_cache_dtype("fp8_e4m3")
+    assert vllm.Implementation.lse_base_on_e and not vllm.Implementation.supports_dcp
+
+
+def test_older_releases(vllm, caplog):
+    integration = importlib.import_module(MODULE)
+    registered = vllm_interface.installed("0.31.2")
+    with pytest.raises(ImportError, match=r"vLLM 0\.31 is installed.*0\.32 and newer"):
+        integration.register()
+    integration.plugin()  # vLLM starts without it
+    assert "FLASH_CUTE" not in registered and "0.31" in caplog.text
+
+
+def test_metadata(vllm):
+    _, _, expected = batch(vllm, "cpu")
+    builder = vllm.MetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+    given = {x: y for x, y in vars(expected).items() if x != "block_table"}
+    common = vllm_interface.CommonAttentionMetadata(
+        **given, num_reqs=2, query_start_loc_cpu=expected.query_start_loc,
+        block_table_tensor=expected.block_table,
+    )  # fmt: skip
+    assert vars(builder.build(0, common)) == vars(expected)
+    pages, slots = expected.block_table + 1, expected.slot_mapping + 1
+    changed = builder.update_block_table(expected, pages, slots)
+    assert changed.block_table is pages and changed.slot_mapping is slots
+    assert changed.seq_lens is expected.seq_lens
 
 
 OPTIONS = {
@@ -76,9 +123,10 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("layout", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_decoder(device, vllm, name):
-    query, cache, metadata = batch(device)
+def test_decoder(device, vllm, name, layout):
+    query, cache, metadata = batch(vllm, device, layout)
     options = {
         x: y.to(device) if isinstance(y, torch.Tensor) else y for x, y in OPTIONS[name].items()
     }
@@ -86,47 +134,91 @@ def test_decoder(device, vllm, name):
     output = torch.full((5, HEADS * DIM), 7.0, device=device).bfloat16()
     got = layer.forward(None, query, None, None, cache, metadata, output)
     assert got is output and (output[4:] == 7).all()
-    window = options.get("sliding_window")
-    slopes = options.get("alibi_slopes")
-    for b, (rows, length) in enumerate(((slice(0, 3), 9), (slice(3, 4), 5))):
-        k, v = (x[metadata.block_table[b].long()].flatten(0, 1)[:length] for x in cache)
-        expected = flash_cute.flash_attn_func(
-            query[None, rows], k[None], v[None], 0.0, 0.3, True,
-            (-1, -1) if window is None else (window - 1, 0), options.get("logits_soft_cap", 0.0),
-            None if slopes is None else torch.tensor(slopes, device=device),
-            sink=options.get("sinks"),
-        )  # fmt: skip
+    for b, rows in enumerate((slice(0, 3), slice(3, 4))):
+        expected = expected_of(b, rows, query, cache, metadata, **options)
         torch.testing.assert_close(
-            output[rows].view(-1, HEADS, DIM), expected[0], rtol=2e-2, atol=2e-2
+            output[rows].view(-1, HEADS, DIM), expected, rtol=2e-2, atol=2e-2
         )
 
 
-def test_encoder(device, vllm):
-    query, _, metadata = batch(device)
+@pytest.mark.parametrize("name", ["plain", "window", "sinks"])
+def test_requests_that_are_not_causal(device, vllm, name):
+    """All of a batch, or some: int32 says which."""
+    query, cache, metadata = batch(vllm, device)
+    options = {
+        x: y.to(device) if isinstance(y, torch.Tensor) else y for x, y in OPTIONS[name].items()
+    }
+    layer = make(vllm, **options)
+    for causal in ([0, 0], [0, 1], [1, 0], False):
+        given = causal
+        if causal is not False:
+            given = torch.tensor(causal, dtype=torch.int32, device=device)
+        changed = dataclasses.replace(metadata, causal=given)
+        output = torch.empty_like(query)
+        layer.forward(None, query, None, None, cache, changed, output)
+        for b, rows in enumerate((slice(0, 3), slice(3, 4))):
+            is_causal = bool(causal and causal[b])
+            expected = expected_of(b, rows, query, cache, metadata, is_causal, **options)
+            torch.testing.assert_close(output[rows], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_pages_left_of_the_window_are_not_read(device, vllm):
+    """vLLM replaces them by page 0, which may hold anything."""
+    query, cache, metadata = batch(vllm, device)
+    pages = torch.tensor([[0, 2, 5], [0, 4, 0]], dtype=torch.int32, device=device)
+    metadata = dataclasses.replace(metadata, block_table=pages)
+    layer = make(vllm, sliding_window=1)
+    clean = layer.forward(None, query, None, None, cache, metadata, torch.zeros_like(query))
+    cache[0] = torch.nan
+    got = layer.forward(None, query, None, None, cache, metadata, torch.zeros_like(query))
+    assert torch.equal(got, clean) and got[:4].isfinite().all()
+
+
+def test_new_keys_are_written(vllm):
+    _, cache, _ = batch(vllm, "cpu", (0, 2, 1, 3))
+    before = cache.clone()
+    key, value = torch.randn(2, 5, HEADS_K, DIM).bfloat16()
+    slots = torch.tensor([26, 3, -1, 64])  # of four tokens: the fifth is padding
+    make(vllm).do_kv_cache_update(None, key, value, cache, slots)
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            row = before[slot // PAGE, :, slot % PAGE]
+            row[:, :DIM], row[:, DIM:] = key[i], value[i]
+    assert torch.equal(cache, before)
+    encoder = make(vllm, attn_type=AttentionType.ENCODER_ONLY)
+    encoder.do_kv_cache_update(None, key + 1, value, cache, slots)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_encoder(device, vllm, window):
+    query, _, metadata = batch(vllm, device)
     key, value = torch.randn(2, 5, HEADS_K, DIM, device=device).bfloat16()
-    layer = make(vllm, attn_type=AttentionType.ENCODER_ONLY)
+    layer = make(vllm, attn_type=AttentionType.ENCODER_ONLY, sliding_window=window)
     output = torch.zeros(5, HEADS, DIM, device=device).bfloat16()
     layer.forward(None, query, key, value, None, metadata, output)
-    offsets = metadata.query_start_loc
+    offsets, side = metadata.query_start_loc, -1 if window is None else window - 1
     expected = flash_cute.flash_attn_varlen_func(
-        query[:4], key[:4], value[:4], offsets, offsets, 3, 3, softmax_scale=0.3
-    )
+        query[:4], key[:4], value[:4], offsets, offsets, 3, 3, softmax_scale=0.3,
+        window_size=(side, side),
+    )  # fmt: skip
     assert torch.equal(output[:4], expected)
 
 
 def test_batch_invariance(vllm):
-    query, cache, metadata = batch("cpu")
+    query, cache, metadata = batch(vllm, "cpu")
     layer = make(vllm)
-    layer.batch_invariant_enabled = True
     both = layer.forward(None, query, None, None, cache, metadata, torch.empty_like(query))
-    metadata.num_actual_tokens, metadata.query_start_loc = 3, metadata.query_start_loc[:2]
-    metadata.seq_lens, metadata.block_table = metadata.seq_lens[:1], metadata.block_table[:1]
+    metadata = dataclasses.replace(
+        metadata, num_actual_tokens=3, query_start_loc=metadata.query_start_loc[:2],
+        seq_lens=metadata.seq_lens[:1], block_table=metadata.block_table[:1],
+    )  # fmt: skip
     one = layer.forward(None, query, None, None, cache, metadata, torch.empty_like(query))
     assert torch.equal(one[:3], both[:3])
 
 
 def test_refusals(vllm):
-    query, cache, metadata = batch("cpu")
+    query, cache, metadata = batch(vllm, "cpu")
     layer = make(vllm)
     output = torch.ones_like(query)
     assert (layer.forward(None, query, None, None, cache, None, output) == 0).all()

@@ -1,5 +1,5 @@
-"""The part of vLLM's interface that its attention backends meet, without its kernels: names,
-signatures and attributes as in vllm/v1/attention of vLLM 0.15."""
+"""The part of vLLM's interface that its attention backends meet: names, signatures and attributes
+as in vllm/v1/attention of vLLM 0.33. The whole of vLLM is met in tests/vllm_engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import enum
 import importlib
 import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class AttentionType(str, enum.Enum):
@@ -23,102 +25,84 @@ class AttentionType(str, enum.Enum):
 class AttentionCGSupport(enum.Enum):
     ALWAYS = 3
     UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
 
 
-class FlashAttentionBackend:
+@dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+class AttentionBackend:
     supported_dtypes = (torch.float16, torch.bfloat16)
-    forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
+    forward_includes_kv_cache_update = True
 
 
-class FlashAttentionMetadataBuilder:
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+class AttentionMetadataBuilder(Generic[T]):
+    _cudagraph_support = AttentionCGSupport.NEVER
+    reorder_batch_threshold = None
+    supports_update_block_table = False
+    supports_draft_decode_metadata_update = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any):
-        self.aot_schedule = True
-
-    def use_cascade_attention(self, *args: Any, **named: Any) -> bool:
-        return True
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
 
 
-class FlashAttentionImpl:
-    dcp_world_size = 1
+class AttentionImpl(Generic[T]):
+    can_return_lse_for_decode = False
+    lse_base_on_e = True
+    supports_pcp = supports_dcp = supports_quant_query_input = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: AttentionType = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        assert sinks is None, "Sinks are only supported in FlashAttention 3"
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
-        slopes = alibi_slopes
-        self.alibi_slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
-        if sliding_window is None:
-            self.sliding_window = (-1, -1)
-        elif attn_type == AttentionType.ENCODER_ONLY:
-            self.sliding_window = (sliding_window - 1, sliding_window - 1)
-        else:
-            self.sliding_window = (sliding_window - 1, 0)
-        self.logits_soft_cap = 0 if logits_soft_cap is None else logits_soft_cap
-        self.attn_type, self.batch_invariant_enabled = attn_type, False
+    def __new__(cls, *args: Any, **named: Any) -> AttentionImpl:
+        made = super().__new__(cls)
+        made.dcp_world_size, made.pcp_world_size = 1, 1
+        return made
 
 
 @dataclass
-class FlashAttentionMetadata:
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
     num_actual_tokens: int
     max_query_len: int
-    query_start_loc: torch.Tensor
     max_seq_len: int
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor | None = None
-    use_cascade: bool = False
-    causal: bool = True
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
 
 
-def installed() -> dict[str, str]:
+class AttentionBackendEnum:
+    """Its members have a path each; new ones are registered by name."""
+
+    __members__: ClassVar[dict[str, str]] = {}
+
+
+def register_backend(backend: str, class_path: str) -> None:
+    if backend in AttentionBackendEnum.__members__:
+        raise ValueError(f"Backend {backend} already exists")
+    AttentionBackendEnum.__members__[backend] = class_path
+
+
+def installed(version: str = "0.33.0") -> dict[str, str]:
     """Puts the interface into sys.modules; returns what backends are registered in it."""
-    registered: dict[str, str] = {}
+    AttentionBackendEnum.__members__ = {"FLASH_ATTN": "", "CUSTOM": ""}
+    classes = (
+        AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder,
+        AttentionType, MultipleOf,
+    )  # fmt: skip
     modules = {
-        "vllm": {},
+        "vllm": {"__version__": version},
         "vllm.v1": {},
         "vllm.v1.attention": {},
-        "vllm.v1.attention.backend": {
-            "AttentionCGSupport": AttentionCGSupport,
-            "AttentionType": AttentionType,
-        },
+        "vllm.v1.attention.backend": {x.__name__: x for x in classes},
         "vllm.v1.attention.backends": {},
-        "vllm.v1.attention.backends.flash_attn": {
-            x.__name__: x
-            for x in (FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder)
-        },
         "vllm.v1.attention.backends.registry": {
-            "AttentionBackendEnum": SimpleNamespace(CUSTOM="CUSTOM"),
-            "register_backend": registered.__setitem__,
+            "AttentionBackendEnum": AttentionBackendEnum,
+            "register_backend": register_backend,
         },
     }
     for name, contents in modules.items():
@@ -130,4 +114,4 @@ def installed() -> dict[str, str]:
         if parent:
             setattr(sys.modules[parent], child, module)
     importlib.invalidate_caches()
-    return registered
+    return AttentionBackendEnum.__members__

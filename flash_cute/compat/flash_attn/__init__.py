@@ -5,7 +5,7 @@ Arguments, layouts and results are flash-attn's. What differs:
 
 - The third result of ``return_attn_probs=True`` with dropout is the normalised probabilities in
   their exact shape, negative where dropout drops; flash-attn's are not normalised, and padded.
-- Dropout is drawn from torch's generator in another way: other weights are dropped.
+- Dropout masks differ from flash-attn's for the same seed.
 - ``rng_state`` is int64 (2,) on the device of q.
 """
 

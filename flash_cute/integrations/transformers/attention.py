@@ -12,6 +12,7 @@ from flash_cute.call import validate
 from flash_cute.core.padding import offsets, packing
 from flash_cute.functional import dense_varlen as functional
 from flash_cute.functional import kvcache
+from flash_cute.integrations.transformers import blocks
 from flash_cute.integrations.transformers.documents import Documents, of_numbers, of_positions
 from flash_cute.kernels import support
 
@@ -71,7 +72,7 @@ def attention(
             before begins a document of its own, in any row of the batch, with padding or without.
             Not read where the call says more: ``cu_seq_lens_q``, pages, a mask of numbers.
         seq_idx: likewise, the number of each token's document.
-        others: what does not concern attention; what does is refused by name.
+        others: ignored if they do not concern attention; others raise an error that names them.
 
     Returns:
         (batch, seqlen_q, heads, dim_v), and None for the weights. Rows of padding are 0, or see the
@@ -112,14 +113,17 @@ def attention(
     if any(x is not None for x in (block_table, k_cache, v_cache)):
         pages = (k_cache, v_cache, block_table, cu_seq_lens_k)
         return _paged(q, k, v, pages, attention_mask, score, training), None
-    numbers = None
-    if attention_mask is not None and attention_mask.dtype == torch.int32:
+    layer, numbers, images = getattr(module, "layer_idx", None), None, None
+    if attention_mask is not None and blocks.is_mask(attention_mask):
+        images = blocks.found(attention_mask, q.shape[1], layer)
+        attention_mask = images.padding
+    elif attention_mask is not None and attention_mask.dtype == torch.int32:
         numbers, attention_mask = attention_mask, None
     told = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     sequences = _sequences(told, attention_mask)
     if sequences is not None:
+        _refuse_packed(images)
         return _packed(q, k, v, sequences, score | training), None
-    layer = getattr(module, "layer_idx", None)
     if numbers is not None:
         documents = of_numbers(numbers, layer)
     else:
@@ -131,7 +135,10 @@ def attention(
             position_ids, seq_idx, mask, len(q), q.shape[1], seqlen_k, causal, layer
         )
     if documents is not None:
+        _refuse_packed(images)
         return _of_documents(q, k, v, documents, score | training), None
+    if images is not None:
+        return _with_images(q, k, v, images, score, training), None
     if attention_mask is None:
         return _dense(q, k, v, score, training), None
     return _padded(q, k, v, attention_mask, score, training), None
@@ -152,10 +159,20 @@ def _refuse(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
             "output_attentions is True, and flash_cute keeps no attention weights; use "
             "attn_implementation='eager'"
         )
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is None or blocks.is_mask(attention_mask):
+        return
+    if attention_mask.dim() != 2:
         raise NotImplementedError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; flash_cute takes (batch, "
             "seqlen), 1 for tokens that take part; use attn_implementation='sdpa' for others"
+        )
+
+
+def _refuse_packed(images: blocks.Blocks | None) -> None:
+    if images is not None:
+        raise NotImplementedError(
+            "tokens that see each other in both directions, as images do, in packed documents; "
+            "give each document a row of the batch, or use attn_implementation='sdpa'"
         )
 
 
@@ -257,11 +274,12 @@ def _of_documents(
 
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, score: Options, training: Options
-) -> Tensor:
+) -> Any:
     """Keys that ``mask`` (batch, seqlen) does not let take part count nowhere.
 
     A causal layer's queries are the last of its tokens, and padding among them is left out; queries
-    of other layers all take part, but under a window, which counts tokens.
+    of other layers all take part, but under a window, which counts tokens. With ``return_lse`` also
+    the log-sum-exps (batch, seqlen_q, heads) of a causal layer.
     """
     batch, seqlen_k = mask.shape
     if seqlen_k > k.shape[1]:
@@ -283,13 +301,33 @@ def _padded(
         q_rows, used, cu_q = _pack(queries, q), queries.lengths, queries.offsets
     else:
         q_rows, used, cu_q = q.flatten(0, 1), None, offsets(batch, seqlen_q, q.device)
-    out = functional.flash_attn_varlen_func(
+    result = functional.flash_attn_varlen_func(
         q_rows, k_rows, v_rows, cu_q, keys.offsets, seqlen_q, seqlen_k,
         seqused_q=used, seqused_k=keys.lengths, **score, **training,
     )  # fmt: skip
-    if used is not None:
-        out = queries.unpack(out)
-    return out.reshape(batch, seqlen_q, *out.shape[-2:])
+    if used is None:
+        return result.reshape(batch, seqlen_q, *result.shape[-2:])
+    if training.get("return_lse"):
+        out, lse = result
+        return queries.unpack(out), queries.unpack(lse.t())
+    return queries.unpack(result)
+
+
+def _with_images(
+    q: Tensor, k: Tensor, v: Tensor, images: blocks.Blocks, score: Options, training: Options
+) -> Tensor:
+    """Causal attention, joined with that of tokens to those behind them in the same block."""
+    if not score["causal"]:
+        raise NotImplementedError("a mask of images in a layer that is not causal")
+    k, v = (x[:, : images.seqlen_k] for x in (k, v))  # a static cache has room for more
+    told = training | {"return_lse": True}
+    if images.padding is None:
+        out, lse = functional.flash_attn_func(q, k, v, **score, **told)
+        lse = lse.transpose(1, 2)
+    else:
+        out, lse = _padded(q, k, v, images.padding, score, told)
+    k, v = (x[:, -q.shape[1] :] for x in (k, v))  # of the queries' own tokens
+    return blocks.joined(out, lse, q, k, v, images, score | training)
 
 
 def _pack(packed: Any, x: Tensor) -> Tensor:

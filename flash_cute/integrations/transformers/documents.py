@@ -7,14 +7,13 @@ position does not grow, or the number changes, from one token that takes part to
 
 from __future__ import annotations
 
-import threading
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute.integrations.transformers import looks
 
 _IN_GRAPHS = (
     "position_ids restart: under torch.compile packed sequences need cu_seq_lens_q, "
@@ -68,8 +67,8 @@ def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
     if torch.compiler.is_compiling():
         internals.assert_in_graph((numbers == 1).all(), _IN_GRAPHS)
         return None
-    look = _Look.at([numbers], layer)
-    known, found = _looked_up(look)
+    look = looks.Look.at([numbers], layer)
+    known, found = looks.found_before(look)
     if not known:
         if not (numbers > 0).all():
             raise ValueError(
@@ -79,7 +78,7 @@ def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers.diff(dim=1) != 0
         found = Documents.of(begins, None)
-        _keep(look, found)
+        looks.keep(look, found)
     return found
 
 
@@ -112,11 +111,11 @@ def of_positions(
         more = _continued(told, own, batch, position_ids)
         internals.assert_in_graph(more.all(), _IN_GRAPHS)
         return None
-    look = _Look.at(told if mask is None else [*told, mask], layer)
-    known, found = _looked_up(look)
+    look = looks.Look.at(told if mask is None else [*told, mask], layer)
+    known, found = looks.found_before(look)
     if not known:
         found = _found(_continued(told, own, batch, position_ids), own)
-        _keep(look, found)
+        looks.keep(look, found)
     if found is not None and seqlen_k != seqlen_q:
         raise ValueError(
             "position_ids restart (or seq_idx changes) behind a cache of "
@@ -165,62 +164,3 @@ def _found(continued: Tensor, mask: Tensor | None) -> Documents | None:
     if mask is not None:  # the first that takes part begins one, wherever it stands
         begins = begins | (mask & (mask.cumsum(1) == 1))
     return Documents.of(begins, mask)
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What a layer looks at: tensors, how often each was written, and the layer's number.
-
-    Those of inference mode do not know that they were written: later layers alone, which belong to
-    the same forward, look at the same.
-    """
-
-    tensors: list[weakref.ref[Tensor]]
-    versions: list[int | None]
-    layer: int | None
-
-    @classmethod
-    def at(cls, tensors: list[Tensor], layer: int | None) -> _Look | None:
-        """None if nobody could know that it is the same again."""
-        versions = [None if x.is_inference() else internals.version(x) for x in tensors]
-        if None in versions and layer is None:
-            return None
-        return cls([weakref.ref(x) for x in tensors], versions, layer)
-
-    def is_behind(self, before: _Look) -> bool:
-        """Whether it finds what the one before did."""
-        theirs, mine = ([reference() for reference in x.tensors] for x in (before, self))
-        if self.versions != before.versions or len(theirs) != len(mine):
-            return False
-        if None in self.versions and not _is_later(self.layer, before.layer):
-            return False
-        return all(x is y for x, y in zip(theirs, mine, strict=True))
-
-
-def _is_later(layer: int | None, before: int | None) -> bool:
-    return layer is not None and before is not None and layer > before
-
-
-def _looked_up(look: _Look | None) -> tuple[bool, Documents | None]:
-    """Whether a layer before has looked at the same; what it found."""
-    for i, (before, found) in enumerate(_recent.entries if look is not None else ()):
-        if look is not None and look.is_behind(before):
-            _recent.entries[i] = (look, found)
-            return True, found
-    return False, None
-
-
-def _keep(look: _Look | None, found: Documents | None) -> None:
-    if look is not None:
-        _recent.entries = [(look, found), *_recent.entries][:_MOST_KEPT]
-
-
-class _Recent(threading.local):
-    """What layers of this thread have looked at last, the newest first."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[_Look, Documents | None]] = []
-
-
-_recent = _Recent()
-_MOST_KEPT = 4  # layers of a model have masks of two or three kinds

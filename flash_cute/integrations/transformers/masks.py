@@ -5,7 +5,9 @@ Models ask for a mask once a forward, and give what they get to every layer:
 - None: nothing beyond the causal mask or the window, which layers know themselves;
 - bool (batch, seqlen_k): padding. An attribute ``starts`` says that it is on the left alone,
   ``is_full`` that there is none;
-- int32 (batch, seqlen): the number of the sequence that each token belongs to, from 1 on.
+- int32 (batch, seqlen): the number of the sequence that each token belongs to, from 1 on;
+- int32 (batch, 2, seqlen_k): padding, and the number of the block that each token belongs to, whose
+  tokens see each other in both directions (:mod:`.blocks`).
 
 An attribute ``band`` is the window that hides a key, as (left, right): not all layers know theirs.
 Graphs have no such attributes.
@@ -13,26 +15,13 @@ Graphs have no such attributes.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_MODULE = "transformers.masking_utils"  # that transformers' own mask functions stand in
-
-# Mask functions that the arguments of attention stand for, and those that say which sequence.
-_BANDS = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay.<locals>.inner_mask",
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-    "chunked_overlay.<locals>.inner_mask",  # within one chunk, as transformers checks
-    "remap_positions_for_packed_sequence.<locals>.inner_mask",
-}
-_SEQUENCES = "packed_sequence_mask_function.<locals>.inner_mask"
-_AND = "and_masks.<locals>.and_mask"
+from flash_cute.integrations.transformers import blocks, mask_functions
 
 
 def mask(
@@ -65,17 +54,20 @@ def mask(
         kept = mask(2, 100, 100, attention_mask=padding)  # causal, as by default
     """
     if mask_function is None:
-        mask_function = importlib.import_module(_MODULE).causal_mask_function
+        mask_function = mask_functions.named("causal_mask_function")
     is_traced = torch.compiler.is_compiling()
-    if use_vmap:
+    numbers = None
+    if not is_traced:
+        mask_function, numbers = mask_functions.without_blocks(mask_function)
+    if use_vmap and numbers is None:
         raise _refused("a mask function of the model's own (or_mask_function, and_mask_function)")
-    names = {mask_function.__name__} if is_traced else set(_names(mask_function))
-    unknown = names - (_BANDS | {_SEQUENCES})
+    names = {mask_function.__name__} if is_traced else set(mask_functions.names(mask_function))
+    unknown = names - (mask_functions.BANDS | {mask_functions.SEQUENCES})
     if unknown and not is_traced:
         raise _refused(", ".join(sorted(unknown)))
     if is_traced and "or_mask" in names:
-        raise _refused("block_sequence_ids")
-    is_causal = "bidirectional_mask_function" not in names
+        raise _refused("block_sequence_ids in a graph: call the model without torch.compile")
+    is_causal = mask_functions.BIDIRECTIONAL not in names
     if is_traced and attention_mask is None and isinstance(q_offset, Tensor):
         raise NotImplementedError(
             "a static cache without attention_mask: a graph does not know how much of the cache is "
@@ -84,9 +76,9 @@ def mask(
     if is_traced:
         if "and_mask" in names and attention_mask is None:
             return _numbers(mask_function, batch_size, q_length, device)
-    elif _SEQUENCES in names:
-        numbers = _numbers(mask_function, batch_size, q_length, device)
-        return _with_band(numbers, _band(mask_function), kv_length)
+    elif mask_functions.SEQUENCES in names:
+        sequences = _numbers(mask_function, batch_size, q_length, device)
+        return _with_band(sequences, mask_functions.band(mask_function), kv_length)
     if is_causal and not (is_traced and isinstance(q_offset, Tensor)):
         end = int(q_offset) + q_length
         attention_mask = _seen(attention_mask, batch_size, kv_length, kv_offset, end, device)
@@ -94,24 +86,18 @@ def mask(
         attention_mask = attention_mask[:, -kv_length:]
     if is_traced:
         return attention_mask
-    band = _band(mask_function)
+    band = mask_functions.band(mask_function)
     if attention_mask is not None:
         attention_mask = _padding(attention_mask, kv_length, band is not None)
+    if numbers is not None:
+        seen = kv_length if attention_mask is None else attention_mask.shape[1]
+        numbers = numbers[:, end - seen : end].expand(batch_size, -1).to(device)
+        if q_length > 1 and (numbers[:, -q_length:] >= 0).any():
+            return _with_band(blocks.mask(attention_mask, numbers), band, kv_length)
     if attention_mask is None and band is not None and kv_length > band[0]:
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
         attention_mask.is_full = True  # type: ignore[attr-defined]
     return None if attention_mask is None else _with_band(attention_mask, band, kv_length)
-
-
-def _band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
-    """(left, right) of the sliding window in it."""
-    name = mask_function.__qualname__
-    if name.startswith("sliding_window_overlay"):
-        return _captured(mask_function, "sliding_window") - 1, 0
-    if name.startswith("sliding_window_bidirectional_overlay"):
-        side = _captured(mask_function, "sliding_window")
-        return side, side
-    return next((x for x in map(_band, _parts(mask_function)) if x is not None), None)
 
 
 def _with_band(mask: Tensor, band: tuple[int, int] | None, kv_length: int) -> Tensor:
@@ -171,35 +157,9 @@ def _numbers(mask_function: Callable[..., Any], batch: int, seqlen: int, device:
     return begins.cumsum(1, dtype=torch.int32)
 
 
-def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The mask functions that one is made of."""
-    name = mask_function.__qualname__
-    if mask_function.__module__ != _MODULE:
-        yield f"{mask_function.__module__}.{name}"
-    elif name != _AND:
-        yield name
-    for part in _parts(mask_function):
-        yield from _names(part)
-
-
-def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Mask functions inside of one of transformers' own."""
-    if mask_function.__module__ != _MODULE:
-        return ()
-    if mask_function.__qualname__ == _AND:
-        return _captured(mask_function, "mask_functions")
-    if mask_function.__qualname__.startswith("remap_positions"):
-        return (_captured(mask_function, "mask_function"),)
-    return ()
-
-
-def _captured(function: Any, name: str) -> Any:
-    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
-
-
 def _refused(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"flash_cute does not compute this mask: {what}. It takes causal masks, sliding windows, "
-        "padding, and sequences laid end to end; use attn_implementation='sdpa' or "
-        "'flex_attention'"
+        "padding, sequences laid end to end, and images as Gemma 3 and 4 have them; use "
+        "attn_implementation='sdpa' or 'flex_attention'"
     )

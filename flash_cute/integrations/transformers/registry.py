@@ -20,6 +20,16 @@ from flash_cute.integrations.transformers.masks import mask
 
 NAME = "flash_cute"
 OLDEST = (5, 20)  # release of transformers
+# Models that refuse flash attention, as it would drop their masks of images: blocks.py takes them.
+_WITH_IMAGES = tuple(
+    f"transformers.models.{module}.modeling_{module}.{name}{kind}"
+    for module, name in (
+        ("gemma3", "Gemma3"),
+        ("gemma4", "Gemma4"),
+        ("gemma4_unified", "Gemma4Unified"),
+    )
+    for kind in ("Model", "ForConditionalGeneration")
+)
 
 
 def register() -> None:
@@ -147,7 +157,10 @@ def _choose(original: Callable[..., str], model: Any, name: str | None, *args: A
     code = sys.modules[type(model).__module__]
     has_class_of_its_own = hasattr(code, "is_flash_attn_available")  # for flash-attn alone
     is_other = listed and not any("flash" in x for x in listed)
-    if not model._supports_flash_attn or has_class_of_its_own or is_other:
+    supports = model._supports_flash_attn or any(
+        f"{x.__module__}.{x.__qualname__}" in _WITH_IMAGES for x in type(model).__mro__
+    )
+    if not supports or has_class_of_its_own or is_other:
         raise ValueError(
             f'{type(model).__name__} does not support attn_implementation="{NAME}": its attention '
             'is none that flash attention computes; use "sdpa" or "eager"'

@@ -1,0 +1,97 @@
+"""What transformers' mask functions are made of.
+
+They are closures: what they combine, and with which numbers, is read out of them by name. What has
+another name is not guessed at.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+MODULE = "transformers.masking_utils"  # that transformers' own mask functions stand in
+
+CAUSAL = "causal_mask_function"
+BIDIRECTIONAL = "bidirectional_mask_function"
+WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+WINDOW_OF_BOTH_SIDES = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
+SEQUENCES = "packed_sequence_mask_function.<locals>.inner_mask"
+# Those that the arguments of attention stand for.
+BANDS = {
+    CAUSAL,
+    BIDIRECTIONAL,
+    WINDOW,
+    WINDOW_OF_BOTH_SIDES,
+    "chunked_overlay.<locals>.inner_mask",  # within one chunk, as transformers checks
+    "remap_positions_for_packed_sequence.<locals>.inner_mask",
+}
+_BLOCKS = "blockwise_overlay.<locals>.inner_mask"
+_AND = "and_masks.<locals>.and_mask"
+_OR = "or_masks.<locals>.or_mask"
+
+
+def named(name: str) -> Any:
+    return getattr(importlib.import_module(MODULE), name)
+
+
+def names(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The mask functions that one is made of."""
+    name = mask_function.__qualname__
+    if mask_function.__module__ != MODULE:
+        yield f"{mask_function.__module__}.{name}"
+    elif name != _AND:
+        yield name
+    for part in _parts(mask_function):
+        yield from names(part)
+
+
+def band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
+    """(left, right) of the sliding window in it."""
+    name = mask_function.__qualname__
+    if name == WINDOW:
+        return _captured(mask_function, "sliding_window") - 1, 0
+    if name == WINDOW_OF_BOTH_SIDES:
+        side = _captured(mask_function, "sliding_window")
+        return side, side
+    return next((x for x in map(band, _parts(mask_function)) if x is not None), None)
+
+
+def without_blocks(
+    mask_function: Callable[..., Any],
+) -> tuple[Callable[..., Any], Tensor | None]:
+    """A causal mask function without the blocks of tokens that see each other in both directions,
+    as those of an image do, and their numbers (batch, keys), negative for tokens of none: of
+    ``causal or block``, and of ``window and (causal or block)``.
+
+    Any other function as it is, and None.
+    """
+    if _is(mask_function, _OR):
+        parts = _captured(mask_function, "mask_functions")
+        if len(parts) == 2 and _is(parts[0], CAUSAL) and _is(parts[1], _BLOCKS):
+            return parts[0], _captured(parts[1], "block_sequence_ids")
+    if _is(mask_function, _AND):
+        first, *others = _captured(mask_function, "mask_functions")
+        causal, numbers = without_blocks(first)
+        if numbers is not None and len(others) == 1 and _is(others[0], WINDOW):
+            return named("and_masks")(others[0], causal), numbers
+    return mask_function, None
+
+
+def _is(mask_function: Callable[..., Any], name: str) -> bool:
+    return mask_function.__module__ == MODULE and mask_function.__qualname__ == name
+
+
+def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Mask functions inside of one of transformers' own."""
+    if _is(mask_function, _AND):
+        return _captured(mask_function, "mask_functions")
+    if _is(mask_function, "remap_positions_for_packed_sequence.<locals>.inner_mask"):
+        return (_captured(mask_function, "mask_function"),)
+    return ()
+
+
+def _captured(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents

@@ -1,0 +1,64 @@
+"""vLLM: an attention backend over flash_cute's functions, for caches in pages.
+
+vLLM finds it by itself where flash_cute is installed (a plugin of the group
+``vllm.general_plugins``), under a name of its own. Interface of vLLM 0.32 and 0.33.
+
+Example::
+
+    from flash_cute.integrations import vllm
+
+    vllm.register()  # needed only where flash_cute is not installed, but on the path
+    # From then on vllm.LLM(model, attention_config={"backend": "FLASH_CUTE"}) takes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+__all__ = ["NAME", "register"]
+
+NAME = "FLASH_CUTE"
+OLDEST = (0, 32)  # release of vLLM
+
+
+def register() -> None:
+    """Makes ``FLASH_CUTE`` a backend of vLLM. Nothing else changes: it is taken where it is named,
+    as ``backend`` or in ``backend_per_kind`` of vLLM's attention config.
+
+    Raises:
+        ImportError: vLLM is missing, or older than 0.32.
+
+    Example::
+
+        from flash_cute.integrations import vllm
+
+        vllm.register()
+    """
+    release = _release()
+    if release < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"vLLM {'.'.join(map(str, release))} is installed; flash_cute's backend has the "
+            f"interface of {oldest} and newer: pip install 'vllm>={oldest}'"
+        )
+    from vllm.v1.attention.backends import registry
+
+    named: Any = registry.AttentionBackendEnum
+    if NAME not in named.__members__:
+        registry.register_backend(NAME, f"{__name__}.backend.Backend")
+
+
+def plugin() -> None:
+    """What vLLM calls at its start: :func:`register`, but an older vLLM starts without it."""
+    try:
+        register()
+    except ImportError as error:
+        logging.getLogger(__name__).warning("no backend %s: %s", NAME, error)
+
+
+def _release() -> tuple[int, ...]:
+    import vllm
+
+    return tuple(int(x) for x in re.findall(r"\d+", vllm.__version__)[:2])

@@ -1,0 +1,255 @@
+"""The classes that vLLM asks for: what is supported, a batch's metadata, and a layer's attention.
+
+Pages are vLLM's: (pages, heads_k, page size, 2 * dim), keys and values side by side, strides as
+vLLM likes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+import flash_cute
+from flash_cute.integrations.vllm import NAME
+from flash_cute.kernels import support
+
+
+class Backend(AttentionBackend):
+    """What vLLM asks of a backend. What is not answered here is not supported: multimodal prefixes,
+    R-SWA, MLA, sparse attention, quantized caches, decode and prefill context parallelism."""
+
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[Implementation]:
+        return Implementation
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return support.reads_caches_in_place(torch.bfloat16, head_size, head_size, "h100")
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype in (None, "auto", "float16", "bfloat16")
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in tuple(AttentionType)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """False: a row's last bits may depend on the batch that it is in."""
+        return False
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A batch: requests' queries end to end, their lengths with what the cache holds, and pages.
+
+    ``causal`` is one for all, or int32 (requests,), 1 for those that are.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    max_seq_len: int
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Takes what vLLM knows of a batch. Graphs hold any batch: nothing of a call depends on lengths
+    that the host knows but the longest query's."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Metadata:
+        given = common_attn_metadata
+        return Metadata(
+            given.num_actual_tokens, given.max_query_len, given.query_start_loc, given.max_seq_len,
+            given.seq_lens, given.block_table_tensor, given.slot_mapping, given.causal,
+        )  # fmt: skip
+
+    def update_block_table(
+        self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> Metadata:
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Nothing is derived from the tensors that vLLM writes in place."""
+
+
+class Implementation(AttentionImpl[Metadata]):
+    """One layer's attention; vLLM has new keys and values written into the cache before."""
+
+    can_return_lse_for_decode = False
+    lse_base_on_e = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if not Backend.supports_kv_cache_dtype(kv_cache_dtype):
+            raise NotImplementedError(
+                f"kv_cache_dtype is {kv_cache_dtype}; flash_cute has caches of fp16 and bf16"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.softcap = logits_soft_cap or 0.0
+        self.side = -1 if sliding_window is None else sliding_window - 1
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes).float()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query (tokens, heads, dim), of which the first ``num_actual_tokens`` count; output is
+        written and returned."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale is given; flash_cute does not quantize outputs")
+        if attn_metadata is None:  # vLLM measures its memory
+            return output.fill_(0)
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(
+                "decode context parallelism is not in flash_cute's backend; use FLASH_ATTN"
+            )
+        tokens = attn_metadata.num_actual_tokens
+        q = query[:tokens]
+        out = output[:tokens].view_as(q)
+        if self._is_encoder():
+            offsets, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
+            flash_cute.flash_attn_varlen_func(
+                q, key[:tokens], value[:tokens], offsets, offsets, longest, longest, out=out,
+                **self._score(q.device, False),
+            )  # fmt: skip
+            return output
+        causal = attn_metadata.causal
+        if isinstance(causal, Tensor):  # a request without keys has the result 0
+            lengths, is_causal = attn_metadata.seq_lens, causal != 0
+            with_mask = self._over_pages(q, kv_cache, attn_metadata, lengths * is_causal, True)
+            without = self._over_pages(q, kv_cache, attn_metadata, lengths * ~is_causal, False)
+            torch.add(with_mask, without, out=out)
+        else:
+            out.copy_(self._over_pages(q, kv_cache, attn_metadata, attn_metadata.seq_lens, causal))
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes key and value (tokens, heads_k, dim) to the rows of pages that ``slot_mapping``
+        names; negative ones are padding's."""
+        if self._is_encoder():
+            return
+        caches = self._caches(kv_cache)
+        if key.is_cuda:
+            from vllm import _custom_ops  # its kernels are for CUDA
+
+            _custom_ops.reshape_and_cache_flash(
+                key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale,
+                layer._v_scale,
+            )  # fmt: skip
+            return
+        tokens = (slot_mapping >= 0).nonzero().flatten()
+        slots = slot_mapping[tokens]
+        size = kv_cache.shape[2]
+        for cache, x in zip(caches, (key, value), strict=True):
+            cache[slots // size, slots % size] = x[tokens].to(cache.dtype)
+
+    def _is_encoder(self) -> bool:
+        return self.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
+        """Views (pages, page size, heads_k, dim) of keys and of values."""
+        return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+
+    def _over_pages(
+        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, lengths: Tensor, causal: bool
+    ) -> Tensor:
+        """(tokens, heads, dim); queries are the last of their request's ``lengths`` tokens."""
+        k_cache, v_cache = self._caches(kv_cache)
+        return flash_cute.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
+            cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
+            **self._score(q.device, causal),
+        )  # fmt: skip
+
+    def _score(self, device: torch.device, causal: bool) -> dict[str, Any]:
+        """Arguments of a call; a window is on both sides of queries that are not causal."""
+        if self.slopes is not None:
+            self.slopes = self.slopes.to(device)
+        return {
+            "softmax_scale": self.scale,
+            "causal": causal,
+            "window_size": (self.side, 0 if causal else self.side),
+            "softcap": self.softcap,
+            "alibi_slopes": self.slopes,
+            "sink": self.sinks,
+        }
