@@ -33,11 +33,16 @@ const std::string kScore =
 const std::string kDeterministic = "bool deterministic=False";
 const std::string kAllowTf32 = ", bool allow_tf32=False";
 const std::string kReturns = ", bool return_softmax=False, bool return_row_max=False";
+const std::string kTileLists = ", Tensor? tile_lists=None, Tensor? tile_bits=None";
 
-const std::string kFwd = kQkv + kScore + kDeterministic + kReturns + kAllowTf32;
-const std::string kBwd = kSaved + kDlse + kScore + kDeterministic + kAllowTf32;
-const std::string kVarlenFwd = kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns + kAllowTf32;
-const std::string kVarlenBwd = kSaved + kSequences + kDlse + kScore + kDeterministic + kAllowTf32;
+const std::string kTileRanks = ", Tensor? tile_ranks=None";
+
+const std::string kFwd = kQkv + kScore + kDeterministic + kReturns + kAllowTf32 + kTileLists;
+const std::string kBwd = kSaved + kDlse + kScore + kDeterministic + kAllowTf32 + kTileLists + kTileRanks;
+const std::string kVarlenFwd =
+    kQkv + kSequences + kBlockTable + kScore + kDeterministic + kReturns + kAllowTf32 + kTileLists;
+const std::string kVarlenBwd =
+    kSaved + kSequences + kDlse + kScore + kDeterministic + kAllowTf32 + kTileLists + kTileRanks;
 
 const std::string kPlaces =
     "Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "
@@ -78,6 +83,8 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("fwd_kvcache(" + kFwdKvcache + ")" + kOutAndLse).c_str());
   m.def(("attend_kvcache(" + kAttendKvcache + ")" + kOutAndLse).c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
+  m.def("tile_lists(Tensor codes, SymInt capacity) -> Tensor");
+  m.def("transposed_tile_lists(Tensor lists, SymInt tiles) -> (Tensor lists, Tensor ranks)");
   m.def("kernels() -> str");
   m.def("limit_kernels(str lines) -> str");
   m.def("set_calibration(str lines) -> str");
@@ -120,6 +127,8 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("fwd_kvcache", &guarded<&fwd_kvcache>);
   m.impl("attend_kvcache", &guarded<&attend_kvcache>);
   m.impl("combine", &guarded<&combine>);
+  m.impl("tile_lists", &guarded<&tile_lists>);
+  m.impl("transposed_tile_lists", &guarded<&transposed_tile_lists>);
   m.impl("lab_forward", &guarded<&lab_forward>);
   m.impl("lab_forward_timed", &guarded<&lab_forward_timed>);
 }

@@ -29,8 +29,11 @@ PASSES = "passes"  # stands for the id of kernels that have none
 
 _OPS, _DTYPES = ("fwd", "bwd", "decode"), ("fp16", "bf16", "tf32", "tf32x3")
 _TIERS = ("plain", "rich")
-# As C++ mangles the argument KernelConfig{Op, Arch, DType, Tier, 8 integers}.
-_CONFIG = re.compile(r"12KernelConfig" + r"L\w*?E(\d+)E" * 4 + r"Li(\d+)E" * 8)
+# As C++ mangles the argument KernelConfig{Op, Arch, DType, Tier, 8 integers, TileKind}; a 0 at the
+# end may be left out.
+_CONFIG = re.compile(
+    r"12KernelConfig" + r"L\w*?E(\d+)E" * 4 + r"Li(\d+)E" * 8 + r"(?:L\w*?TileKindE(\d+)E)?"
+)
 # FlashForwardKernelConfig{DType, 12 numbers}; those that are 0 at the end are left out.
 _LAB_CONFIG = re.compile(r"24FlashForwardKernelConfigL\w*?E(\d+)E((?:L[ib]\d+E)*)")
 # A kernel's instructions and its literals. Bank 0 holds parameters, bank 4 addresses.
@@ -163,10 +166,10 @@ def kernel_id(symbol: str) -> str:
     match = _CONFIG.search(symbol)
     if match is None:
         return PASSES
-    op, arch, dtype, tier, *numbers, cluster = (int(x) for x in match.groups())
+    op, arch, dtype, tier, *numbers, cluster, tiles = (int(x or 0) for x in match.groups())
     dim, dim_v, m, n, stages, warps, ctas = numbers
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dim}x{dim_v}"
-    suffix = f"_x{cluster}" if arch >= 90 else ""
+    suffix = (f"_x{cluster}" if arch >= 90 else "") + ("_list" if tiles else "")
     return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
 
 

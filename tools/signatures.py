@@ -62,6 +62,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from flash_cute.sparse.value import Sparse
+
 '''
 
 

@@ -19,6 +19,9 @@ void fwd_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_resul
 void attend_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void combine(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
+void tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void transposed_tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
 void lab_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void lab_forward_timed(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void lab_usage(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);

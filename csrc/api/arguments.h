@@ -80,6 +80,9 @@ struct FwdArguments {
   Score score = {};
   bool return_softmax = false, return_row_max = false;
   bool allow_tf32 = false;  // of fp32 inputs
+  std::optional<View> tile_lists = {};  // [b or 1, h or h_k or 1, tiles, 1 + entries, 2]
+  std::optional<View> tile_bits = {};  // [masks, queries of a tile, words of 32 keys]
+  std::optional<View> tile_ranks = {};  // of backward: as tile_lists, without the last dimension
 };
 
 struct BwdArguments {
@@ -128,6 +131,11 @@ inline PackedSequences take_sequences(Stack& in) {
   return sequences;
 }
 
+inline void take_lists(Stack& in, FwdArguments& a) {
+  a.tile_lists = in.optional_view();
+  a.tile_bits = in.optional_view();
+}
+
 inline FwdArguments take_fwd(Stack& in, bool varlen) {
   FwdArguments a{.q = in.view(), .k = in.view(), .v = in.view()};
   if (varlen) {
@@ -139,6 +147,7 @@ inline FwdArguments take_fwd(Stack& in, bool varlen) {
   a.return_softmax = in.take<bool>();
   a.return_row_max = in.take<bool>();
   a.allow_tf32 = in.take<bool>();
+  take_lists(in, a);
   return a;
 }
 
@@ -151,6 +160,8 @@ inline BwdArguments take_bwd(Stack& in, bool varlen) {
   fwd.score = take_score(in);
   const bool deterministic = in.take<bool>();
   fwd.allow_tf32 = in.take<bool>();
+  take_lists(in, fwd);
+  fwd.tile_ranks = in.optional_view();
   return {dout, std::move(fwd), out, softmax_lse, dlse, deterministic};
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/heuristics.h"
+#include "core/layout/tile_lists.h"
 
 namespace flash_cute {
 namespace {
@@ -118,6 +119,47 @@ void describe_scores(FwdProblem& p, const Score& score, const View& q) {
   const float softcap = p.rules.element.softcap;
   FC_CHECK(softcap == 0 || std::isfinite(p.softmax_scale / softcap), "softmax_scale / softcap is not finite in fp32");
   p.sink = sink_of(score.sink, q, p.heads);
+}
+
+void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
+  FC_CHECK(a.tile_lists || (!a.tile_bits && !a.tile_ranks), "tile_bits and tile_ranks need tile_lists");
+  if (!a.tile_lists) return;
+  FC_CHECK(!a.block_table && !a.return_softmax, "tile_lists with block_table or return_softmax is not supported");
+  const View& t = *a.tile_lists;
+  const int tiles = detail::ceil_div(rows, kTileSide);
+  check_device(t, a.q, "tile_lists");
+  FC_CHECK(t.dtype == ScalarType::Int && t.dims == 5 && t.size(2) == tiles && t.size(3) >= 1 && t.size(4) == 2 &&
+               is_contiguous(t),
+           "tile_lists must be a contiguous int32 (batch, heads, ", tiles, ", 1 + entries, 2)");
+  FC_CHECK(t.size(0) == 1 || t.size(0) == p.batch, "tile_lists has batch ", t.size(0), "; expected 1 or ", p.batch);
+  FC_CHECK(t.size(1) == 1 || t.size(1) == p.heads_k || t.size(1) == p.heads, "tile_lists has ", t.size(1),
+           " heads; expected 1, ", p.heads_k, " (of keys) or ", p.heads, " (of queries)");
+  const int64_t of_head = t.size(2) * t.size(3);
+  p.lists = {.ptr = static_cast<const TileEntry*>(t.ptr),
+             .batch = t.size(0) == 1 ? 0 : t.size(1) * of_head,
+             .head = t.size(1) == 1 ? 0 : of_head,
+             .tiles = tiles,
+             .capacity = checked_int(t.size(3) - 1, "entries of tile_lists"),
+             .heads_together = static_cast<int>(p.heads / std::max<int64_t>(1, t.size(1)))};
+  if (a.tile_ranks) {
+    const View& ranks = *a.tile_ranks;
+    check_device(ranks, a.q, "tile_ranks");
+    FC_CHECK(ranks.dtype == ScalarType::Int && ranks.dims == 4 && is_contiguous(ranks) &&
+                 std::equal(ranks.sizes, ranks.sizes + 4, t.sizes),
+             "tile_ranks must be contiguous int32, of the shape of tile_lists without its last dimension");
+    p.lists.ranks = static_cast<const int*>(ranks.ptr);
+  }
+  if (!a.tile_bits) return;
+  const View& bits = *a.tile_bits;
+  check_device(bits, a.q, "tile_bits");
+  FC_CHECK(bits.dtype == ScalarType::Int && bits.dims == 3 && bits.size(1) == kTileSide &&
+               bits.size(2) == kTileSide / 32 && is_contiguous(bits),
+           "tile_bits must be a contiguous int32 (masks, ", kTileSide, ", ", kTileSide / 32, ")");
+  p.lists.bits = static_cast<const uint32_t*>(bits.ptr);
+  constexpr int64_t kMostMasks = 1 << 22;  // whose words 32 bits count, and the codes of entries
+  FC_CHECK(bits.size(0) <= kMostMasks, "tile_bits has ", bits.size(0), " masks; at most ", kMostMasks,
+           " are supported");
+  p.lists.masks = static_cast<int>(bits.size(0));
 }
 
 FwdProblem make_problem(const FwdArguments& a) {

@@ -15,6 +15,9 @@ Pages make_pages(const View& block_table, const View& k, int batch, const View& 
 // Scale, band, rules and sink, for a problem whose sizes are known.
 void describe_scores(FwdProblem& p, const Score& score, const View& q);
 
+// The lists of a sparse call, if it is one: one for each tile of `rows` queries, or in backward of keys.
+void describe_lists(FwdProblem& p, const FwdArguments& a, int rows);
+
 // The shape of q with the head dim of v, uninitialised.
 Tensor allocate_out(const View& q, const View& v);
 

@@ -30,6 +30,7 @@ void attend(FwdProblem p, const FwdArguments& a, const FwdResults& results) {
     FC_CHECK(is_contiguous(*results.softmax), "softmax must be contiguous");
     p.softmax = results.softmax->ptr;
   }
+  describe_lists(p, a, p.seqlen_q);
   if (p.pages.ids != nullptr) check_cached_queries(p);
   const Route route = choose_route(built_kernels(), p, device(a.q.device));
   if (p.pages.ids != nullptr) {

@@ -27,7 +27,6 @@ void run(const Step<op>& step, const Problem<op>& problem, const View& q) {
   Arena arena(size.numbers() > 0 ? static_cast<float*>(memory.data_ptr()) : nullptr);
   const Params<op> params{problem, step.plan, lay_out(arena, config, problem, step.plan)};
   const cudaStream_t stream = current_stream(q);
-  if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
   const cudaError_t error = kernel_of<op>(step.kernel).launch(params, stream);
   if (error != cudaSuccess) check_cuda(config.id().c_str(), error);
   if constexpr (op == Op::Fwd) {
@@ -37,6 +36,8 @@ void run(const Step<op>& step, const Problem<op>& problem, const View& q) {
   if constexpr (op == Op::Bwd) {
     if (step.passes.sink_gradient) check_cuda("sink_gradient", sink_gradient_pass(params, stream));
   }
+  // Last: a launch that CUDA refuses leaves all results as they were.
+  if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
 }
 
 }  // namespace flash_cute

@@ -14,6 +14,7 @@ constexpr int64_t kMost = Band::kUnbounded - 1;  // of sizes, as for calls
 constexpr int kSomewhere = 0;                    // what pointers point to that only have to be there
 constexpr int64_t kSomeState = 0;
 constexpr float kSomeSlope = 0.f;
+constexpr TileEntry kSomeEntry{};
 float some_result;
 
 DType dtype_named(const std::string& given) {
@@ -77,6 +78,7 @@ FwdProblem read_problem(JsonFields& in) {
     p.rules.rng = &kSomeState;
     p.rules.keep_scale = 2.f;
   }
+  if (in.flag("lists")) p.lists = {.ptr = &kSomeEntry, .ranks = &kSomewhere};
   if (in.flag("varlen")) p.varlen.cu_q = p.varlen.cu_k = &kSomewhere;
   const bool aligned = !in.flag("unaligned");
   p.q = contiguous(p.seqlen_q, p.heads, p.head_dim, p.dense(), aligned);

@@ -9,6 +9,7 @@ enum class Op { Fwd, Bwd, Decode };  // Decode: forward over a key/value cache
 enum class Arch { Sm80 = 80, Sm90 = 90 };
 enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
+enum class TileKind { Interval, List };  // what a kernel walks over: tiles side by side, or those of lists (TileLists)
 
 constexpr int element_bytes(DType dtype) {
   switch (dtype) {
@@ -61,17 +62,19 @@ struct KernelConfig {
   flash_cute::Arch arch;
   flash_cute::DType dtype;
   flash_cute::Tier tier;
-  int head_dim;    // of the tiles of Q and K; the problem's head dims may be smaller
+  int head_dim;  // of the tiles of Q and K; the problem's head dims may be smaller
   int head_dim_v;  // of the tiles of V and O
-  int block_m;     // query rows a tile
-  int block_n;     // key rows a tile
-  int stages;      // buffers of the streamed operands: K and V forward, Q and dO backward
-  int warps;       // of the CTA that issue MMA; a family may have others besides
-  int ctas;        // resident CTAs an SM: bounds the registers of a thread
-  int cluster;     // CTAs of a cluster, of decode at most; or 1
+  int block_m;  // query rows a tile
+  int block_n;  // key rows a tile
+  int stages;  // buffers of the streamed operands: K and V forward, Q and dO backward
+  int warps;  // of the CTA that issue MMA; a family may have others besides
+  int ctas;  // resident CTAs an SM: bounds the registers of a thread
+  int cluster;  // CTAs of a cluster, of decode at most; or 1
+  flash_cute::TileKind tiles = flash_cute::TileKind::Interval;
 
   bool operator==(const KernelConfig&) const = default;
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
+  constexpr bool walks_lists() const { return tiles == flash_cute::TileKind::List; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
   // Of the warps that issue MMA.
@@ -83,6 +86,6 @@ struct KernelConfig {
     return std::string(flash_cute::name(op)) + number("_sm", static_cast<int>(arch)) + "_" + flash_cute::name(dtype) +
            (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) + number("_m", block_m) +
            number("_n", block_n) + number("_s", stages) + number("_w", warps) + number("_c", ctas) +
-           (has_clusters(arch) ? number("_x", cluster) : "");
+           (has_clusters(arch) ? number("_x", cluster) : "") + (walks_lists() ? "_list" : "");
   }
 };

@@ -17,11 +17,11 @@ static double a_microsecond(const KernelConfig& config, int sms) {
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
   return a.op != Op::Bwd && a.op == b.op && (a.arch == b.arch || a.op == Op::Decode) && a.dtype == b.dtype &&
-         a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
+         a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v && a.tiles == b.tiles;
 }
 
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
-  if (problem.heads_k == 0 || problem.rules.rng != nullptr) return 1;
+  if (problem.heads_k == 0 || problem.rules.rng != nullptr || problem.lists.on()) return 1;
   const int group = problem.heads / problem.heads_k, most = family_of(config).max_pack_gqa(config);
   int heads = 1;
   while (2 * heads <= most && group % (2 * heads) == 0 && int64_t(2 * heads) * problem.seqlen_q <= config.block_m) {
@@ -50,7 +50,8 @@ static double resident_ctas_of(const KernelConfig& config, int sms) {
 
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
   constexpr int kMaxSplits = 64, kWaves = 2;
-  if (!family_of(config).facts.takes_overrides || (!problem.dense() && config.cluster > 1)) return 1;
+  if (!family_of(config).facts.takes_overrides || config.walks_lists()) return 1;
+  if (!problem.dense() && config.cluster > 1) return 1;
   const FwdProblem one = one_sequence(problem);
   const double all = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
   const double of_waves = all > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / all, 1) : kMaxSplits;

@@ -31,6 +31,7 @@ JsonObject describe(const KernelConfig& config) {
       .integer("threads", family_of(config).threads(config))
       .integer("ctas", config.ctas)
       .integer("cluster", config.cluster)
+      .text("tiles", config.walks_lists() ? "list" : "interval")
       .integer("smem_bytes", family_of(config).smem_bytes(config));
 }
 

@@ -25,6 +25,7 @@ static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& a
       .head_dim = problem.head_dim > config.head_dim,
       .head_dim_v = problem.head_dim_v > config.head_dim_v,
       .vectors = lacks_vectors(asked),
+      .tiles = config.walks_lists() != problem.lists.on(),
   };
 }
 
@@ -84,6 +85,10 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   add(refusal.splits, "splits keys by itself: takes no num_splits and no split_size");
   add(refusal.fp32_gradients, "rounds gradients to the dtype of q, k and v; Hopper's kernels leave them in fp32");
   add(refusal.vectors, "reads vectors of 8 numbers on 16-byte boundaries");
+  add(refusal.tiles, config.walks_lists() ? "walks lists of tiles, the call has none"
+                                          : "walks all tiles, the call has lists of them (sparse)");
+  add(refusal.lists,
+      "over lists of tiles it is deterministic only with tile_ranks, and without a window bounded to the left");
   return reasons;
 }
 

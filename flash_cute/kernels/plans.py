@@ -74,6 +74,7 @@ class KernelConfig:
     ctas: int  # that an SM is to hold at once
     cluster: int
     smem_bytes: int  # of a CTA
+    tiles: str = "interval"  # that it walks over: side by side ("interval") or of a "list"
     built: bool = True  # whether the library that is loaded has it
 
     @property

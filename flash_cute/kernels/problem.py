@@ -68,6 +68,7 @@ class Problem:
     alibi: bool = False
     dropout: bool = False
     varlen: bool = False
+    lists: bool = False  # sparse; fwd and bwd
     total_q: int | None = None
     total_k: int | None = None
     unaligned: bool = False  # vectors of q, k and v do not all begin on 16-byte boundaries
@@ -168,7 +169,7 @@ class Problem:
             return cls(**given | _of_cache(call, q, k, v))
         given |= {
             "unaligned": not all(map(_is_aligned, (q, k, v))), "dropout": call.dropout_p > 0,
-            "allow_tf32": switches.allow_tf32(q),
+            "lists": call.tile_lists is not None, "allow_tf32": switches.allow_tf32(q),
         }  # fmt: skip
         if op == "bwd":
             deterministic = switches.deterministic(call.deterministic)
@@ -277,6 +278,7 @@ def _of_cache(call: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[st
 _OF_OPS = {  # fields that not every op has
     **dict.fromkeys(("seqused_q", "return_row_max", "return_softmax", "max_blocks"), ("fwd",)),
     "page_size": ("fwd", "decode"),
+    "lists": ("fwd", "bwd"),
     **dict.fromkeys(("deterministic", "fp32_gradients", "sink"), ("bwd",)),
     **dict.fromkeys(
         (

@@ -34,7 +34,8 @@ struct KeyTile {
 
 // A range of numbers; of each tile the number in its sequence and the first query, whether every query sees all the
 // keys, and the turn of the keys at its semaphore of dQ: which one, by the first tile that shares it, and how many tiles
-// of keys come before. A kind also makes the tiles of some keys, and tells whether any keys add to a tile of queries.
+// of keys come before. A kind also makes the tiles of some keys, and tells whether any keys are known to add to a tile of
+// queries.
 template <class Tiles>
 concept QueryTiles =
     std::derived_from<Tiles, TileRange> && requires(const Tiles& tiles, int n, const FwdProblem& p, const SeqInfo& seq,

@@ -115,19 +115,30 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
                                         operand_b(shared(storage.q[stage], typename T::LayoutQ{})), tSrS);
     wait_products<0>(tSrS);
     warpgroup_fence_operand(tSrdP);
-    const BackwardStep step = storage.steps[0][stage];
+    const std::conditional_t<C.walks_lists(), const StepOf<C>&, BackwardStep> step = storage.steps[0][stage];
     const float* const lse_log2 = storage.lse_log2[stage];
     const float* const row_dot = storage.row_dot[stage];
     const ScoreGradients<C, WarpgroupCoords> gradients(p.fwd, work.seq, work.tile.batch, work.tile.row,
                                                        WarpgroupCoords(opaque(thread)));
     Tensor scores = rows_of(tSrS), dp = rows_of(tSrdP);  // (keys,queries)
+    auto hide = [&](auto&... elements) {
+      if constexpr (C.walks_lists()) {
+        if (step.full) return;
+        const WarpgroupCoords of(opaque(thread));
+        hide_unlisted_pairs<WarpgroupCoords>(step.code, p.fwd.lists, step.first_query % kTileSide + of.query,
+                                             rank * C.block_n + of.key, elements...);
+      }
+    };
     if constexpr (C.rich()) {
       gradients(scores, dp, lse_log2, row_dot, step.head, step.first_query, step.full, [] {});
+      hide(scores, dp);
       hand_on_p();
     } else {
       gradients.probabilities(scores, lse_log2, step.first_query, step.full);
+      hide(scores);
       hand_on_p();
       gradients.score_gradients(scores, dp, row_dot, step.first_query, step.full);
+      hide(dp);
     }
     storage.pipeline_q.consumer_release(at);
     storage.pipeline_dout.consumer_release(at);

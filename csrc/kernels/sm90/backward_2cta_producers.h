@@ -88,7 +88,8 @@ class QueryLoader {
       const bool clears = row < first_query;
       // After this wait both CTAs have read the buffer.
       pipeline.producer_acquire(at_);
-      storage_.steps[kValues][stage] = {row, head, work.queries.full(step.m)};
+      static_cast<BackwardStep&>(storage_.steps[kValues][stage]) = {row, head, work.queries.full(step.m)};
+      if constexpr (C.walks_lists()) storage_.steps[kValues][stage].code = work.queries.code(step.m);
       if (clears) landed.arrive_and_expect_tx(kBytes);
       uint64_t* const barrier =
           clears ? reinterpret_cast<uint64_t*>(&landed) : pipeline.producer_expect_tx(at_, kBytes + kStatistic);

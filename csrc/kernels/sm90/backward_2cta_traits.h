@@ -76,7 +76,7 @@ struct TwoCtaTraits {
     alignas(128) float lse_log2[C.stages][kAtom];
     alignas(128) float row_dot[C.stages][kAtom];
     WorkOf<C> work[2];
-    BackwardStep steps[2][C.stages];  // in the stages of Q, and of dO
+    StepOf<C> steps[2][C.stages];  // in the stages of Q, and of dO
     Pipeline<2> pipeline_work;
     Pipeline<1, C.cluster> pipeline_next;
     int next;  // the number that the cluster fetched last

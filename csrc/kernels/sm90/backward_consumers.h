@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/common/backward_scores.h"
+#include "kernels/common/list_mask.h"
 #include "kernels/sm90/backward_ds.h"
 
 namespace flash_cute::sm90 {
@@ -254,7 +255,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     if constexpr (kFinishes) sender.send_dv(tile - 1, at.count, tVrV);
     const bool ds_is_empty = kAsksAhead && storage.pipeline_ds.producer_test_acquire(at_ds);
     const bool ds_is_full = kAsksAhead && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
-    const BackwardStep& step = storage.steps[stage];
+    const StepOf<C>& step = storage.steps[stage];
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
     if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
     auto await_dp = [&] {
@@ -264,6 +265,13 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
                                                        WarpgroupCoords(opaque(thread)));
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
               step.first_query, step.full, await_dp);
+    if constexpr (C.walks_lists()) {
+      const WarpgroupCoords at(opaque(thread));
+      if (!step.full) {
+        hide_unlisted_pairs<WarpgroupCoords>(step.code, p.fwd.lists, step.first_query % kTileSide + at.query, at.key,
+                                             rows_of(tSrS), rows_of(tSrdP));
+      }
+    }
     if (step.last) storage.pipeline_v.consumer_release({tile});
     Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)
     auto start_dv = [&] { start_product<kSum>(mma_dv, as_register_operand(tSrP), tVsdO(stage), tVrdV); };

@@ -27,7 +27,7 @@ int64_t bytes_of_query(const FwdProblem& f) {
 
 bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   const FwdProblem& f = p.fwd;
-  if (two_cta(config) || p.deterministic || !f.dense()) return false;
+  if (two_cta(config) || p.deterministic || !f.dense() || f.lists.on()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
   return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.throttled_l2 * gpu.l2_bytes;
 }
@@ -35,7 +35,7 @@ bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const De
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
-  if (l2_throttle) return DqAccumulate::Atomic;
+  if (l2_throttle || f.lists.on()) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
@@ -78,13 +78,14 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
   return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
           .heads_together = heads,
-          .late_first = uses_semaphore(order) && one_head && tiles * splits.queries <= start_together,
+          .late_first = uses_semaphore(order) && !f.lists.on() && one_head && tiles * splits.queries <= start_together,
           .heads_inside = inside,
-          .down_and_up = inside && (!in_turns || (hides_late_keys(f) && in_use >= 2 * cached))};
+          .down_and_up = inside && !f.lists.on() && (!in_turns || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
   QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
+  if (p.fwd.lists.on()) splits = {};  // nobody knows how long lists are
   if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
   const bool l2_throttle = needs_l2_throttle(config, p, gpu);
   const DqAccumulate order = dq_accumulate(config, p, l2_throttle);

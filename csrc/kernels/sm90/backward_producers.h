@@ -83,7 +83,11 @@ class Loader {
       next = work.after(step);
       if constexpr (!kValues) throttle_.step(at_.count);
       pipeline.producer_acquire(at_);
-      if constexpr (!kValues) storage_.steps[stage] = {row, head, work.queries.full(step.m), next.head >= work.heads};
+      if constexpr (!kValues) {
+        static_cast<BackwardStep&>(storage_.steps[stage]) = {row, head, work.queries.full(step.m),
+                                                             next.head >= work.heads};
+        if constexpr (C.walks_lists()) storage_.steps[stage].code = work.queries.code(step.m);
+      }
       load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
            TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, work.tile.batch, [&](uint32_t bytes) {
              constexpr uint32_t kStatistic = C.block_m * sizeof(float);

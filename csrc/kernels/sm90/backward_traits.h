@@ -55,6 +55,13 @@ struct BackwardStep {
   bool last = false;  // of the tile of keys (the 2-CTA backward counts steps instead)
 };
 
+struct ListedStep : BackwardStep {
+  TileCode code;
+};
+
+template <KernelConfig C>
+using StepOf = std::conditional_t<C.walks_lists(), ListedStep, BackwardStep>;
+
 template <KernelConfig C>
 struct BackwardTraits {
   using Element = ElementOf<C.dtype>;
@@ -115,7 +122,7 @@ struct BackwardTraits {
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
     WorkOf<C> work[2];
-    BackwardStep steps[C.stages];  // in the stages of Q and dO
+    StepOf<C> steps[C.stages];  // in the stages of Q and dO
     Pipeline<2> pipeline_work;
     Pipeline<C.stages> pipeline_q, pipeline_dout;
     Pipeline<2> pipeline_k;

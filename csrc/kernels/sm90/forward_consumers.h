@@ -3,6 +3,7 @@
 
 #include "kernels/common/forward_rules.h"
 #include "kernels/common/fragment.h"
+#include "kernels/common/list_mask.h"
 #include "kernels/common/mask.h"
 #include "kernels/sm90/forward_dropout.h"
 #include "kernels/sm90/forward_traits.h"
@@ -155,10 +156,11 @@ struct WarpRows {
         stand(tile.row + work.seq.shift()),
         softmax(rules.scale_log2()) {}
 
-  // Online-softmax step: raw scores (rows,columns) of a tile whose first key is `key` become weights. Returns whether
-  // earlier sums were rescaled; then O is to be multiplied by `factors`. `at`: coordinates of scores.
+  // Online-softmax step: raw scores (rows,columns) of tile n become weights. Returns whether earlier sums were rescaled;
+  // then O is to be multiplied by `factors`. `at`: coordinates of scores.
   template <bool kMasked, class Scores, class Coordinates, class Factors>
-  CUTE_DEVICE bool step(Scores scores, const Coordinates& at, int key, Factors& factors) {
+  CUTE_DEVICE bool step(Scores scores, const Coordinates& at, const KvTiles auto& tiles, int n, Factors& factors) {
+    const int key = tiles.first_key(n);
     // Columns whose exponentials run before the wait for P V; more would delay what follows the wait.
     constexpr int kEarly = 4;
     if constexpr (C.rich() && !kMasked) {
@@ -171,6 +173,7 @@ struct WarpRows {
     }
     if constexpr (C.rich()) rules.apply(scores, at, stand, key);
     if constexpr (kMasked) BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
+    if constexpr (kMasked) hide_unlisted(tiles, params.p.lists, n, 0, scores, at);
     fill(factors, 1.f);
     const bool rescaled = softmax.update_max(scores, factors, UnitFactor{}, [&]() __attribute__((always_inline)) {
       softmax.begin_exponentials(scores, kEarly);
@@ -211,6 +214,9 @@ struct WarpRows {
     return rescaled;
   }
 };
+
+// In place of whether a tile is masked: its list says so.
+struct AsListed {};
 
 // A consumer warpgroup: 64 rows of every work tile of the CTA.
 template <KernelConfig C>
@@ -267,9 +273,16 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       start_product<GMMA::ScaleOut::Zero>(mma, tSrQ, tSrK, acc);
     };
 
-    // Raw scores of tile n become weights.
+    // Raw scores of tile n become weights. `masked`: a constant, or a bool.
     auto softmax_step = [&](int n, auto keys, auto masked, auto& factors) __attribute__((always_inline)) {
-      return rows.template step<decltype(masked)::value>(rows_of(scores_of(keys)), at, tiles.first_key(n), factors);
+      auto with = [&](auto masked) __attribute__((always_inline)) {
+        return rows.template step<decltype(masked)::value>(rows_of(scores_of(keys)), at, tiles, n, factors);
+      };
+      if constexpr (is_same_v<decltype(masked), bool>) {
+        return masked ? with(true_type{}) : with(false_type{});
+      } else {
+        return with(masked);
+      }
     };
 
     int n = work.tiles.count - 1;
@@ -307,10 +320,17 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         storage.pipeline_v.consumer_wait(pipes.at_v);
         start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(pipes.at_v.stage()), tOrO);
         if constexpr (T::kPingPong) ping_pong.arrive();
+        const auto hides = [&] {  // lists are read here, under products
+          if constexpr (is_same_v<decltype(masked), AsListed>) {
+            return !tiles.full(n);
+          } else {
+            return masked;
+          }
+        }();
         wait_products<1>(tSrS);
         pipes.release_k();
         release_queries();
-        const bool rescaled = softmax_step(n, all_keys, masked, factors);
+        const bool rescaled = softmax_step(n, all_keys, hides, factors);
         wait_products<0>(tOrO);
         pipes.release_v();
         pipes.round(tSrS, tSrP, thread);
@@ -321,7 +341,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       };
       CUTE_NO_UNROLL
       for (--n; n >= tiles.begin; --n) {
-        if (tiles.full(n)) {
+        if constexpr (C.walks_lists()) {
+          step(AsListed{});
+        } else if (tiles.full(n)) {
           step(false_type{});
         } else {
           step(true_type{});

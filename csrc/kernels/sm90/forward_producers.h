@@ -9,11 +9,13 @@ namespace flash_cute::sm90 {
 template <KernelConfig C, int kDims, class Buffers>
 CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineState<C.stages>& at, Buffers& buffers,
                            const RaggedMap& map, const typename ForwardTraits<C>::Work& work, int n) {
+  const int listed_key = C.walks_lists() ? work.tiles.first_key(n) : 0;  // read before the wait
   pipeline.producer_acquire(at);
   auto* const to = buffers[at.stage()];
   map.template load<C.block_n, kDims, C.cluster>(
       to, pipeline.producer_expect_tx(at, C.block_n * kDims * sizeof(*to)), TMA::CacheHintSm90::EVICT_LAST,
-      {work.seq.k.offset, work.tiles.keys.last}, work.tiles.first_key(n), work.head_k, work.tile.batch);
+      {work.seq.k.offset, work.tiles.keys.last}, C.walks_lists() ? listed_key : work.tiles.first_key(n), work.head_k,
+      work.tile.batch);
   at.advance();
 }
 

@@ -89,7 +89,8 @@ struct ForwardTraits {
   static constexpr int kStagesQ = stages_q(C);
   static constexpr int kWorkTiles = kStagesQ + 2;
   static constexpr bool kOwnOutput = own_output(C), kPingPong = ping_pong(C);
-  static constexpr bool kHalves = C.block_n % 32 == 0;  // whether the first product may cover half a tile
+  // Whether the first product may cover half a tile; score rules and lists together leave no registers for it.
+  static constexpr bool kHalves = C.block_n % 32 == 0 && !(C.rich() && C.walks_lists());
   static_assert(!kHalves || tile_size<1>(MmaQK<C.block_n / 2>{}) == C.block_n / 2,
                 "no wgmma of block_n / 2 columns: units.cmake");
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.

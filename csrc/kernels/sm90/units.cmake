@@ -3,6 +3,11 @@
 # Tiers are units of their own: compiled together, some kernels get other registers.
 string(APPEND unit "_${tier}")
 
+# So are rows that walk lists.
+if(row MATCHES "TileKind::List")
+  string(APPEND unit "_list")
+endif()
+
 # wgmma of 48 and 80 columns, for half a tile of 96 keys and one of 80: their header takes 20 s to compile.
 if(op STREQUAL "fwd" AND block_n MATCHES "^(80|96)$")
   set(definitions CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)

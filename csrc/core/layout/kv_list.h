@@ -1,0 +1,92 @@
+// Tiles of keys that the lists of a sparse call name, a kind of KvTiles.
+#pragma once
+
+#include "core/layout/kv_tiles.h"
+#include "core/layout/tile_lists.h"
+
+namespace flash_cute {
+
+// What the band shows to queries [row, row + rows): to some of them, and to all.
+struct ShownKeys {
+  RowSpan some, all;
+
+  FC_HOST_DEVICE ShownKeys(const SeqInfo& seq, Band band, int row, int rows)
+      : some(visible_keys(seq, band, row, rows)) {
+    const int last_row = detail::at_most(row + rows, seq.q.length) - 1, shift = seq.shift();
+    all = {last_row + shift - band.left, detail::at_most(seq.k.length, row + shift + band.right + 1)};
+  }
+};
+
+// The entries of a tile of queries, of whom some see `keys`.
+FC_HOST_DEVICE TileList key_list(const FwdProblem& p, const QueryTile& tile, RowSpan keys) {
+  return {p.lists,
+          tile.batch,
+          tile.head,
+          tile.row / kTileSide,
+          keys.first / kTileSide,
+          detail::ceil_div(detail::at_least(keys.first, keys.last), kTileSide),
+          detail::ceil_div(p.seqlen_k, kTileSide)};
+}
+
+// Tiles of kBlockN keys, in the order of a list.
+template <int kBlockN>
+struct KvList : TileRange {
+  static constexpr int kParts = kTileSide / kBlockN;
+  static_assert(kTileSide % kBlockN == 0 && (kBlockN % 64 == 0 || 64 % kBlockN == 0), "parts of quadrants");
+  TileList list;
+  RowSpan shown;  // keys that the band shows to all queries
+  int rows;       // quadrants of the queries
+
+  FC_HOST_DEVICE KvList(const TileList& list, int end, RowSpan shown, int row, int rows)
+      : TileRange{0, end, 0, 0}, list(list), shown(shown), rows(TileCode::of_queries(row % kTileSide, rows)) {}
+
+  FC_HOST_DEVICE static KvList of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
+    const ShownKeys keys(seq, p.band, tile.row, rows);
+    const TileList list = key_list(p, tile, keys.some);
+    return {list, list.count * kParts, keys.all, tile.row, rows};
+  }
+
+  FC_HOST_DEVICE TileCode code(int n) const { return list.code(n / kParts); }
+  FC_HOST_DEVICE int first_key(int n) const { return list.tile(n / kParts) * kTileSide + n % kParts * kBlockN; }
+  FC_HOST_DEVICE bool full(int n) const {
+    const int key = first_key(n);
+    return shown.first <= key && key + kBlockN <= shown.last &&
+           code(n).shows(rows & TileCode::of_keys(n % kParts * kBlockN, kBlockN));
+  }
+  FC_HOST_DEVICE int past_keys() const { return empty() ? 0 : first_key(end - 1) + kBlockN; }
+  FC_HOST_DEVICE int step(int n) const { return first_key(n) - (n + 1 < end ? first_key(n + 1) : past_keys()); }
+};
+static_assert(KvTiles<KvList<64>>);
+
+// The same for a CTA's groups of queries.
+template <int kBlockN, int kGroups>
+struct SharedKvList {
+  static_assert(64 * kGroups == kTileSide, "a tile of queries is one of the lists'");
+  TileList list;
+  RowSpan keys;
+  int count;
+  int ends[kGroups];
+  RowSpan shown[kGroups];
+  bool halves[kGroups];
+
+  FC_HOST_DEVICE SharedKvList(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int)
+      : list(key_list(p, queries.tile, visible_keys(seq, p.band, queries.tile.row, kTileSide))),
+        keys(visible_keys(seq, p.band, queries.tile.row, kTileSide)),
+        count(list.count * KvList<kBlockN>::kParts) {
+    for (int i = 0; i < kGroups; ++i) {
+      const int row = queries.tile.row + 64 * i;
+      const ShownKeys of_group(seq, p.band, row, 64);
+      shown[i] = of_group.all;
+      ends[i] = row < seq.q.length ? count : 0;
+      while (ends[i] > 0 && first_key(ends[i] - 1) >= of_group.some.last) --ends[i];
+      halves[i] = ends[i] > 0 && of_group.some.last <= first_key(ends[i] - 1) + kBlockN / 2;
+    }
+  }
+
+  FC_HOST_DEVICE KvList<kBlockN> of_group(int group) const { return {list, ends[group], shown[group], 64 * group, 64}; }
+  FC_HOST_DEVICE int first_key(int n) const { return of_group(0).first_key(n); }
+  FC_HOST_DEVICE bool ends_in_half(int group) const { return halves[group]; }
+};
+static_assert(SharedKvTiles<SharedKvList<64, 2>>);
+
+}  // namespace flash_cute

@@ -1,0 +1,59 @@
+// Tiles of queries that the lists of a sparse call name, a kind of QueryTiles.
+#pragma once
+
+#include "core/layout/query_tiles.h"
+#include "core/layout/tile_lists.h"
+
+namespace flash_cute {
+
+// Tiles of kBlockM queries, in the order of the list of a tile of keys.
+template <int kBlockM, int kBlockN>
+struct QueryList : TileRange {
+  static constexpr int kParts = kTileSide / kBlockM;
+  static_assert(kParts <= 2 && kBlockN == kTileSide && kTileSide % kBlockM == 0 && kBlockM % 64 == 0,
+                "parts of quadrants");
+  TileList list;
+  RowSpan seeing;  // queries that the band shows all keys to
+  int last;          // first query of the last tile
+  const int* ranks;  // of the entries
+
+  FC_HOST_DEVICE static QueryList of(const FwdProblem& p, const SeqInfo& seq, const KeyTile& keys) {
+    const RowSpan queries = seeing_queries(seq, p.band, keys.row, kBlockN);
+    const int past = detail::at_least(queries.first, queries.last);
+    const TileList list(p.lists, keys.batch, keys.head * (p.heads / p.heads_k), keys.index, queries.first / kTileSide,
+                        detail::ceil_div(past, kTileSide), detail::ceil_div(p.seqlen_q, kTileSide));
+    const int last_key = keys.row + kBlockN - 1;
+    const RowSpan all{last_key - seq.shift() - p.band.right, keys.row - seq.shift() + p.band.left + 1};
+    const bool ragged = last_key >= seq.k.length;
+    QueryList tiles{{0, list.count * kParts, 0, 0},
+                    list,
+                    ragged ? RowSpan{} : all,
+                    detail::at_least(0, past - 1) / kBlockM * kBlockM,
+                    p.lists.ranks == nullptr ? nullptr : p.lists.ranks + (list.entries - p.lists.ptr)};
+    if (tiles.end > 0 && tiles.part(tiles.end - 1) > tiles.last) --tiles.end;
+    return tiles;
+  }
+
+  FC_HOST_DEVICE TileCode code(int n) const { return list.code(n / kParts); }
+  FC_HOST_DEVICE int first_query(int n) const { return detail::at_most(part(n), last); }
+  FC_HOST_DEVICE int part(int n) const { return list.tile(n / kParts) * kTileSide + n % kParts * kBlockM; }
+  FC_HOST_DEVICE bool full(int n) const {
+    const int query = first_query(n);
+    return seeing.first <= query && query + kBlockM <= seeing.last &&
+           code(n).shows(TileCode::of_queries(n % kParts * kBlockM, kBlockM));
+  }
+  FC_HOST_DEVICE int index(int n) const { return first_query(n) / kBlockM; }
+
+  struct Turn {
+    int semaphore, tiles_before;
+
+    FC_HOST_DEVICE int rank(const FwdProblem&, const SeqInfo&, const KeyTile&) const { return tiles_before; }
+  };
+  FC_HOST_DEVICE Turn turn(int n) const { return {index(n), ranks[n / kParts]}; }
+
+  // Not known: sums of dQ start from zeros.
+  FC_HOST_DEVICE static bool any_adds(const FwdProblem&, const SeqInfo&, const QueryTile&) { return false; }
+};
+static_assert(QueryTiles<QueryList<64, 128>>);
+
+}  // namespace flash_cute
