@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the same functions, with results by the flags of a call
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
+    from flash_cute.sparse import Sparse
 else:
     from flash_cute.functional.dense_varlen import flash_attn_func, flash_attn_varlen_func
     from flash_cute.functional.kvcache import flash_attn_combine, flash_attn_with_kvcache
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FlashAttention",
+    "Sparse",
     "autotune",
     "check",
     "estimate_memory_usage",
@@ -63,7 +65,7 @@ if os.environ.get("FLASH_CUTE_CALIBRATION"):
 _MODULES = (
     "attention", "compat", "core", "distributed", "fp8", "functional_packed", "hardware",
     "integrations", "kvcache", "lab", "library", "plan_log", "precision", "reference", "rng",
-    "tiled_sizes", "utils",
+    "sparse", "tiled_sizes", "utils",
 )  # fmt: skip
 
 
@@ -73,6 +75,10 @@ def __getattr__(name: str) -> Any:
         from flash_cute.tuning import autotune
 
         return autotune
+    if name == "Sparse":
+        from flash_cute.sparse import Sparse
+
+        return Sparse
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from flash_cute.sparse.value import Sparse
+
 class Keywords(TypedDict, total=False):
     num_splits: int | None
     pack_gqa: bool | None
@@ -51,6 +53,7 @@ def flash_attn_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
@@ -80,6 +83,7 @@ def flash_attn_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -109,6 +113,7 @@ def flash_attn_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: Literal[True],
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -139,6 +144,7 @@ def flash_attn_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -168,6 +174,7 @@ def flash_attn_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: bool = False,
     **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor | None, ...]: ...
@@ -206,6 +213,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
@@ -243,6 +251,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -280,6 +289,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: Literal[True],
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -318,6 +328,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -355,6 +366,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: bool = False,
     **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor | None, ...]: ...

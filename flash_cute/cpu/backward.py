@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
-def _softmax_d(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+def softmax_d_of(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, (batch, heads, seqlen_q), for dout and out in the layout of q."""
     dtype = compute_dtype(out)
     rows = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
     return rows if dlse is None else rows.sub_(dlse)
 
 
-def _dsink(options: Options, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor | None:
+def dsink_of(options: Options, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor | None:
     """Gradient of the sink, fp32 (heads,), from statistics (batch, heads, seqlen_q); else None."""
     if options.sink is None:
         return None
@@ -34,7 +35,7 @@ def _dsink(options: Options, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor |
     return (p * softmax_d).sum((0, 2)).neg_().float()
 
 
-def _differentiate_rows(
+def differentiate_rows(
     tiles: Tiles,
     rows: slice,
     v: Tensor,
@@ -93,7 +94,7 @@ def _differentiate_tiles(
     dk_sum, dv_sum = torch.zeros_like(tiles.k), torch.zeros_like(v)
     for rows in tiles.query_blocks():
         dout_rows, lse_rows, d_rows = (select(x, rows) for x in (dout, lse, correction))
-        dq_rows = _differentiate_rows(tiles, rows, v, dout_rows, lse_rows, d_rows, dk_sum, dv_sum)
+        dq_rows = differentiate_rows(tiles, rows, v, dout_rows, lse_rows, d_rows, dk_sum, dv_sum)
         unfold_into(dq[:, rows], dq_rows)
     unfold_into(dk, dk_sum)
     unfold_into(dv, dv_sum)
@@ -146,11 +147,11 @@ def bwd(call: BwdCall) -> Results:
     repeatable, ``deterministic`` or not. Raises ValueError for dropout without ``rng``.
     """
     options = Options.of(call)
-    softmax_d = _softmax_d(call.dout, call.out, call.dlse)
+    softmax_d = softmax_d_of(call.dout, call.out, call.dlse)
     dq, dk, dv = _differentiate(
         call.dout, call.q, call.k, call.v, call.out, call.softmax_lse, call.dlse, softmax_d, options
     )
-    return dq, dk, dv, _dsink(options, call.softmax_lse, softmax_d), softmax_d
+    return dq, dk, dv, dsink_of(options, call.softmax_lse, softmax_d), softmax_d
 
 
 @internals.without_autograd
@@ -160,6 +161,12 @@ def varlen_bwd(call: VarlenBwdCall) -> Results:
     Rows of no sequence get gradients and softmax_d of 0, with or without ``zero_tensors``; else as
     ``bwd``. Raises ValueError for dropout without ``rng``.
     """
+    return over_sequences(call, _differentiate)
+
+
+def over_sequences(call: VarlenBwdCall, differentiate_one: Callable[..., Any]) -> Results:
+    """Results of a packed batch, each sequence by ``differentiate_one``, which takes what
+    :func:`_differentiate` does."""
     q, k, v, dout, out, dlse = call.q, call.k, call.v, call.dout, call.out, call.dlse
     options, softmax_lse = Options.of(call), call.softmax_lse
     softmax_d = torch.zeros_like(softmax_lse, memory_format=torch.contiguous_format)
@@ -172,9 +179,9 @@ def varlen_bwd(call: VarlenBwdCall) -> Results:
     for index, (rows, keys) in enumerate(parts):
         lse, correction = softmax_lse[None, :, rows], softmax_d[None, :, rows]
         of_rows = None if dlse is None else dlse[None, :, rows]
-        correction.copy_(_softmax_d(dout[None, rows], out[None, rows], of_rows))
-        dq[rows], dk[keys], dv[keys] = _differentiate(
+        correction.copy_(softmax_d_of(dout[None, rows], out[None, rows], of_rows))
+        dq[rows], dk[keys], dv[keys] = differentiate_one(
             dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse,
             of_rows, correction, options, index,
         )  # fmt: skip
-    return dq, dk, dv, _dsink(options, softmax_lse[None], softmax_d[None]), softmax_d
+    return dq, dk, dv, dsink_of(options, softmax_lse[None], softmax_d[None]), softmax_d

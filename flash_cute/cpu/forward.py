@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Outputs(NamedTuple):
         )
 
 
-def _attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Output (n, group * rows, dim_v), log-sum-exp and row maximum (.., 1) of ``rows``.
 
     Online softmax (Milakov and Gimelshein, arXiv 1805.02867): ``total`` and ``out`` are sums
@@ -105,7 +106,7 @@ def _attend_tiles(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
     """Attention of all rows over v (batch, seqlen_k, heads_k, dim_v), written into ``outputs``."""
     values = fold(v, tiles.heads_k).flatten(0, 1)
     for rows in tiles.query_blocks():
-        out, lse, row_max = _attend_rows(tiles, values, rows)
+        out, lse, row_max = attend_rows(tiles, values, rows)
         unfold_into(outputs.out[:, rows], out)
         target = outputs.softmax_lse[:, :, rows]
         target.copy_(lse.view(target.shape))
@@ -195,6 +196,12 @@ def varlen_fwd(call: VarlenFwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tens
     (num_blocks, page_size, heads_k, dim or dim_v). Rows of no sequence get out 0 and lse -inf, with
     or without ``zero_tensors``. Raises ValueError for dropout without ``rng``.
     """
+    return over_sequences(call, attend)
+
+
+def over_sequences(call: VarlenFwdCall, attend_one: Callable[..., None]) -> Outputs:
+    """Results of a packed batch, each sequence by ``attend_one``, which takes what :func:`attend`
+    does."""
     q, options = call.q, Options.of(call)
     total_q, heads, _ = q.shape
     batch = max(len(call.cu_seqlens_q) - 1, 0)
@@ -210,5 +217,5 @@ def varlen_fwd(call: VarlenFwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tens
     )
     for index, (rows, keys, values) in enumerate(parts):
         part = outputs.of_sequence(index, rows, keys.shape[1])
-        attend(q[None, rows], keys, values, options, part, index)
+        attend_one(q[None, rows], keys, values, options, part, index)
     return outputs

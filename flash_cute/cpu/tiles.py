@@ -94,6 +94,14 @@ class Options:
             rng=call.rng if dropout_p else None,
         )
 
+    def band(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+        """(low, high): key j is visible from query i if i + low <= j <= i + high."""
+        left, right = self.window
+        shift, all_keys = seqlen_k - seqlen_q, seqlen_q + seqlen_k  # no larger window hides less
+        low = shift - min(left, all_keys) if left >= 0 else -seqlen_q
+        high = shift + min(right, all_keys) if right >= 0 else seqlen_k
+        return low, high
+
     @property
     def has_rules(self) -> bool:
         """Whether weights are more than a softmax of scaled scores."""
@@ -126,11 +134,7 @@ class Tiles:
         self.options = options
         self.first = first
         self.shift = self.seqlen_k - self.seqlen_q
-        # key j is visible from query i if i + low <= j <= i + high
-        left, right = options.window
-        all_keys = self.seqlen_q + self.seqlen_k  # a larger window hides as little
-        self.low = self.shift - min(left, all_keys) if left >= 0 else -self.seqlen_q
-        self.high = self.shift + min(right, all_keys) if right >= 0 else self.seqlen_k
+        self.low, self.high = options.band(self.seqlen_q, self.seqlen_k)
 
     def statistic(self, x: Tensor) -> Tensor:
         """A view of row statistics (batch, heads, seqlen_q) as (n, group, seqlen_q, 1)."""
@@ -185,14 +189,23 @@ class Tiles:
         if self.options.softcap > 0:
             tanh = scores.div_(self.options.softcap).tanh_()
             scores = tanh * self.options.softcap
-        slopes = self.options.slopes
-        if slopes is not None:
-            if len(slopes) > 1:
-                slopes = slopes[self.first : self.first + self.batch]
-            i, j = positions(rows, keys)
-            distance = (i[:, None] + self.shift - j).abs_().to(scores.dtype).repeat(self.group, 1)
-            scores.addcmul_(self.of_heads(slopes, rows), distance, value=-1)
+        if self.options.slopes is not None:
+            distance = self.distance(rows, keys).to(scores.dtype)
+            scores.addcmul_(self.slopes(rows), distance, value=-1)
         return scores, tanh
+
+    def slopes(self, rows: slice) -> Tensor:
+        """ALiBi's slopes of the rows of a tile: (n, group * rows, 1)."""
+        slopes = self.options.slopes
+        assert slopes is not None
+        if len(slopes) > 1:
+            slopes = slopes[self.first : self.first + self.batch]
+        return self.of_heads(slopes, rows)
+
+    def distance(self, rows: slice, keys: slice) -> Tensor:
+        """ALiBi's distances, int64 (group * rows, keys)."""
+        i, j = positions(rows, keys)
+        return (i[:, None] + self.shift - j).abs_().repeat(self.group, 1)
 
     def probabilities(
         self, rows: slice, keys: slice, hidden: Tensor | None, lse: Tensor

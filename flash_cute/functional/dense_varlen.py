@@ -21,6 +21,7 @@ from flash_cute.functional.run import (
 )
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.sparse.value import Sparse
 
 # Defaults of numbers are the int 0: under torch.compile(dynamic=True) a float would become an input
 # of the graph, which is compiled again when that turns out to be a constant.
@@ -52,6 +53,7 @@ def flash_attn_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Result:
     """softmax(scale q k^T) v without the seqlen_q x seqlen_k matrix in memory (FlashAttention,
@@ -96,6 +98,9 @@ def flash_attn_func(
         k_descale: likewise for k.
         v_descale: likewise for v.
         out_dtype: dtype of out of fp8 q and k: bf16, which None stands for, fp16 or fp32.
+        sparse: which keys each query sees, as a :class:`flash_cute.Sparse`; the causal mask and the
+            window hide more. Only tiles of 128 queries and keys that have a visible pair are
+            computed, forward and backward.
         others: ``return_softmax_lse``, another name of ``return_lse``; FlashAttention-3's
             ``num_splits``, ``pack_gqa`` and ``sm_margin``, which say how its kernels are scheduled
             and nothing here; features that do not exist, with values that ask for none.
@@ -131,6 +136,7 @@ def flash_attn_func(
     refused: list[Exception] = []
     sink = spellings.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
+    usual = usual and sparse is None
     usual = usual and sink is None and type(return_lse) is bool and not others
     usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
     usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
@@ -162,7 +168,7 @@ def flash_attn_func(
     )  # fmt: skip
     result = run(
         call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-        refused=refused,
+        refused=refused, sparse=sparse,
     )  # fmt: skip
     return result if narrow is None else narrow.finish(result)
 
@@ -201,6 +207,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Result:
     """Attention over sequences of different lengths laid end to end.
@@ -245,6 +252,7 @@ def flash_attn_varlen_func(
     refused: list[Exception] = []
     sink = spellings.sink(sink, s_aux, learnable_sink)
     usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
+    usual = usual and sparse is None
     usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
     usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None
     usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
@@ -288,7 +296,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     result = run(
         call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-        refused=refused,
+        refused=refused, sparse=sparse,
     )  # fmt: skip
     return result if narrow is None else narrow.finish(result, cu_seqlens_q)
 

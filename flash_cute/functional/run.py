@@ -17,6 +17,7 @@ from flash_cute.call.validate import options as validate_options
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.sparse.value import Sparse
 
 Result = Any  # out, or the tuple that a call asks for
 _NUMBERS = (int, float)
@@ -105,14 +106,17 @@ def run(
     packed: Tensor | None = None,
     out: Tensor | None = None,
     refused: list[Exception] | None = None,
+    sparse: Sparse | None = None,
 ) -> Result:
     """Attention of a call whose q, k and v, and sequences, are valid; the rest is validated here.
 
-    ``packed`` is the tensor that k and v, and maybe q, are views of, ``out`` the one to fill,
-    ``refused`` has the refusal of a call that went straight to its op, which is raised if
-    validation has no better words. It leaves its list: frames that hold it keep tensors alive.
+    ``sparse`` joins the call, ``packed`` is the tensor that k and v, and maybe q, are views of,
+    ``out`` the one to fill, ``refused`` has the refusal of a call that went straight to its op,
+    which is raised if validation has no better words. It leaves its list: frames that hold it keep
+    tensors alive.
     """
     q, k, v = call.q, call.k, call.v
+    call = _with_lists(call, sparse)
     _validate(call, return_lse, return_rng)
     if refused:
         raise refused.pop()
@@ -152,6 +156,19 @@ def run(
     if row_max is not None:
         results.append(row_max.detach().amax((0, 2) if isinstance(call, FwdCall) else 1))
     return tuple(results) if len(results) > 1 else out
+
+
+def _with_lists(call: Call, sparse: Sparse | None) -> Call:
+    if sparse is None:
+        return call
+    if not isinstance(sparse, Sparse):
+        raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
+    q, k = call.q, call.k
+    longest = getattr(call, "max_seqlen_q", q.shape[1]), getattr(call, "max_seqlen_k", k.shape[1])
+    sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)
+    call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
+    validate_ops.lists(call, batch_of(call), of_keys=False)
+    return call
 
 
 def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:

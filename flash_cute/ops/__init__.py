@@ -14,7 +14,16 @@ import torch
 
 from flash_cute._torch_internals import transformed
 from flash_cute.native.library import has_cuda_kernels, kernels
-from flash_cute.ops import autocast, autograd, cpu_kernels, fakes, flops, sharding, vmap
+from flash_cute.ops import (
+    autocast,
+    autograd,
+    cpu_kernels,
+    fakes,
+    flops,
+    sharding,
+    tile_lists,
+    vmap,
+)
 from flash_cute.ops.autograd import (
     backward_arguments,
     call,
@@ -58,5 +67,5 @@ __all__ = [
 ]
 
 _library = torch.library.Library("flash_cute", "IMPL")
-for _layer in (fakes, autograd, cpu_kernels, vmap, autocast, flops, sharding):
+for _layer in (fakes, autograd, cpu_kernels, vmap, autocast, flops, sharding, tile_lists):
     _layer.register(_library)

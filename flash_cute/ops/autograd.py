@@ -21,6 +21,7 @@ from flash_cute.call.validate import options as validate_options
 from flash_cute.native import limits
 from flash_cute.ops import schema, switches
 from flash_cute.ops.schema import CALLS, Results
+from flash_cute.sparse.lists import tiles_of
 
 _OUT_OVERLOAD = (
     "out overloads are not differentiable; use the functional op or call it under torch.no_grad()"
@@ -30,6 +31,7 @@ _BACKWARD_OF = {schema.fwd: schema.bwd, schema.varlen_fwd: schema.varlen_bwd}
 # Arguments behind v that may be tensors, and have no gradient.
 _TENSORS = {
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "alibi_slopes", "rng",
+    "tile_lists", "tile_bits",
 }  # fmt: skip
 # Inputs that have a gradient, in the order of the backward ops' results.
 DIFFERENTIABLE = ("q", "k", "v", "sink")
@@ -43,8 +45,8 @@ class _Layout(NamedTuple):
     tensors: Callable[[Sequence[Any]], tuple[Any, ...]]  # _TENSORS
     others: Callable[[Sequence[Any]], tuple[Any, ...]]  # the rest
     deterministic: int  # its place among others
-    # The backward op's in (dout, dlse, deterministic, *saved, *others): places, which compiled
-    # autograd can trace.
+    # The backward op's in (dout, dlse, deterministic, *saved, *others, None): places, which a
+    # compiled autograd can trace.
     given: tuple[int, ...]
 
 
@@ -53,7 +55,7 @@ def _layout(op: Any) -> _Layout:
     inputs = [name for name in names if name in DIFFERENTIABLE]
     tensors = [name for name in names if name in _TENSORS]
     others = [name for name in names if name not in (*inputs, *tensors)]
-    found = ["dout", "dlse", "deterministic", *_FIRST, *tensors, *others]
+    found = ["dout", "dlse", "deterministic", *_FIRST, *tensors, *others, "tile_ranks"]
     pick = [itemgetter(*map(names.index, wanted)) for wanted in (inputs, tensors, others)]
     given = tuple(map(found.index, CALLS[_BACKWARD_OF[op]]._fields))
     return _Layout(pick[0], pick[1], pick[2], others.index("deterministic"), given)
@@ -233,8 +235,20 @@ def backward_arguments(
     deterministic = switches.deterministic(ctx.others[layout.deterministic])
     dout = torch.zeros_like(saved[4]) if dout is None else _contiguous_rows(dout)
     dlse = None if dlse is None else dlse.contiguous()
-    found = (dout, dlse, deterministic, *saved, *ctx.others)
-    return [found[i] for i in layout.given]
+    found = (dout, dlse, deterministic, *saved, *ctx.others, None)
+    given = [found[i] for i in layout.given]
+    return _with_lists_of_keys(CALLS[_BACKWARD_OF[op]](*given))
+
+
+def _with_lists_of_keys(call: Any) -> list[Any]:
+    """Backward's lists are those of the tiles of keys, forward's those of the tiles of queries."""
+    if call.tile_lists is not None:
+        longest = call.max_seqlen_k if hasattr(call, "max_seqlen_k") else call.k.shape[1]
+        lists, ranks = torch.ops.flash_cute.transposed_tile_lists(
+            call.tile_lists, tiles_of(longest)
+        )
+        call = call._replace(tile_lists=lists, tile_ranks=ranks)
+    return list(call)
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from flash_cute import cpu
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate.options import OF_OPS
+from flash_cute.cpu import sparse
 from flash_cute.cpu.forward import fwd_without_lse
 from flash_cute.ops.schema import CALLS, OPS, Results
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
@@ -19,16 +20,16 @@ from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
 
 def register(library: torch.library.Library) -> None:
     internals.settle_vector_math()
-    functions: dict[str, Callable[[Any], Results]] = {
-        "fwd": cpu.fwd,
-        "bwd": cpu.bwd,
-        "varlen_fwd": cpu.varlen_fwd,
-        "varlen_bwd": cpu.varlen_bwd,
+    functions: dict[str, tuple[Callable[[Any], Results], Callable[..., Results]]] = {
+        "fwd": (cpu.fwd, sparse.fwd),
+        "bwd": (cpu.bwd, sparse.bwd),
+        "varlen_fwd": (cpu.varlen_fwd, sparse.varlen_fwd),
+        "varlen_bwd": (cpu.varlen_bwd, sparse.varlen_bwd),
     }
-    for name, function in functions.items():
+    for name, (function, of_lists) in functions.items():
         op = getattr(OPS, name).default
-        compute = _checked(function)
-        out_alone = _checked(fwd_without_lse) if name == "fwd" else compute
+        compute = _checked(function, of_lists)
+        out_alone = _checked(fwd_without_lse, of_lists) if name == "fwd" else compute
         library.impl(name, _functional(op, compute), "CPU")
         library.impl(f"{name}.out", _into(op, compute, out_alone), "CPU")
     library.impl("fwd_kvcache", _fwd_kvcache, "CPU")
@@ -36,15 +37,22 @@ def register(library: torch.library.Library) -> None:
     library.impl("combine", _combine, "CPU")
 
 
-def _checked(function: Callable[[Any], Results]) -> Callable[[Any], Results]:
-    """The same of a call that is checked first."""
+def _checked(
+    function: Callable[[Any], Results], of_lists: Callable[..., Results]
+) -> Callable[[Any], Results]:
+    """What computes a call that is checked first, by one function or, if sparse, by the other."""
+
+    def run(call: Any) -> Results:
+        if call.tile_lists is None:
+            return function(call)
+        return of_lists(call, call.tile_lists, call.tile_bits)
 
     def compute(call: Any) -> Results:
         validate_ops.arguments(call)
         if not torch.is_autocast_enabled("cpu"):  # the usual case, and a context takes 10 us
-            return function(call)
+            return run(call)
         with torch.autocast("cpu", enabled=False):
-            return function(call)
+            return run(call)
 
     return compute
 

@@ -1,10 +1,12 @@
 """What ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops: their matrix products.
 
-They count as those of torch's own attention: nothing is taken off for what a mask hides.
+They count as those of torch's own attention: nothing is taken off for what a mask hides. Of sparse
+calls the tiles count that the lists have room for, as no device is waited for.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu.varlen import spans
 from flash_cute.ops.schema import CALLS, OPS
+from flash_cute.sparse.lists import TILE
 from flash_cute.ops.typed import (
     AttendKvcacheCall,
     BwdCall,
@@ -53,13 +56,22 @@ def _formula(packet: Any, pairs: Any) -> Any:
         dim, dim_v = call.q.shape[-1], _values(call).shape[-1]
         # S = QK^T and PV; in backward S, dK and dQ have the dims of q, dP and dV those of v.
         columns = 3 * dim + 2 * dim_v if is_backward else dim + dim_v
-        return 2 * call.q.shape[-2] * pairs(call) * columns
+        return 2 * call.q.shape[-2] * min(pairs(call), _listed_pairs(call)) * columns
 
     return flops
 
 
 def _values(call: Any) -> Tensor:
     return call.v_cache if hasattr(call, "v_cache") else call.v
+
+
+def _listed_pairs(call: Any) -> float:
+    """Pairs of one head in the tiles that lists have room for, over all sequences."""
+    lists = getattr(call, "tile_lists", None)
+    if lists is None:
+        return math.inf
+    sequences = len(call.cu_seqlens_q) - 1 if hasattr(call, "cu_seqlens_q") else len(call.q)
+    return sequences * lists.shape[2] * (lists.shape[3] - 1) * TILE**2
 
 
 def _dense_pairs(call: FwdCall | BwdCall) -> int:

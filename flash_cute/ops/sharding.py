@@ -122,6 +122,11 @@ def _refuse(op: Any, call: Any, tensors: dict[str, Any]) -> None:
                 "would have to exchange keys; redistribute it to Replicate(), or shard the batch "
                 "or the heads"
             )
+    if call.tile_lists is not None:
+        raise NotImplementedError(
+            "sparse is given, and q, k and v are DTensors; use "
+            "torch.distributed.tensor.experimental.local_map, with a Sparse of each device's heads"
+        )
     if call.dropout_p and any(x.is_shard() for x in tensors["q"].placements):
         raise NotImplementedError(
             "dropout_p is not 0, and q is sharded: what is dropped depends on the place in the "

@@ -39,6 +39,8 @@ class FwdCall(NamedTuple):
     return_softmax: bool = False
     return_row_max: bool = False
     allow_tf32: bool = False
+    tile_lists: Tensor | None = None
+    tile_bits: Tensor | None = None
 
 
 class BwdCall(NamedTuple):
@@ -60,6 +62,9 @@ class BwdCall(NamedTuple):
     rng: Tensor | None = None
     deterministic: bool = False
     allow_tf32: bool = False
+    tile_lists: Tensor | None = None
+    tile_bits: Tensor | None = None
+    tile_ranks: Tensor | None = None
 
 
 class VarlenFwdCall(NamedTuple):
@@ -87,6 +92,8 @@ class VarlenFwdCall(NamedTuple):
     return_softmax: bool = False
     return_row_max: bool = False
     allow_tf32: bool = False
+    tile_lists: Tensor | None = None
+    tile_bits: Tensor | None = None
 
 
 class VarlenBwdCall(NamedTuple):
@@ -115,6 +122,9 @@ class VarlenBwdCall(NamedTuple):
     rng: Tensor | None = None
     deterministic: bool = False
     allow_tf32: bool = False
+    tile_lists: Tensor | None = None
+    tile_bits: Tensor | None = None
+    tile_ranks: Tensor | None = None
 
 
 class FwdKvcacheCall(NamedTuple):
@@ -191,6 +201,8 @@ class Fwd(Protocol):
         return_softmax: bool = False,
         return_row_max: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
     def out(
         self,
@@ -210,6 +222,8 @@ class Fwd(Protocol):
         return_softmax: bool = False,
         return_row_max: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
         *,
         out: Tensor,
         softmax_lse: Tensor | None = None,
@@ -239,6 +253,9 @@ class Bwd(Protocol):
         rng: Tensor | None = None,
         deterministic: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
+        tile_ranks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...
     def out(
         self,
@@ -260,6 +277,9 @@ class Bwd(Protocol):
         rng: Tensor | None = None,
         deterministic: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
+        tile_ranks: Tensor | None = None,
         *,
         dq: Tensor | None = None,
         dk: Tensor | None = None,
@@ -296,6 +316,8 @@ class VarlenFwd(Protocol):
         return_softmax: bool = False,
         return_row_max: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
     def out(
         self,
@@ -323,6 +345,8 @@ class VarlenFwd(Protocol):
         return_softmax: bool = False,
         return_row_max: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
         *,
         out: Tensor,
         softmax_lse: Tensor | None = None,
@@ -359,6 +383,9 @@ class VarlenBwd(Protocol):
         rng: Tensor | None = None,
         deterministic: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
+        tile_ranks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]: ...
     def out(
         self,
@@ -387,6 +414,9 @@ class VarlenBwd(Protocol):
         rng: Tensor | None = None,
         deterministic: bool = False,
         allow_tf32: bool = False,
+        tile_lists: Tensor | None = None,
+        tile_bits: Tensor | None = None,
+        tile_ranks: Tensor | None = None,
         *,
         dq: Tensor | None = None,
         dk: Tensor | None = None,

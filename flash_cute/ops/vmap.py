@@ -8,10 +8,10 @@ heads, both of which attention keeps apart:
   head for the whole batch), and packed sequences, which all samples share: the heads;
 - ``combine``: the rows.
 
-Some calls are made one by one. With dropout, as what is dropped depends on the place in the batch
-and in the heads. And where samples differ in what describes packed sequences; over a cache where
-queries are packed, and where samples differ in the sink or in one cache of the two. Ops that write
-into their arguments raise an error that names them.
+Some calls are made one by one. Sparse ones. With dropout, as what is dropped depends on the place
+in the batch and in the heads. And where samples differ in what describes packed sequences; over a
+cache where queries are packed, and where samples differ in the sink or in one cache of the two. Ops
+that write into their arguments raise an error that names them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _into_heads(op: Any, samples: int, mapped: set[str], call: Any, heads: Any) 
 
 def _attention(op: Any, samples: int, mapped: set[str], call: Any, heads: tuple[int, ...]) -> Any:
     """Of ``fwd``, ``bwd`` and their varlen forms; ``heads``: where each result has them."""
-    if call.dropout_p > 0 or mapped & _SEQUENCES:
+    if call.dropout_p > 0 or call.tile_lists is not None or mapped & _SEQUENCES:
         return _one_by_one(op, samples, mapped, call)
     call = call._replace(rng=None)
     sink_of_each = "sink" in mapped or (call.sink is not None and hasattr(call, "dout"))

@@ -38,8 +38,60 @@ def arguments(call: Any) -> None:
         raise ValueError(
             "rng is None; dropout needs an int64 tensor (seed, offset), e.g. flash_cute.rng_state()"
         )
-    if hasattr(call, "softmax_lse"):
+    is_backward = hasattr(call, "softmax_lse")
+    lists(call, batch, of_keys=is_backward)
+    if is_backward:
         of_forward(q, call.v, call.out, call.softmax_lse, call.dout, call.dlse)
+
+
+def lists(call: Any, batch: int, of_keys: bool) -> None:
+    """The lists of a sparse call, a list for each tile of 128 queries, or of 128 keys."""
+    x, bits, q = call.tile_lists, call.tile_bits, call.q
+    if x is None:
+        for name in ("tile_bits", "tile_ranks"):
+            if getattr(call, name, None) is not None:
+                raise ValueError(f"{name} is given, and tile_lists is None; it needs tile_lists")
+        return
+    if getattr(call, "block_table", None) is not None or getattr(call, "return_softmax", False):
+        raise NotImplementedError(
+            "tile_lists (sparse) with block_table, or with return_softmax, is not supported"
+        )
+    side = "k" if of_keys else "q"
+    longest = getattr(call, f"max_seqlen_{side}", None)
+    tiles = -(-(getattr(call, side).shape[1] if longest is None else longest) // 128)
+    heads, heads_k = q.shape[-2], call.k.shape[-2]
+    each = (1, heads_k) if of_keys else (1, heads_k, heads)
+    expected = f"({batch} or 1, {' or '.join(map(str, each))}, {tiles}, 1 + entries, 2)"
+    _indices("tile_lists", x, q)
+    fits = x.dim() == 5 and x.shape[0] in (1, batch) and x.shape[1] in each
+    if not fits or x.shape[2] != tiles or x.shape[3] < 1 or x.shape[4] != 2:
+        raise ValueError(f"tile_lists has shape {tuple(x.shape)}; expected {expected}")
+    ranks = getattr(call, "tile_ranks", None)
+    if ranks is not None:
+        _indices("tile_ranks", ranks, q)
+        if ranks.shape != x.shape[:-1]:
+            raise ValueError(
+                f"tile_ranks has shape {tuple(ranks.shape)}; expected {tuple(x.shape[:-1])}, that "
+                "of tile_lists without its last dimension"
+            )
+    if bits is not None:
+        _indices("tile_bits", bits, q)
+        if bits.dim() == 3 and bits.shape[0] > 2**22:
+            raise ValueError(
+                f"tile_bits has {bits.shape[0]} masks; at most {2**22} are supported, 8 GB"
+            )
+        if bits.dim() != 3 or bits.shape[1:] != (128, 4):
+            raise ValueError(f"tile_bits has shape {tuple(bits.shape)}; expected (masks, 128, 4)")
+
+
+def _indices(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        raise TypeError(f"{name} is {validate.dtype_or_kind(x)}; expected int32")
+    validate.strided(name, x)
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
 
 
 def of_forward(

@@ -9,6 +9,9 @@ autograd through it gives the gradients. For a sequence of seqlen_q queries and 
   head ``h // (heads / heads_k)``.
 - Query i sees key j iff ``i + shift - left <= j <= i + shift + right``; a negative left or right is
   unbounded, and ``is_causal`` makes right 0.
+- With ``tile_lists`` and ``tile_bits`` it must also be let through by these
+  (:mod:`flash_cute.sparse.lists`): those of its batch entry, or in a packed batch of its sequence,
+  and of its head or kv head, or of the one that there is.
 - The softmax is over the keys seen, with ``sink[head]`` as one more logit that has no value:
   ``p[i, j] = exp(s[i, j] - softmax_lse[i])``. ``softmax_lse`` is the natural log of the sum of the
   exponentials, the sink's included. ``row_max`` is the largest score that a row sees, else -inf.
@@ -43,6 +46,7 @@ autograd through it gives the gradients. For a sequence of seqlen_q queries and 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_cute.call.philox import dropout_keep, dropout_rate
+from flash_cute.reference.masks import listed, visible
 
 
 class Attention(NamedTuple):
@@ -69,27 +74,6 @@ class CachedAttention(NamedTuple):
     row_max: Tensor
     k_cache: Tensor  # both caches with what joined them, in their dtype
     v_cache: Tensor
-
-
-def visible(
-    seqlen_q: int,
-    seqlen_k: int,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Which keys each query sees: bool (seqlen_q, seqlen_k), aligned to the bottom right."""
-    diagonal = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
-    keys = torch.arange(seqlen_k, device=device)
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    right = 0 if is_causal else window_size_right
-    all_keys = seqlen_q + seqlen_k  # a larger window hides as little, and int64 holds this one
-    if window_size_left >= 0:
-        seen &= keys >= diagonal - min(window_size_left, all_keys)
-    if right >= 0:
-        seen &= keys <= diagonal + min(right, all_keys)
-    return seen
 
 
 def _scores(
@@ -127,13 +111,13 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 
 def _weighted_sum(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """out[b, i, h] = sum over the keys j that i sees of weights[b, h, i, j] * v[b, j, h]."""
-    if len(seen) == 0 or v.isfinite().all():  # hidden weights are 0, which hides finite values
+    if weights.numel() == 0 or v.isfinite().all():  # weights of 0 hide finite values
         return torch.einsum("bhij,bjhd->bihd", weights, v)
-    rows = [
-        torch.einsum("bhj,bjhd->bhd", weights[:, :, i, keys], v[:, keys])
-        for i, keys in enumerate(seen)
-    ]
-    return torch.stack(rows, 1)
+    out = v.new_zeros(*weights.shape[:3], v.shape[3])
+    for b, h, i in product(*(range(n) for n in weights.shape[:3])):
+        keys = seen[b, h, i]
+        out[b, h, i] = weights[b, h, i, keys] @ v[b, keys, h]
+    return out.transpose(1, 2)
 
 
 def attention(
@@ -150,13 +134,16 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
+    tile_lists: Tensor | None = None,
+    tile_bits: Tensor | None = None,
     dtype: torch.dtype | None = torch.float64,
     first: int = 0,
 ) -> Attention:
     """Attention of a dense batch; see the module for what it computes.
 
     q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k,
-    dim_v), ``alibi_slopes`` (heads,) or (batch, heads), ``sink`` (heads,), ``rng`` int64 (2,).
+    dim_v), ``alibi_slopes`` (heads,) or (batch, heads), ``sink`` (heads,), ``rng`` int64 (2,),
+    ``tile_lists`` and ``tile_bits`` those of a :class:`flash_cute.Sparse`.
     Everything is computed in ``dtype``; None means the dtype of q, which gives the unfused chain
     whose error bounds that of gradients. ``first`` is the index of the first sequence for dropout.
     Raises ValueError for dropout without ``rng``.
@@ -180,6 +167,10 @@ def attention(
     seen = visible(
         seqlen_q, seqlen_k, is_causal, window_size_left, window_size_right, device=q.device
     )
+    seen = seen.expand(batch, heads, seqlen_q, seqlen_k)
+    if tile_lists is not None:
+        of_lists = listed(tile_lists, tile_bits, seqlen_q, seqlen_k)
+        seen = seen & of_lists.repeat_interleave(heads // of_lists.shape[1], 1)
     scores = _scores(q, k, softmax_scale, softcap, alibi_slopes).masked_fill(~seen, -torch.inf)
     softmax, lse, row_max = _softmax(scores, sink)
     weights = softmax
@@ -223,6 +214,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    tile_lists: Tensor | None = None,
     dtype: torch.dtype | None = torch.float64,
     **options: Any,
 ) -> Attention:
@@ -252,9 +244,13 @@ def attention_varlen(
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[index]
+        lists = tile_lists
+        if lists is not None and len(lists) > 1:
+            lists = lists[index, None]
         part = attention(
             *(x[None] for x in (q[rows], part_k, part_v)),
             alibi_slopes=slopes,
+            tile_lists=lists,
             dtype=q.dtype,
             first=index,
             **options,
