@@ -13,13 +13,15 @@ from flash_cute.call.validate import options as validate_options
 from flash_cute.core.multihead import check_heads
 from flash_cute.hardware.devices import named_device
 from flash_cute.ops.typed import FwdCall
+from flash_cute.sparse.estimate import STRIDES
+from flash_cute.sparse.patterns import FOLLOW_CONTENT, SparsePattern
 
 
 class AttentionPatterns(Enum):
     """Which keys a query sees, and where they are.
 
-    FULL and CAUSAL are of one device, RING and CONTEXT_PARALLEL of several. SPARSE is named for
-    :func:`flash_cute.attention.create_attention`, which raises ``NotImplementedError`` for it.
+    FULL and CAUSAL are of one device, RING and CONTEXT_PARALLEL of several. SPARSE leaves out most
+    pairs of tokens: :class:`SparseAttentionConfig` says which.
     """
 
     FULL = "full"
@@ -162,6 +164,109 @@ class FP8AttentionConfig(AttentionConfig):
                 raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
 
 
+@dataclass(frozen=True)
+class SparseAttentionConfig(AttentionConfig):
+    """An :class:`AttentionConfig` of pattern SPARSE, and which pairs of tokens it leaves out.
+
+    Args:
+        sparsity_ratio: share of the visible (query, key) pairs that is left out, 0 to 0.95; 0 is
+            exact attention.
+        sparse_pattern: a :class:`flash_cute.attention.SparsePattern`, or its value.
+        causal: each token sees itself and those before it.
+        threshold: in (0, 1]: keep the fewest blocks of each row that hold this share of its
+            attention, in place of a ratio; of DYNAMIC_THRESHOLD and LEARNED alone. A ratio fixes
+            the cost, a threshold bounds the loss.
+        stride: of DYNAMIC_THRESHOLD's estimate, a power of two up to 64: 8 costs twice what 16
+            does, and finds more of single keys.
+        seed: of RANDOM: the same blocks in every call.
+
+    The other arguments are :class:`AttentionConfig`'s; ``window_size`` must be unbounded.
+
+    Raises:
+        TypeError, ValueError: names the field, what was given and what is supported.
+        NotImplementedError: a window.
+
+    Example::
+
+        from flash_cute.attention import SparseAttentionConfig, create_attention
+
+        config = SparseAttentionConfig(512, 8, sparsity_ratio=0.8, sparse_pattern="local_global")
+        attention = create_attention(config)
+    """
+
+    pattern: AttentionPatterns = AttentionPatterns.SPARSE
+    sparsity_ratio: float = 0.9
+    sparse_pattern: SparsePattern = SparsePattern.DYNAMIC_THRESHOLD
+    causal: bool = False
+    threshold: float | None = None
+    stride: int = 16
+    seed: int = 0
+
+    def __post_init__(self, embed_dim: int | None) -> None:
+        super().__post_init__(embed_dim)
+        if self.pattern is not AttentionPatterns.SPARSE:
+            raise ValueError(f"pattern is {self.pattern}; expected {AttentionPatterns.SPARSE}")
+        try:
+            object.__setattr__(self, "sparse_pattern", SparsePattern(self.sparse_pattern))
+        except ValueError:
+            supported = ", ".join(map(str, SparsePattern))
+            raise ValueError(
+                f"sparse_pattern is {self.sparse_pattern!r}; supported: {supported}"
+            ) from None
+        if tuple(self.window_size) != (-1, -1):
+            raise NotImplementedError(
+                f"window_size is {self.window_size}, which sparse patterns do not have; leave it "
+                "out, or use sparse_pattern LOCAL_GLOBAL"
+            )
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal is {type(self.causal).__name__}; expected a bool")
+        self._check_ratio()
+        self._check_options()
+
+    def _check_ratio(self) -> None:
+        _check_number("sparsity_ratio", self.sparsity_ratio)
+        if not 0 <= self.sparsity_ratio <= 0.95:
+            raise ValueError(f"sparsity_ratio is {self.sparsity_ratio}; expected 0 to 0.95")
+        if self.threshold is None:
+            return
+        _check_number("threshold", self.threshold)
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; expected a share in (0, 1]")
+        if self.sparse_pattern not in FOLLOW_CONTENT:
+            supported = ", ".join(map(str, FOLLOW_CONTENT))
+            raise ValueError(
+                f"threshold is given, and sparse_pattern {self.sparse_pattern}; of: {supported}"
+            )
+        if self.sparsity_ratio != SparseAttentionConfig.sparsity_ratio:
+            raise ValueError(
+                f"sparsity_ratio is {self.sparsity_ratio} and threshold {self.threshold}; a row "
+                "keeps blocks by one of both: give either"
+            )
+
+    def _check_options(self) -> None:
+        for name, pattern in (
+            ("stride", SparsePattern.DYNAMIC_THRESHOLD), ("seed", SparsePattern.RANDOM),
+        ):  # fmt: skip
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, int):
+                raise TypeError(f"{name} is {type(given).__name__}; expected an int")
+            if given != getattr(SparseAttentionConfig, name) and self.sparse_pattern != pattern:
+                raise ValueError(
+                    f"{name} is {given}, and sparse_pattern {self.sparse_pattern}; it belongs to "
+                    f"{pattern}"
+                )
+        if self.stride not in STRIDES:
+            raise ValueError(f"stride is {self.stride}; supported: {', '.join(map(str, STRIDES))}")
+
+    def score(self) -> dict[str, Any]:
+        return super().score() | {"causal": self.causal}
+
+
+def _check_number(name: str, given: Any) -> None:
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{name} is {type(given).__name__}; expected a number")
+
+
 def checked_device(name: str, given: torch.device | str | int) -> torch.device:
     """A device that torch has here, or "meta".
 
@@ -178,6 +283,5 @@ def _pattern(pattern: Any) -> AttentionPatterns:
     try:
         return AttentionPatterns(pattern)
     except ValueError:
-        known = (member for member in AttentionPatterns if member != AttentionPatterns.SPARSE)
-        supported = ", ".join(map(str, known))
+        supported = ", ".join(map(str, AttentionPatterns))
         raise ValueError(f"pattern is {pattern!r}; supported: {supported}") from None

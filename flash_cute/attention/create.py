@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn
 
-from flash_cute.attention.config import AttentionConfig, AttentionPatterns, FP8AttentionConfig
+from flash_cute.attention.config import (
+    AttentionConfig,
+    AttentionPatterns,
+    FP8AttentionConfig,
+    SparseAttentionConfig,
+)
 from flash_cute.attention.context_parallel import ContextParallelAttention
 from flash_cute.attention.fp8 import FP8Attention
 from flash_cute.attention.layers import FlashAttention3
 from flash_cute.attention.ring import RingAttentionLayer
+from flash_cute.attention.sparse import DynamicSparseAttention
 
 
 def create_attention(config: AttentionConfig) -> nn.Module:
     """The module that a config describes.
 
     Args:
-        config: an :class:`AttentionConfig`, or an :class:`FP8AttentionConfig`.
+        config: an :class:`AttentionConfig`, an :class:`FP8AttentionConfig` or a
+            :class:`SparseAttentionConfig`.
 
     Returns:
         :class:`FlashAttention3`; for an :class:`FP8AttentionConfig` an
         :class:`flash_cute.attention.FP8Attention`, of pattern RING a
         :class:`flash_cute.attention.RingAttentionLayer`, of CONTEXT_PARALLEL a
-        :class:`flash_cute.attention.ContextParallelAttention`. Their :meth:`forward` takes
+        :class:`flash_cute.attention.ContextParallelAttention`, of SPARSE a
+        :class:`flash_cute.attention.DynamicSparseAttention`. Their :meth:`forward` takes
         hidden_states (batch, seqlen, d_model) and an attention_mask (batch, seqlen), in which 1
         takes part, and returns (batch, seqlen, d_model).
 
@@ -45,4 +55,14 @@ def create_attention(config: AttentionConfig) -> nn.Module:
         return RingAttentionLayer(config)
     if config.pattern is AttentionPatterns.CONTEXT_PARALLEL:
         return ContextParallelAttention(config)
+    if config.pattern is AttentionPatterns.SPARSE:
+        return DynamicSparseAttention(_sparse(config))
     return FlashAttention3(config)
+
+
+def _sparse(config: AttentionConfig) -> SparseAttentionConfig:
+    """The config itself, or with the defaults of what it does not say."""
+    if isinstance(config, SparseAttentionConfig):
+        return config
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return SparseAttentionConfig(**fields)

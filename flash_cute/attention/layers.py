@@ -100,5 +100,6 @@ def _refuse_systems(pattern: AttentionPatterns) -> None:
         raise NotImplementedError(
             f"pattern is {pattern}, which this layer does not have; supported: "
             f"{AttentionPatterns.FULL}, {AttentionPatterns.CAUSAL}, and by create_attention "
-            f"{AttentionPatterns.RING}, {AttentionPatterns.CONTEXT_PARALLEL}"
+            f"{AttentionPatterns.RING}, {AttentionPatterns.CONTEXT_PARALLEL}, "
+            f"{AttentionPatterns.SPARSE}"
         )

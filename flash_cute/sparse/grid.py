@@ -1,0 +1,57 @@
+"""The blocks of a sequence's scores: which are visible, and how many pairs each holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FINE, COARSE = 64, 128
+COARSE_FROM = 4096  # tokens, from which blocks of 128 are fine enough
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Square blocks of the scores of ``seqlen`` tokens with themselves.
+
+    Attributes:
+        seqlen: tokens.
+        block: rows and keys of a block.
+        is_causal: token i sees token j only if ``j <= i``.
+    """
+
+    seqlen: int
+    block: int
+    is_causal: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a row, and rows of blocks."""
+        return -(-self.seqlen // self.block)
+
+    def visible_in_row(self, row: int) -> int:
+        """Blocks of a row of blocks in which at least one pair is visible."""
+        return row + 1 if self.is_causal else self.blocks
+
+    def visible(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+        """bool (1 or batch, 1, blocks, blocks); ``lengths`` (batch,) are those of the sequences,
+        None means ``seqlen``."""
+        return self.pairs(device, lengths) > 0
+
+    def pairs(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+        """int64 (1 or batch, 1, blocks, blocks): the visible pairs of each block."""
+        first = torch.arange(self.blocks, device=device) * self.block
+        whole = self.seqlen if lengths is None else lengths.long()[:, None, None]
+        tokens = (whole - first).clamp(0, self.block).view(-1, 1, self.blocks)
+        pairs = tokens.unsqueeze(-1) * tokens.unsqueeze(-2)
+        if not self.is_causal:
+            return pairs
+        triangles = torch.diag_embed(tokens * (tokens + 1) // 2)
+        return pairs.tril(-1) + triangles
+
+
+def grid_of(seqlen: int, is_causal: bool) -> BlockGrid:
+    """The blocks that patterns choose from: of 64 x 64 below 4096 tokens, else of 128 x 128."""
+    seqlen = len(range(seqlen))  # a number, by which graphs are specialised
+    return BlockGrid(seqlen, FINE if seqlen < COARSE_FROM else COARSE, is_causal)
