@@ -12,7 +12,7 @@ from flash_cute.call import validate
 from flash_cute.core.padding import offsets, packing
 from flash_cute.functional import dense_varlen as functional
 from flash_cute.functional import kvcache
-from flash_cute.integrations.transformers import blocks
+from flash_cute.integrations.transformers import blocks, chosen_blocks
 from flash_cute.integrations.transformers.documents import Documents, of_numbers, of_positions
 from flash_cute.kernels import support
 
@@ -22,7 +22,7 @@ _UNSAID: Any = "not given"  # by the layer, which then does not know its window
 # Arguments that change the result, and that no function here takes: those of layers of
 # transformers, and other libraries' names of those that are taken.
 _REFUSED = (
-    "position_bias", "sinks", "attention_similarity", "indices", "block_indices", "score_mod",
+    "position_bias", "sinks", "attention_similarity", "indices", "score_mod",
     "head_mask", "layer_head_mask", "alibi", "attn_bias", "attention_bias", "topk_indices",
 )  # fmt: skip
 _NAMES = {
@@ -55,6 +55,7 @@ def attention(
     v_cache: Tensor | None = None,
     position_ids: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -72,6 +73,10 @@ def attention(
             before begins a document of its own, in any row of the batch, with padding or without.
             Not read where the call says more: ``cu_seq_lens_q``, pages, a mask of numbers.
         seq_idx: likewise, the number of each token's document.
+        block_indices: int (batch, heads_k, seqlen_q, k), the blocks of keys that each query sees,
+            -1 for none, as the indexer of MiniMax-M3 chooses them. The layer says how many keys a
+            block has, ``module.indexer.block_size`` or ``module.config.index_block_size``. Every
+            call waits for the GPU once.
         others: ignored if they do not concern attention; others raise an error that names them.
 
     Returns:
@@ -81,7 +86,8 @@ def attention(
     Raises:
         NotImplementedError, TypeError, ValueError: biases, masks of 4 dimensions, weights as a
             result; arguments under other names, or without those that belong to them; documents
-            that begin behind a cache; and what flash_cute refuses.
+            that begin behind a cache; blocks of keys with documents or pages; and what flash_cute
+            refuses.
 
     Example::
 
@@ -110,6 +116,11 @@ def attention(
         "sink": s_aux,
     }
     training: Options = {"dropout_p": dropout, "deterministic": deterministic}
+    if block_indices is not None:
+        chosen_blocks.refuse_with(
+            block_table=block_table, k_cache=k_cache, v_cache=v_cache, cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+        )  # fmt: skip
     if any(x is not None for x in (block_table, k_cache, v_cache)):
         pages = (k_cache, v_cache, block_table, cu_seq_lens_k)
         return _paged(q, k, v, pages, attention_mask, score, training), None
@@ -134,6 +145,12 @@ def attention(
         documents = of_positions(
             position_ids, seq_idx, mask, len(q), q.shape[1], seqlen_k, causal, layer
         )
+    if block_indices is not None:
+        chosen_blocks.refuse_with(documents=documents, images=images)
+        seqlen_k = k.shape[1] if attention_mask is None else attention_mask.shape[1]
+        sparse = chosen_blocks.sparse_of(module, block_indices, attention_mask, seqlen_k)
+        k, v = k[:, :seqlen_k], v[:, :seqlen_k]  # a static cache has room for more
+        return functional.flash_attn_func(q, k, v, sparse=sparse, **score, **training), None
     if documents is not None:
         _refuse_packed(images)
         return _of_documents(q, k, v, documents, score | training), None

@@ -19,6 +19,7 @@ from flash_cute.integrations.transformers.attention import attention
 from flash_cute.integrations.transformers.masks import mask
 
 NAME = "flash_cute"
+_OF_BLOCKS = "MiniMaxAI/msa"  # listed by models that give block_indices to attention
 OLDEST = (5, 20)  # release of transformers
 # Models that refuse flash attention, as it would drop their masks of images: blocks.py takes them.
 _WITH_IMAGES = tuple(
@@ -147,7 +148,7 @@ def _functions(original: Callable[..., Any], implementation: str | None, *args: 
 
 
 def _choose(original: Callable[..., str], model: Any, name: str | None, *args: Any, **named: Any):
-    """The name itself, if the model supports flash attention that is dense.
+    """The name itself, if the model supports flash attention, dense or over blocks of keys.
 
     transformers would exchange it for another one where a model lists implementations.
     """
@@ -160,7 +161,8 @@ def _choose(original: Callable[..., str], model: Any, name: str | None, *args: A
     supports = model._supports_flash_attn or any(
         f"{x.__module__}.{x.__qualname__}" in _WITH_IMAGES for x in type(model).__mro__
     )
-    if not supports or has_class_of_its_own or is_other:
+    is_dense = supports and not has_class_of_its_own and not is_other
+    if not is_dense and _OF_BLOCKS not in (listed or ()):
         raise ValueError(
             f'{type(model).__name__} does not support attn_implementation="{NAME}": its attention '
             'is none that flash attention computes; use "sdpa" or "eager"'
