@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -73,3 +74,24 @@ def test_progress_is_said_at_the_first_step_every_seconds_and_the_last(capsys, m
 @pytest.mark.parametrize("name", ["generate", "compress_model", "train_fp8", "train_layers"])
 def test_examples_that_take_minutes_say_where_they_are(name):
     assert "Progress(" in (ROOT / "examples" / f"{name}.py").read_text()
+
+
+def test_sparse_document(device, capsys):
+    example = importlib.import_module("examples.sparse_document")
+    assert example.main(["--device", device, "--tokens", "4096", "--sparsity", "0.8"]) == 0
+    assert re.search(r"sparse: [\d.]+ ms, 0\.(79|80)\d left out", capsys.readouterr().out)
+
+
+def test_sparse_gpt(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("sparse_gpt")
+    arguments = "--steps 3 --gate-steps 2 --context 256 --width 64 --layers 1 --tolerance 9"
+    monkeypatch.setattr(example, "RATIOS", (0.5,))
+    assert example.main([*arguments.split(), "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found) == 7 and all(found[name]["0.5"] > 1 for name in found if name != "dense")
+    assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert "dynamic_threshold  0.5: " in capsys.readouterr().out
+    assert example.main([*arguments.split(), "--out", str(tmp_path), "--tolerance", "-0.5"]) == 1

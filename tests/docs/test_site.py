@@ -14,7 +14,7 @@ import flash_cute
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("attention", "attention.fusion", "core", "distributed", "hardware", "lab", "precision",
-            "tuning", "kernels", "integrations.transformers")  # fmt: skip
+            "sparse", "tuning", "kernels", "integrations.transformers")  # fmt: skip
 MODULES = ("flash_cute.compat", "flash_cute.integrations.sdpa", "flash_cute.integrations.vllm",
            "flash_cute.mha", "flash_cute.check", "flash_cute.call.fp8", "flash_cute.plan_log",
            "flash_cute.reference", "flash_cute.utils.validation_framework",
