@@ -36,6 +36,11 @@ class Kernel(NamedTuple):
         return self.op != "decode" and self._can("dropout")
 
     @property
+    def walks_lists(self) -> bool:
+        """Whether it does sparse calls alone."""
+        return self.id.endswith("_list")
+
+    @property
     def vector(self) -> int:
         """Head dims of its tensors are multiples of this."""
         return 1 if self._can("unaligned") else 8
@@ -43,7 +48,7 @@ class Kernel(NamedTuple):
     def _can(self, flag: str) -> bool:
         problem = kernels.Problem(
             self.op, self.dtype, head_dim=self.dim, head_dim_v=self.dim_v, seqlen_q=64,
-            allow_tf32=self.precision == "tf32",
+            allow_tf32=self.precision == "tf32", lists=self.op != "decode" and self.walks_lists,
         )  # fmt: skip
         with_flag: dict[str, Any] = {flag: True}
         problem = replace(problem, **with_flag)

@@ -21,6 +21,7 @@ from flash_cute.testing.kernels import Kernel, parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
 
 HEADS = 4
+ops_of_lists = torch.ops.flash_cute
 
 
 def rules(dropout: bool) -> dict[str, Any]:
@@ -85,11 +86,33 @@ def cached(name: str, dtype: torch.dtype, dim: int, dim_v: int) -> None:
             make_cache_inputs(case, "cuda").changed(**splits).run()
 
 
+def sparse(kernel: Kernel, options: dict[str, Any]) -> None:
+    """Causal, grouped heads, lengths that end inside a tile; lists for each kv head, with parts of
+    tiles and token masks; a few entries name tiles, or masks, that are not there."""
+    q = torch.randn(1, 333, HEADS, kernel.dim, device="cuda", dtype=kernel.dtype)
+    k = torch.randn(1, 300, 2, kernel.dim, device="cuda", dtype=kernel.dtype)
+    v = torch.randn(1, 300, 2, kernel.dim_v, device="cuda", dtype=kernel.dtype)
+    codes = torch.randint(0, 16, (1, 2, 3, 3), device="cuda", dtype=torch.int32)
+    codes[..., 0] = torch.arange(1, 7, device="cuda").view(1, 2, 3) * 16 + 15
+    bits = torch.randint(-(2**31), 2**31, (5, 128, 4), device="cuda", dtype=torch.int32)
+    lists = ops_of_lists.tile_lists(codes, 3)
+    lists[0, 0, 2, -1, 0] = 2**30
+    of_lists: dict[str, Any] = {"tile_lists": lists, "tile_bits": bits, "is_causal": True}
+    out, softmax_lse, _, _ = ops.fwd(q, k, v, **of_lists, **options)
+    lists, ranks = ops_of_lists.transposed_tile_lists(ops_of_lists.tile_lists(codes, 3), 3)
+    of_lists |= {"tile_lists": lists, "tile_ranks": ranks}
+    for deterministic in (False, True):
+        ops.bwd(out, q, k, v, out, softmax_lse, deterministic=deterministic, **of_lists, **options)
+
+
 def trained(kernel: Kernel) -> None:
     """Forward and backward, one of them by the kernel."""
     options = {"allow_tf32": kernel.precision == "tf32"}
     if kernel.tier == "rich":
         options |= rules(kernel.has_dropout)
+    if kernel.walks_lists:
+        sparse(kernel, options)
+        return
     dense(kernel.dtype, kernel.dim, kernel.dim_v, options)
     # Columns that do not exist, and rows that are not aligned where that may be.
     missing = max(kernel.vector, 5)

@@ -28,10 +28,12 @@ def attend(
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
+    kept: Tensor | None = None,
     rounded: Any = lambda x: x,
 ) -> Tensor:
     """(batch, seqlen, d_model) of x; ``mask`` (batch, seqlen_k), True takes part.
 
+    ``kept`` (batch or 1, heads or kv_heads or 1, seqlen, seqlen), True is not left out.
     Without a key of its own, a token that takes no part gets the output bias; causal masks and
     windows count positions, so ``mask`` must hold no gaps beside these.
     """
@@ -57,6 +59,9 @@ def attend(
     hidden = torch.zeros(scores.shape, dtype=torch.bool)
     hidden |= (distance > right) if right >= 0 else hidden
     hidden |= (distance < -left) if left >= 0 else hidden
+    if kept is not None:
+        repeats = heads // kv_heads if kept.shape[1] == kv_heads else 1
+        hidden = hidden | ~kept.repeat_interleave(repeats, 1)
     if mask is not None:
         hidden = hidden | ~mask[:, None, None, :]
     weights_ = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)

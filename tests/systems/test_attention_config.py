@@ -98,8 +98,7 @@ def test_bad_fp8_fields():
 
 @pytest.mark.parametrize(
     ("kind", "pattern"),
-    [(AttentionConfig, "SPARSE")]
-    + [(FP8AttentionConfig, pattern) for pattern in ("RING", "CONTEXT_PARALLEL", "SPARSE")],
+    [(FP8AttentionConfig, pattern) for pattern in ("RING", "CONTEXT_PARALLEL", "SPARSE")],
 )
 def test_patterns_without_a_system_are_refused_by_name(kind, pattern):
     config = kind(64, 4, AttentionPatterns[pattern])

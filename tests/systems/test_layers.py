@@ -17,6 +17,7 @@ from flash_cute.attention import (
     AttentionPatterns,
     FlashAttention3,
     create_attention,
+    create_sparse_attention,
 )
 from flash_cute.core import AttentionLayer
 
@@ -43,6 +44,7 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
         from_config(pattern=AttentionPatterns.CONTEXT_PARALLEL, context_parallel_size=3),
         {},
     ),
+    "SPARSE_at_0": (lambda **kind: create_sparse_attention(D, HEADS, 0.0, **kind), {}),
     "scores": (
         from_config(window_size=(9, 4), softmax_scale=0.3, softcap=2.0),
         {"window": (9, 4), "scale": 0.3, "softcap": 2.0},

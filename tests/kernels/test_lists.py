@@ -1,0 +1,165 @@
+"""Kernels that walk lists of tiles against the oracle, and the layer that calls them, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from flash_cute import Sparse, flash_attn_func, flash_attn_varlen_func, reference
+from flash_cute.attention import SparsePattern, create_sparse_attention
+from flash_cute.native import library
+from flash_cute.sparse.lists import tile_lists, tiles_of
+from flash_cute.testing.kernels import parse
+
+KERNELS = [id for id in library.kernels() if parse(id).walks_lists]
+FORWARD = [id for id in KERNELS if id.startswith("fwd")]
+BACKWARD = [id for id in KERNELS if id.startswith("bwd")]
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHAPES = {  # seqlen_q, seqlen_k, density of tiles
+    "whole tiles": (512, 640, 0.5),
+    "ends inside of tiles": (333, 467, 0.7),
+    "one query": (1, 300, 0.8),
+    "half a tile": (65, 129, 1.0),
+    "empty lists": (200, 300, 0.1),
+    "no lists": (150, 140, 0.0),
+}
+
+
+def random_lists(batch, heads, seqlens, density, masked):
+    """Lists with whole tiles, quadrants, and if `masked` token masks."""
+    shape = (batch, heads, *map(tiles_of, seqlens))
+    codes = torch.where(torch.rand(shape) < 0.5, 15, torch.randint(1, 16, shape))
+    codes = torch.where(torch.rand(shape) < density, codes, 0).int()
+    bits = None
+    if masked:
+        has_mask = (codes > 0) & (torch.rand(shape) < 0.4)
+        numbers = has_mask.flatten().cumsum(0).view(shape)
+        codes = torch.where(has_mask, codes + 16 * numbers, codes).int()
+        masks = int(has_mask.sum())
+        bits = torch.randint(-(2**31), 2**31, (masks, 128, 4), dtype=torch.int32).cuda()
+    return Sparse(tile_lists(codes.cuda()), bits, *seqlens, "blocks")
+
+
+def check(got, expected, unit, bound=None):
+    """Within the contract's bound, or 8 units of the largest element."""
+    error = (got.double() - expected).abs()
+    if bound is None:
+        bound = 8 * unit * expected.abs().max().clamp_min(1)
+    assert (error <= bound).all(), (error / bound).max()
+
+
+def verify(name, shape, masked, causal, kernel, deterministic):
+    seqlen_q, seqlen_k, density = SHAPES[shape]
+    q, k, v = (
+        torch.randn(2, rows, heads, kernel.dim, device="cuda", dtype=kernel.dtype)
+        for rows, heads in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2))
+    )
+    options = {"softcap": 15.0, "alibi_slopes": torch.rand(4, device="cuda")}
+    options = options if kernel.tier == "rich" else {}
+    sparse = random_lists(2, 2, (seqlen_q, seqlen_k), density, masked)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with library.only(name, f"{kernel.other_op}_"):
+        out, lse = flash_attn_func(
+            *inputs, causal=causal, sparse=sparse, return_lse=True, deterministic=deterministic,
+            **options,
+        )  # fmt: skip
+        dout = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, inputs, dout)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    of_oracle = {"is_causal": causal, "tile_lists": sparse.tile_lists, **options}
+    of_oracle["tile_bits"] = sparse.tile_bits
+    expected = reference.attention(*exact, **of_oracle)
+    unit = UNIT[kernel.dtype]
+    spread = reference.attention(*exact[:2], exact[2].abs(), **of_oracle).out.detach()
+    wanted = expected.out.detach()
+    check(out.detach(), wanted, unit, unit * wanted.abs() + 2 * unit * spread + 1e-7)
+    torch.testing.assert_close(lse.double(), expected.softmax_lse.detach(), atol=2e-3, rtol=1e-4)
+    for x, y in zip(
+        gradients, torch.autograd.grad(expected.out, exact, dout.double()), strict=True
+    ):
+        check(x, y, unit)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(cuda, name, shape, masked, causal):
+    kernel = parse(name)
+    if kernel.tier == "rich" and kernel.dim > 128:
+        pytest.skip("backward at this head dim has no rules of scores")
+    verify(name, shape, masked, causal, kernel, False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(cuda, name, shape, masked, deterministic):
+    verify(name, shape, masked, True, parse(name), deterministic)
+
+
+@pytest.mark.parametrize("name", [id for id in BACKWARD if "bf16" in id])
+def test_deterministic_gradients_repeat(cuda, name):
+    kernel = parse(name)
+    q = torch.randn(2, 2000, 8, kernel.dim, device="cuda", dtype=torch.bfloat16)
+    q.requires_grad_()
+    sparse = random_lists(1, 1, (2000, 2000), 0.5, False)
+    with library.only(name, "fwd_"):
+        out = flash_attn_func(q, q, q, sparse=sparse, deterministic=True)
+        expected = torch.autograd.grad(out, q, out, retain_graph=True)[0]
+        for _ in range(50):
+            assert torch.equal(torch.autograd.grad(out, q, out, retain_graph=True)[0], expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(cuda, causal):
+    lengths = [333, 1, 128, 0, 700]
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, 2, 2)
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    sparse = random_lists(len(lengths), 2, (700, 700), 0.6, True)
+    out = flash_attn_varlen_func(
+        *inputs, cu_seqlens, cu_seqlens, 700, 700, causal=causal, sparse=sparse
+    )
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = reference.attention_varlen(
+        *exact, cu_seqlens, cu_seqlens, 700, 700, is_causal=causal, tile_lists=sparse.tile_lists,
+        tile_bits=sparse.tile_bits,
+    ).out  # fmt: skip
+    check(out.detach(), expected.detach(), UNIT[torch.bfloat16])
+    for x, y in zip(gradients, torch.autograd.grad(expected, exact, dout.double()), strict=True):
+        check(x, y, UNIT[torch.bfloat16])
+
+
+def test_lists_are_those_of_the_cpu(cuda):
+    codes = torch.randint(0, 3, (2, 3, 37, 70), dtype=torch.int32)
+    of_cpu = torch.ops.flash_cute.tile_lists(codes, 70)
+    assert torch.equal(torch.ops.flash_cute.tile_lists(codes.cuda(), 70).cpu(), of_cpu)
+    for x, y in zip(
+        torch.ops.flash_cute.transposed_tile_lists(of_cpu.cuda(), 70),
+        torch.ops.flash_cute.transposed_tile_lists(of_cpu, 70),
+        strict=True,
+    ):
+        assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pattern", [SparsePattern.LOCAL_GLOBAL, SparsePattern.STRIDED])
+def test_layer_in_16_bits(cuda, pattern, causal):
+    """Static patterns, whose blocks rounding does not change, beside the same layer on the CPU."""
+    layer = create_sparse_attention(256, 4, 0.8, pattern, causal=causal)
+    on_gpu = copy.deepcopy(layer).to("cuda", torch.bfloat16)
+    layer = layer.double()
+    x = torch.randn(1, 4096, 256).bfloat16()
+    expected = layer(x.double())
+    got = on_gpu(x.cuda())
+    assert on_gpu.last_sparsity == pytest.approx(layer.last_sparsity) and layer.last_sparsity > 0.7
+    assert (got.double().cpu() - expected).abs().max() < 0.03 * expected.abs().max()
