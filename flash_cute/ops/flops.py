@@ -15,7 +15,6 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu.varlen import spans
 from flash_cute.ops.schema import CALLS, OPS
-from flash_cute.sparse.lists import TILE
 from flash_cute.ops.typed import (
     AttendKvcacheCall,
     BwdCall,
@@ -25,6 +24,7 @@ from flash_cute.ops.typed import (
     VarlenFwdCall,
 )
 from flash_cute.ops.when_imported import when_imported
+from flash_cute.sparse.lists import TILE
 
 
 def register(_: torch.library.Library) -> None:
