@@ -91,7 +91,8 @@ def show_explanation(
         typer.Option("--gpu", metavar="NAME", help=f"cpu, {options.gpu_help()}"),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="the ids of all kernels, also of other dtypes")
+        bool,
+        typer.Option("--all", help="the ids of all kernels, also of other dtypes and sparse calls"),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -135,7 +136,9 @@ def _explain_gpu(
 
     where = options.gpu(gpu)
     rows = kernels.explain(problem, where)
-    shown = [row for row in rows if every or "computes in" not in row.reason]
+    walks_lists = {kernel.id: kernel.tiles == "list" for kernel in kernels.kernels()}
+    dense = [row for row in rows if every or walks_lists[row.id] == problem.lists]
+    shown = [row for row in dense if every or "computes in" not in row.reason]
     chosen = any(row.verdict == "chosen" for row in rows)
     plan = kernels.plan(problem, where) if chosen else None
     if as_json:
@@ -158,8 +161,12 @@ def _explain_gpu(
             near = kernels.nearest(problem, tile[1], tile[0], where)
             tables.say(f"nearest to Bc={tile[0]}, Br={tile[1]}: {near}")
     tables.say_verdicts(shown, every)
-    if len(shown) < len(rows):
-        tables.say(f"{len(rows) - len(shown)} kernels of other dtypes: --all")
+    for left_out, kind in (
+        (len(dense) - len(shown), "other dtypes"),
+        (len(rows) - len(dense), "sparse calls"),
+    ):
+        if left_out:
+            tables.say(f"{left_out} kernels of {kind}: --all")
     tables.say(f"chosen: {plan.kernel.id}" if plan else "no kernel can do it")
     raise typer.Exit(int(plan is None))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_cute.reference_masks import listed
+from flash_cute.reference.masks import listed
 from sparse.masks import mask_of
 from sparse.oracle import masked_attention
 
