@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_cute.sparse import bits, mask_function
-from flash_cute.sparse.lists import HALF, tiles_of
+from flash_cute.sparse.lists import HALF, QUADRANTS, TILE, tiles_of
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Codes = tuple[Tensor, Tensor | None]  # codes and masks
@@ -55,6 +55,21 @@ def codes_of_blocks(
         return (asked(tiles) & _pairs(in_part, tiles)) | _pairs(in_full, tiles)
 
     return bits.with_masks(codes, bits.quadrants(in_part) != 0, visible)
+
+
+def codes_of_small_blocks(blocks: Tensor, size: int, seqlen: int) -> Codes:
+    """Codes and masks of a map of square blocks of less than 64 tokens, bool (batch, heads, blocks,
+    blocks). Each tile has a mask, which takes 2 KB, so that the device is not waited for."""
+    pairs = blocks.repeat_interleave(size, -1).repeat_interleave(size, -2)
+    room = tiles_of(seqlen) * TILE - pairs.shape[-1]
+    pairs = F.pad(pairs, (0, room, 0, room))
+    by_tile = pairs.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).transpose(-2, -3)
+    some, every = bits.any_and_all(by_tile)
+    codes = bits.quadrants(some)[..., 0, 0]
+    number = torch.arange(1, codes.numel() + 1, dtype=torch.int32, device=codes.device)
+    has_mask = (some != every).any(-1).any(-1)
+    codes = torch.where(has_mask, codes + QUADRANTS * number.view_as(codes), codes)
+    return codes, bits.packed(by_tile).flatten(0, 3)
 
 
 def _pairs(halves: Tensor, tiles: bits.Coordinates) -> Tensor:

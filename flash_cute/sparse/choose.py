@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_cute.sparse.blocks import codes_of_blocks
+from flash_cute.sparse.blocks import codes_of_blocks, codes_of_small_blocks
 from flash_cute.sparse.budget import Budget, solve
-from flash_cute.sparse.estimate import estimated_mass
+from flash_cute.sparse.estimate import block_mass, estimated_mass
 from flash_cute.sparse.gate import LearnedGate
-from flash_cute.sparse.grid import COARSE, BlockGrid, grid_of
+from flash_cute.sparse.grid import COARSE, FINE, BlockGrid, grid_of
 from flash_cute.sparse.lists import tile_lists
 from flash_cute.sparse.patterns import FOLLOW_CONTENT, GLOBAL_BLOCKS, SparsePattern, preferences
 from flash_cute.sparse.value import Sparse
@@ -46,8 +46,12 @@ class BlockChoice:
     def value(self) -> Sparse:
         """What attention functions take as ``sparse``."""
         seqlen, block = self.grid.seqlen, self.grid.block
-        codes, _ = codes_of_blocks(self.kept, None, None, (block, block), (seqlen, seqlen))
-        return Sparse(tile_lists(codes, self.most), None, seqlen, seqlen, "from_block_map")
+        if block < FINE:
+            codes, masks = codes_of_small_blocks(self.kept, block, seqlen)
+        else:
+            codes, masks = codes_of_blocks(self.kept, None, None, (block, block), (seqlen, seqlen))
+        lists = tile_lists(codes, self.most)
+        return Sparse(lists, masks, seqlen, seqlen, "from_block_map", granularity=block)
 
 
 def budget_of(pattern: SparsePattern, grid: BlockGrid, sparsity_ratio: float) -> Budget:
@@ -155,6 +159,8 @@ def choose_blocks(
             raise ValueError("pattern is LEARNED and gate None; give a LearnedGate")
         with torch.no_grad():
             mass = gate(q, k, grid, softmax_scale=softmax_scale, lengths=lengths)
+    elif grid.block < FINE:  # few tokens
+        mass = block_mass(q, k, grid, softmax_scale=softmax_scale, lengths=lengths)
     else:
         mass = estimated_mass(
             q, k, grid, stride=stride, softmax_scale=softmax_scale, lengths=lengths

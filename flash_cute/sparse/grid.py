@@ -9,6 +9,7 @@ from torch import Tensor
 
 FINE, COARSE = 64, 128
 COARSE_FROM = 4096  # tokens, from which blocks of 128 are fine enough
+FEWEST = 16  # blocks in a row, from as many tokens on: any ratio is met within 1 / 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class BlockGrid:
 
 
 def grid_of(seqlen: int, is_causal: bool) -> BlockGrid:
-    """The blocks that patterns choose from: of 64 x 64 below 4096 tokens, else of 128 x 128."""
+    """The blocks that patterns choose from: of 128 x 128 from 4096 tokens on, of 64 x 64 from 1024
+    on, and below of half of that as often as it takes to have 16 in a row."""
     seqlen = len(range(seqlen))  # a number, by which graphs are specialised
-    return BlockGrid(seqlen, FINE if seqlen < COARSE_FROM else COARSE, is_causal)
+    block = COARSE if seqlen >= COARSE_FROM else FINE
+    while block > 1 and seqlen < FEWEST * block:
+        block //= 2
+    return BlockGrid(seqlen, block, is_causal)
