@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute.call import validate
-from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts
+from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts, registry
 from flash_cute.distributed.all_gather import to_rows
 from flash_cute.distributed.choose import Links
 from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, shared
@@ -87,15 +85,13 @@ class ContextParallel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.strategy, self.layout, self.head_groups = strategy, layout, head_groups
         self.check, self.links = check, Links() if links is None else links
-        self.name = groups.register(group, mesh, timeout)
-        weakref.finalize(self, groups.release, self.name)
+        self.name = registry.register(self, groups.groups_in(group, mesh, timeout))
         try:
             self._check_options()
         except (TypeError, ValueError) as error:  # the others hear of it in what they do next
             agreement.agree(None if check is False else self._hosts, "none", error)
         self._values = ValuesOnGPU()
         self._recent: deque[Plan] = deque(maxlen=8)  # layers make a plan in each call
-        _CONTEXTS[self.name] = self
 
     def _check_options(self) -> None:
         arguments.check_one_of("strategy", self.strategy, ("auto", *STRATEGIES))
@@ -114,16 +110,21 @@ class ContextParallel:
     @property
     def group(self) -> Any:
         """The process group of all ranks; None for a process alone."""
-        return groups.held(self.name).group
+        return self._groups.group
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The DeviceMesh that this was made of, if it was."""
-        return groups.held(self.name).mesh
+        return self._groups.mesh
+
+    @property
+    def _groups(self) -> groups.ContextGroups:
+        known: groups.ContextGroups = registry.groups_of(self.name)
+        return known
 
     @property
     def _hosts(self) -> Any:
-        return groups.held(self.name).hosts
+        return self._groups.hosts
 
     @property
     def asks(self) -> bool:
@@ -359,16 +360,13 @@ class ContextParallel:
         )
 
 
-_CONTEXTS: WeakValueDictionary[str, ContextParallel] = WeakValueDictionary()
-
-
 def context_named(name: str) -> ContextParallel:
     """The ContextParallel of a name.
 
     Raises:
         ValueError: there is none any more.
     """
-    cp = _CONTEXTS.get(name)
+    cp: ContextParallel | None = registry.find(name)
     if cp is None:
         raise ValueError(
             "plan was made by no ContextParallel that this process has: call its plan()"

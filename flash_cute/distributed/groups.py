@@ -1,23 +1,17 @@
-"""The process groups of a :class:`ContextParallel`, found by its name inside of ops.
-
-They are held here alone, until the interpreter exits: a group has threads as long as anything
-refers to it, and those of gloo abort a process whose interpreter has ended.
-"""
+"""The process groups of a :class:`ContextParallel`: found, or made for it."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute import _torch_internals as internals
+from flash_cute.distributed import registry
 from flash_cute.distributed.plan import Plan
 
 
@@ -42,7 +36,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Held:
+class ContextGroups:
     """What a :class:`ContextParallel` communicates in.
 
     Attributes:
@@ -60,16 +54,8 @@ class Held:
     both: Groups | None
 
 
-_HELD: dict[str, Held] = {}  # by name
-_NAMES = (f"cp{i}" for i in itertools.count())
-# Groups that were made for another one, by their ranks, timeout and backend.
-_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
-for _held in (_HELD, _MADE):
-    atexit.register(_held.clear)
-
-
-def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> str:
-    """Holds the groups of a :class:`ContextParallel` until :func:`release`; returns its name."""
+def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> ContextGroups:
+    """Those of all ranks of a group, or of a mesh that the group is of."""
     size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     whole = None if size == 1 else group
@@ -82,30 +68,18 @@ def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> 
             size, rank, whole, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
         )
     hosts = None if whole is None else group_of_hosts(whole, timeout)
-    name = next(_NAMES)
-    _HELD[name] = Held(group, hosts, mesh, over_tokens, over_heads, both)
-    return name
-
-
-def release(name: str) -> None:
-    """Lets go what :func:`register` holds."""
-    _HELD.pop(name, None)
-
-
-def held(name: str) -> Held:
-    """What a :class:`ContextParallel` of this name communicates in."""
-    return _HELD[name]
+    return ContextGroups(group, hosts, mesh, over_tokens, over_heads, both)
 
 
 def groups_of(plan: Plan) -> Groups:
     """Those that a plan's strategy communicates in."""
-    here = _HELD[plan.context]
+    known: ContextGroups = registry.groups_of(plan.context)
     if plan.strategy == "ulysses":
-        return here.over_heads
+        return known.over_heads
     if plan.strategy == "two_dimensional":
-        assert here.both is not None
-        return here.both
-    return here.over_tokens
+        assert known.both is not None
+        return known.both
+    return known.over_tokens
 
 
 def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
@@ -142,7 +116,7 @@ def _made(
 ) -> Any:
     """One of these ranks, with the timeout and backend of a group if none is given. It is made once
     for that group, and lives as long: ranks may collect what used it at different times."""
-    of_group = _MADE.setdefault(group, {})
+    of_group = registry.made_for(group)
     key = (tuple(ranks), timeout, backend)
     if key not in of_group:
         of_group[key] = dist.new_group(
