@@ -20,6 +20,7 @@ from flash_cute.distributed.dtensor import Wrap, from_local, to_local
 from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.local import unrounded
 from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.distributed.strategies import STRATEGIES
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
 from flash_cute.ops.autograd import refuse_tangents
@@ -197,7 +198,7 @@ def _attend(
     """out and, if it is asked for, lse. ``asked`` is what ops are to compare over ranks."""
     q, k, v = (x[None] for x in qkv) if plan.packed else qkv
     lse: Tensor | None
-    if plan.inner > 1 or plan.strategy == "ulysses" or plan.ranks == 1:
+    if plan.inner > 1 or plan.ranks == 1:
         rng = _randomness(plan.cp, q, options["dropout_p"], random)
         out, lse = _over_heads(plan, q, k, v, options, rng, return_lse, asked)
     else:
@@ -341,7 +342,7 @@ def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return
         refuse_tangents((q, k, v, *(x for x in _per_head(options) if x is not None)))
     if q.is_cuda:
         validate.cuda(q, v, options["sink"])
-    if options["dropout_p"] and plan.strategy != "ulysses" and plan.ranks > 1:
+    if options["dropout_p"] and plan.ranks > 1 and not STRATEGIES[plan.strategy].takes_dropout:
         raise NotImplementedError(
             f"dropout_p is {options['dropout_p']} and the plan's strategy {plan.strategy}: what is "
             "dropped would depend on the number of ranks; dropout needs strategy='ulysses'"

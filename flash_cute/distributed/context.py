@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute.call import validate
-from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts, registry
+from flash_cute.distributed import agreement, arguments, comm, groups, layouts, registry, strategies
 from flash_cute.distributed.all_gather import to_rows
-from flash_cute.distributed.choose import Links
-from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, shared
+from flash_cute.distributed.costs import Links, Sizes
+from flash_cute.distributed.plan import LAYOUTS, Plan, shared
+from flash_cute.distributed.strategies import STRATEGIES
 from flash_cute.distributed.values import ValuesOnGPU
 
 
@@ -101,9 +102,9 @@ class ContextParallel:
             raise TypeError(f"check is {validate.kind_of(self.check)}; expected a bool")
         if not isinstance(self.links, Links):
             raise TypeError(f"links is {validate.kind_of(self.links)}; expected Links, or None")
-        if (self.strategy == "two_dimensional") > self._is_2d:
+        if self.strategy != "auto" and STRATEGIES[self.strategy].is_2d > self._is_2d:
             raise ValueError(
-                "strategy is two_dimensional, which needs a DeviceMesh of two dimensions: "
+                f"strategy is {self.strategy}, which needs a DeviceMesh of two dimensions: "
                 "init_device_mesh('cuda', (ring, ulysses))"
             )
 
@@ -220,21 +221,19 @@ class ContextParallel:
             name = "two_dimensional"
         elif name == "auto" and heads and heads_k:
             pairs = sum(layouts.visible_pairs(0, n, n, plan.window) for n in plan.lengths)
-            sizes = choose.Sizes(plan.total, pairs, heads, heads_k, dim, dtype)
-            name = choose.strategy(sizes, self.size, self.links)
+            sizes = Sizes(plan.total, pairs, heads, heads_k, dim, dtype)
+            name = strategies.fastest(sizes, self.size, self.links)
         elif name == "auto":
             name = "all_gather"
-        inner = {"ulysses": self.size, "two_dimensional": 1}.get(name, 1)
-        if name == "two_dimensional":
-            assert self.mesh is not None
-            inner = self.mesh.size(1)
+        strategy = STRATEGIES[name]
         layout = self.layout
         if plan.sizes:
             layout = "contiguous"
         elif layout == "auto":
             layout = "contiguous"
-            if name != "ulysses" and plan.window[1] >= 0:
+            if strategy.balances and plan.window[1] >= 0:
                 layout = "zigzag" if len(plan.lengths) == 1 else "balanced"
+        inner = strategy.inner(self.size, self.mesh)
         return replace(plan, strategy=name, inner=inner, layout=layout)
 
     def _sizes(self, sizes: Sequence[int] | None, lengths: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """The ops that communicate, beside those of :mod:`flash_cute.distributed.exchange`: opaque to
-torch.compile, which so traces fullgraph. ``cp_attention`` is all_gather or ring, forward and
-backward."""
+torch.compile, which so traces fullgraph. ``cp_attention`` is a strategy's forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute.distributed import agreement, all_gather, comm, layouts, ring
+from flash_cute.distributed import agreement, all_gather, comm, layouts
 from flash_cute.distributed.communicating import (
     asking,
     asking_backward,
@@ -22,15 +21,12 @@ from flash_cute.distributed.context import context_named
 from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.local import Saved, statistic_dtype
 from flash_cute.distributed.merge import sink_gradient
-from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.distributed.plan import plan_of
+from flash_cute.distributed.strategies import over_tokens
 from flash_cute.ops import autograd, switches
 from flash_cute.ops.typed import FwdCall
 
 OPS = torch.ops.flash_cute
-
-
-def _strategy(plan: Plan) -> Any:
-    return all_gather if plan.strategy == "all_gather" or plan.outer == 1 else ring
 
 
 @op_of("cp_attention")
@@ -61,7 +57,7 @@ def attention(
             q, k.to(q.dtype), v.to(q.dtype), softmax_scale, False, window_left, window_right,
             softcap, alibi_slopes, sink, deterministic=deterministic,
         )  # fmt: skip
-        out, lse = _strategy(whole).forward(whole, groups.outer_rank, groups.outer, whole_call)
+        out, lse = over_tokens(whole).forward(whole, groups.outer_rank, groups.outer, whole_call)
     return out.contiguous(), lse.contiguous()
 
 
@@ -98,7 +94,7 @@ def attention_backward(
     )  # fmt: skip
     saved = Saved(dout, dlse, out, lse)
     with asking_backward(whole, "attention" * (whole.outer > 1), dout, q, k, v):
-        gradients = _strategy(whole).backward(
+        gradients = over_tokens(whole).backward(
             whole, groups.outer_rank, groups.outer, whole_call, saved
         )
     dq, dk, dv = (

@@ -10,6 +10,7 @@ from torch import Tensor
 from flash_cute.distributed import cp_ops, layouts
 from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.distributed.strategies import over_tokens
 from flash_cute.ops.when_imported import when_imported
 
 
@@ -30,12 +31,10 @@ def _backward(
 
 def _pairs(plan: Plan, window: layouts.Window, alibi: bool) -> int:
     """Pairs of a query and a key in the tiles of this rank, of one head."""
-    parts = plan.outer_parts
-    mine = parts[groups_of(plan).outer_rank]
-    keys = (plan.whole,) if plan.strategy == "all_gather" else parts
+    mine = plan.outer_parts[groups_of(plan).outer_rank]
     return sum(
         tile.q_len * tile.k_len
-        for runs in keys
+        for runs in over_tokens(plan).keys(plan)
         for launch in plan.launches(mine, runs, window, alibi)
         for tile in launch
     )

@@ -43,15 +43,13 @@ class ContextGroups:
         group: of all that share tokens.
         hosts: the same ranks, for tensors on the CPU; None if there is one rank.
         mesh: that it was given, or None.
-        over_tokens, over_heads, both: for strategies of one dimension, ulysses, and of two.
+        by_inner: how ranks are grouped where so many share heads.
     """
 
     group: Any
     hosts: Any
     mesh: DeviceMesh | None
-    over_tokens: Groups
-    over_heads: Groups
-    both: Groups | None
+    by_inner: dict[int, Groups]
 
 
 def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> ContextGroups:
@@ -59,27 +57,22 @@ def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) ->
     size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     whole = None if size == 1 else group
-    over_tokens = Groups(size, rank, whole, whole, rank, None, 0)
-    over_heads = Groups(size, rank, whole, None, 0, whole, rank)
-    both = None
+    by_inner = {}
     if mesh is not None and mesh.ndim == 2:
         outer, inner = (None if mesh.size(i) == 1 else mesh.get_group(i) for i in (0, 1))
-        both = Groups(
+        by_inner[mesh.size(1)] = Groups(
             size, rank, whole, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
         )
+    by_inner[size] = Groups(size, rank, whole, None, 0, whole, rank)
+    by_inner[1] = Groups(size, rank, whole, whole, rank, None, 0)
     hosts = None if whole is None else group_of_hosts(whole, timeout)
-    return ContextGroups(group, hosts, mesh, over_tokens, over_heads, both)
+    return ContextGroups(group, hosts, mesh, by_inner)
 
 
 def groups_of(plan: Plan) -> Groups:
     """Those that a plan's strategy communicates in."""
     known: ContextGroups = registry.groups_of(plan.context)
-    if plan.strategy == "ulysses":
-        return known.over_heads
-    if plan.strategy == "two_dimensional":
-        assert known.both is not None
-        return known.both
-    return known.over_tokens
+    return known.by_inner[plan.inner]
 
 
 def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
