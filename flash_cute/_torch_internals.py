@@ -47,6 +47,11 @@ def arguments(op: Any) -> list[Any]:
     return op._schema.arguments
 
 
+def argument_list(op: Any) -> str:
+    """The same as text, as a schema has it between its brackets."""
+    return str(op._schema).partition("(")[2].rpartition(") ->")[0]
+
+
 def results(op: Any) -> list[str]:
     """Names of the op's results by its schema."""
     return [result.name for result in op._schema.returns]

@@ -212,14 +212,19 @@ def _over_tokens(
     plan: Here, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
 ) -> tuple[Tensor, Tensor]:
     """All_gather or ring, of all heads."""
-    left, right = options["window_size"]
-    right = 0 if options["causal"] else right
-    scale = options["softmax_scale"]
     q, k, v = (x if validate.has_rows(x) else x.contiguous() for x in (q, k, v))
-    return call(
-        cp_ops.attention, q, k, v, options["alibi_slopes"], options["sink"],
-        None if scale is None else float(scale), float(options["softcap"]), left, right,
-        bool(options["deterministic"]), plan.key, asked,
+    given = _call_of(q, k, v, options)
+    if given.is_causal:
+        given = given._replace(is_causal=False, window_size_right=0)
+    return call(cp_ops.attention, plan.key, asked, *given)
+
+
+def _call_of(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> FwdCall:
+    return FwdCall(
+        q, k, v, options["softmax_scale"], options["causal"],
+        *validate_options.sides(options["window_size"]), options["softcap"],
+        options["alibi_slopes"], options["sink"], options["dropout_p"], None,
+        options["deterministic"],
     )  # fmt: skip
 
 
@@ -329,13 +334,7 @@ def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     validate.dense(*rows_first)
     batch = len(plan.lengths) if plan.packed else len(q)
-    call = FwdCall(
-        q, k, v, options["softmax_scale"], options["causal"],
-        *validate_options.sides(options["window_size"]), options["softcap"],
-        options["alibi_slopes"], options["sink"], options["dropout_p"], None,
-        options["deterministic"],
-    )  # fmt: skip
-    validate_options.check(call, batch)
+    validate_options.check(_call_of(q, k, v, options), batch)
     validate.flag("return_lse", return_lse)
     rng_of_call(q, 0.0, *random)  # checks them
     if internals.in_forward_mode():
