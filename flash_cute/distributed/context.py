@@ -120,7 +120,7 @@ class ContextParallel:
 
     @property
     def _groups(self) -> groups.ContextGroups:
-        known: groups.ContextGroups = registry.groups_of(self.name)
+        known: groups.ContextGroups = registry.held_by(self.name)
         return known
 
     @property

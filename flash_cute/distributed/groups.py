@@ -71,7 +71,7 @@ def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) ->
 
 def groups_of(plan: Plan) -> Groups:
     """Those that a plan's strategy communicates in."""
-    known: ContextGroups = registry.groups_of(plan.context)
+    known: ContextGroups = registry.held_by(plan.context)
     return known.by_inner[plan.inner]
 
 

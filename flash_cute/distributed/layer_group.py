@@ -40,17 +40,17 @@ class LayerGroup:
                 "the layer was made for a group of ranks, which is not saved with it: set its "
                 "group, or None for all ranks of torch.distributed"
             )
-        return registry.groups_of(self.id)
+        return registry.held_by(self.id)
 
     def __deepcopy__(self, memo: Any) -> LayerGroup:
         return self
 
     def __reduce__(self) -> Any:
-        return layer_group, (None, self._is_lost or registry.groups_of(self.id) is not None)
+        return layer_group, (None, self._is_lost or registry.held_by(self.id) is not None)
 
     def is_of(self, group: Any, is_lost: bool) -> bool:
         """Whether layers of this group share it."""
-        return self._is_lost == is_lost and registry.groups_of(self.id) is group
+        return self._is_lost == is_lost and registry.held_by(self.id) is group
 
 
 def layer_group(group: Any, is_lost: bool = False) -> LayerGroup:

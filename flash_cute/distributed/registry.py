@@ -40,7 +40,7 @@ def register(owner: Any, groups: Any) -> str:
     return name
 
 
-def groups_of(name: str) -> Any:
+def held_by(name: str) -> Any:
     """What an object was registered with."""
     return _ENTRIES[name].groups
 
