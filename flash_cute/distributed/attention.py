@@ -160,14 +160,9 @@ class Here:
         self.rank = self.cp.rank
         self.asks, self.context = self.cp.asks, plan.context
         self.rows = plan.rows(self.rank)
-        self.total, self.key, self.packed, self.ranks = (
-            plan.total,
-            plan.key,
-            plan.packed,
-            plan.ranks,
-        )
-        self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
+        self.total, self.key, self.packed = plan.total, plan.key, plan.packed
         self.lengths, self.ranks = plan.lengths, plan.ranks
+        self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
 
 
 _here = kept(Here)
@@ -310,7 +305,7 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
     rng = rng_of_call(q, dropout_p, generator, rng)
     if rng is not None and cp.size > 1:
         rng = rng.clone()
-        comm.settle()
+        comm.finish_pending_checks()
         dist.broadcast(rng, dist.get_global_rank(cp.group, 0), group=cp.group)
     return rng
 

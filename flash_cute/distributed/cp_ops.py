@@ -219,8 +219,8 @@ def _keep_width(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.width = inputs[0].shape[-1]
 
 
-def _no_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _zero_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dout.new_zeros((*dout.shape[:-1], ctx.width)), None, None, None, None
 
 
-refuse.register_autograd(_no_gradient, setup_context=_keep_width)
+refuse.register_autograd(_zero_gradient, setup_context=_keep_width)
