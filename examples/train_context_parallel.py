@@ -47,7 +47,7 @@ from train_gpt import (
 
 from flash_cute.distributed import ContextParallel, Plan, cp_attention
 from flash_cute.distributed.layouts import LAYOUTS
-from flash_cute.distributed.plan import STRATEGIES
+from flash_cute.distributed.strategies import STRATEGIES
 
 
 class Training:
@@ -145,7 +145,8 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 def options(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
     """The demo's, and those of ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--strategy", choices=("auto", *STRATEGIES[:3]), default="auto")
+    of_one_dimension = [name for name, x in STRATEGIES.items() if not x.is_2d]
+    parser.add_argument("--strategy", choices=("auto", *of_one_dimension), default="auto")
     parser.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto")
     parser.add_argument("--checkpoint", type=Path, help="go on from this file if it exists; save")
     parser.add_argument("--stop-after", type=int, help="steps; then save, without a comparison")

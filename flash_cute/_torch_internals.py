@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, wraps
+from operator import itemgetter
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -44,6 +45,11 @@ def without_autograd(function: F) -> F:
 def arguments(op: Any) -> list[Any]:
     """The op's arguments by its schema: each has a name, a default_value and an alias_info."""
     return op._schema.arguments
+
+
+def argument_list(op: Any) -> str:
+    """The same as text, as a schema has it between its brackets."""
+    return str(op._schema).partition("(")[2].rpartition(") ->")[0]
 
 
 def results(op: Any) -> list[str]:
@@ -174,6 +180,7 @@ NEEDS_VALUES = (
 
 # The base of contexts whose ``__torch_dispatch__`` sees every op of ATen, below autograd.
 DispatchMode = TorchDispatchMode
+OpOverload = type(torch.ops.aten.add.Tensor)
 
 
 def flops_of(func: Any, args: Any, named: Any, result: Any) -> int:
@@ -182,14 +189,14 @@ def flops_of(func: Any, args: Any, named: Any, result: Any) -> int:
     """
     from torch.utils.flop_counter import flop_registry
 
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return 0
-    name = func._schema.name.replace("_for_cpu", "").partition("::")[2]
+    name = func.overloadpacket.__name__.replace("_for_cpu", "")
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):  # of rows by two weights
         rows, products = args[0].shape[:-1].numel(), 2 if name.endswith("backward") else 1
         return 2 * products * rows * (args[1].numel() + args[2].numel())
     packet = (
-        getattr(torch.ops.aten, name, None) if func.namespace == "aten" else func._overloadpacket
+        getattr(torch.ops.aten, name, None) if func.namespace == "aten" else func.overloadpacket
     )
     formula = flop_registry.get(packet)
     return 0 if formula is None else formula(*args, **named, out_val=result)
@@ -384,7 +391,7 @@ def scaled_mm(
 
 # A tensor class with this as its ``__torch_function__`` is to ops what a Parameter is: a tensor,
 # whose results are plain.
-plain_torch_function = torch._C._disabled_torch_function_impl
+plain_torch_function = torch.nn.Parameter.__torch_function__
 
 
 # --- process groups -------------------------------------------------------------------------------
@@ -410,22 +417,23 @@ def copy_of(module: torch.nn.Module) -> torch.nn.Module:
     is set, registered or hooked on one of the two later is not so on the other. Its bound methods
     are the copy's; what ``module.compile()`` has made, which calls the module itself, it lacks."""
     copy = type(module).__new__(type(module))
-    for name, value in module.__dict__.items():
+    for name, value in torch.nn.Module.__getstate__(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
             value = MethodType(value.__func__, copy)
         copy.__dict__[name] = value.copy() if isinstance(value, dict) else value
-    copy.__dict__.pop("_compiled_call_impl", None)
     return copy
+
+
+# Of a module's own containers, by their names: hooks of forward and backward, and all others.
+_CONTAINERS = [name for name, x in vars(torch.nn.Module()).items() if isinstance(x, (dict, set))]
+_OF_CALLS = [name for name in _CONTAINERS if "forward" in name or "backward" in name]
+_MEMBERS = [name for name in _CONTAINERS if name not in _OF_CALLS]
+_call_hooks = itemgetter(*(name for name in _OF_CALLS if name.endswith("hooks")))
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether calling a module, or the gradient of such a call, runs hooks of its own."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return any(_call_hooks(module.__dict__))
 
 
 def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
@@ -437,7 +445,7 @@ def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
 
 def has_hooks_of_any_kind(module: torch.nn.Module) -> bool:
     """The same, or whether saving or loading its state does."""
-    return any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
+    return any(hooks for name, hooks in vars(module).items() if name.endswith("hooks"))
 
 
 def has_global_hooks() -> bool:
@@ -461,18 +469,6 @@ def former_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What nn.DataParallel sets on a replica as attributes, in place of parameters; of any other
     module nothing."""
     return vars(module).get("_former_parameters", {})
-
-
-_MEMBERS = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def in_backward() -> bool:

@@ -2,83 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import weakref
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_cute import _torch_internals as internals
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns
 from flash_cute.attention.parts import attend_masked_part
 from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.core.padding import check_mask
-
-
-class GroupOfLayer:
-    """The ranks that share a layer's tokens, and their ContextParallels. Layers of one group share
-    it, by :func:`group_of_layer`, so that a graph of one is a graph of all; what is saved and
-    loaded knows all ranks of torch.distributed alone.
-
-    Attributes:
-        id: by which a graph finds it.
-        contexts: by size and strategy.
-    """
-
-    def __init__(self, group: Any, is_lost: bool) -> None:
-        self._is_lost = is_lost
-        self.id = next(_IDS)
-        if group is not None:
-            _HELD[self.id] = group
-            weakref.finalize(self, _HELD.pop, self.id, None)
-        self.contexts: dict[tuple[int, str], Any] = {}
-        _GROUPS[self.id] = self
-
-    @property
-    def value(self) -> Any:
-        """The group; None is all ranks of torch.distributed, if it is initialised.
-
-        Raises:
-            RuntimeError: the layer was loaded, and its group was not all ranks.
-        """
-        if self._is_lost:
-            raise RuntimeError(
-                "the layer was made for a group of ranks, which is not saved with it: set its "
-                "group, or None for all ranks of torch.distributed"
-            )
-        return _HELD.get(self.id)
-
-    def __deepcopy__(self, memo: Any) -> GroupOfLayer:
-        return self
-
-    def __reduce__(self) -> Any:
-        return group_of_layer, (None, self._is_lost or self.id in _HELD)
-
-    def is_of(self, group: Any, is_lost: bool) -> bool:
-        """Whether layers of this group share it."""
-        return self._is_lost == is_lost and _HELD.get(self.id) is group
-
-
-def group_of_layer(group: Any, is_lost: bool = False) -> GroupOfLayer:
-    """The one of a group, as long as a layer has it. All ranks, by whichever name, are None."""
-    if group is not None:
-        from flash_cute.distributed.arguments import check_group
-
-        check_group("group", group, "a ProcessGroup of this process, or None: all ranks")
-        if group is dist.group.WORLD:
-            group = None
-    same = (x for x in list(_GROUPS.values()) if x.is_of(group, is_lost))
-    return next(same, None) or GroupOfLayer(group, is_lost)
-
-
-_HELD: dict[str, Any] = {}  # groups by id: why here, flash_cute/distributed/groups.py says
-atexit.register(_HELD.clear)
-_GROUPS: WeakValueDictionary[str, GroupOfLayer] = WeakValueDictionary()
-_IDS = (f"group{i}" for i in itertools.count())  # texts, which graphs never make symbols of
 
 
 class SharedAttention(MultiHeadAttention):
@@ -87,14 +20,15 @@ class SharedAttention(MultiHeadAttention):
     strategy = "auto"
 
     def __init__(self, config: AttentionConfig, group: Any = None) -> None:
-        import flash_cute.distributed  # noqa: F401  before calls are traced or counted
+        # Imported here: before calls are traced or counted, and not with this module.
+        from flash_cute.distributed.layer_group import layer_group
 
         super().__init__(
             config.d_model, config.num_heads, config.num_kv_heads, config.dropout, config.bias,
             config.score(), config.device, config.dtype,
         )  # fmt: skip
         self.config = config
-        self._group = group_of_layer(group)
+        self._group = layer_group(group)
 
     @property
     def group(self) -> Any:
@@ -104,7 +38,9 @@ class SharedAttention(MultiHeadAttention):
 
     @group.setter
     def group(self, group: Any) -> None:
-        self._group = group_of_layer(group)
+        from flash_cute.distributed.layer_group import layer_group
+
+        self._group = layer_group(group)
 
     def _world(self) -> int:
         """Ranks of the group; 1 without torch.distributed."""
@@ -156,6 +92,7 @@ class SharedAttention(MultiHeadAttention):
         if torch.compiler.is_compiling():
             return self._in_graph(size, strategy, x, mask, options, longest, crosses)
         from flash_cute.distributed import cp_attention
+        from flash_cute.distributed.layer_group import context
 
         cp = context(self._group, size, strategy)
         problem, rows, qkv = None, 0, tuple[Tensor, ...]()
@@ -193,6 +130,7 @@ class SharedAttention(MultiHeadAttention):
     ) -> Tensor:
         """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
         from flash_cute.distributed import cp_attention, cp_ops
+        from flash_cute.distributed.layer_group import equal_plan, name_of
 
         def check() -> None:
             refuse_cross_attention(crosses)
@@ -206,10 +144,10 @@ class SharedAttention(MultiHeadAttention):
 
         problem = cp_ops.problem_in_graph(check, x)
         if problem is not None:
-            context_name = _name_of(self._group.id, size, strategy)
+            context_name = name_of(self._group.id, size, strategy)
             return cp_ops.refuse(x, self.d_model, *problem, context_name)
         rows = len(range(x.shape[1]))  # a number, by which the graph is specialised
-        plan = _equal_plan(
+        plan = equal_plan(
             self._group.id, size, strategy, rows, options["causal"], options["window_size"]
         )
         q, k, v = self._split_heads(x, None)
@@ -272,32 +210,3 @@ def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> Attenti
     if config.pattern is not pattern:
         raise ValueError(f"pattern is {config.pattern}; expected {pattern}")
     return config
-
-
-@internals.constant_in_graphs
-def _name_of(group_id: str, size: int, strategy: str) -> str:
-    return context(_GROUPS[group_id], size, strategy).name
-
-
-@internals.constant_in_graphs
-def _equal_plan(
-    group_id: str, size: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
-) -> Any:
-    """The plan of ranks with as many tokens each; asks nobody."""
-    cp = context(_GROUPS[group_id], size, strategy)
-    sizes = [rows] * size
-    return cp.plan_alone(sum(sizes), causal=causal, window_size=window, sizes=sizes)
-
-
-def context(of_layer: GroupOfLayer, size: int, strategy: str) -> Any:
-    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once, and again if
-    torch.distributed was started again."""
-    from flash_cute.distributed import ContextParallel, groups
-
-    whole = dist.group.WORLD if of_layer.value is None else of_layer.value
-    part = groups.part_of(whole, size)
-    cp = of_layer.contexts.get((size, strategy))
-    if cp is None or cp.group is not part:
-        cp = ContextParallel(part, strategy=strategy, layout="contiguous")
-        of_layer.contexts[size, strategy] = cp
-    return cp

@@ -6,8 +6,8 @@ Ring attention, Ulysses, all-gather of keys and values, and two of them at once,
 
 from flash_cute.distributed import flops as flops
 from flash_cute.distributed.attention import cp_attention
-from flash_cute.distributed.choose import Links
 from flash_cute.distributed.context import ContextParallel
+from flash_cute.distributed.costs import Links
 from flash_cute.distributed.decode import cp_decode
 from flash_cute.distributed.measure import measure_links
 from flash_cute.distributed.plan import Plan

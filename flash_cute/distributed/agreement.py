@@ -44,18 +44,18 @@ def agreeing(group: Any, what: str, otherwise: Callable[[], None]) -> Iterator[N
     all ranks, unlike one of what is done inside."""
     end = _ask(group, what, None)
 
-    def settle() -> None:
+    def check() -> None:
         try:
             end()
         except Exception:
             otherwise()
             raise
 
-    comm.before_the_next(settle)
+    comm.defer_check(check)
     try:
         yield
     finally:
-        comm.settle()
+        comm.finish_pending_checks()
 
 
 def _ask(
@@ -82,14 +82,14 @@ def _ask(
         digests, problems, numbers = of_all.view(ranks, 3).T.tolist()
         if digests == [digest] * ranks and not any(problems):
             return numbers
-        told: list[Any] = [None] * ranks
+        reports: list[Any] = [None] * ranks
         kind = "" if problem is None else _name(problem)
-        dist.all_gather_object(told, (what, kind, str(problem)), group=group)
-        wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(told) if kind]
+        dist.all_gather_object(reports, (what, kind, str(problem)), group=group)
+        wrong = [(rank, kind, text) for rank, (_, kind, text) in enumerate(reports) if kind]
         if wrong:
             texts = "; ".join(f"rank {rank}: {text}" for rank, _, text in wrong)
             raise error_of(wrong[0][1], texts)
-        texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(told))
+        texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(reports))
         raise ValueError(f"ranks differ: {texts}. All must make the same call")
 
     return end

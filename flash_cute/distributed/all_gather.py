@@ -15,64 +15,72 @@ from torch import Tensor
 
 from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.comm import Group
+from flash_cute.distributed.costs import Links, Sizes
+from flash_cute.distributed.layouts import Runs
 from flash_cute.distributed.local import Output, Saved, differentiate, merges, of_heads, takes_sink
 from flash_cute.distributed.plan import Plan
+from flash_cute.distributed.strategy import Strategy
 from flash_cute.distributed.tiles import Launches
 from flash_cute.ops.typed import FwdCall
 
-
-def forward(
-    plan: Plan,
-    rank: int,
-    group: Group,
-    call: FwdCall,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's queries."""
-    q, k, v = call.q, call.k, call.v
-    launches = _launches(plan, rank, call)
-    output = Output(q, v, merges(launches))
-    late_sink = None if takes_sink(launches, q.shape[1]) else call.sink
-    if late_sink is not None:
-        call = call._replace(sink=None)
-    for heads_k, k_all, v_all in _gathered(plan, group, k, v):
-        heads = of_queries(heads_k, q, k)
-        output.of_heads(heads).attend(of_heads(call, heads, k_all, v_all), launches)
-    return output.result(q, late_sink)
+GATHERED_BYTES = 16 * 2**30  # keys and values of one layer may take so much memory
 
 
-def backward(
-    plan: Plan,
-    rank: int,
-    group: Group,
-    call: FwdCall,
-    saved: Saved,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of this rank's tokens, in the dtype of sums."""
-    q, k, v = call.q, call.k, call.v
-    launches = _launches(plan, rank, call)
-    dtype = saved.lse.dtype
-    dq = torch.zeros_like(q, dtype=dtype)
-    reductions = []
-    for heads_k, k_all, v_all in _gathered(plan, group, k, v):
-        heads = of_queries(heads_k, q, k)
-        dkv = k.new_zeros(
-            (plan.total, len(k), k_all.shape[2], k.shape[-1] + v.shape[-1]), dtype=dtype
-        )
-        dk, dv = dkv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
-        gradients = (dq[:, :, heads], dk, dv)
-        some = of_heads(call, heads, k_all, v_all)
-        differentiate(saved.of_heads(heads), some, launches, gradients)
-        place = plan.slots(plan.outer_parts, k.device)
-        if place is not None:
-            padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
-            dkv = padded.index_copy_(0, place, dkv)
-        reductions.append((dkv, *comm.reduce_scatter(dkv, group)))
-    parts = []
-    for _, part, work in reductions:
-        work.wait()
-        parts.append(part[: k.shape[1]].transpose(0, 1))
-    dk, dv = torch.cat(parts, 2).split((k.shape[-1], v.shape[-1]), -1)
-    return dq, dk, dv
+class AllGather(Strategy):
+    """See the module."""
+
+    name = "all_gather"
+
+    def expected_time(self, sizes: Sizes, ranks: int, links: Links) -> float | None:
+        """All but the first of the groups of heads travel under products."""
+        if sizes.total * sizes.width_k * sizes.dtype.itemsize > GATHERED_BYTES:
+            return None
+        travels = sizes.keys_to_all(ranks, links)
+        return max(sizes.products(ranks, links), travels / 2) + travels / 2
+
+    def keys(self, plan: Plan) -> tuple[Runs, ...]:
+        return (plan.whole,)
+
+    def forward(self, plan: Plan, rank: int, group: Group, call: FwdCall) -> tuple[Tensor, Tensor]:
+        q, k, v = call.q, call.k, call.v
+        launches = _launches(plan, rank, call)
+        output = Output(q, v, merges(launches))
+        late_sink = None if takes_sink(launches, q.shape[1]) else call.sink
+        if late_sink is not None:
+            call = call._replace(sink=None)
+        for heads_k, k_all, v_all in _gathered(plan, group, k, v):
+            heads = of_queries(heads_k, q, k)
+            output.of_heads(heads).attend(of_heads(call, heads, k_all, v_all), launches)
+        return output.result(q, late_sink)
+
+    def backward(
+        self, plan: Plan, rank: int, group: Group, call: FwdCall, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = call.q, call.k, call.v
+        launches = _launches(plan, rank, call)
+        dtype = saved.lse.dtype
+        dq = torch.zeros_like(q, dtype=dtype)
+        reductions = []
+        for heads_k, k_all, v_all in _gathered(plan, group, k, v):
+            heads = of_queries(heads_k, q, k)
+            dkv = k.new_zeros(
+                (plan.total, len(k), k_all.shape[2], k.shape[-1] + v.shape[-1]), dtype=dtype
+            )
+            dk, dv = dkv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
+            gradients = (dq[:, :, heads], dk, dv)
+            some = of_heads(call, heads, k_all, v_all)
+            differentiate(saved.of_heads(heads), some, launches, gradients)
+            place = plan.slots(plan.outer_parts, k.device)
+            if place is not None:
+                padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
+                dkv = padded.index_copy_(0, place, dkv)
+            reductions.append((dkv, *comm.reduce_scatter(dkv, group)))
+        parts = []
+        for _, part, work in reductions:
+            work.wait()
+            parts.append(part[: k.shape[1]].transpose(0, 1))
+        dk, dv = torch.cat(parts, 2).split((k.shape[-1], v.shape[-1]), -1)
+        return dq, dk, dv
 
 
 def to_rows(x: Tensor, rows: int) -> Tensor:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute.call import validate
 from flash_cute.call.validate import options as validate_options
-from flash_cute.ops.typed import FwdCall
 
 
 def whole_list(name: str, x: Any) -> list[Any]:
@@ -98,9 +97,7 @@ def check_dtype(dtype: Any) -> None:
 
 def check_window(window_size: Any) -> None:
     """Refuses what :func:`flash_cute.flash_attn_func` does."""
-    q = torch.empty(1, 1, 1, 1, device="meta")
-    left, right = validate_options.sides(window_size)
-    validate_options.check(FwdCall(q, q, q, None, False, left, right), 1)
+    validate_options.window(*validate_options.sides(window_size))
 
 
 def lengths(seqlen: Any, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from flash_cute.distributed.dtensor import Wrap, from_local, to_local
 from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.local import unrounded
 from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.distributed.strategies import STRATEGIES
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 from flash_cute.ops import autocast
 from flash_cute.ops.autograd import refuse_tangents
@@ -159,14 +160,9 @@ class Here:
         self.rank = self.cp.rank
         self.asks, self.context = self.cp.asks, plan.context
         self.rows = plan.rows(self.rank)
-        self.total, self.key, self.packed, self.ranks = (
-            plan.total,
-            plan.key,
-            plan.packed,
-            plan.ranks,
-        )
-        self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
+        self.total, self.key, self.packed = plan.total, plan.key, plan.packed
         self.lengths, self.ranks = plan.lengths, plan.ranks
+        self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
 
 
 _here = kept(Here)
@@ -197,7 +193,7 @@ def _attend(
     """out and, if it is asked for, lse. ``asked`` is what ops are to compare over ranks."""
     q, k, v = (x[None] for x in qkv) if plan.packed else qkv
     lse: Tensor | None
-    if plan.inner > 1 or plan.strategy == "ulysses" or plan.ranks == 1:
+    if plan.inner > 1 or plan.ranks == 1:
         rng = _randomness(plan.cp, q, options["dropout_p"], random)
         out, lse = _over_heads(plan, q, k, v, options, rng, return_lse, asked)
     else:
@@ -211,14 +207,19 @@ def _over_tokens(
     plan: Here, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
 ) -> tuple[Tensor, Tensor]:
     """All_gather or ring, of all heads."""
-    left, right = options["window_size"]
-    right = 0 if options["causal"] else right
-    scale = options["softmax_scale"]
     q, k, v = (x if validate.has_rows(x) else x.contiguous() for x in (q, k, v))
-    return call(
-        cp_ops.attention, q, k, v, options["alibi_slopes"], options["sink"],
-        None if scale is None else float(scale), float(options["softcap"]), left, right,
-        bool(options["deterministic"]), plan.key, asked,
+    given = _call_of(q, k, v, options)
+    if given.is_causal:
+        given = given._replace(is_causal=False, window_size_right=0)
+    return call(cp_ops.attention, plan.key, asked, *given)
+
+
+def _call_of(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> FwdCall:
+    return FwdCall(
+        q, k, v, options["softmax_scale"], options["causal"],
+        *validate_options.sides(options["window_size"]), options["softcap"],
+        options["alibi_slopes"], options["sink"], options["dropout_p"], None,
+        options["deterministic"],
     )  # fmt: skip
 
 
@@ -304,7 +305,7 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
     rng = rng_of_call(q, dropout_p, generator, rng)
     if rng is not None and cp.size > 1:
         rng = rng.clone()
-        comm.settle()
+        comm.finish_pending_checks()
         dist.broadcast(rng, dist.get_global_rank(cp.group, 0), group=cp.group)
     return rng
 
@@ -328,20 +329,14 @@ def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return
     rows_first = (x if x.stride(-1) == 1 else x.contiguous() for x in (q4, k4, v4))
     validate.dense(*rows_first)
     batch = len(plan.lengths) if plan.packed else len(q)
-    call = FwdCall(
-        q, k, v, options["softmax_scale"], options["causal"],
-        *validate_options.sides(options["window_size"]), options["softcap"],
-        options["alibi_slopes"], options["sink"], options["dropout_p"], None,
-        options["deterministic"],
-    )  # fmt: skip
-    validate_options.check(call, batch)
+    validate_options.check(_call_of(q, k, v, options), batch)
     validate.flag("return_lse", return_lse)
     rng_of_call(q, 0.0, *random)  # checks them
     if internals.in_forward_mode():
         refuse_tangents((q, k, v, *(x for x in _per_head(options) if x is not None)))
     if q.is_cuda:
         validate.cuda(q, v, options["sink"])
-    if options["dropout_p"] and plan.strategy != "ulysses" and plan.ranks > 1:
+    if options["dropout_p"] and plan.ranks > 1 and not STRATEGIES[plan.strategy].takes_dropout:
         raise NotImplementedError(
             f"dropout_p is {options['dropout_p']} and the plan's strategy {plan.strategy}: what is "
             "dropped would depend on the number of ranks; dropout needs strategy='ulysses'"

@@ -37,12 +37,12 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
-def before_the_next(end: Callable[[], object]) -> None:
-    """Has ``end`` called before this thread communicates, or by :func:`settle`."""
+def defer_check(end: Callable[[], object]) -> None:
+    """Has ``end`` called before this thread communicates, or by :func:`finish_pending_checks`."""
     _asked.ends.append(end)
 
 
-def settle() -> None:
+def finish_pending_checks() -> None:
     """Ends what other ranks were asked; raises if they do not agree."""
     while _asked.ends:
         _asked.ends.pop()()
@@ -58,7 +58,7 @@ def all_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """x of every rank, one after the other: (ranks * rows, ..)."""
     if group is None:
         return x, Done()
-    settle()
+    finish_pending_checks()
     out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
     return out, start_all_gather(out, x, group=group, async_op=True)
 
@@ -68,7 +68,7 @@ def reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """This rank's part of the sum of x (ranks * rows, ..) over ranks: (rows, ..)."""
     if group is None:
         return x, Done()
-    settle()
+    finish_pending_checks()
     out = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
     return out, _reduce_scatter(out, x, group=group, async_op=True)
 
@@ -78,7 +78,7 @@ def all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Part i of x (ranks * rows, ..) goes to rank i; the result has one part of each rank."""
     if group is None:
         return x, Done()
-    settle()
+    finish_pending_checks()
     out = torch.empty_like(x)
     return out, dist.all_to_all_single(out, x, group=group, async_op=True)
 
@@ -89,7 +89,7 @@ def rotate(x: Tensor, steps: int, group: Group) -> tuple[Tensor, Work]:
     ranks = 1 if group is None else dist.get_world_size(group)
     if steps % ranks == 0:
         return x, Done()
-    settle()
+    finish_pending_checks()
     rank = dist.get_rank(group)
     flat, out = x.view(-1), torch.empty_like(x)
     to, of = ([0] * ranks for _ in range(2))

@@ -25,11 +25,13 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _FORMULAS: dict[Any, type[torch.autograd.Function]] = {}
 
 
-def op_of(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an op of a function."""
+def op_of(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an op of a function, whose annotations are the schema if none is given."""
 
     def make(function: Callable[..., Any]) -> Any:
-        op = torch.library.custom_op(f"flash_cute::{name}", function, mutates_args=())
+        op = torch.library.custom_op(
+            f"flash_cute::{name}", function, mutates_args=(), schema=schema
+        )
         _FUNCTIONS[op] = function
         return op
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,10 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute.call import validate
-from flash_cute.distributed import agreement, arguments, choose, comm, groups, layouts
+from flash_cute.distributed import agreement, arguments, comm, groups, layouts, registry, strategies
 from flash_cute.distributed.all_gather import to_rows
-from flash_cute.distributed.choose import Links
-from flash_cute.distributed.plan import LAYOUTS, STRATEGIES, Plan, shared
+from flash_cute.distributed.costs import Links, Sizes
+from flash_cute.distributed.plan import LAYOUTS, Plan, shared
+from flash_cute.distributed.strategies import STRATEGIES
 from flash_cute.distributed.values import ValuesOnGPU
 
 
@@ -87,15 +86,13 @@ class ContextParallel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.strategy, self.layout, self.head_groups = strategy, layout, head_groups
         self.check, self.links = check, Links() if links is None else links
-        self.name = groups.register(group, mesh, timeout)
-        weakref.finalize(self, groups.release, self.name)
+        self.name = registry.register(self, groups.groups_in(group, mesh, timeout))
         try:
             self._check_options()
         except (TypeError, ValueError) as error:  # the others hear of it in what they do next
             agreement.agree(None if check is False else self._hosts, "none", error)
         self._values = ValuesOnGPU()
         self._recent: deque[Plan] = deque(maxlen=8)  # layers make a plan in each call
-        _CONTEXTS[self.name] = self
 
     def _check_options(self) -> None:
         arguments.check_one_of("strategy", self.strategy, ("auto", *STRATEGIES))
@@ -105,25 +102,30 @@ class ContextParallel:
             raise TypeError(f"check is {validate.kind_of(self.check)}; expected a bool")
         if not isinstance(self.links, Links):
             raise TypeError(f"links is {validate.kind_of(self.links)}; expected Links, or None")
-        if (self.strategy == "two_dimensional") > self._is_2d:
+        if self.strategy != "auto" and STRATEGIES[self.strategy].is_2d > self._is_2d:
             raise ValueError(
-                "strategy is two_dimensional, which needs a DeviceMesh of two dimensions: "
+                f"strategy is {self.strategy}, which needs a DeviceMesh of two dimensions: "
                 "init_device_mesh('cuda', (ring, ulysses))"
             )
 
     @property
     def group(self) -> Any:
         """The process group of all ranks; None for a process alone."""
-        return groups.held(self.name).group
+        return self._groups.group
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The DeviceMesh that this was made of, if it was."""
-        return groups.held(self.name).mesh
+        return self._groups.mesh
+
+    @property
+    def _groups(self) -> groups.ContextGroups:
+        known: groups.ContextGroups = registry.held_by(self.name)
+        return known
 
     @property
     def _hosts(self) -> Any:
-        return groups.held(self.name).hosts
+        return self._groups.hosts
 
     @property
     def asks(self) -> bool:
@@ -219,21 +221,19 @@ class ContextParallel:
             name = "two_dimensional"
         elif name == "auto" and heads and heads_k:
             pairs = sum(layouts.visible_pairs(0, n, n, plan.window) for n in plan.lengths)
-            sizes = choose.Sizes(plan.total, pairs, heads, heads_k, dim, dtype)
-            name = choose.strategy(sizes, self.size, self.links)
+            sizes = Sizes(plan.total, pairs, heads, heads_k, dim, dtype)
+            name = strategies.fastest(sizes, self.size, self.links)
         elif name == "auto":
             name = "all_gather"
-        inner = {"ulysses": self.size, "two_dimensional": 1}.get(name, 1)
-        if name == "two_dimensional":
-            assert self.mesh is not None
-            inner = self.mesh.size(1)
+        strategy = STRATEGIES[name]
         layout = self.layout
         if plan.sizes:
             layout = "contiguous"
         elif layout == "auto":
             layout = "contiguous"
-            if name != "ulysses" and plan.window[1] >= 0:
+            if strategy.balances and plan.window[1] >= 0:
                 layout = "zigzag" if len(plan.lengths) == 1 else "balanced"
+        inner = strategy.inner(self.size, self.mesh)
         return replace(plan, strategy=name, inner=inner, layout=layout)
 
     def _sizes(self, sizes: Sequence[int] | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -359,16 +359,13 @@ class ContextParallel:
         )
 
 
-_CONTEXTS: WeakValueDictionary[str, ContextParallel] = WeakValueDictionary()
-
-
 def context_named(name: str) -> ContextParallel:
     """The ContextParallel of a name.
 
     Raises:
         ValueError: there is none any more.
     """
-    cp = _CONTEXTS.get(name)
+    cp: ContextParallel | None = registry.find(name)
     if cp is None:
         raise ValueError(
             "plan was made by no ContextParallel that this process has: call its plan()"

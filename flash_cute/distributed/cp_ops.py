@@ -1,6 +1,5 @@
 """The ops that communicate, beside those of :mod:`flash_cute.distributed.exchange`: opaque to
-torch.compile, which so traces fullgraph. ``cp_attention`` is all_gather or ring, forward and
-backward."""
+torch.compile, which so traces fullgraph. ``cp_attention`` is a strategy's forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute.distributed import agreement, all_gather, comm, layouts, ring
+from flash_cute import _torch_internals as internals
+from flash_cute.distributed import agreement, all_gather, comm, layouts
 from flash_cute.distributed.communicating import (
     asking,
     asking_backward,
@@ -22,90 +22,74 @@ from flash_cute.distributed.context import context_named
 from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.local import Saved, statistic_dtype
 from flash_cute.distributed.merge import sink_gradient
-from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.distributed.plan import plan_of
+from flash_cute.distributed.strategies import over_tokens
 from flash_cute.ops import autograd, switches
 from flash_cute.ops.typed import FwdCall
 
 OPS = torch.ops.flash_cute
 
 
-def _strategy(plan: Plan) -> Any:
-    return all_gather if plan.strategy == "all_gather" or plan.outer == 1 else ring
+# What a strategy needs of attention: a call of fwd, by its own schema.
+_CALL = internals.argument_list(OPS.fwd.default)
+_NO_GRADIENTS: Any = FwdCall._make([None] * len(FwdCall._fields))
 
 
-@op_of("cp_attention")
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    deterministic: bool,
-    plan: str,
-    asked: str = "",
-) -> tuple[Tensor, Tensor]:
+@op_of("cp_attention", f"(str plan, str asked, {_CALL}) -> (Tensor, Tensor)")
+def attention(plan: str, asked: str, *args: Any) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
 
     k and v that :func:`exchange_qkv` copied are fp32, and so are their gradients, with numbers of
     q's dtype. What is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not
     compared.
     """
-    whole = plan_of(plan)
+    whole, given = plan_of(plan), FwdCall(*args)
     groups = groups_of(whole)
-    with asking(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink):
-        whole_call = FwdCall(
-            q, k.to(q.dtype), v.to(q.dtype), softmax_scale, False, window_left, window_right,
-            softcap, alibi_slopes, sink, deterministic=deterministic,
-        )  # fmt: skip
-        out, lse = _strategy(whole).forward(whole, groups.outer_rank, groups.outer, whole_call)
+    same = {"alibi_slopes": given.alibi_slopes, "sink": given.sink}
+    with asking(whole, asked, given[:3], **same):
+        out, lse = over_tokens(whole).forward(
+            whole, groups.outer_rank, groups.outer, _of_one_dtype(given)
+        )
     return out.contiguous(), lse.contiguous()
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(plan: str, asked: str, *args: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = args[:3]
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=statistic_dtype(q))
 
 
-@op_of("cp_attention_backward")
+_SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+
+
+@op_of(
+    "cp_attention_backward",
+    f"(str plan, {_SAVED}, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    deterministic: bool,
-    plan: str,
+    plan: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv of the rank's tokens, and its part of dsink, fp32 (heads,), empty without sink."""
-    whole = plan_of(plan)
-    groups = groups_of(whole)
-    whole_call = FwdCall(
-        q, k.to(q.dtype), v.to(q.dtype), softmax_scale, False, window_left, window_right, softcap,
-        alibi_slopes, deterministic=switches.deterministic(deterministic),
-    )  # fmt: skip
-    saved = Saved(dout, dlse, out, lse)
-    with asking_backward(whole, "attention" * (whole.outer > 1), dout, q, k, v):
-        gradients = _strategy(whole).backward(
+    whole, given = plan_of(plan), FwdCall(*args)
+    groups, saved, qkv = groups_of(whole), Saved(dout, dlse, out, lse), given[:3]
+    whole_call = _of_one_dtype(given)._replace(
+        sink=None, deterministic=switches.deterministic(given.deterministic)
+    )
+    with asking_backward(whole, "attention" * (whole.outer > 1), dout, *qkv):
+        gradients = over_tokens(whole).backward(
             whole, groups.outer_rank, groups.outer, whole_call, saved
         )
-    dq, dk, dv = (
-        x.to(like.dtype).contiguous() for x, like in zip(gradients, (q, k, v), strict=True)
-    )
-    dsink = sink_gradient(lse, saved.softmax_d(), sink) if sink is not None else _no_sink(q)
+    dq, dk, dv = (x.to(like.dtype).contiguous() for x, like in zip(gradients, qkv, strict=True))
+    dsink = _no_sink(given.q)
+    if given.sink is not None:
+        dsink = sink_gradient(lse, saved.softmax_d(), given.sink)
     return dq, dk, dv, dsink
+
+
+def _of_one_dtype(given: FwdCall) -> FwdCall:
+    q = given.q
+    return given._replace(k=given.k.to(q.dtype), v=given.v.to(q.dtype))
 
 
 def _no_sink(q: Tensor) -> Tensor:
@@ -114,18 +98,24 @@ def _no_sink(q: Tensor) -> Tensor:
 
 @attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    alibi_slopes: Tensor | None, sink: Tensor | None, *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dsink = _no_sink(q) if sink is None else q.new_empty(sink.shape, dtype=torch.float32)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
+    plan: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    given = FwdCall(*args)
+    dsink = _no_sink(given.q)
+    if given.sink is not None:
+        dsink = given.q.new_empty(given.sink.shape, dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in given[:3]), dsink
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, left, right, deterministic, plan, _ = inputs
+    plan, _, *args = inputs
+    given = FwdCall(*args)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-    ctx.options = (scale, softcap, left, right, deterministic, plan)
+    ctx.save_for_backward(*given[:3], given.alibi_slopes, given.sink, *output)
+    ctx.plan, ctx.given = (
+        plan,
+        _NO_GRADIENTS._make(None if isinstance(x, Tensor) else x for x in given),
+    )
     ctx.owner = plan_of(plan)  # whose groups live until backward
 
 
@@ -133,10 +123,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     q, k, v, slopes, sink, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, dsink = call(
-        attention_backward, dout, dlse, q, k, v, out, lse, slopes, sink, *ctx.options
-    )
-    return dq, dk, dv, None, None if sink is None else dsink.to(sink.dtype), *[None] * 7
+    given = ctx.given._replace(q=q, k=k, v=v, alibi_slopes=slopes, sink=sink)
+    dq, dk, dv, dsink = call(attention_backward, ctx.plan, dout, dlse, out, lse, *given)
+    dsink = None if sink is None else dsink.to(sink.dtype)
+    return None, None, *_NO_GRADIENTS._replace(q=dq, k=dk, v=dv, sink=dsink)
 
 
 differentiable(attention, autograd.once_differentiable(_differentiate), _keep)
@@ -229,8 +219,8 @@ def _keep_width(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.width = inputs[0].shape[-1]
 
 
-def _no_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _zero_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dout.new_zeros((*dout.shape[:-1], ctx.width)), None, None, None, None
 
 
-refuse.register_autograd(_no_gradient, setup_context=_keep_width)
+refuse.register_autograd(_zero_gradient, setup_context=_keep_width)

@@ -7,38 +7,37 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_cute.distributed import cp_ops, layouts
+from flash_cute.distributed import cp_ops
+from flash_cute.distributed.all_gather import window_of
 from flash_cute.distributed.groups import groups_of
 from flash_cute.distributed.plan import Plan, plan_of
+from flash_cute.distributed.strategies import over_tokens
+from flash_cute.ops.typed import FwdCall
 from flash_cute.ops.when_imported import when_imported
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, *rest: Any, **_: Any) -> int:
-    left, right, _, plan = rest[3:7]
-    pairs = _pairs(plan_of(plan), (left, right), slopes is not None)
-    return 2 * len(q) * q.shape[2] * pairs * (q.shape[-1] + v.shape[-1])
+def _forward(plan: str, asked: str, *args: Any, **_: Any) -> int:
+    q, _, v = args[:3]
+    return 2 * _pairs(plan_of(plan), FwdCall(*args)) * (q.shape[-1] + v.shape[-1])
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    slopes: Tensor | None, *rest: Any, **_: Any,
-) -> int:  # fmt: skip
-    left, right, _, plan = rest[3:7]
-    pairs = _pairs(plan_of(plan), (left, right), slopes is not None)
-    return 2 * len(q) * q.shape[2] * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
+    plan: str, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any, **_: Any
+) -> int:
+    q, _, v = args[:3]
+    return 2 * _pairs(plan_of(plan), FwdCall(*args)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _pairs(plan: Plan, window: layouts.Window, alibi: bool) -> int:
-    """Pairs of a query and a key in the tiles of this rank, of one head."""
-    parts = plan.outer_parts
-    mine = parts[groups_of(plan).outer_rank]
-    keys = (plan.whole,) if plan.strategy == "all_gather" else parts
-    return sum(
+def _pairs(plan: Plan, call: FwdCall) -> int:
+    """Pairs of a query and a key in the tiles of this rank, of all heads and batch entries."""
+    mine = plan.outer_parts[groups_of(plan).outer_rank]
+    pairs = sum(
         tile.q_len * tile.k_len
-        for runs in keys
-        for launch in plan.launches(mine, runs, window, alibi)
+        for runs in over_tokens(plan).keys(plan)
+        for launch in plan.launches(mine, runs, window_of(call), call.alibi_slopes is not None)
         for tile in launch
     )
+    return len(call.q) * call.q.shape[2] * pairs
 
 
 def _register() -> None:

@@ -1,23 +1,17 @@
-"""The process groups of a :class:`ContextParallel`, found by its name inside of ops.
-
-They are held here alone, until the interpreter exits: a group has threads as long as anything
-refers to it, and those of gloo abort a process whose interpreter has ended.
-"""
+"""The process groups of a :class:`ContextParallel`: found, or made for it."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_cute import _torch_internals as internals
+from flash_cute.distributed import registry
 from flash_cute.distributed.plan import Plan
 
 
@@ -42,70 +36,43 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Held:
+class ContextGroups:
     """What a :class:`ContextParallel` communicates in.
 
     Attributes:
         group: of all that share tokens.
         hosts: the same ranks, for tensors on the CPU; None if there is one rank.
         mesh: that it was given, or None.
-        over_tokens, over_heads, both: for strategies of one dimension, ulysses, and of two.
+        by_inner: how ranks are grouped where so many share heads.
     """
 
     group: Any
     hosts: Any
     mesh: DeviceMesh | None
-    over_tokens: Groups
-    over_heads: Groups
-    both: Groups | None
+    by_inner: dict[int, Groups]
 
 
-_HELD: dict[str, Held] = {}  # by name
-_NAMES = (f"cp{i}" for i in itertools.count())
-# Groups that were made for another one, by their ranks, timeout and backend.
-_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
-for _held in (_HELD, _MADE):
-    atexit.register(_held.clear)
-
-
-def register(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> str:
-    """Holds the groups of a :class:`ContextParallel` until :func:`release`; returns its name."""
+def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> ContextGroups:
+    """Those of all ranks of a group, or of a mesh that the group is of."""
     size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     whole = None if size == 1 else group
-    over_tokens = Groups(size, rank, whole, whole, rank, None, 0)
-    over_heads = Groups(size, rank, whole, None, 0, whole, rank)
-    both = None
+    by_inner = {}
     if mesh is not None and mesh.ndim == 2:
         outer, inner = (None if mesh.size(i) == 1 else mesh.get_group(i) for i in (0, 1))
-        both = Groups(
+        by_inner[mesh.size(1)] = Groups(
             size, rank, whole, outer, mesh.get_local_rank(0), inner, mesh.get_local_rank(1)
         )
+    by_inner[size] = Groups(size, rank, whole, None, 0, whole, rank)
+    by_inner[1] = Groups(size, rank, whole, whole, rank, None, 0)
     hosts = None if whole is None else group_of_hosts(whole, timeout)
-    name = next(_NAMES)
-    _HELD[name] = Held(group, hosts, mesh, over_tokens, over_heads, both)
-    return name
-
-
-def release(name: str) -> None:
-    """Lets go what :func:`register` holds."""
-    _HELD.pop(name, None)
-
-
-def held(name: str) -> Held:
-    """What a :class:`ContextParallel` of this name communicates in."""
-    return _HELD[name]
+    return ContextGroups(group, hosts, mesh, by_inner)
 
 
 def groups_of(plan: Plan) -> Groups:
     """Those that a plan's strategy communicates in."""
-    here = _HELD[plan.context]
-    if plan.strategy == "ulysses":
-        return here.over_heads
-    if plan.strategy == "two_dimensional":
-        assert here.both is not None
-        return here.both
-    return here.over_tokens
+    known: ContextGroups = registry.held_by(plan.context)
+    return known.by_inner[plan.inner]
 
 
 def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
@@ -142,7 +109,7 @@ def _made(
 ) -> Any:
     """One of these ranks, with the timeout and backend of a group if none is given. It is made once
     for that group, and lives as long: ranks may collect what used it at different times."""
-    of_group = _MADE.setdefault(group, {})
+    of_group = registry.made_for(group)
     key = (tuple(ranks), timeout, backend)
     if key not in of_group:
         of_group[key] = dist.new_group(

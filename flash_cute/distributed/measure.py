@@ -15,7 +15,7 @@ from flash_cute.call import validate
 from flash_cute.distributed import comm
 from flash_cute.distributed.agreement import agree
 from flash_cute.distributed.arguments import check_group
-from flash_cute.distributed.choose import Links
+from flash_cute.distributed.costs import Links
 from flash_cute.distributed.groups import device_of, group_of_hosts
 from flash_cute.functional import flash_attn_func
 

@@ -21,8 +21,6 @@ from flash_cute.distributed.layouts import LAYOUTS, Runs, Window, kept
 if TYPE_CHECKING:
     from flash_cute.distributed.context import ContextParallel
 
-STRATEGIES = ("all_gather", "ring", "ulysses", "two_dimensional")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -222,7 +220,7 @@ class Plan:
         rows = [self.rows(rank) for rank in range(self.ranks)]
         work = self.work()
         mean = sum(work) / self.ranks
-        shape = f" ({self.outer} x {self.inner})" if self.strategy == "two_dimensional" else ""
+        shape = f" ({self.outer} x {self.inner})" if 1 < self.inner < self.ranks else ""
         return (
             f"{self.strategy}{shape}, {self.layout}: {documents}{self.total} tokens on "
             f"{self.ranks} ranks, {min(rows)} to {max(rows)} each; the busiest "
@@ -250,4 +248,4 @@ def shared(plan: Plan) -> Plan:
     return _PLANS.setdefault(plan.key, plan)
 
 
-__all__ = ["LAYOUTS", "STRATEGIES", "Plan", "plan_of", "shared"]
+__all__ = ["LAYOUTS", "Plan", "plan_of", "shared"]

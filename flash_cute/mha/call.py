@@ -94,7 +94,7 @@ def backward(
     call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(q))
     op = ops.OP_OF[type(call)]
     if all(x is None for x in given.values()):
-        dq, dk, dv, _, softmax_d = op(*call)
+        dq, dk, dv, _, softmax_d, *_ = op(*call)
         return dq, dk, dv, softmax_d
     dq, dk, dv = (q.new_empty(shapes[x]) if y is None else y for x, y in given.items())
     softmax_d = torch.empty_like(softmax_lse, memory_format=torch.contiguous_format)

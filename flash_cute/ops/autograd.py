@@ -33,20 +33,20 @@ _TENSORS = {
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "alibi_slopes", "rng",
     "tile_lists", "tile_bits",
 }  # fmt: skip
-# Inputs that have a gradient, in the order of the backward ops' results.
+# Inputs that have a gradient, "d" and their name among the backward op's results.
 DIFFERENTIABLE = ("q", "k", "v", "sink")
-_FIRST = (*DIFFERENTIABLE, "out", "softmax_lse")  # of what backward finds saved
 
 
 class _Layout(NamedTuple):
     """Where a backward op's arguments come from. Functions pick some of the forward op's."""
 
     inputs: Callable[[Sequence[Any]], tuple[Any, ...]]  # DIFFERENTIABLE
+    gradients: tuple[int, ...]  # theirs among the backward op's results
     tensors: Callable[[Sequence[Any]], tuple[Any, ...]]  # _TENSORS
     others: Callable[[Sequence[Any]], tuple[Any, ...]]  # the rest
     deterministic: int  # its place among others
-    # The backward op's in (dout, dlse, deterministic, *saved, *others, None): places, which a
-    # compiled autograd can trace.
+    # The backward op's in (dout, dlse, deterministic, *saved, *others, None), where saved are
+    # inputs, out, softmax_lse and tensors: places, which a compiled autograd can trace.
     given: tuple[int, ...]
 
 
@@ -55,10 +55,14 @@ def _layout(op: Any) -> _Layout:
     inputs = [name for name in names if name in DIFFERENTIABLE]
     tensors = [name for name in names if name in _TENSORS]
     others = [name for name in names if name not in (*inputs, *tensors)]
-    found = ["dout", "dlse", "deterministic", *_FIRST, *tensors, *others, "tile_ranks"]
+    saved = (*inputs, "out", "softmax_lse", *tensors)
+    found = ["dout", "dlse", "deterministic", *saved, *others, "tile_ranks"]
     pick = [itemgetter(*map(names.index, wanted)) for wanted in (inputs, tensors, others)]
-    given = tuple(map(found.index, CALLS[_BACKWARD_OF[op]]._fields))
-    return _Layout(pick[0], pick[1], pick[2], others.index("deterministic"), given)
+    backward = _BACKWARD_OF[op]
+    results = internals.results(backward)
+    gradients = tuple(results.index(f"d{name}") for name in inputs)
+    given = tuple(map(found.index, CALLS[backward]._fields))
+    return _Layout(pick[0], gradients, pick[1], pick[2], others.index("deterministic"), given)
 
 
 _LAYOUTS = {op: _layout(op) for op in _BACKWARD_OF}
@@ -159,9 +163,9 @@ def _formula(op: Any) -> type[internals.Formula]:
             saved = ctx.saved_tensors  # once: a checkpoint unpacks them one time
             given = backward_arguments(ctx, op, saved, dout, dlse)
             with limits.again(ctx.limit):
-                *gradients, _ = call(_BACKWARD_OF[op], given)
-            inputs = saved[: len(DIFFERENTIABLE)]
-            return (*map(_in_dtype_of, inputs, gradients), None)
+                results = call(_BACKWARD_OF[op], given)
+            gradients = [results[i] for i in _LAYOUTS[op].gradients]
+            return (*map(_in_dtype_of, saved[: len(gradients)], gradients), None)
 
     return Attention
 
@@ -229,11 +233,12 @@ def refuse_tangents(args: Sequence[Any]) -> None:
 def backward_arguments(
     ctx: Any, op: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Any]:
-    """What the backward op of ``op`` takes, in order. ``saved`` are q, k, v, sink, out and
-    softmax_lse, and the tensors that :func:`save_for_backward` kept behind the first."""
+    """What the backward op of ``op`` takes, in order. ``saved`` are the inputs with gradients, out
+    and softmax_lse, and the tensors that :func:`save_for_backward` kept behind the first."""
     layout = _LAYOUTS[op]
     deterministic = switches.deterministic(ctx.others[layout.deterministic])
-    dout = torch.zeros_like(saved[4]) if dout is None else _contiguous_rows(dout)
+    out = saved[len(layout.gradients)]
+    dout = torch.zeros_like(out) if dout is None else _contiguous_rows(dout)
     dlse = None if dlse is None else dlse.contiguous()
     found = (dout, dlse, deterministic, *saved, *ctx.others, None)
     given = [found[i] for i in layout.given]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from flash_cute import _torch_internals as internals
 from flash_cute.ops.schema import CALLS, bwd, fwd, varlen_bwd, varlen_fwd
 from flash_cute.ops.when_imported import when_imported
 
@@ -28,12 +29,12 @@ from flash_cute.ops.when_imported import when_imported
 _ROWS = {"q", "k", "v", "dout", "out", "dq", "dk", "dv"}
 _OF_KEYS = {"k", "v", "dk", "dv"}
 _STATISTICS = {"softmax_lse", "dlse", "row_max", "softmax_d"}
-_RESULTS = {
-    fwd: ("out", "softmax_lse", "row_max", "softmax"),
-    varlen_fwd: ("out", "softmax_lse", "row_max", "softmax"),
-    bwd: ("dq", "dk", "dv", "dsink", "softmax_d"),
-    varlen_bwd: ("dq", "dk", "dv", "dsink", "softmax_d"),
-}
+_OF_SEQUENCES = {
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "rng",
+}  # fmt: skip
+# Arguments whose places are known; a call with others is refused.
+_KNOWN = _ROWS | _STATISTICS | _OF_SEQUENCES | {"alibi_slopes", "sink"}
+_ASKED = {"row_max": "return_row_max", "softmax": "return_softmax"}
 
 
 def register(_: torch.library.Library) -> None:
@@ -44,7 +45,7 @@ def register(_: torch.library.Library) -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    for op in _RESULTS:
+    for op in (fwd, varlen_fwd, bwd, varlen_bwd):
         register_sharding(op)(partial(_shardings, op))
 
 
@@ -88,21 +89,21 @@ def _shardings(op: Any, *args: Any, **named: Any) -> list[tuple[list[Any], list[
 
         if heads_k != 1 or _divides(mesh, heads, heads):
             places.append(in_heads)
-    asked = {"row_max": "return_row_max", "softmax": "return_softmax"}
-    there = [
-        call.sink is not None if name == "dsink" else bool(getattr(call, asked.get(name, "q")))
-        for name in _RESULTS[op]
-    ]
+    results = internals.results(op)
     return [
         (
-            [
-                place(x) if is_there else None
-                for x, is_there in zip(_RESULTS[op], there, strict=True)
-            ],
-            [place(x) for x in tensors],
+            [place(name) if _is_there(call, name) else None for name in results],
+            [place(name) for name in tensors],
         )
         for place in places
     ]
+
+
+def _is_there(call: Any, result: str) -> bool:
+    """Whether a call has this result: one that is asked for, or the gradient of what is given."""
+    if result in _ASKED:
+        return bool(getattr(call, _ASKED[result]))
+    return getattr(call, result.removeprefix("d"), call.q) is not None
 
 
 def _divides(mesh: Any, heads: int, heads_k: int) -> bool:
@@ -126,6 +127,11 @@ def _refuse(op: Any, call: Any, tensors: dict[str, Any]) -> None:
         raise NotImplementedError(
             "sparse is given, and q, k and v are DTensors; use "
             "torch.distributed.tensor.experimental.local_map, with a Sparse of each device's heads"
+        )
+    for name in sorted(tensors.keys() - _KNOWN):
+        raise NotImplementedError(
+            f"{name} is given, and q, k and v are DTensors; use "
+            "torch.distributed.tensor.experimental.local_map"
         )
     if call.dropout_p and any(x.is_shard() for x in tensors["q"].placements):
         raise NotImplementedError(

@@ -35,9 +35,10 @@ _ROWS = ("q", "k", "v", "dout", "out")  # (.., heads, dim)
 _STATISTICS = ("softmax_lse", "dlse")  # (.., heads, rows)
 _PLACES = ("cache_seqlens", "cache_leftpad")  # (batch,)
 _SEQUENCES = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table"}
-# Where the results of an op have their heads.
-_HEADS_OF_FORWARD = (-2, -2, -2, -3)  # out, softmax_lse, row_max, softmax
-_HEADS_OF_BACKWARD = (-2, -2, -2, -1, -2)  # dq, dk, dv, dsink, softmax_d
+# Tensors that the rules of attention know: calls with others are made one by one.
+_KNOWN = {*_ROWS, *_STATISTICS, *_SEQUENCES, "alibi_slopes", "sink", "rng"}
+# Where results have their heads, if not in the last dimension but one.
+_HEADS = {"softmax": -3, "dsink": -1}
 
 
 # --- rules ---------------------------------------------------------------------------------------
@@ -88,14 +89,14 @@ def _into_batch(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
     return unfolded, tuple(None if x is None else 0 for x in results)
 
 
-def _into_heads(op: Any, samples: int, mapped: set[str], call: Any, heads: Any) -> Any:
-    """``heads``: where each result has them."""
+def _into_heads(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
     folded = {}
     for name in _given(call, *_ROWS, *_STATISTICS, "alibi_slopes", "sink"):
         dim = -1 if name in ("alibi_slopes", "sink") else -2
         each = _each(name, samples, mapped, call).movedim(0, dim - 1)
         folded[name] = _readable(name, each.flatten(dim - 1, dim))
     results = op(*call._replace(**folded))
+    heads = [_HEADS.get(name, -2) for name in internals.results(op)]
     unfolded = tuple(
         None if x is None else x.unflatten(dim, (samples, x.shape[dim] // samples))
         for x, dim in zip(results, heads, strict=True)
@@ -104,14 +105,15 @@ def _into_heads(op: Any, samples: int, mapped: set[str], call: Any, heads: Any) 
     return unfolded, tuple(dims)
 
 
-def _attention(op: Any, samples: int, mapped: set[str], call: Any, heads: tuple[int, ...]) -> Any:
-    """Of ``fwd``, ``bwd`` and their varlen forms; ``heads``: where each result has them."""
-    if call.dropout_p > 0 or call.tile_lists is not None or mapped & _SEQUENCES:
+def _attention(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
+    """Of ``fwd``, ``bwd`` and their varlen forms."""
+    given = {name for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    if call.dropout_p > 0 or mapped & _SEQUENCES or given - _KNOWN:
         return _one_by_one(op, samples, mapped, call)
     call = call._replace(rng=None)
     sink_of_each = "sink" in mapped or (call.sink is not None and hasattr(call, "dout"))
     if sink_of_each or hasattr(call, "cu_seqlens_q"):
-        return _into_heads(op, samples, mapped, call, heads)
+        return _into_heads(op, samples, mapped, call)
     return _into_batch(op, samples, mapped, call)
 
 
@@ -220,10 +222,8 @@ def _register(library: torch.library.Library, name: str, rule: Rule) -> None:
 
 def register(library: torch.library.Library) -> None:
     """Gives every op its rule."""
-    for name in ("fwd", "varlen_fwd"):
-        _register(library, name, partial(_attention, heads=_HEADS_OF_FORWARD))
-    for name in ("bwd", "varlen_bwd"):
-        _register(library, name, partial(_attention, heads=_HEADS_OF_BACKWARD))
+    for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd"):
+        _register(library, name, _attention)
     _register(library, "fwd_kvcache", _refuse)
     _register(library, "attend_kvcache", _attend_kvcache)
     _register(library, "combine", _combine)

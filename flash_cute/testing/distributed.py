@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flash_cute import flash_attn_func, flash_attn_varlen_func, reference
 from flash_cute.distributed import ContextParallel, Plan, cp_attention
 from flash_cute.distributed.layouts import LAYOUTS, offsets
-from flash_cute.distributed.plan import STRATEGIES
+from flash_cute.distributed.strategies import STRATEGIES
 from flash_cute.testing.pairwise import pairwise
 from flash_cute.testing.ranks import Ranks
 
@@ -60,7 +60,7 @@ class Case:
 
 HEADS, DIM, DIM_V = 12, 8, 6
 FACTORS: dict[str, Sequence[Any]] = {
-    "strategy": STRATEGIES,
+    "strategy": tuple(STRATEGIES),
     "layout": LAYOUTS,
     "documents": [(24,), (29,), (9, 0, 14, 1, 6), (3, 40)],
     "window": [(-1, -1), (-1, 0), (5, 0), (7, 3), (-1, 2), (0, -1)],

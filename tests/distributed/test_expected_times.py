@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flash_cute.distributed import Links
-from flash_cute.distributed.choose import Sizes, expected_times, strategy
+from flash_cute.distributed.costs import Sizes
+from flash_cute.distributed.strategies import expected_times, fastest
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZES = Sizes(total=4096, pairs=4096 * 2048, heads=24, heads_k=6, head_dim=128, dtype=BF16)
@@ -84,15 +85,15 @@ def test_ulysses_wants_heads_that_ranks_divide():
 
 def test_the_least_time_is_taken_all_gather_in_doubt():
     """Where others are no faster than by one part in a hundred."""
-    assert strategy(SIZES, 4, replace(FREE, tflops=1.0)) == "all_gather"  # all are alike
-    assert strategy(SIZES, 4, replace(FREE, memory_gb_s=1.0)) == "all_gather"
-    assert strategy(SIZES, 4, replace(FREE, gb_s=1.0)) == "ulysses"
-    assert strategy(replace(SIZES, heads=23, heads_k=23), 4, replace(FREE, tflops=1.0)) == (
+    assert fastest(SIZES, 4, replace(FREE, tflops=1.0)) == "all_gather"  # all are alike
+    assert fastest(SIZES, 4, replace(FREE, memory_gb_s=1.0)) == "all_gather"
+    assert fastest(SIZES, 4, replace(FREE, gb_s=1.0)) == "ulysses"
+    assert fastest(replace(SIZES, heads=23, heads_k=23), 4, replace(FREE, tflops=1.0)) == (
         "all_gather"
     )
     long = Sizes(2**26, 2**51, 23, 23, 128, BF16)
-    assert strategy(long, 4, Links()) == "ring"
+    assert fastest(long, 4, Links()) == "ring"
     balanced = Links(gb_s=3.0, tflops=1e-3, memory_gb_s=NO_LIMIT)
     odd = replace(SIZES, heads=23, heads_k=23)
     times = expected_times(odd, 2, balanced)
-    assert (strategy(odd, 2, balanced) == "ring") is (times["all_gather"] > 1.01 * times["ring"])
+    assert (fastest(odd, 2, balanced) == "ring") is (times["all_gather"] > 1.01 * times["ring"])

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import flash_cute
 from flash_cute.distributed import ContextParallel, Links, comm, cp_attention, measure_links
-from flash_cute.distributed.choose import Sizes, expected_times, strategy
+from flash_cute.distributed.costs import Sizes
 from flash_cute.distributed.layouts import LAYOUTS
 from flash_cute.distributed.plan import plan_of
+from flash_cute.distributed.strategies import expected_times, fastest
 from flash_cute.testing import distributed as cases
 
 
@@ -81,12 +82,12 @@ def test_auto_takes_the_least_expected_time():
     causal = Sizes(131072, 131072**2 // 2, 32, 8, 128, torch.bfloat16)
     for ranks in (2, 4, 8):
         times = expected_times(causal, ranks, Links())
-        chosen = strategy(causal, ranks, Links())
+        chosen = fastest(causal, ranks, Links())
         assert times[chosen] <= 1.01 * min(times.values())
     assert "ulysses" not in expected_times(causal, 3, Links())  # 32 heads
     long = Sizes(2**24, 2**47, 32, 32, 128, torch.bfloat16)
     assert "all_gather" not in expected_times(long, 4, Links())
-    slow = strategy(Sizes(8192, 8192**2, 32, 32, 128, torch.bfloat16), 8, Links(gb_s=5.0))
+    slow = fastest(Sizes(8192, 8192**2, 32, 32, 128, torch.bfloat16), 8, Links(gb_s=5.0))
     assert slow == "ulysses"  # it sends least
 
 

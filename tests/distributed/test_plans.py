@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flash_cute
-from flash_cute.distributed import ContextParallel, Plan, cp_attention, groups, layouts
+from flash_cute.distributed import ContextParallel, Plan, cp_attention, layouts, registry
 from flash_cute.distributed.plan import plan_of
 
 
@@ -89,7 +89,7 @@ def test_contexts_and_what_plans_hold_die_with_their_last_user():
     cp_attention(q, q, q, plan)
     del plan
     gc.collect()
-    assert alive() is None and name not in groups._HELD
+    assert alive() is None and name not in registry._ENTRIES
 
 
 def backward_after_the_context(strategy: str) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ def groups_of_many_contexts() -> list[int]:
             cp_attention(x, x, x, cp.plan(6 * cp.size))
         del cp
         gc.collect()
-        counts.append(len(groups._HELD) + sum(map(len, groups._MADE.values())))
+        counts.append(len(registry._ENTRIES) + sum(map(len, registry._MADE.values())))
     return counts
 
 

@@ -50,7 +50,7 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
                 f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number "
                 "between -2**127 and 2**127"
             )
-    _window(call.window_size_left, call.window_size_right, names.window_size)
+    window(call.window_size_left, call.window_size_right, names.window_size)
     number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0:
@@ -114,7 +114,8 @@ def _dropout(name: str, p: float) -> None:
         raise ValueError(f"{name} is {validate.shown(p)}; expected a probability in [0, 1]")
 
 
-def _window(left: int, right: int, names: tuple[str, str] | None) -> None:
+def window(left: int, right: int, names: tuple[str, str] | None = None) -> None:
+    """Refuses bounds that no call has; ``names`` if they are arguments of their own."""
     if type(left) is not int or type(right) is not int:
         _window_types(left, right, names or ("window_size's left", "window_size's right"))
     most = validate.INT64_MAX
