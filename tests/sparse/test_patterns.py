@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from sparse.masks import mask_of
 from torch import Tensor
 
 from flash_cute.sparse.budget import solve
@@ -63,15 +64,17 @@ def test_leaves_out_what_was_asked(pattern, ratio, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pattern", SparsePattern)
-def test_short_sequences_keep_a_block_a_row(pattern, causal):
-    for seqlen in (1, 64, 65, 300, 1000):
-        choice = choose(pattern, seqlen, 0.95, causal)
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_short_sequences_have_small_blocks(pattern, causal, ratio):
+    """So that they meet the ratio, too, from 16 blocks of a token on."""
+    for seqlen in (1, 2, 15, 16, 33, 64, 65, 300, 777, 1000):
+        choice = choose(pattern, seqlen, ratio, causal)
         pairs = pairs_of(choice)
         assert pairs.any(-1).all()
         assert choice.sparsity().item() == pytest.approx(left_out(pairs, causal), abs=1e-9)
-        assert seqlen > 64 or pairs.sum() == len(pairs) * (
-            seqlen * (seqlen + 1) // 2 if causal else seqlen**2
-        )
+        assert seqlen < 16 or abs(choice.sparsity().item() - ratio) <= 0.06
+        mask = mask_of(choice.value())[0]
+        assert torch.equal(mask.tril() if causal else mask, pairs)
 
 
 @pytest.mark.parametrize("causal", [False, True])
