@@ -145,8 +145,12 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 def options(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
     """The demo's, and those of ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--strategy", choices=("auto", *STRATEGIES[:3]), default="auto")
-    parser.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto")
+    parser.add_argument(
+        "--strategy", choices=("auto", *STRATEGIES[:3]), default="auto", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--layout", choices=("auto", *LAYOUTS), default="auto", help="default: %(default)s"
+    )
     parser.add_argument("--checkpoint", type=Path, help="go on from this file if it exists; save")
     parser.add_argument("--stop-after", type=int, help="steps; then save, without a comparison")
     given, settings = parse(argv, parser)
