@@ -79,6 +79,9 @@ def show_explanation(
     alibi: Annotated[bool, typer.Option("--alibi", help="a flag: with ALiBi slopes")] = False,
     dropout: Annotated[bool, typer.Option("--dropout", help="a flag: with dropout")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="packed sequences")] = False,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="fwd, bwd: tiles of a flash_cute.Sparse alone")
+    ] = False,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="bwd: the same bits in every run")
     ] = False,
@@ -91,7 +94,7 @@ def show_explanation(
         typer.Option("--gpu", metavar="NAME", help=f"cpu, {options.gpu_help()}"),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="the ids of all kernels, also of other dtypes")
+        bool, typer.Option("--all", help="the ids of all kernels, also of other calls")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +103,7 @@ def show_explanation(
         op=op.value, dtype=options.dtype(dtype), batch=batch, heads=heads, heads_k=heads_k,
         seqlen_q=seqlen, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal,
         window_size=_pair("--window", window), softcap=softcap, alibi=alibi, dropout=dropout,
-        varlen=varlen, deterministic=deterministic, page_size=page_size,
+        varlen=varlen, lists=sparse, deterministic=deterministic, page_size=page_size,
     )  # fmt: skip
     pair = _pair("--tile", tile) if tile else None
     if gpu == "cpu":
@@ -135,7 +138,9 @@ def _explain_gpu(
 
     where = options.gpu(gpu)
     rows = kernels.explain(problem, where)
-    shown = [row for row in rows if every or "computes in" not in row.reason]
+    of_dtypes = [row for row in rows if "computes in" in row.reason]
+    of_tiles = [row for row in rows if "walks " in row.reason and row not in of_dtypes]
+    shown = [row for row in rows if every or row not in of_dtypes + of_tiles]
     chosen = any(row.verdict == "chosen" for row in rows)
     plan = kernels.plan(problem, where) if chosen else None
     if as_json:
@@ -158,8 +163,10 @@ def _explain_gpu(
             near = kernels.nearest(problem, tile[1], tile[0], where)
             tables.say(f"nearest to Bc={tile[0]}, Br={tile[1]}: {near}")
     tables.say_verdicts(shown, every)
-    if len(shown) < len(rows):
-        tables.say(f"{len(rows) - len(shown)} kernels of other dtypes: --all")
+    if not every:
+        calls = "dense" if problem.lists else "sparse"
+        tables.say(f"{len(of_dtypes)} kernels of other dtypes: --all")
+        tables.say(f"{len(of_tiles)} kernels of {calls} calls: --all")
     tables.say(f"chosen: {plan.kernel.id}" if plan else "no kernel can do it")
     raise typer.Exit(int(plan is None))
 

@@ -15,6 +15,7 @@ from flash_cute import kernels
 from flash_cute.call import validate
 from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
 from flash_cute.ops.typed import FwdCall, FwdKvcacheCall, VarlenFwdCall
+from flash_cute.sparse.lists import TILE
 
 _asked = os.environ.get("FLASH_CUTE_LOG", "")
 if _asked not in ("", "plan"):
@@ -54,7 +55,9 @@ def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
     """Logs a call, and its gradient if one may be asked for."""
     qkv = (call.q, call.k, call.v)
     for op in ("fwd", "bwd")[: 1 + backward]:
-        say(qkv, op, lambda op: kernels.Problem.of_call(call, op))
+        say(
+            qkv, op, lambda op: kernels.Problem.of_call(call, op), lists=call.tile_lists is not None
+        )
 
 
 def cache(call: FwdKvcacheCall) -> None:
@@ -67,8 +70,9 @@ def say(
     op: str,
     problem: Callable[[str], kernels.Problem],
     kernel: str | None = None,
+    lists: bool = False,
 ) -> None:
-    """One line: the problem, and ``kernel`` or the plan of it."""
+    """One line: the problem, and ``kernel`` or the plan of it. ``lists``: whether it is sparse."""
     q = qkv[0]
     if torch.compiler.is_compiling() or internals.is_fake(q):
         return
@@ -76,7 +80,10 @@ def say(
         sizes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in zip("qkv", qkv, strict=True))
         dtype = str(q.dtype).removeprefix("torch.")
         tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile"
-        _write(f"{op} {dtype} {sizes}: ATen, its flash kernel if the call is plain, else {tile}")
+        way = f"its flash kernel if the call is plain, else {tile}"
+        if lists:
+            way = f"the tiles of {TILE} queries x {TILE} keys that its lists name"
+        _write(f"{op} {dtype} {sizes}: ATen, {way}")
         return
     try:
         what = problem(op)
