@@ -995,6 +995,7 @@ def flash_attn_with_kvcache(
     check_indices: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[CacheKeywords],
 ) -> Tensor: ...
 @overload
@@ -1029,6 +1030,7 @@ def flash_attn_with_kvcache(
     check_indices: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[CacheKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -1063,6 +1065,7 @@ def flash_attn_with_kvcache(
     check_indices: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[CacheKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload

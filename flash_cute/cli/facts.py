@@ -94,7 +94,8 @@ def show_explanation(
         typer.Option("--gpu", metavar="NAME", help=f"cpu, {options.gpu_help()}"),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="the ids of all kernels, also of other calls")
+        bool,
+        typer.Option("--all", help="the ids of all kernels, also of other dtypes and calls"),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -138,9 +139,9 @@ def _explain_gpu(
 
     where = options.gpu(gpu)
     rows = kernels.explain(problem, where)
-    of_dtypes = [row for row in rows if "computes in" in row.reason]
-    of_tiles = [row for row in rows if "walks " in row.reason and row not in of_dtypes]
-    shown = [row for row in rows if every or row not in of_dtypes + of_tiles]
+    walks_lists = {kernel.id: kernel.tiles == "list" for kernel in kernels.kernels()}
+    alike = [row for row in rows if every or walks_lists[row.id] == problem.lists]
+    shown = [row for row in alike if every or "computes in" not in row.reason]
     chosen = any(row.verdict == "chosen" for row in rows)
     plan = kernels.plan(problem, where) if chosen else None
     if as_json:
@@ -163,10 +164,12 @@ def _explain_gpu(
             near = kernels.nearest(problem, tile[1], tile[0], where)
             tables.say(f"nearest to Bc={tile[0]}, Br={tile[1]}: {near}")
     tables.say_verdicts(shown, every)
-    if not every:
-        calls = "dense" if problem.lists else "sparse"
-        tables.say(f"{len(of_dtypes)} kernels of other dtypes: --all")
-        tables.say(f"{len(of_tiles)} kernels of {calls} calls: --all")
+    for left_out, kind in (
+        (len(alike) - len(shown), "other dtypes"),
+        (len(rows) - len(alike), "dense calls" if problem.lists else "sparse calls"),
+    ):
+        if left_out:
+            tables.say(f"{left_out} kernels of {kind}: --all")
     tables.say(f"chosen: {plan.kernel.id}" if plan else "no kernel can do it")
     raise typer.Exit(int(plan is None))
 

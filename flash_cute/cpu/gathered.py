@@ -15,8 +15,9 @@ from flash_cute.cpu.tiles import KEY_BLOCK, Options, Tiles, fold
 from flash_cute.sparse.bits import pairs
 from flash_cute.sparse.lists import QUADRANTS, TILE, tiles_of
 
-_NUMBERS_AT_ONCE = 2**19  # of gathered keys, and as many of values: what caches hold
-_ROWS_AT_ONCE = 32 * TILE
+# Of gathered keys, and as many of values: on a CPU what its caches hold.
+_NUMBERS_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
+_ROWS_AT_ONCE = {"cpu": 32 * TILE, "cuda": 4096 * TILE}
 
 
 class Rows(NamedTuple):
@@ -70,8 +71,8 @@ class Whole:
 
     def _reached(self) -> Tensor:
         """Tiles in which the band leaves any pair: bool (tiles of queries, tiles of keys)."""
-        top = torch.arange(tiles_of(self.seqlen_q), device="cpu")[:, None] * TILE
-        left = torch.arange(tiles_of(self.seqlen_k), device="cpu") * TILE
+        top = torch.arange(tiles_of(self.seqlen_q), device=self.q.device)[:, None] * TILE
+        left = torch.arange(tiles_of(self.seqlen_k), device=self.q.device) * TILE
         bottom = (top + TILE).clamp_max(self.seqlen_q) - 1
         right = (left + TILE).clamp_max(self.seqlen_k) - 1
         return (left <= bottom + self.high) & (right >= top + self.low)
@@ -79,12 +80,13 @@ class Whole:
     def parts(self) -> Iterator[Rows]:
         """All rows of tiles that see a key, some of equally many tiles at a time."""
         counts = (self.codes != 0).sum(-1)
-        size = max(self.k.shape[-1], self.v.shape[-1], 1)
+        size, kind = max(self.k.shape[-1], self.v.shape[-1], 1), self.q.device.type
         for count in counts.unique().tolist():
             if count == 0:
                 continue
             at_once = min(
-                _NUMBERS_AT_ONCE // (count * TILE * size), _ROWS_AT_ONCE // (self.group * TILE)
+                _NUMBERS_AT_ONCE[kind] // (count * TILE * size),
+                _ROWS_AT_ONCE[kind] // (self.group * TILE),
             )
             for part in (counts == count).nonzero().split(max(at_once, 1)):
                 batch, head, row = part.unbind(-1)
@@ -123,7 +125,7 @@ class GatheredTiles(Tiles):
         self.q = whole.q.index_select(0, self.at_rows)
         self.k = self.keys(whole.k)
         self.seqlen_q, self.seqlen_k = TILE, self.k.shape[1]
-        in_group = torch.arange(self.group, device="cpu")
+        in_group = torch.arange(self.group, device=whole.q.device)
         self.query_heads = rows.head[:, None] * self.group + in_group
 
     def queries(self, x: Tensor) -> Tensor:
@@ -139,8 +141,13 @@ class GatheredTiles(Tiles):
         return x.index_select(0, self.at_keys).view(len(self.at_rows), -1, x.shape[-1])
 
     def add_to_keys(self, total: Tensor, x: Tensor) -> None:
-        """Adds ``x`` (m, keys, dim) to the tiles of (n * tiles, 128, dim) that it is of."""
-        total.index_add_(0, self.at_keys, x.view(-1, TILE, x.shape[-1]))
+        """Adds ``x`` (m, keys, dim) to the tiles of (n * tiles, 128, dim) that it is of, bitwise
+        repeatable."""
+        by_tile = x.view(-1, TILE, x.shape[-1])
+        if x.is_cuda:  # where index_add_ adds by atomics
+            total.index_put_((self.at_keys,), by_tile, accumulate=True)
+        else:
+            total.index_add_(0, self.at_keys, by_tile)
 
     def of_heads(self, x: Tensor, rows: slice) -> Tensor:
         values = x.expand(self.batch, self.heads)[self.at.batch[:, None], self.query_heads]
@@ -168,7 +175,7 @@ class GatheredTiles(Tiles):
         """bool (m, group * 128, keys)."""
         codes, whole = self.at.codes[:, tiles], self.whole
         key = self.places(tiles)[:, None]
-        query = (self.at.row[:, None] * TILE + torch.arange(TILE, device="cpu"))[..., None]
+        query = (self.at.row[:, None] * TILE + self._side())[..., None]
         seen = (key >= query + whole.low) & (key <= query + whole.high) & (key < whole.seqlen_k)
         by_tile = seen.unflatten(-1, (-1, TILE)).transpose(1, 2)  # (m, tiles, 128, 128)
         by_tile &= pairs(codes.flatten(), whole.masks).view(by_tile.shape)
@@ -176,11 +183,14 @@ class GatheredTiles(Tiles):
 
     def places(self, tiles: slice) -> Tensor:
         """int64 positions of the keys in their sequence: (m, keys)."""
-        side = torch.arange(TILE, device="cpu")
-        return (self.at.columns[:, tiles, None] * TILE + side).flatten(1)
+        return (self.at.columns[:, tiles, None] * TILE + self._side()).flatten(1)
+
+    def _side(self) -> Tensor:
+        """Of a tile: 0 to 127."""
+        return torch.arange(TILE, device=self.q.device)
 
     def distance(self, rows: slice, keys: slice) -> Tensor:
-        query = self.at.row[:, None] * TILE + torch.arange(TILE, device="cpu") + self.shift
+        query = self.at.row[:, None] * TILE + self._side() + self.shift
         key = self.places(slice(keys.start // TILE, keys.stop // TILE))
         return (query[..., None] - key[:, None]).abs_().repeat(1, self.group, 1)
 
@@ -190,7 +200,7 @@ class GatheredTiles(Tiles):
             return None
         key = self.places(slice(keys.start // TILE, keys.stop // TILE))
         bh = (self.at.batch + self.first)[:, None] * self.heads + self.query_heads
-        side = torch.arange(TILE, device="cpu")
+        side = self._side()
         kept = [
             dropout_keep(options.rng, options.dropout_p, bh[m], row * TILE + side, key[m])
             for m, row in enumerate(self.at.row.tolist())

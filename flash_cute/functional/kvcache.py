@@ -20,6 +20,7 @@ from flash_cute.call import spellings, validate
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
+from flash_cute.functional import sparse_kvcache
 from flash_cute.functional.run import (
     are_counts,
     are_rows,
@@ -31,6 +32,7 @@ from flash_cute.functional.run import (
 from flash_cute.kernels import plan_log
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
+from flash_cute.sparse.value import Sparse
 
 
 def flash_attn_with_kvcache(
@@ -64,6 +66,7 @@ def flash_attn_with_kvcache(
     check_indices: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Any:
     """Attention of a few queries a sequence over its cache, which new keys and values join first.
@@ -118,6 +121,12 @@ def flash_attn_with_kvcache(
             neither read nor written. ``FLASH_CUTE_CHECK=1`` asks for it everywhere
             (:mod:`flash_cute.check`).
         s_aux, learnable_sink, others: as in :func:`flash_attn_func`.
+        sparse: which keys each query sees (:class:`flash_cute.Sparse`), made for as many keys as a
+            sequence has room for; lengths, causal masks and windows hide more. Each query reads
+            runs of as many keys as are visible together: 128 or 64 of ``Sparse.blocks``, the
+            granularity of ``Sparse.topk``, single keys of other formats, which is slow. With
+            several heads in the lists both caches must have one layout. Not with ``alibi_slopes``
+            or ``rotary_cos``.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
@@ -143,7 +152,7 @@ def flash_attn_with_kvcache(
     """
     refused: list[Exception] = []
     usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
-    usual = usual and sink is s_aux is learnable_sink is None and not others
+    usual = usual and sink is s_aux is learnable_sink is sparse is None and not others
     usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
     usual = usual and check_indices is False
     usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, 0)
@@ -226,6 +235,11 @@ def flash_attn_with_kvcache(
     if refused:
         _check_vectors(call)
         raise refused.pop()
+    if sparse is not None:
+        if not isinstance(sparse, Sparse):
+            raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
+        out, softmax_lse = sparse_kvcache.attend(call, sparse)
+        return (out, softmax_lse) if return_softmax_lse else out
     if plan_log.is_on():
         plan_log.cache(call)
     try:

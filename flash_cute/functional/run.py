@@ -14,6 +14,7 @@ from flash_cute.call import validate
 from flash_cute.call.rng import rng_of_call
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
+from flash_cute.functional import gathered
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
@@ -130,13 +131,20 @@ def run(
     op = ops.OP_OF[type(call)]
     is_eager = not torch.compiler.is_compiling() and not ops.transformed()
     row_max = probs = None
+    has_kernel = sparse is None or not is_eager or not gathered.is_needed(call, grad)
     if out is not None:
         if grad or call.return_softmax:
             raise ValueError(
                 "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
                 "without return_attn_probs"
             )
-        softmax_lse, row_max = _into(out, op, call, return_lse)
+        if has_kernel:
+            softmax_lse, row_max = _into(out, op, call, return_lse)
+        else:
+            result, softmax_lse, row_max, _ = gathered.attend(call)
+            out.copy_(result)
+    elif not has_kernel:
+        out, softmax_lse, row_max, probs = gathered.attend(call)
     elif not grad and is_eager:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
         with internals.below_autograd():

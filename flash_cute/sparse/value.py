@@ -11,7 +11,7 @@ from flash_cute.sparse import blocks, density, intervals, mask_function, topk
 from flash_cute.sparse import validate as check
 from flash_cute.sparse.blocks import MaskFunction
 from flash_cute.sparse.keys import codes_of_keys
-from flash_cute.sparse.lists import codes_of, tile_lists, tiles_of
+from flash_cute.sparse.lists import TILE, codes_of, tile_lists, tiles_of
 
 Block = tuple[int, int]
 
@@ -46,6 +46,8 @@ class Sparse:
     """The constructor's name."""
     needs_causal: bool = False
     """Whether the call must be causal, as what this was made from says."""
+    granularity: int = 1
+    """Keys, counted from 0, of which all or none are visible to a query: up to 128."""
 
     @classmethod
     def blocks(
@@ -110,7 +112,10 @@ class Sparse:
             check.same_blocks(index, full_index)
             full = blocks.block_map(full_index, full_counts, blocks_k)
         codes, masks = blocks.codes_of_blocks(partial, full, mask_mod, block, seqlens)
-        return cls._of(codes, masks, seqlens, "blocks")
+        lists = index.shape[3] + (0 if full_index is None else full_index.shape[3])
+        most = lists * max(block[1] // TILE, 1) * (2 if block[0] < TILE else 1)
+        runs = 1 if mask_mod is not None else min(block[1], TILE)
+        return cls._of(codes, masks, seqlens, "blocks", granularity=runs, most=most)
 
     @classmethod
     def from_block_map(
@@ -138,7 +143,8 @@ class Sparse:
         seqlens = check.seqlens(seqlens, map.shape[2], block[0]) or default
         check.keys_of_map(map, block[1], seqlens[1])
         codes, _ = blocks.codes_of_blocks(map, None, None, block, seqlens)
-        return cls._of(codes, None, seqlens, "from_block_map")
+        runs = min(block[1], TILE)
+        return cls._of(codes, None, seqlens, "from_block_map", granularity=runs)
 
     @classmethod
     def topk(
@@ -185,7 +191,9 @@ class Sparse:
         seqlen_q = indices.shape[2]
         seqlen_k = seqlen_q if seqlen_k is None else check.length("seqlen_k", seqlen_k)
         codes, masks = topk.codes_of_topk(indices, granularity, seqlen_k)
-        return cls._of(codes, masks, (seqlen_q, seqlen_k), "topk")
+        most = indices.shape[3] * min(TILE, seqlen_q)
+        seqlens = (seqlen_q, seqlen_k)
+        return cls._of(codes, masks, seqlens, "topk", granularity=granularity, most=most)
 
     @classmethod
     def intervals(cls, first: Tensor, last: Tensor, *, seqlen_k: int | None = None) -> Sparse:
@@ -319,7 +327,7 @@ class Sparse:
         check.kept_keys(keys, self)
         codes = codes_of(self.tile_lists, self.key_tiles)
         codes, masks = codes_of_keys(codes, self.tile_bits, keys, self.seqlen_k)
-        return replace(self, tile_lists=tile_lists(codes), tile_bits=masks)
+        return replace(self, tile_lists=tile_lists(codes), tile_bits=masks, granularity=1)
 
     @classmethod
     def _of(
@@ -329,8 +337,11 @@ class Sparse:
         seqlens: tuple[int, int],
         format: str,
         needs_causal: bool = False,
+        granularity: int = 1,
+        most: int | None = None,
     ) -> Sparse:
-        return cls(tile_lists(codes), masks, *seqlens, format, needs_causal)
+        """``most`` tiles, if given, are no fewer than any row of ``codes`` has."""
+        return cls(tile_lists(codes, most), masks, *seqlens, format, needs_causal, granularity)
 
     @property
     def density(self) -> float:

@@ -131,9 +131,10 @@ class TestBeyondThePages:
 
     @pytest.mark.parametrize("name", ["block_table", "cache_seqlens"])
     def test_other_mistakes_keep_their_words(self, cache, name):
-        given = {"cache_seqlens": torch.tensor([3, 4], dtype=INT32)} | cache
+        device = cache["k_cache"].device
+        given = {"cache_seqlens": torch.tensor([3, 4], dtype=INT32, device=device)} | cache
         for wrong in (given[name].float(), given[name][None], "no tensor"):
             with pytest.raises((TypeError, ValueError), match=name):
                 flash_attn.flash_attn_with_kvcache(
-                    torch.randn(2, 1, 4, 16).bfloat16(), **(given | {name: wrong})
+                    torch.randn(2, 1, 4, 16, device=device).bfloat16(), **(given | {name: wrong})
                 )

@@ -9,6 +9,7 @@ import torch
 
 from flash_cute import Sparse, flash_attn_func, flash_attn_varlen_func, reference
 from flash_cute.attention import SparsePattern, create_sparse_attention
+from flash_cute.functional import gathered
 from flash_cute.native import library
 from flash_cute.sparse.lists import tile_lists, tiles_of
 from flash_cute.testing.kernels import parse
@@ -163,3 +164,26 @@ def test_layer_in_16_bits(cuda, pattern, causal):
     got = on_gpu(x.cuda())
     assert on_gpu.last_sparsity == pytest.approx(layer.last_sparsity) and layer.last_sparsity > 0.7
     assert (got.double().cpu() - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+def test_what_no_kernel_does_is_computed_all_the_same(cuda):
+    """fp32, whose results are beside those of the CPU; a limited thread gets the refusal."""
+    q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
+    sparse = random_lists(2, 4, (300, 300), 0.6, True)
+    with pytest.warns(UserWarning, match="no kernel does"):
+        gathered._say.cache_clear()
+        out = flash_attn_func(q, q, q, causal=True, sparse=sparse, dropout_p=0.2, softcap=9.0)
+    gradient = torch.autograd.grad(out, q, out, retain_graph=True)[0]
+    exact = q.detach().cpu().requires_grad_()
+    on_cpu = Sparse(sparse.tile_lists.cpu(), sparse.tile_bits.cpu(), 300, 300, "blocks")
+    options = {"causal": True, "softcap": 9.0}
+    found, expected = (
+        flash_attn_func(x, x, x, sparse=lists, **options)
+        for x, lists in ((q, sparse), (exact, on_cpu))
+    )
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+    gradients = (torch.autograd.grad(x, y, x)[0] for x, y in ((found, q), (expected, exact)))
+    torch.testing.assert_close(next(gradients).cpu(), next(gradients), atol=1e-4, rtol=1e-4)
+    assert torch.equal(torch.autograd.grad(out, q, out)[0], gradient)  # bitwise repeatable
+    with library.only("fwd_"), pytest.raises(RuntimeError, match="no kernel"):
+        flash_attn_func(q, q, q, sparse=sparse)

@@ -293,7 +293,7 @@ def test_the_table_has_every_public_function():
         and not (getattr(x, "__name__", "_").startswith("_") and x not in known)
         and any(is_number(p, None) for p in inspect.signature(x).parameters.values())
     }
-    made_by_the_library = {kernels.KernelConfig, kernels.KeyOrder, kernels.Plan}
+    made_by_the_library = {kernels.KernelConfig, kernels.KeyOrder, kernels.Plan, flash_cute.Sparse}
     not_on_the_cpu = {kernels.gpu}
     others = {kernels.only, kernels.plans.is_count, rotary.apply_rotary_emb_torch,
               rotary.rotate_half, kernels.ctas_an_sm}  # fmt: skip

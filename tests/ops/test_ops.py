@@ -28,13 +28,15 @@ SEQUENCES = (
 )
 SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
 RETURNS = ", bool return_softmax=False, bool return_row_max=False, bool allow_tf32=False"
+LISTS = ", Tensor? tile_lists=None, Tensor? tile_bits=None"
 ARGUMENTS = {
-    "fwd": f"Tensor q, Tensor k, Tensor v, {SCORE}bool deterministic=False{RETURNS}",
-    "bwd": f"{SAVED}Tensor? dlse=None, {SCORE}bool deterministic=False, bool allow_tf32=False",
+    "fwd": f"Tensor q, Tensor k, Tensor v, {SCORE}bool deterministic=False{RETURNS}{LISTS}",
+    "bwd": f"{SAVED}Tensor? dlse=None, {SCORE}bool deterministic=False, bool allow_tf32=False"
+    f"{LISTS}, Tensor? tile_ranks=None",
     "varlen_fwd": f"Tensor q, Tensor k, Tensor v, {SEQUENCES}Tensor? block_table=None, {SCORE}"
-    f"bool deterministic=False{RETURNS}",
+    f"bool deterministic=False{RETURNS}{LISTS}",
     "varlen_bwd": f"{SAVED}{SEQUENCES}Tensor? dlse=None, {SCORE}bool deterministic=False, "
-    "bool allow_tf32=False",
+    f"bool allow_tf32=False{LISTS}, Tensor? tile_ranks=None",
 }
 FWD_OUTPUTS = (
     "Tensor(a!) out, Tensor(b!)? softmax_lse=None, Tensor(c!)? row_max=None, "

@@ -10,8 +10,9 @@ import torch
 from sparse.masks import mask_of
 from sparse.oracle import masked_attention, oracle_of
 
-from flash_cute import Sparse
+from flash_cute import Sparse, flash_attn_func
 from flash_cute.cpu import sparse as cpu_sparse
+from flash_cute.functional import gathered
 from flash_cute.ops.typed import BwdCall, FwdCall
 from flash_cute.sparse.lists import transposed
 
@@ -154,3 +155,30 @@ def test_bits_are_repeatable():
     dout = torch.randn_like(q)
     first, second = (run(FwdCall(q, k, v, is_causal=True), sparse, dout, None) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[1][:3], second[1][:3], strict=True))
+
+
+@pytest.mark.parametrize("of_a_kernel", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lists_of_each_query_head_have_gradients(monkeypatch, causal, of_a_kernel):
+    """In calls of the CPU's op, and in those that a GPU has no kernel for."""
+    monkeypatch.setattr(gathered, "is_needed", lambda *_: not of_a_kernel)
+    shapes = ((2, 200, 4, 16), (2, 300, 2, 16), (2, 300, 2, 24))
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    sink = torch.randn(4, requires_grad=True)
+    indices = torch.randint(-2, 5, (2, 4, 200, 2))
+    sparse = Sparse.topk(indices, 64, layout="bhsk", seqlen_k=300)
+    out, lse = flash_attn_func(
+        q, k, v, causal=causal, sparse=sparse, learnable_sink=sink, return_lse=True
+    )
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), (q, k, v, sink), (dout, dlse), retain_graph=True)
+    call = FwdCall(q, k, v, is_causal=causal, sink=sink)
+    expected, grads = oracle_of(call, mask_of(sparse), dout, dlse)
+    torch.testing.assert_close(out.double(), expected.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
+    for x, right in zip(got, grads, strict=True):
+        torch.testing.assert_close(x.double(), right, atol=1e-4, rtol=1e-4)
+    buffer = torch.full_like(out, torch.nan)
+    with torch.no_grad():
+        flash_attn_func(q, k, v, causal=causal, sparse=sparse, learnable_sink=sink, out=buffer)
+    assert torch.equal(buffer, out)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_cute.reference_masks import listed
 from sparse.masks import mask_of
 from sparse.oracle import masked_attention
 
 from flash_cute import Sparse, reference
 from flash_cute.ops.typed import FwdCall
+from flash_cute.reference.masks import listed
 
 
 def some_sparse(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Sparse:

@@ -51,8 +51,8 @@ def seen_one_key_too_many(self, rows, keys):
 
 BROKEN = {
     "mask": (tiles.Tiles, "_hidden", seen_one_key_too_many),
-    "gradient_of_sink": (backward, "_dsink", lambda options, lse, d: options.sink),
-    "raises": (backward, "_softmax_d", lambda *_: 1 // 0),
+    "gradient_of_sink": (backward, "dsink_of", lambda options, lse, d: options.sink),
+    "raises": (backward, "softmax_d_of", lambda *_: 1 // 0),
 }
 
 

@@ -60,7 +60,7 @@ def lists(call: Any, batch: int, of_keys: bool) -> None:
     longest = getattr(call, f"max_seqlen_{side}", None)
     tiles = -(-(getattr(call, side).shape[1] if longest is None else longest) // 128)
     heads, heads_k = q.shape[-2], call.k.shape[-2]
-    each = (1, heads_k) if of_keys else (1, heads_k, heads)
+    each = (1, heads_k, heads)
     expected = f"({batch} or 1, {' or '.join(map(str, each))}, {tiles}, 1 + entries, 2)"
     _indices("tile_lists", x, q)
     fits = x.dim() == 5 and x.shape[0] in (1, batch) and x.shape[1] in each

@@ -1,0 +1,87 @@
+"""Sparse calls on a GPU that none of its kernels can do: by torch's own products over gathered
+tiles, as on the CPU. What lists do not name is not computed here either."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_cute import kernels, ops
+from flash_cute.cpu import sparse
+from flash_cute.native import limits
+from flash_cute.ops.autograd import once_differentiable
+from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
+
+Results = tuple[Tensor, Tensor, Tensor | None, None]
+
+
+class GatheredAttention(torch.autograd.Function):
+    """Of q, k, v and the sink, which the call has too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Any
+    ) -> Results:
+        ctx.op = ops.OP_OF[type(call)]
+        compute: Any = sparse.fwd if isinstance(call, FwdCall) else sparse.varlen_fwd
+        with torch.autocast(q.device.type, enabled=False):
+            out, softmax_lse, row_max, _ = compute(call, call.tile_lists, call.tile_bits)
+        if row_max is not None:
+            ctx.mark_non_differentiable(row_max)
+        ops.save_for_backward(ctx, ctx.op, (q, k, v, sink, out, softmax_lse), call)
+        ctx.set_materialize_grads(False)
+        return out, softmax_lse, row_max, None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        given = ops.backward_arguments(ctx, ctx.op, saved, dout, dlse)
+        is_dense = ctx.op is ops.fwd
+        call: Any = BwdCall(*given) if is_dense else VarlenBwdCall(*given)
+        compute: Any = sparse.bwd if is_dense else sparse.varlen_bwd
+        with torch.autocast(call.q.device.type, enabled=False):
+            dq, dk, dv, dsink, _ = compute(call, call.tile_lists, call.tile_bits)
+        sink = saved[3]
+        return dq, dk, dv, None if sink is None else dsink.to(sink.dtype), None
+
+
+def attend(call: FwdCall | VarlenFwdCall) -> Results:
+    """The results of the call's op, with their gradients."""
+    results: Results = GatheredAttention.apply(call.q, call.k, call.v, call.sink, call)
+    return results
+
+
+def is_needed(call: FwdCall | VarlenFwdCall, grad: bool) -> bool:
+    """Whether no kernel of the GPU at hand does the sparse call, or its backward; a warning says
+    so once. A thread that :func:`flash_cute.kernels.only` limits gets the refusal instead."""
+    if not call.q.is_cuda or limits.current():
+        return False
+    group_shares = call.tile_lists is None or call.tile_lists.shape[1] in (1, call.k.shape[-2])
+    if grad and not group_shares:
+        return _say("lists of each query head have no backward kernel")
+    for op in ("fwd", "bwd") if grad else ("fwd",):
+        why = _why_not(kernels.Problem.of_call(call, op), call.q.device.index)
+        if why:
+            return _say(why)
+    return False
+
+
+@lru_cache(maxsize=256)
+def _why_not(problem: kernels.Problem, gpu: int) -> str:
+    found = kernels.supports(problem, gpu)
+    return "" if found else f"no kernel does {problem}: {found.reasons[0]}"
+
+
+@lru_cache(maxsize=64)
+def _say(why: str) -> bool:
+    warnings.warn(
+        f"flash_cute: a sparse call is computed by torch's products over gathered tiles, which is "
+        f"slower than a kernel: {why}. This is said once",
+        stacklevel=5,
+    )
+    return True
