@@ -6,6 +6,8 @@ byte, and writes results.json and perplexity.png to --out. The exit status is 1 
 or LEARNED adds more than --tolerance to it at half of the pairs.
 
     PYTHONPATH=. python examples/sparse_gpt.py
+
+On two busy cores it took 8 minutes with OMP_WAIT_POLICY=PASSIVE, and many times as long without it.
 """
 
 from __future__ import annotations
