@@ -1,6 +1,8 @@
 """A document of many tokens through one layer that keeps neighbours and a few tokens that all see.
 
-PYTHONPATH=. python examples/sparse_document.py
+    PYTHONPATH=. python examples/sparse_document.py
+
+On two busy cores it took 28 s with OMP_WAIT_POLICY=PASSIVE, and 48 s without it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ or LEARNED adds more than --tolerance to it at half of the pairs.
 
     PYTHONPATH=. python examples/sparse_gpt.py
 
-On two busy cores it took 8 minutes with OMP_WAIT_POLICY=PASSIVE, and many times as long without it.
+On two busy cores it took 8 minutes with OMP_WAIT_POLICY=PASSIVE: 38 steps of training in the first
+minute, and 3 without it.
 """
 
 from __future__ import annotations

