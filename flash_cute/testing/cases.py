@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import reference
+from flash_cute import ops, reference
 from flash_cute.call import validate
+from flash_cute.cpu import sparse as cpu_sparse
+from flash_cute.functional import gathered
+from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
+from flash_cute.sparse.lists import QUADRANTS, tile_lists, tiles_of
 
 LAYOUTS = (
     "contiguous",
@@ -34,7 +38,9 @@ LAYOUTS = (
 class Problem:
     """What dense and varlen cases share. `alibi` is "", "heads" or "batch": the slopes' shape.
 
-    `spread` scales q, hence the standard deviation of the logits (about 1 by default).
+    `spread` scales q, hence the standard deviation of the logits (about 1 by default). `sparse` is
+    "", or what visible tiles are: "whole", "halves" (quadrants of them), or "pairs" (some with a
+    mask of pairs); `list_heads` is "one", "keys" or "queries": whose heads have lists of their own.
     """
 
     heads: int = 2
@@ -52,6 +58,8 @@ class Problem:
     softmax_scale: float | None = None
     layout: str = "contiguous"
     spread: float = 1.0
+    sparse: str = ""
+    list_heads: str = "one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +95,8 @@ class Inputs:
     """The tensors of one case, and the ways to compute with them.
 
     `options` are the arguments that fwd, bwd and the reference share, `lengths` those that only
-    varlen problems have (empty for a dense one). `dlse` is a random gradient of softmax_lse.
+    varlen problems have (empty for a dense one), `lists` those that only sparse ones have. `dlse`
+    is a random gradient of softmax_lse.
     """
 
     q: Tensor
@@ -97,24 +106,52 @@ class Inputs:
     dlse: Tensor
     options: dict[str, Any]
     lengths: dict[str, Any] = field(default_factory=dict)
+    lists: dict[str, Any] = field(default_factory=dict)
 
     def forward(self, **extra: Any) -> tuple[Any, ...]:
         """(out, softmax_lse, row_max, softmax) of the op under test, called with `extra` too."""
-        ops = torch.ops.flash_cute
-        op = ops.varlen_fwd if self.lengths else ops.fwd
-        return op(self.q, self.k, self.v, **self.lengths, **self.options, **extra)
+        call = self._call(**extra)
+        if self._has_no_kernel(call):
+            return gathered.attend(call)
+        results: tuple[Any, ...] = ops.OP_OF[type(call)](*call)
+        return results
+
+    def _call(self, **extra: Any) -> FwdCall | VarlenFwdCall:
+        arguments = self.options | self.lists | extra
+        if self.lengths:
+            return VarlenFwdCall(self.q, self.k, self.v, **self.lengths, **arguments)
+        return FwdCall(self.q, self.k, self.v, **arguments)
+
+    def _has_no_kernel(self, call: FwdCall | VarlenFwdCall) -> bool:
+        """Sparse calls that public functions compute without one are tried, too."""
+        return bool(self.lists) and gathered.is_needed(call, grad=True)
 
     def backward(
         self, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None = None, **extra: Any
     ) -> dict[str, Tensor]:
         """The gradients of the op under test, by name: q, k, v, and sink where there is one."""
-        ops = torch.ops.flash_cute
-        op = ops.varlen_bwd if self.lengths else ops.bwd
         lengths = {name: value for name, value in self.lengths.items() if name != "block_table"}
         saved = (self.dout, self.q, self.k, self.v, out, softmax_lse)
-        dq, dk, dv, dsink, _ = op(*saved, **lengths, dlse=dlse, **self.options, **extra)
+        arguments = lengths | self.options | self.lists_of_keys() | {"dlse": dlse} | extra
+        op = torch.ops.flash_cute.varlen_bwd if self.lengths else torch.ops.flash_cute.bwd
+        if self._has_no_kernel(self._call(deterministic=extra.get("deterministic", False))):
+            call: Any = (VarlenBwdCall if self.lengths else BwdCall)(*saved, **arguments)
+            compute: Any = cpu_sparse.varlen_bwd if self.lengths else cpu_sparse.bwd
+            dq, dk, dv, dsink, _ = compute(call, call.tile_lists, call.tile_bits)
+        else:
+            dq, dk, dv, dsink, _ = op(*saved, **arguments)
         grads = {"q": dq, "k": dk, "v": dv}
         return grads if self.options["sink"] is None else {**grads, "sink": dsink}
+
+    def lists_of_keys(self) -> dict[str, Any]:
+        """What backward's op takes in the place of `lists`."""
+        if not self.lists:
+            return {}
+        seqlen_k = self.lengths["max_seqlen_k"] if self.lengths else self.k.shape[1]
+        lists, ranks = torch.ops.flash_cute.transposed_tile_lists(
+            self.lists["tile_lists"], tiles_of(seqlen_k)
+        )
+        return self.lists | {"tile_lists": lists, "tile_ranks": ranks}
 
     def attend(self, **extra: Any) -> Any:
         """What the public function answers; dropout's seed is its own, not `rng`."""
@@ -133,7 +170,7 @@ class Inputs:
         if self.lengths:
             call = reference.attention_varlen
         tensors = {"q": self.q, "k": self.k, "v": self.v}
-        return call(**(tensors | self.lengths | self.options | changes), dtype=dtype)
+        return call(**(tensors | self.lengths | self.options | self.lists | changes), dtype=dtype)
 
 
 def make_inputs(case: Case | VarlenCase, device: torch.device | str, seed: int = 0) -> Inputs:
@@ -162,6 +199,7 @@ def make_inputs(case: Case | VarlenCase, device: torch.device | str, seed: int =
         dlse=dlse.contiguous(),
         options=_options(case, generator, seed, device),
         lengths=lengths,
+        lists=_lists(case, generator, device),
     )
 
 
@@ -230,7 +268,7 @@ def _row_shapes(case: Case | VarlenCase) -> tuple[tuple[int, ...], tuple[int, ..
 def _options(
     case: Case | VarlenCase, generator: torch.Generator, seed: int, device: torch.device | str
 ) -> dict[str, Any]:
-    batch = case.batch if isinstance(case, Case) else len(case.lengths_q)
+    _, batch = _sizes(case)
     slopes_shape = {"": None, "heads": (case.heads,), "batch": (batch, case.heads)}[case.alibi]
     slopes = None if slopes_shape is None else 0.5 * torch.rand(slopes_shape, generator=generator)
     sink = torch.randn(case.heads, generator=generator) if case.sink else None
@@ -249,6 +287,44 @@ def _options(
     }
 
 
+def _lists(
+    case: Case | VarlenCase, generator: torch.Generator, device: torch.device | str
+) -> dict[str, Any]:
+    """Random lists: rows of any density, 0 and 1 among them."""
+    if not case.sparse:
+        return {}
+    seqlens, batch = _sizes(case)
+    heads = {"one": 1, "keys": case.heads_k or case.heads, "queries": case.heads}[case.list_heads]
+    shape = (batch, heads, *map(tiles_of, seqlens))
+
+    def uniform(*sizes: int) -> Tensor:
+        return torch.rand(sizes, generator=generator)
+
+    quadrants = torch.randint(1, 16, shape, generator=generator)
+    whole = uniform(*shape) < (1.0 if case.sparse == "whole" else 0.5)
+    codes = quadrants.masked_fill(whole, QUADRANTS - 1)
+    density = uniform(*shape[:3], 1) * 1.5 - 0.25
+    codes = codes.masked_fill(uniform(*shape) >= density, 0)
+    masked = (codes > 0) & (uniform(*shape) < (0.4 if case.sparse == "pairs" else 0.0))
+    number = masked.flatten().cumsum(0).view(shape)
+    codes = torch.where(masked, codes + QUADRANTS * number, codes).int()
+    words = (int(masked.sum()), 128, 4)
+    bits = torch.randint(-(2**31), 2**31, words, generator=generator, dtype=torch.int32)
+    return {
+        "tile_lists": tile_lists(codes.to(device)),
+        "tile_bits": bits.to(device) if case.sparse == "pairs" else None,
+    }
+
+
+def _sizes(case: Case | VarlenCase) -> tuple[tuple[int, int], int]:
+    """The announced lengths of queries and keys, and the number of sequences."""
+    if isinstance(case, Case):
+        return (case.seqlen_q, case.seqlen_k), case.batch
+    longest = (max(x, default=0) for x in (case.lengths_q, case.lengths_k))
+    seqlens = [n if case.max_seqlen is None else case.max_seqlen for n in longest]
+    return (seqlens[0], seqlens[1]), len(case.lengths_q)
+
+
 def _lengths(
     case: VarlenCase, generator: torch.Generator, device: torch.device | str
 ) -> dict[str, Any]:
@@ -258,12 +334,13 @@ def _lengths(
     def offsets(lengths: Sequence[int]) -> Tensor | None:
         return integers(tuple(itertools.accumulate(lengths, initial=case.rows_before)))
 
-    longest_q, longest_k = (max(x, default=0) for x in (case.lengths_q, case.lengths_k))
+    longest_k = max(case.lengths_k, default=0)
+    announced, _ = _sizes(case)
     lengths = {
         "cu_seqlens_q": offsets(case.lengths_q),
         "cu_seqlens_k": offsets(case.lengths_k),
-        "max_seqlen_q": longest_q if case.max_seqlen is None else case.max_seqlen,
-        "max_seqlen_k": longest_k if case.max_seqlen is None else case.max_seqlen,
+        "max_seqlen_q": announced[0],
+        "max_seqlen_k": announced[1],
         "seqused_q": integers(case.used_q),
         "seqused_k": integers(case.used_k),
     }

@@ -86,6 +86,9 @@ def draw(pick: random.Random) -> Trial:
     problem = sizes | _mask(pick, longest) | _features(pick, dtype)
     problem |= {"dim": dim, "dim_v": dim_v, "heads_k": heads_k, "heads": heads_k * group}
     problem["layout"] = _layout(pick, problem, all(q == k for q, k in pairs))
+    if "page_size" not in problem and pick.random() < 0.2:
+        problem["sparse"] = pick.choice(("whole", "halves", "pairs"))
+        problem["list_heads"] = pick.choice(("one", "keys", "queries"))
     return Trial(
         case=_KINDS["varlen" if packed else "dense"](**problem, dtype=dtype),
         seed=pick.randrange(2**31),

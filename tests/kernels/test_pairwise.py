@@ -47,6 +47,8 @@ FACTORS: dict[str, list[Any]] = {
     "softcap": [0.0, 4.0],
     "deterministic": [False, True],
     "with_dlse": [False, True],
+    "sparse": ["", "whole", "halves", "pairs"],
+    "list_heads": ["one", "keys", "queries"],
 }
 
 
@@ -74,7 +76,9 @@ def case_of(row: dict[str, Any]) -> Case | VarlenCase:
         "sink": row["sink"] is not None,
         "sink_dtype": row["dtype"] if row["sink"] == "as q" else torch.float32,
     }  # fmt: skip
-    same = ("layout", "dtype", "alibi", "dropout_p", "softmax_scale", "softcap")
+    same = (
+        "layout", "dtype", "alibi", "dropout_p", "softmax_scale", "softcap", "sparse", "list_heads",
+    )  # fmt: skip
     problem |= {name: row[name] for name in same}
     seqlen_q, seqlen_k = LENGTHS[row["lengths"]]
     if row["batch"] == "dense":
