@@ -21,8 +21,12 @@ BATCH, HEADS, DIM = 2, 4, 64
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seqlen", type=int, default=256)
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where usable",
+    )
+    parser.add_argument("--seqlen", type=int, default=256, help="default: %(default)s")
     options = parser.parse_args(argv)
     memory = estimate_memory_usage(BATCH, HEADS, options.seqlen, DIM)
     print(f"a forward call takes {memory['total_memory_mb']:.2f} MB, its tensors included")

@@ -104,12 +104,20 @@ def plot(points: list[Point], whole: float, path: Path) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path, help="train on this file")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("build/compress"))
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/compress"), help="default: %(default)s"
+    )
     parser.add_argument("--one-bit", action="store_true", help="train some layers with one bit")
-    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
+    parser.add_argument(
+        "--targets", type=float, nargs="+", default=TARGETS, help="default: %(default)s"
+    )
     for name in ("steps", "layers", "width", "heads", "context", "batch"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(CPU, name))
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(CPU, name), help="default: %(default)s"
+        )
     return parser.parse_args(argv)
 
 

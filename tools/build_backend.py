@@ -2,8 +2,10 @@
 
 pip builds in an environment of its own, without what is installed. The library needs torch's
 headers alone, of any torch >= 2.10. They come from the torch of the environment that pip installs
-into, where there is one (``cmake/torch.cmake`` looks there first); else torch is downloaded for the
-build, as the package requires it anyway. Where there is an nvcc, so are CUTLASS's headers.
+into, where there is one (``cmake/torch.cmake`` looks there first). Else pip downloads torch's
+wheel, which it keeps and installs later, and the headers are taken out of it. Where that fails,
+torch is a requirement of the build, which installs it a second time, with all of CUDA. CUTLASS's
+headers are downloaded where kernels may be built.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
+from pathlib import Path
 from typing import Any
 
 from scikit_build_core import build as core
@@ -34,7 +39,9 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-TORCH = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)"
+HEADERS = Path(__file__).resolve().parents[1] / "build" / "torch"  # cmake/torch.cmake: the same
+TORCH = """from importlib.metadata import version
+assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 10)"""
 CUTLASS = "import importlib.util as u; assert u.find_spec('cutlass_library')"
 
 
@@ -54,12 +61,31 @@ def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) 
 
 
 def _missing() -> list[str]:
-    asked = os.environ.get("FLASH_CUTE_BUILD")
-    may_build_kernels = asked == "cuda" or (asked != "cpu" and shutil.which("nvcc") is not None)
-    needed = [] if _works(TORCH) else ["torch>=2.10"]
-    if may_build_kernels and not os.environ.get("FLASH_CUTE_CUTLASS_DIR") and not _works(CUTLASS):
+    needed = [] if _works(TORCH) or _has_headers() else ["torch>=2.10"]
+    if _builds_kernels() and not os.environ.get("FLASH_CUTE_CUTLASS_DIR") and not _works(CUTLASS):
         needed.append("nvidia-cutlass==4.2.0.0")
     return needed
+
+
+def _builds_kernels() -> bool:
+    """Whether cmake/targets.cmake may find that this machine builds them."""
+    asked = os.environ.get("FLASH_CUTE_BUILD")
+    if asked or shutil.which("nvcc") is None:
+        return asked == "cuda"
+    return bool(os.environ.get("FLASH_CUTE_CUDA_ARCHS")) or shutil.which("nvidia-smi") is not None
+
+
+def _has_headers() -> bool:
+    """Whether torch's headers, and the small library to link, could be taken out of its wheel."""
+    shutil.rmtree(HEADERS, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-I", "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
+        if subprocess.run([*pip, "--only-binary=torch", "torch>=2.10"]).returncode != 0:
+            return False
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            kept = ("torch/include/", "torch/lib/libtorch.so")
+            wheel.extractall(HEADERS.parent, [x for x in wheel.namelist() if x.startswith(kept)])
+    return (HEADERS / "lib" / "libtorch.so").is_file()
 
 
 def _works(program: str) -> bool:

@@ -29,9 +29,12 @@ ABSENT = {
 _ELSEWHERE = {
     "is_causal": "causal=",
     "scale": "softmax_scale=",
-    "attn_mask": "causal=, window_size=, or a varlen function with the lengths",
+    "attn_mask": "causal=, window_size=, a varlen function with the lengths, or flash_attn_func's "
+    "sparse=",
     "key_padding_mask": "a varlen function with the lengths",
     "attn_bias": "alibi_slopes=; other biases are not supported",
+    "block_mask": "flash_attn_func's sparse=, with flash_cute.Sparse.blocks",
+    "mask_mod": "flash_attn_func's sparse=, with flash_cute.Sparse.from_mask_function",
     "enable_gqa": "k and v with fewer heads, which needs no argument",
     "return_softmax": "return_attn_probs=",
 }

@@ -1,4 +1,4 @@
-"""Which of its two ways the CPU takes for a call, and why."""
+"""Which of its ways the CPU takes for a call, and why."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def reasons(problem: Problem) -> list[str]:
     dim_v = problem.head_dim_v or problem.head_dim
     left, right = window(problem)
     found = [name for name in ("softcap", "alibi", "dropout") if getattr(problem, name)]
+    if problem.lists:
+        found.append("lists of tiles (sparse)")
     if dim_v != problem.head_dim:
         found.append(f"head dim {dim_v} of v beside {problem.head_dim} of q and k")
     if problem.head_dim > MAX_HEAD_DIM:
@@ -42,6 +44,9 @@ def reasons(problem: Problem) -> list[str]:
 def path(problem: Problem) -> str:
     """What runs the call."""
     from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
+    from flash_cute.sparse.lists import TILE
 
+    if problem.lists:
+        return f"the tiles of {TILE} queries x {TILE} keys that lists name, in products of torch"
     tiles = f"tiles of {QUERY_BLOCK} queries x {KEY_BLOCK} keys, in products of torch"
     return tiles if reasons(problem) else PLAIN

@@ -79,6 +79,9 @@ def show_explanation(
     alibi: Annotated[bool, typer.Option("--alibi", help="a flag: with ALiBi slopes")] = False,
     dropout: Annotated[bool, typer.Option("--dropout", help="a flag: with dropout")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="packed sequences")] = False,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="fwd, bwd: tiles of a flash_cute.Sparse alone")
+    ] = False,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="bwd: the same bits in every run")
     ] = False,
@@ -92,7 +95,7 @@ def show_explanation(
     ] = None,
     every: Annotated[
         bool,
-        typer.Option("--all", help="the ids of all kernels, also of other dtypes and sparse calls"),
+        typer.Option("--all", help="the ids of all kernels, also of other dtypes and calls"),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +104,7 @@ def show_explanation(
         op=op.value, dtype=options.dtype(dtype), batch=batch, heads=heads, heads_k=heads_k,
         seqlen_q=seqlen, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal,
         window_size=_pair("--window", window), softcap=softcap, alibi=alibi, dropout=dropout,
-        varlen=varlen, deterministic=deterministic, page_size=page_size,
+        varlen=varlen, lists=sparse, deterministic=deterministic, page_size=page_size,
     )  # fmt: skip
     pair = _pair("--tile", tile) if tile else None
     if gpu == "cpu":
@@ -137,8 +140,8 @@ def _explain_gpu(
     where = options.gpu(gpu)
     rows = kernels.explain(problem, where)
     walks_lists = {kernel.id: kernel.tiles == "list" for kernel in kernels.kernels()}
-    dense = [row for row in rows if every or walks_lists[row.id] == problem.lists]
-    shown = [row for row in dense if every or "computes in" not in row.reason]
+    alike = [row for row in rows if every or walks_lists[row.id] == problem.lists]
+    shown = [row for row in alike if every or "computes in" not in row.reason]
     chosen = any(row.verdict == "chosen" for row in rows)
     plan = kernels.plan(problem, where) if chosen else None
     if as_json:
@@ -162,8 +165,8 @@ def _explain_gpu(
             tables.say(f"nearest to Bc={tile[0]}, Br={tile[1]}: {near}")
     tables.say_verdicts(shown, every)
     for left_out, kind in (
-        (len(dense) - len(shown), "other dtypes"),
-        (len(rows) - len(dense), "sparse calls"),
+        (len(alike) - len(shown), "other dtypes"),
+        (len(rows) - len(alike), "dense calls" if problem.lists else "sparse calls"),
     ):
         if left_out:
             tables.say(f"{left_out} kernels of {kind}: --all")

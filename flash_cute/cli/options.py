@@ -121,9 +121,11 @@ def problem(**sizes: object) -> Problem:
     from flash_cute.kernels import Problem
 
     try:
-        return Problem(**sizes)  # type: ignore[arg-type]
+        found = Problem(**sizes)  # type: ignore[arg-type]
+        found.request()  # which refuses options of other ops
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error).replace("lists is", "sparse is")) from None
+    return found
 
 
 @contextmanager

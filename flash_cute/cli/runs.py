@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -76,6 +77,12 @@ def run_bench(
         raise typer.Exit(benchmark.measured(asked))
 
 
+def _waits_without_spinning() -> None:
+    """Before torch is imported: on a busy CPU OpenMP's threads that spin as they wait for each
+    other make short operations take many times as long."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def run_demo(
     device: Device = "",
     seqlen: Annotated[
@@ -83,6 +90,7 @@ def run_demo(
     ] = 512,
 ) -> None:
     """A first look, in seconds: beside the formula, and torch's SDPA."""
+    _waits_without_spinning()
     with options.failing_in_a_line():
         arguments = ["--device", options.device(device), "--seqlen", str(seqlen)]
         raise typer.Exit(beside.module("demos.attention").main(arguments))
@@ -103,6 +111,7 @@ def run_fuzz(
     ] = None,
 ) -> None:
     """Random cases of all features against the fp64 reference. Exits with 1 if one fails."""
+    _waits_without_spinning()
     from flash_cute.testing import fuzz
     from flash_cute.testing.trials import Trial
 

@@ -15,6 +15,7 @@ from flash_cute import kernels
 from flash_cute.call import validate
 from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
 from flash_cute.ops.typed import FwdCall, FwdKvcacheCall, VarlenFwdCall
+from flash_cute.sparse.lists import TILE
 
 _asked = os.environ.get("FLASH_CUTE_LOG", "")
 if _asked not in ("", "plan"):
@@ -54,7 +55,10 @@ def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
     """Logs a call, and its gradient if one may be asked for."""
     qkv = (call.q, call.k, call.v)
     for op in ("fwd", "bwd")[: 1 + backward]:
-        say(qkv, op, lambda op: kernels.Problem.of_call(call, op))
+        if call.tile_lists is not None and not call.q.is_cuda:
+            say_of_cpu(qkv, op, f"the tiles of {TILE} queries x {TILE} keys that its lists name")
+        else:
+            say(qkv, op, lambda op: kernels.Problem.of_call(call, op))
 
 
 def cache(call: FwdKvcacheCall) -> None:
@@ -70,13 +74,10 @@ def say(
 ) -> None:
     """One line: the problem, and ``kernel`` or the plan of it."""
     q = qkv[0]
-    if torch.compiler.is_compiling() or internals.is_fake(q):
-        return
     if not q.is_cuda:
-        sizes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in zip("qkv", qkv, strict=True))
-        dtype = str(q.dtype).removeprefix("torch.")
         tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile"
-        _write(f"{op} {dtype} {sizes}: ATen, its flash kernel if the call is plain, else {tile}")
+        return say_of_cpu(qkv, op, f"its flash kernel if the call is plain, else {tile}")
+    if torch.compiler.is_compiling() or internals.is_fake(q):
         return
     try:
         what = problem(op)
@@ -86,6 +87,15 @@ def say(
         _write(f"{what}: {kernel or kernels.plan(what, q.get_device())}")
     except RuntimeError as error:
         _write(f"{what}: {str(error).splitlines()[0]}")
+
+
+def say_of_cpu(qkv: tuple[Tensor, Tensor, Tensor], op: str, way: str) -> None:
+    """One line: the shapes, and what of ATen runs."""
+    q = qkv[0]
+    if torch.compiler.is_compiling() or internals.is_fake(q):
+        return
+    sizes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in zip("qkv", qkv, strict=True))
+    _write(f"{op} {str(q.dtype).removeprefix('torch.')} {sizes}: ATen, {way}")
 
 
 def _write(line: str) -> None:

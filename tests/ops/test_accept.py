@@ -100,6 +100,8 @@ def test_hints_and_features_that_are_not_asked_for(device, function):
         ("attn_mask", None, TypeError, "use causal="),
         ("key_padding_mask", None, TypeError, "varlen"),
         ("attn_bias", 0, TypeError, "alibi_slopes="),
+        ("block_mask", 0, TypeError, "Sparse.blocks"),
+        ("mask_mod", 0, TypeError, "Sparse.from_mask_function"),
         ("softmax_scal", 1.0, TypeError, "did you mean softmax_scale="),
         ("unheard_of", 1, TypeError, "unexpected keyword argument 'unheard_of'$"),
         ("num_splits", "many", TypeError, "num_splits is str"),

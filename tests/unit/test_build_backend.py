@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
+import zipfile
 from types import ModuleType
 
 import pytest
@@ -28,19 +30,53 @@ def backend(monkeypatch):
 
 @pytest.mark.parametrize("has_torch", [True, False])
 @pytest.mark.parametrize(
-    ("asked", "nvcc", "wanted"),
-    [("cpu", True, False), ("cuda", False, True), (None, False, False), (None, True, True)],
+    ("asked", "archs", "tools", "wanted"),
+    [
+        ("cpu", "90a", ["nvcc", "nvidia-smi"], False),
+        ("cuda", "", [], True),
+        ("", "", [], False),
+        ("", "90a", [], False),
+        ("", "", ["nvcc"], False),
+        ("", "90a", ["nvcc"], True),
+        ("", "", ["nvcc", "nvidia-smi"], True),
+    ],
 )
-def test_a_build_asks_for_what_is_missing(backend, monkeypatch, asked, nvcc, wanted, has_torch):
-    monkeypatch.delenv("FLASH_CUTE_BUILD", raising=False)
+def test_a_build_asks_for_what_is_missing(
+    backend, monkeypatch, asked, archs, tools, wanted, has_torch
+):
+    monkeypatch.setenv("FLASH_CUTE_BUILD", asked)
+    monkeypatch.setenv("FLASH_CUTE_CUDA_ARCHS", archs)
     monkeypatch.delenv("FLASH_CUTE_CUTLASS_DIR", raising=False)
-    if asked:
-        monkeypatch.setenv("FLASH_CUTE_BUILD", asked)
-    monkeypatch.setattr(backend.shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
+    monkeypatch.setattr(backend.shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(backend, "_has_headers", lambda: False)
     monkeypatch.setattr(backend, "_works", lambda program: has_torch and program == backend.TORCH)
     needed = ["ninja", *["torch>=2.10"] * (not has_torch), *["nvidia-cutlass==4.2.0.0"] * wanted]
     assert backend.get_requires_for_build_wheel() == needed
     assert backend.get_requires_for_build_editable() == needed
+
+
+def test_headers_come_out_of_the_wheel_that_pip_keeps(backend, monkeypatch, tmp_path):
+    """Then torch is no requirement of the build; where pip has no wheel it is."""
+    monkeypatch.setenv("FLASH_CUTE_BUILD", "cpu")
+    monkeypatch.setattr(backend, "HEADERS", tmp_path / "torch")
+    monkeypatch.setattr(backend, "_works", lambda program: False)
+    names = ("include/a.h", "lib/libtorch.so", "lib/libtorch_cpu.so", "nn/__init__.py")
+    ended = [0]
+
+    def run(command, **_):
+        folder = command[command.index("-d") + 1]
+        with zipfile.ZipFile(f"{folder}/torch-2.13.0-cp311-cp311-linux_x86_64.whl", "w") as wheel:
+            for name in names:
+                wheel.writestr(f"torch/{name}", "")
+        return subprocess.CompletedProcess(command, ended[0])
+
+    monkeypatch.setattr(backend.subprocess, "run", run)
+    assert backend.get_requires_for_build_wheel() == ["ninja"]
+    kept = {str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*") if x.is_file()}
+    assert kept == {"torch/include/a.h", "torch/lib/libtorch.so"}
+    ended[0] = 1
+    assert backend.get_requires_for_build_wheel() == ["ninja", "torch>=2.10"]
+    assert not (tmp_path / "torch").exists()
 
 
 def test_metadata_is_prepared_without_a_build(backend):

@@ -138,6 +138,20 @@ def test_explain_on_a_cpu(narrow):
     found = json.loads(run("explain", "--gpu", "cpu", "--json"))
     assert found["path"] == cpu.PLAIN and found["reasons"] == []
     narrow("explain", "--gpu", "cpu", "--op", "decode", "--dtype", "e4m3")
+    assert "path: the tiles of 128 queries x 128 keys" in narrow(
+        "explain", "--gpu", "cpu", "--sparse"
+    )
+
+
+def test_explain_of_a_sparse_call(narrow):
+    assert "_list" in narrow("explain", "--sparse", "--causal", "--gpu", "h100").split("also")[0]
+
+
+@pytest.mark.parametrize("words", [("--sparse", "--op", "decode"), ("--deterministic",)])
+@pytest.mark.parametrize("gpu", ["cpu", "h100"])
+def test_options_of_another_op_are_told_in_a_line(words, gpu):
+    found = CliRunner().invoke(app, ["explain", "--gpu", gpu, *words])
+    assert found.exit_code == 2 and "it goes with" in found.output
 
 
 def test_info_is_what_a_bug_report_needs(narrow):

@@ -37,6 +37,9 @@ def test_calls_on_the_cpu(lines):
     assert line.startswith("fwd float32 q (1, 8, 2, 16)") and line.endswith("keys a tile")
     flash_cute.flash_attn_func(q, q, q.clone().requires_grad_())
     assert [line.split()[0] for line in lines()] == ["fwd", "bwd"]
+    sparse = flash_cute.Sparse.from_block_map(torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    flash_cute.flash_attn_func(q, q, q, sparse=sparse)
+    assert lines()[0].endswith("that its lists name")
     flash_cute.flash_attn_with_kvcache(q, q.clone(), q.clone())
     assert lines()[0].startswith("decode float32")
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
