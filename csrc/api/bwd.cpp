@@ -33,7 +33,8 @@ BwdProblem make_problem(const BwdArguments& a) {
   p.dout = tensor_view(a.dout, "dout");
   if (a.dlse) p.dlse = row_stats(*a.dlse, "dlse", q);
   p.deterministic = a.deterministic;
-  if (!p.fwd.dense()) clamp_lengths(p.fwd);
+  // Lists are trimmed to the announced lengths, which therefore stay.
+  if (!p.fwd.dense() && !p.fwd.lists.on()) clamp_lengths(p.fwd);
   return p;
 }
 

@@ -28,8 +28,9 @@ class DynamicSparseAttention(MultiHeadAttention):
 
     Blocks are of 128 x 128 tokens from 4096 tokens on, of 64 x 64 from 1024 on, and below of half
     of that as often as it takes to have 16 in a row; each row keeps at least one. From 16 tokens on
-    the realised sparsity is within 0.06 of ratios up to 0.9; :attr:`last_sparsity` has it. Where a call would leave out less than 6 % of
-    the pairs it runs dense, as it does at ratio 0, and is exact: :meth:`explain` says so.
+    the realised sparsity is within 0.06 of ratios up to 0.9; :attr:`last_sparsity` has it. If a
+    call would leave out less than 6 % of the pairs it runs dense, as it does at ratio 0, and is
+    exact: :meth:`explain` says so.
 
     A small error at a high ratio takes attention that few keys get, as in long documents.
     Attention that is spread evenly has none: 90 % of its terms left out are an error of that size.

@@ -59,7 +59,7 @@ def attend(call: FwdCall | VarlenFwdCall) -> Results:
 def is_needed(call: FwdCall | VarlenFwdCall, grad: bool) -> bool:
     """Whether no kernel of the GPU at hand does the sparse call, or its backward; a warning says
     so once. A thread that :func:`flash_cute.kernels.only` limits gets the refusal instead."""
-    if not call.q.is_cuda or limits.current():
+    if not call.q.is_cuda or call.q.numel() == 0 or limits.current():
         return False
     group_shares = call.tile_lists is None or call.tile_lists.shape[1] in (1, call.k.shape[-2])
     if grad and not group_shares:
@@ -74,14 +74,18 @@ def is_needed(call: FwdCall | VarlenFwdCall, grad: bool) -> bool:
 @lru_cache(maxsize=256)
 def _why_not(problem: kernels.Problem, gpu: int) -> str:
     found = kernels.supports(problem, gpu)
-    return "" if found else f"no kernel does {problem}: {found.reasons[0]}"
+    if found:
+        return ""
+    reasons = (line.partition(": ") for line in found.reasons)
+    of_lists = [reason for kernel, _, reason in reasons if kernel.endswith("_list")]
+    return min(of_lists, key=len, default="the library has no kernel over lists of tiles")
 
 
 @lru_cache(maxsize=64)
 def _say(why: str) -> bool:
     warnings.warn(
-        f"flash_cute: a sparse call is computed by torch's products over gathered tiles, which is "
-        f"slower than a kernel: {why}. This is said once",
+        "flash_cute: no kernel does a sparse call, which torch's products over gathered tiles "
+        f"compute instead, more slowly: {why}. This is said once",
         stacklevel=5,
     )
     return True

@@ -124,9 +124,8 @@ def flash_attn_with_kvcache(
         sparse: which keys each query sees (:class:`flash_cute.Sparse`), made for as many keys as a
             sequence has room for; lengths, causal masks and windows hide more. Each query reads
             runs of as many keys as are visible together: 128 or 64 of ``Sparse.blocks``, the
-            granularity of ``Sparse.topk``, single keys of other formats, which is slow. With
-            several heads in the lists both caches must have one layout. Not with ``alibi_slopes``
-            or ``rotary_cos``.
+            granularity of ``Sparse.topk``, single keys of other formats, which is slow. Both caches
+            must have one layout. Not with ``alibi_slopes`` or ``rotary_cos``.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.

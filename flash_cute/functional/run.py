@@ -116,8 +116,8 @@ def run(
     which is raised if validation has no better words. It leaves its list: frames that hold it keep
     tensors alive.
     """
-    q, k, v = call.q, call.k, call.v
     call = _with_lists(call, sparse)
+    q, k, v = call.q, call.k, call.v
     _validate(call, return_lse, return_rng)
     if refused:
         raise refused.pop()
@@ -141,6 +141,7 @@ def run(
         if has_kernel:
             softmax_lse, row_max = _into(out, op, call, return_lse)
         else:
+            _check_out(out, call)
             result, softmax_lse, row_max, _ = gathered.attend(call)
             out.copy_(result)
     elif not has_kernel:
@@ -171,6 +172,9 @@ def _with_lists(call: Call, sparse: Sparse | None) -> Call:
         return call
     if not isinstance(sparse, Sparse):
         raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
+    if call.q.is_cuda:  # no kernel over lists reads a head, or a row, several times
+        q, k, v = (x.contiguous() if 0 in x.stride() else x for x in (call.q, call.k, call.v))
+        call = call._replace(q=q, k=k, v=v)
     q, k = call.q, call.k
     longest = getattr(call, "max_seqlen_q", q.shape[1]), getattr(call, "max_seqlen_k", k.shape[1])
     sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)
@@ -203,10 +207,7 @@ def _into(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Attention into ``out``, by the op's out overload; softmax_lse and row_max if asked for."""
     q = call.q
-    validate_ops.buffer("out", out, (*q.shape[:-1], call.v.shape[-1]), q.dtype, q.device)
-    validate.contiguous_last("out", out)
-    if not torch.compiler.is_compiling():
-        validate_ops.apart({"out": out}, {"q": q, "k": call.k, "v": call.v})
+    _check_out(out, call)
     *lead, rows, heads, _ = q.shape
     softmax_lse, row_max = (
         q.new_empty((*lead, heads, rows), dtype=validate_ops.statistic_dtype(q)) if asked else None
@@ -214,3 +215,11 @@ def _into(
     )
     ops.OUT_OF[op](*call, out=out, softmax_lse=softmax_lse, row_max=row_max)
     return softmax_lse, row_max
+
+
+def _check_out(out: Tensor, call: Call) -> None:
+    q = call.q
+    validate_ops.buffer("out", out, (*q.shape[:-1], call.v.shape[-1]), q.dtype, q.device)
+    validate.contiguous_last("out", out)
+    if not torch.compiler.is_compiling():
+        validate_ops.apart({"out": out}, {"q": q, "k": call.k, "v": call.v})

@@ -20,7 +20,6 @@ from flash_cute.sparse.lists import HALF, QUADRANTS, TILE, codes_of, tile_lists
 from flash_cute.sparse.value import Sparse
 
 _PAGES_AT_ONCE = 2**25  # of block tables
-_INT32_MAX = 2**31 - 1
 
 
 class Tokens(NamedTuple):
@@ -29,7 +28,8 @@ class Tokens(NamedTuple):
     sequence: Tensor
     place: Tensor  # in its sequence
     first: Tensor  # key that the token may see
-    end: Tensor  # behind the last one; 0 of tokens that belong to no sequence
+    end: Tensor  # behind the last one
+    belongs: Tensor  # bool: to a sequence; else it sees nothing
 
     def part(self, rows: slice) -> Tokens:
         return Tokens(*(x[rows] for x in self))
@@ -52,6 +52,8 @@ def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
     """out and softmax_lse of a call that is valid, and whose new keys join first."""
     heads, heads_k = call.q.shape[-2], call.k_cache.shape[2]
     batch = _check(call, sparse, heads, heads_k)
+    if batch == 0 or call.k_cache.numel() == 0:
+        return _of_no_keys(call, batch)
     list_heads = sparse.tile_lists.shape[1]
     pages = _pages(call, sparse.granularity, split_heads=list_heads > 1)
     if call.k is not None:
@@ -63,9 +65,11 @@ def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
     q = call.q if call.cu_seqlens_q is not None else call.q.flatten(0, 1)
     tiles = sparse.tile_lists.shape[3] - 1
     runs = min(tiles * (TILE // pages.size), _capacity(call) // pages.size)
-    step = max(1, _PAGES_AT_ONCE // max(runs * list_heads, 1))
+    codes = codes_of(sparse.tile_lists, sparse.key_tiles)
+    runs_of_all = sparse.key_tiles * TILE // pages.size
+    step = max(1, _PAGES_AT_ONCE // max(runs_of_all * list_heads, 1))
     parts = [
-        _attend(call, sparse, q[i : i + step], tokens.part(slice(i, i + step)), pages, runs)
+        _attend(call, sparse, codes, q[i : i + step], tokens.part(slice(i, i + step)), pages, runs)
         for i in range(0, max(len(q), 1), step)
     ]
     out, lse = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
@@ -91,6 +95,14 @@ def _check(call: FwdKvcacheCall, sparse: Sparse, heads: int, heads_k: int) -> in
     return batch
 
 
+def _of_no_keys(call: FwdKvcacheCall, batch: int) -> tuple[Tensor, Tensor]:
+    """The op's own results, which needs no lists to hide keys that are not there."""
+    fields = AttendKvcacheCall._fields
+    if call.k is None:
+        return ops.attend_kvcache(*AttendKvcacheCall(*(getattr(call, x) for x in fields)))
+    return ops.fwd_kvcache(*call)
+
+
 def _capacity(call: FwdKvcacheCall) -> int:
     """Keys that the cache has room for, of a sequence."""
     columns = 1 if call.block_table is None else call.block_table.shape[1]
@@ -105,15 +117,14 @@ def _tokens(call: FwdKvcacheCall, batch: int) -> Tokens:
         place = torch.arange(q.shape[1], device=device).repeat(batch)
         belongs = torch.ones_like(place, dtype=torch.bool)
     else:
-        offsets = call.cu_seqlens_q.long()
+        offsets = call.cu_seqlens_q.long().clamp(0, len(q))
         counts = (offsets[1:] - offsets[:-1]).clamp(0, call.max_seqlen_q)
-        token = torch.arange(len(q), device=device)
-        sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
-        belongs = (sequence < batch) & (token >= offsets[0])
-        sequence = sequence.clamp_max(max(batch - 1, 0))
-        place = token - offsets[sequence]
-        belongs &= place < counts[sequence]
-        place = place.masked_fill(~belongs, 0)
+        places = torch.arange(len(q), device=device)[:, None] - offsets[:-1]
+        inside = (places >= 0) & (places < counts)  # (tokens, sequences)
+        belongs = inside.any(-1)
+        last = inside * torch.arange(1, batch + 1, device=device)  # of several sequences that one
+        sequence = last.amax(-1).sub(1).clamp_min(0)
+        place = places.gather(-1, sequence[:, None])[:, 0].masked_fill(~belongs, 0)
     keys = _keys_in_use(call, batch)[sequence]
     diagonal = keys - counts[sequence] + place
     right = 0 if call.is_causal else call.window_size_right
@@ -121,7 +132,7 @@ def _tokens(call: FwdKvcacheCall, batch: int) -> Tokens:
     first = torch.zeros_like(end) if call.window_size_left < 0 else diagonal - call.window_size_left
     if call.cache_leftpad is not None:
         first = torch.maximum(first, call.cache_leftpad[sequence].long())
-    return Tokens(sequence, place, first, end.clamp_min(0) * belongs)
+    return Tokens(sequence, place, first, end.clamp_min(0) * belongs, belongs)
 
 
 def _keys_in_use(call: FwdKvcacheCall, batch: int) -> Tensor:
@@ -165,11 +176,17 @@ def _pages(call: FwdKvcacheCall, granularity: int, split_heads: bool) -> Pages:
 
 
 def _attend(
-    call: FwdKvcacheCall, sparse: Sparse, q: Tensor, tokens: Tokens, pages: Pages, runs: int
+    call: FwdKvcacheCall,
+    sparse: Sparse,
+    codes: Tensor,
+    q: Tensor,
+    tokens: Tokens,
+    pages: Pages,
+    runs: int,
 ) -> tuple[Tensor, Tensor]:
     """out (tokens, heads, dim_v) and softmax_lse (tokens, heads) of some tokens."""
     heads, list_heads = q.shape[1], sparse.tile_lists.shape[1]
-    listed, counts = _runs_seen(sparse, tokens, pages.size, runs)
+    listed, counts = _runs_seen(sparse, codes, tokens, pages.size, runs)
     starts = listed * pages.size
     last = starts.gather(-1, (counts - 1).clamp_min(0)[..., None])[..., 0] if runs else counts
     tail = (tokens.end[:, None] - last).clamp(0, pages.size)
@@ -196,21 +213,23 @@ def _attend(
         plan_log.cache(one_query)
     attention = AttendKvcacheCall(*(getattr(one_query, x) for x in AttendKvcacheCall._fields))
     out, lse = ops.attend_kvcache(*attention)
-    out, lse = out.reshape(len(q), heads, -1), lse.reshape(len(q), heads)
-    if call.sink is None or shares_sink:
-        return out, lse
-    sink = call.sink.to(lse.dtype)
-    share = torch.sigmoid(lse - sink).masked_fill_(lse == -torch.inf, 0)  # that keys have
-    return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
+    out = out.reshape(len(q), heads, call.v_cache.shape[-1])
+    lse = lse.reshape(len(q), heads)
+    if call.sink is not None and not shares_sink:
+        sink = call.sink.to(lse.dtype)
+        share = torch.sigmoid(lse - sink).masked_fill_(lse == -torch.inf, 0)  # that keys have
+        out, lse = (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
+    return out, lse.masked_fill(~tokens.belongs[:, None], -torch.inf)
 
 
-def _runs_seen(sparse: Sparse, tokens: Tokens, size: int, runs: int) -> tuple[Tensor, Tensor]:
+def _runs_seen(
+    sparse: Sparse, codes: Tensor, tokens: Tokens, size: int, runs: int
+) -> tuple[Tensor, Tensor]:
     """Numbers of the runs of ``size`` keys of which each token sees any key, ascending, int64
     (tokens, list heads, ``runs``), 0 behind their counts (tokens, list heads)."""
-    lists, device = sparse.tile_lists, tokens.place.device
-    of_batch = tokens.sequence if len(lists) > 1 else torch.zeros_like(tokens.sequence)
-    row = tokens.place % TILE
-    codes = codes_of(lists, sparse.key_tiles)[of_batch, :, tokens.place // TILE][..., None]
+    device, row = tokens.place.device, tokens.place % TILE
+    of_batch = tokens.sequence if len(codes) > 1 else torch.zeros_like(tokens.sequence)
+    codes = codes[of_batch, :, tokens.place // TILE][..., None]
     key = torch.arange(0, TILE, size, device=device)  # that a run of a tile begins with
     quadrant = 2 * (row // HALF)[:, None, None, None] + key // HALF
     seen = codes.bitwise_right_shift(quadrant.int()) & 1
@@ -245,4 +264,5 @@ def _block_table(
         kv_head = kv_head // (heads // max(call.k_cache.shape[2], 1))
     found = place * pages.of_sequence + kv_head[:, None] * pages.of_head
     found = found + row // pages.size * pages.of_run
-    return found.clamp(-1, _INT32_MAX).int().flatten(0, 1)
+    exists = (place >= 0) & (place < len(call.k_cache))
+    return found.masked_fill(~exists, -1).int().flatten(0, 1)

@@ -252,7 +252,8 @@ def _with_lists_of_keys(call: Any) -> list[Any]:
         lists, ranks = torch.ops.flash_cute.transposed_tile_lists(
             call.tile_lists, tiles_of(longest)
         )
-        call = call._replace(tile_lists=lists, tile_ranks=ranks)
+        dout = call.dout.contiguous()  # no other kernel over lists reads its rows otherwise
+        call = call._replace(dout=dout, tile_lists=lists, tile_ranks=ranks)
     return list(call)
 
 

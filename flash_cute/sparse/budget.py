@@ -28,7 +28,7 @@ class Budget:
         is_constant: of a band that is as wide everywhere.
         global_rows: rows of blocks that see all.
         sparsity: share of visible pairs that this leaves out if each row keeps its own block.
-        most: blocks that any row keeps.
+        most: no row keeps more blocks, however a compiler rounds its share.
     """
 
     size: float
@@ -95,4 +95,4 @@ def _solve(
         middle = (low + high) / 2
         low, high = (middle, high) if sparsity(middle) > sparsity_ratio else (low, middle)
     nearest = min((low, high), key=lambda size: abs(sparsity(size) - sparsity_ratio))
-    return nearest, sparsity(nearest), max(counts(nearest), default=0)
+    return nearest, sparsity(nearest), 1 + max(counts(nearest), default=0)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_cute.sparse import validate as check
 from flash_cute.sparse.blocks import codes_of_blocks, codes_of_small_blocks
 from flash_cute.sparse.budget import Budget, solve
 from flash_cute.sparse.estimate import block_mass, estimated_mass
@@ -17,6 +18,7 @@ from flash_cute.sparse.lists import tile_lists
 from flash_cute.sparse.patterns import FOLLOW_CONTENT, GLOBAL_BLOCKS, SparsePattern, preferences
 from flash_cute.sparse.value import Sparse
 
+_STEPS_OF_MASS = 2**40
 _CONSTANT = (SparsePattern.BLOCK_SPARSE, SparsePattern.LOCAL_GLOBAL)
 
 
@@ -75,10 +77,9 @@ def keep_mass(mass: Tensor, threshold: float, visible: Tensor) -> Tensor:
     """bool like ``mass`` (.., rows, blocks): the fewest visible ones that hold ``threshold``."""
     mass = mass.masked_fill(~visible, 0)
     largest, order = mass.sort(dim=-1, descending=True, stable=True)
-    before = largest.cumsum(-1) - largest
-    return (
-        torch.zeros_like(visible).expand_as(mass).scatter(-1, order, before < threshold) & visible
-    )
+    steps = (largest.double() * _STEPS_OF_MASS).long()  # sums of integers are bitwise repeatable
+    kept = steps.cumsum(-1) - steps < threshold * _STEPS_OF_MASS
+    return torch.zeros_like(visible).expand_as(mass).scatter(-1, order, kept) & visible
 
 
 def _sharing(pattern: SparsePattern, grid: BlockGrid) -> int:
@@ -134,7 +135,9 @@ def choose_blocks(
         lengths: (batch,) tokens of each sequence; None means all.
 
     Raises:
-        ValueError: LEARNED without a gate.
+        TypeError, ValueError: q and k of other shapes, a ratio outside of 0 to 0.95, a threshold
+            outside of 0 to 1 or of a pattern that sees no content, a stride that is no power of two
+            up to 64, LEARNED without a gate.
 
     Example::
 
@@ -148,6 +151,12 @@ def choose_blocks(
         print(choice.sparsity())
     """
     pattern = SparsePattern(pattern)
+    check.choice(q, k, sparsity_ratio, threshold, stride, causal)
+    if threshold is not None and pattern not in FOLLOW_CONTENT:
+        raise ValueError(
+            f"threshold is {threshold}, and pattern {pattern.name}; it is for "
+            f"{' and '.join(x.name for x in FOLLOW_CONTENT)}"
+        )
     grid = grid_of(q.shape[1], causal)
     if pattern not in FOLLOW_CONTENT:
         return choose_without_content(

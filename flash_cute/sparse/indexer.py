@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_cute.sparse import validate as check
+from flash_cute.sparse.estimate import without_autocast
 
 _SCORES_AT_ONCE = 2**24
 _KEYS_AT_ONCE = 4096
@@ -81,6 +82,19 @@ def indexer_topk(
     """
     check.indexer(q_idx, k_idx, k, weights, causal, local_blocks)
     check.granularity(granularity)
+    with without_autocast(q_idx.device):
+        return _chosen(q_idx, k_idx, k, granularity, weights, causal, local_blocks)
+
+
+def _chosen(
+    q_idx: Tensor,
+    k_idx: Tensor,
+    k: int,
+    granularity: int,
+    weights: Tensor | None,
+    causal: bool,
+    local_blocks: int,
+) -> Tensor:
     seqlens, dtype = (q_idx.shape[1], k_idx.shape[1]), torch.float32
     dtype = torch.float64 if q_idx.dtype == torch.float64 else dtype
     queries, keys = (x.transpose(1, 2).to(dtype) for x in (q_idx, k_idx))

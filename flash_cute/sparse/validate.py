@@ -220,6 +220,36 @@ def call(
         )
 
 
+def choice(q: Any, k: Any, ratio: Any, threshold: Any, stride: Any, causal: Any) -> None:
+    """The arguments of :func:`flash_cute.sparse.choose_blocks`."""
+    for name, x in (("q", q), ("k", k)):
+        _floats(name, x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; expected (batch, seqlen, heads, dim)"
+            )
+    same_device("q", q, "k", k)
+    same = (q.shape[:2], q.shape[3]) == (k.shape[:2], k.shape[3])
+    if not same or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, and k {tuple(k.shape)}; expected one batch, seqlen and "
+            "dim, and heads of q that those of k divide"
+        )
+    if q.shape[1] == 0:
+        raise ValueError("q has 0 tokens; expected 1 or more")
+    for name, x, most in (("sparsity_ratio", ratio, 0.95), ("threshold", threshold, 1.0)):
+        if x is None and name == "threshold":
+            continue
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            raise TypeError(f"{name} is {x!r}; expected a number")
+        if not 0 <= x <= most:
+            raise ValueError(f"{name} is {x}; expected 0 to {most}")
+    if type(stride) is not int or stride not in (1, 2, 4, 8, 16, 32, 64):
+        raise ValueError(f"stride is {stride!r}; expected 1, 2, 4, 8, 16, 32 or 64")
+    if type(causal) is not bool:
+        raise TypeError(f"causal is {causal!r}; expected True or False")
+
+
 def indexer(q_idx: Any, k_idx: Any, k: Any, weights: Any, causal: Any, local_blocks: Any) -> None:
     """The arguments of :func:`flash_cute.sparse.indexer_topk`."""
     for name, x in (("q_idx", q_idx), ("k_idx", k_idx)):

@@ -244,3 +244,43 @@ def test_bad_patterns():
         choose_blocks(q, q, "learned", 0.5)
     with pytest.raises(ValueError, match="spiral"):
         choose_blocks(q, q, "spiral", 0.5)
+
+
+Q = torch.randn(1, 40, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"k": Q[:, :, :, :4]}, ValueError, "q has shape"),
+        ({"k": torch.randn(1, 41, 2, 8)}, ValueError, "one batch, seqlen"),
+        ({"q": Q[:, :0], "k": Q[:, :0]}, ValueError, "0 tokens"),
+        ({"q": Q[0]}, ValueError, "q has shape"),
+        ({"q": Q.long()}, TypeError, "q is"),
+        ({"sparsity_ratio": 1.0}, ValueError, "sparsity_ratio is 1.0"),
+        ({"sparsity_ratio": "most"}, TypeError, "sparsity_ratio is 'most'"),
+        ({"threshold": 0.9}, ValueError, "threshold is 0.9, and pattern STRIDED"),
+        ({"threshold": 2, "pattern": "learned"}, ValueError, "threshold is 2"),
+        ({"stride": 3}, ValueError, "stride is 3"),
+        ({"causal": 1}, TypeError, "causal is 1"),
+        ({"pattern": "learned"}, ValueError, "gate"),
+        ({"pattern": "spiral"}, ValueError, "spiral"),
+    ],
+)
+def test_choices_that_cannot_be_made(wrong, error, words):
+    arguments = {"q": Q, "k": Q, "pattern": "strided", "sparsity_ratio": 0.5} | wrong
+    with pytest.raises(error, match=words):
+        choose_blocks(**arguments)
+
+
+def test_shares_are_summed_whatever_torch_s_determinism(monkeypatch):
+    mass = torch.rand(1, 2, 16, 16).softmax(-1)
+    grid = BlockGrid(16 * 64, 64)
+    expected = choose_by_mass(mass, grid, 0.5, threshold=0.7).kept
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(choose_by_mass(mass, grid, 0.5, threshold=0.7).kept, expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kept = (mass * expected).sum(-1)
+    assert (kept.unflatten(-1, (-1, 2)).mean(-1) >= 0.7 - 1e-6).all()  # two rows keep the same

@@ -235,3 +235,61 @@ def test_in_a_graph():
     for lengths in ([200, 256], [10, 200]):
         lengths = torch.tensor(lengths, dtype=torch.int32)
         torch.testing.assert_close(compiled(q, lengths), decode(q, lengths))
+
+
+def test_offsets_that_end_in_zeros(device):
+    """As those of a batch that is padded; rows of no sequence see nothing, nor the sink."""
+    q = torch.randn(5, 4, 64, device=device, dtype=torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, 4, 256, 2, 64, device=device, dtype=torch.bfloat16)
+    sparse = Sparse.topk(torch.randint(0, 4, (4, 2, 2, 2), device=device), 64, seqlen_k=256)
+    offsets = torch.tensor([0, 1, 3, 0, 0], dtype=torch.int32, device=device)
+    arguments = {
+        "cu_seqlens_q": offsets, "max_seqlen_q": 2, "learnable_sink": torch.randn(4, device=device),
+        "return_softmax_lse": True, "sparse": sparse,
+    }  # fmt: skip
+    out, lse = flash_cute.flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+    mask = mask_of(Sparse(sparse.tile_lists.cpu(), sparse.tile_bits.cpu(), 2, 256, "topk"))
+    options = {
+        "softmax_scale": 64**-0.5, "causal": False, "softcap": 0, "window_size": (-1, -1),
+        "learnable_sink": arguments["learnable_sink"].cpu(),
+    }  # fmt: skip
+    for b, rows in enumerate((slice(0, 1), slice(1, 3))):
+        keys = k_cache[b].cpu(), v_cache[b].cpu()
+        seen = mask[b, :, : rows.stop - rows.start].repeat_interleave(2, 0)
+        expected, expected_lse = expected_of(q[rows].cpu(), keys, seen, options, 0)
+        torch.testing.assert_close(out[rows].cpu().double(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse[:, rows].cpu().double(), expected_lse, atol=1e-3, rtol=1e-4)
+    assert not out[3:].any() and (lse[:, 3:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_pages_that_do_not_exist_are_zeros(device, heads_first):
+    """As for calls without lists, whatever lies beside the cache."""
+    shape = (1, 2, 64, 64) if heads_first else (1, 64, 2, 64)
+    k_cache, v_cache = torch.randn(2, *shape, device=device, dtype=torch.bfloat16)
+    if heads_first:
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    q = torch.randn(3, 1, 4, 64, device=device, dtype=torch.bfloat16)
+    table = torch.tensor([[0, -1], [1, 0], [-5, 99]], dtype=torch.int32, device=device)
+    every = torch.arange(2, device=device).expand(3, 1, 2, 2)
+    sparse = Sparse.topk(every, 64, seqlen_k=128)
+    found, expected = (
+        flash_cute.flash_attn_with_kvcache(q, k_cache, v_cache, block_table=table, sparse=x)
+        for x in (sparse, None)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_no_sequences_and_no_keys(device):
+    q = torch.randn(3, 4, 64, device=device, dtype=torch.bfloat16)
+    cache = torch.randn(2, 128, 2, 64, device=device, dtype=torch.bfloat16)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    sparse = Sparse.topk(torch.zeros(0, 1, 2, 1, device=device).int(), seqlen_k=128)
+    out = flash_cute.flash_attn_with_kvcache(
+        q, cache, cache, cu_seqlens_q=none, max_seqlen_q=1, sparse=sparse
+    )
+    assert out.shape == q.shape and not out.any()
+    empty = cache[:, :0]
+    sparse = Sparse.topk(torch.zeros(2, 1, 2, 1, device=device).int(), seqlen_k=0)
+    out = flash_cute.flash_attn_with_kvcache(q[:2, None], empty, empty, sparse=sparse)
+    assert not out.any()
