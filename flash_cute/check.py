@@ -40,7 +40,7 @@ _MOST_KV_HEADS = 128  # that a model has
 _OF_LENGTHS = (
     "Of lengths they are torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
 )
-_told: set[str] = set()  # texts of warnings, without their numbers
+_warned: set[str] = set()  # texts of warnings, without their numbers
 
 
 def is_on() -> bool:
@@ -195,12 +195,12 @@ def _warn_once(
     except ValueError as error:
         text = str(error)
     kind = re.sub(r"-?\d+", "#", text)
-    if kind in _told:
+    if kind in _warned:
         return
-    _told.add(kind)
+    _warned.add(kind)
     warnings.warn(
         f"{text}. Offsets and lengths are cut to what fits; FLASH_CUTE_CHECK=1 refuses them. This "
-        "is said once",
+        "warning is given once",
         stacklevel=4,
     )
 
@@ -228,7 +228,7 @@ def padding(name: str, cu_seqlens: Tensor | None, x: Tensor | None) -> None:
     if cu_seqlens is None or x is None:
         return
     if left := _unclaimed(name, cu_seqlens.tolist(), len(x)):
-        warnings.warn(f"{left}; well if they are padding", stacklevel=3)
+        warnings.warn(f"{left}; ignore this if they are padding", stacklevel=3)
 
 
 def _unclaimed(name: str, at: list[int], rows: int) -> str:
@@ -252,7 +252,7 @@ def offsets(
             )
         if longest is not None and end - begin > longest:
             raise ValueError(
-                f"{name}[{b}:{b + 2}] is {[begin, end]}; {longest_name} says {longest} at the most"
+                f"{name}[{b}:{b + 2}] is {[begin, end]}; {longest_name} is {longest}, which is less"
             )
     return [end - begin for begin, end in pairwise(at)]
 
@@ -282,8 +282,8 @@ def cache(
     for b, (length, new) in enumerate(zip(used, seqlens_new, strict=True)):
         if not 0 <= length <= capacity - new:
             raise ValueError(
-                f"cache_seqlens[{b}] is {length}; with {new} new rows the cache holds "
-                f"[0, {capacity - new}] of this sequence"
+                f"cache_seqlens[{b}] is {length}; expected [0, {capacity - new}], with room for "
+                f"{new} new rows"
             )
     for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
         if not 0 <= pad <= used[b]:
@@ -294,8 +294,8 @@ def cache(
             raise ValueError(f"cache_batch_idx[{b}] is {row}; expected [0, {len(k_cache)})")
         if seqlens_new[b] > 0 and row in rows[:b]:
             raise ValueError(
-                f"cache_batch_idx[{b}] is {row}, as [{rows.index(row)}] is; rows that join a "
-                "cache are for one sequence alone"
+                f"cache_batch_idx[{b}] is {row}, and so is cache_batch_idx[{rows.index(row)}]; two "
+                "sequences may share a row of the cache only without new k and v"
             )
     written: dict[int, tuple[int, int]] = {}  # where the table names a page that rows join
     for b, ids in enumerate([] if block_table is None else block_table.tolist()):
@@ -306,8 +306,8 @@ def cache(
             other = written.setdefault(page, (b, block))
             if other != (b, block):
                 raise ValueError(
-                    f"block_table[{b}, {block}] is {page}, as {list(other)} is; pages that rows "
-                    "join are for one sequence alone"
+                    f"block_table[{b}, {block}] is {page}, and so is block_table{list(other)}; two "
+                    "sequences may share a page only if no new k and v are written to it"
                 )
 
 

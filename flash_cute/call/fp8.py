@@ -78,7 +78,7 @@ class Narrow:
                 given = zip(names, (*descales, out_dtype), strict=True)
                 raise ValueError(
                     f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
-                    f"out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
+                    f"out_dtype need fp8 q and k; {name} has dtype {x.dtype}"
                 )
             raise TypeError(
                 f"{name} has dtype {x.dtype}; with fp8, q and k are of {_listed(DTYPES)}, and v is "

@@ -39,8 +39,8 @@ def rng_state(
     """
     if device is not None and not isinstance(device, (torch.device, str, int)):
         raise TypeError(
-            f"device is {validate.kind_of(device)}; expected a torch.device, e.g. q.device; a "
-            "generator goes by its name: generator="
+            f"device is {validate.kind_of(device)}; expected a torch.device, e.g. q.device; pass a "
+            "generator by name: generator="
         )
     if isinstance(device, (str, int)):
         _check_device(device)
@@ -62,7 +62,7 @@ def _check_device(device: str | int) -> None:
         torch.device(device)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"device is {device!r}, which is none: {str(error).splitlines()[0]}"
+            f"device is {device!r}; expected a torch.device: {str(error).splitlines()[0]}"
         ) from error
 
 

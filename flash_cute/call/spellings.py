@@ -102,7 +102,7 @@ def keys(
     """
     if not isinstance(seqused_k, Tensor) or not isinstance(k, Tensor) or k.dim() != 4:
         raise ValueError(
-            "cu_seqlens_k is None; it goes with seqused_k and with k of pages (block_table), or of "
+            "cu_seqlens_k is None; that needs seqused_k, and k in pages (block_table) or of shape "
             "(batch, seqlen, heads, dim)"
         )
     if block_table is not None:

@@ -61,7 +61,7 @@ def _shapes(call: FwdKvcacheCall) -> int:
     if block_table is not None:
         validate.check_block_table(block_table, q, batch)
         if call.cache_batch_idx is not None:
-            raise ValueError("cache_batch_idx and block_table are given; a table names the pages")
+            raise ValueError("cache_batch_idx and block_table are given; give one of them")
     elif call.cache_batch_idx is None and len(k_cache) < batch:
         raise ValueError(
             f"the caches hold {len(k_cache)} sequences, q has {batch}; give cache_batch_idx, or "
@@ -191,19 +191,19 @@ def _new_keys(
 ) -> None:
     if k is None or v is None:
         if k is not v:
-            raise ValueError("of k and v one is None; new keys and values come together")
+            raise ValueError("k or v is None; give both, or neither")
         if cu_seqlens_k_new is not None:
             raise ValueError("cu_seqlens_k_new is given, but no k and v")
         return
     if cache_seqlens is None:
-        raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
+        raise ValueError("cache_seqlens is None; k and v need it: they are appended there")
     validate.same_kind(q, k, v)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         validate_ops.own_memory(name, cache)
     if k_cache is v_cache or (
         not torch.compiler.is_compiling() and validate_ops.overlap(k_cache, v_cache)
     ):
-        raise ValueError("k_cache and v_cache share memory; k and v join caches of their own")
+        raise ValueError("k_cache and v_cache share memory; appending k and v needs two tensors")
     if cu_seqlens_k_new is not None:
         entries = validate.index_tensor("cu_seqlens_k_new", cu_seqlens_k_new, q)
         if entries != batch + 1:
@@ -225,7 +225,7 @@ def _rotary(
 ) -> None:
     if cos is None or sin is None:
         if cos is not sin:
-            raise ValueError("of rotary_cos and rotary_sin one is None; they come together")
+            raise ValueError("rotary_cos or rotary_sin is None; give both, or neither")
         if rotary_seqlens is not None:
             raise ValueError("rotary_seqlens is given, but no rotary_cos and rotary_sin")
         return

@@ -30,6 +30,4 @@ def check_generator(name: str, generator: Any, device: torch.device | str | int 
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"{name} is {validate.kind_of(generator)}; expected a torch.Generator")
     if device is not None and torch.device(device).type != generator.device.type:
-        raise ValueError(
-            f"{name} is on {generator.device}, and draws for {device}; they must agree"
-        )
+        raise ValueError(f"{name} is on {generator.device}, the state on {device}; they must agree")
