@@ -122,9 +122,9 @@ def _nonsense(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig])
     call can take its kernel and numbers is asked in the call."""
     parts = _BUCKET.fullmatch(bucket)
     if parts is None:
-        return "it is no bucket; kernels.bucket(problem) prints a call's"
+        return "not a bucket; kernels.bucket(problem) prints the bucket of a call"
     if int(parts["sms"]) != sms:
-        return f"a bucket of GPUs with {parts['sms']} SMs in a section of one with {sms}"
+        return f"the bucket is for GPUs with {parts['sms']} SMs, its section for one with {sms}"
     if not isinstance(entry, dict) or not isinstance(entry.get("kernel"), str):
         return f'its entry is {entry!r}; expected {{"kernel": ID}}'
     if unknown := [name for name in entry if name not in _ENTRY]:
@@ -136,7 +136,7 @@ def _nonsense(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig])
         return f"{kernel.id} does not do {parts['op']} in {parts['dtype']}"
     numbers = {name: entry[name] for name in _ENTRY[1:] if entry.get(name) is not None}
     if numbers and (kernel.op, kernel.arch) != ("fwd", 90):
-        return f"num_splits and pack_gqa are those of Hopper's forward, not of {kernel.id}"
+        return f"only Hopper's forward has num_splits and pack_gqa, not {kernel.id}"
     for name, number in numbers.items():
         if not is_count(number):
             return f"{name} is {number!r}; expected a whole number from 1 to 2^31 - 1"
@@ -237,7 +237,7 @@ def _add(path: Path, gpu: Gpu, buckets: dict[str, dict[str, Any]]) -> None:
     try:
         sections = _read(path) if path.exists() else {}
     except ValueError as error:
-        _log.warning("calibration begun anew: %s", Miss(str(path), str(error)))
+        _log.warning("calibration file replaced by a new one: %s", Miss(str(path), str(error)))
         files.set_aside(path)
         sections = {}
     section = sections.setdefault(
@@ -257,13 +257,13 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError("its JSON is nested too deeply") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
-        raise ValueError(f"no calibration file of version {VERSION}: its version is {version!r}")
+        raise ValueError(f"its version is {version!r}; expected {VERSION}")
     sections = content.get("sections")
     if not isinstance(sections, dict):
         raise ValueError(f"its sections are {sections!r}; expected an object")
     for name, section in sections.items():
         if not _is_section(section):
-            raise ValueError(f"section {name!r} has no texts gpu and library, int sms, and buckets")
+            raise ValueError(f"section {name!r} needs str gpu and library, int sms, and buckets")
     return sections
 
 

@@ -165,7 +165,7 @@ def gpu(index: int | None = None) -> Gpu:
     if index is not None:
         validate.count("index", index)
     if not has_cuda_kernels():
-        raise RuntimeError("this build of flash_cute has no CUDA, and knows no GPU")
+        raise RuntimeError("this build of flash_cute has no CUDA, and cannot query a GPU")
     index = torch.cuda.current_device() if index is None else index
     facts = json.loads(torch.ops.flash_cute.describe_gpu(index))
     return Gpu(torch.cuda.get_device_name(index), **facts)
@@ -342,8 +342,8 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
     known = [kernel.id for kernel in kernels()]
     if unknown := [i for i in ids if i not in known]:
         raise ValueError(
-            f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Several ids "
-            "are several arguments"
+            f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Pass each id "
+            "as an argument of its own"
         )
     with limits.limited(limits.inside(ids, num_splits, pack_gqa)):
         yield

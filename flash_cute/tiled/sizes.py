@@ -110,7 +110,7 @@ def check_sizes(**sizes: int) -> None:
 def _check_limit(**sizes: int) -> None:
     for name, size in sizes.items():
         if size > MOST_SIZE:
-            raise ValueError(f"{name} is {size}; the library counts up to {MOST_SIZE}")
+            raise ValueError(f"{name} is {size}; at most {MOST_SIZE} is supported")
 
 
 def check_shared_memory(bc: int, br: int, head_dim: int, element: int, there: int) -> None:
@@ -123,6 +123,6 @@ def check_shared_memory(bc: int, br: int, head_dim: int, element: int, there: in
     largest_bc = max(1, min(bc, rows * bc // (br + 2 * bc), (rows - 1) // 2))
     raise ValueError(
         f"Bc={bc}, Br={br} needs {needed} bytes of shared memory for tiles of Q, K and V with head "
-        f"dim {head_dim}, and the GPU has {there} a CTA; the largest pair of such a shape is "
+        f"dim {head_dim}, and the GPU has {there} per CTA; the largest pair of this shape is "
         f"Bc={largest_bc}, Br={min(br, rows - 2 * largest_bc)}"
     )

@@ -41,10 +41,10 @@ def test_a_file_is_used_from_then_on(tmp_path):
 
 BAD = {
     "corrupt": ('{"version": 1, "sec', "Unterminated string"),
-    "no object": ("[]", "no calibration file of version 1"),
+    "no object": ("[]", "its version is None; expected 1"),
     "another version": ('{"version": 7, "sections": {}}', "its version is 7"),
     "no text": (b"\xff\xfe\x00", "codec can't decode"),
-    "foreign": ('{"version": 1, "sections": {"x": {"gpu": 3}}}', "section 'x' has no texts gpu"),
+    "foreign": ('{"version": 1, "sections": {"x": {"gpu": 3}}}', "section 'x' needs str gpu"),
     "nested": ("[" * 100_000, "nested too deeply"),
 }
 
@@ -96,7 +96,7 @@ def test_a_section_that_is_none_is_named(tmp_path):
     path = tmp_path / "calibration.json"
     for section in ({"gpu": "x", "sms": True, "library": "y", "buckets": {}}, [], None):
         path.write_text(json.dumps({"version": 1, "sections": {"mine": section}}))
-        assert "section 'mine' has no texts gpu" in calibration.load(path).misses[0].reason
+        assert "section 'mine' needs str gpu" in calibration.load(path).misses[0].reason
     path.write_text('{"version": 1, "sections": []}')
     assert "expected an object" in calibration.load(path).misses[0].reason
 
@@ -254,7 +254,7 @@ NO_RULES = {
     "other digits": (ANY_BUCKET.replace("SMs132", "SMs\u0661\u0663\u0662"), None, "kernels.bucket"),
     "power": (ANY_BUCKET.replace("q2^12", "q2^x"), None, "kernels.bucket"),
     "two lines": (f"{ANY_BUCKET}\n{ANY_BUCKET}", None, "kernels.bucket"),
-    "SMs": (ANY_BUCKET.replace("SMs132", "SMs108"), None, "108 SMs in a section of one with 132"),
+    "SMs": (ANY_BUCKET.replace("SMs132", "SMs108"), None, "108 SMs, its section for one with 132"),
     "no entry": (ANY_BUCKET, 5, 'expected {"kernel": ID}'),
     "no kernel": (ANY_BUCKET, {"num_splits": 2}, 'expected {"kernel": ID}'),
     "misspelt": (ANY_BUCKET, {"num_split": 2}, "has num_split; expected kernel, num_splits"),
@@ -343,7 +343,7 @@ NONSENSE = {
     "list": ({"num_splits": [2]}, r"num_splits is \[2\]; expected a whole number"),
     "older kernel": (
         {"kernel": next(x.id for x in kernels.kernels() if x.arch == 80), "num_splits": 2},
-        "those of Hopper's forward, not of fwd_sm80",
+        "only Hopper's forward has num_splits and pack_gqa, not fwd_sm80",
     ),
 }
 
