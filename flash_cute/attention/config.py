@@ -88,7 +88,7 @@ class AttentionConfig:
             if self.d_model not in (0, embed_dim):
                 raise ValueError(
                     f"d_model is {self.d_model} and embed_dim {embed_dim}; they are two names of "
-                    "one field: give either"
+                    "one field: give one"
                 )
             object.__setattr__(self, "d_model", embed_dim)
         object.__setattr__(self, "pattern", _pattern(self.pattern))
@@ -235,12 +235,12 @@ class SparseAttentionConfig(AttentionConfig):
         if self.sparse_pattern not in FOLLOW_CONTENT:
             supported = ", ".join(map(str, FOLLOW_CONTENT))
             raise ValueError(
-                f"threshold is given, and sparse_pattern {self.sparse_pattern}; of: {supported}"
+                f"threshold is given with sparse_pattern {self.sparse_pattern}; use {supported}"
             )
         if self.sparsity_ratio != SparseAttentionConfig.sparsity_ratio:
             raise ValueError(
-                f"sparsity_ratio is {self.sparsity_ratio} and threshold {self.threshold}; a row "
-                "keeps blocks by one of both: give either"
+                f"sparsity_ratio is {self.sparsity_ratio} and threshold {self.threshold}; give one "
+                "of them"
             )
 
     def _check_options(self) -> None:
@@ -252,8 +252,8 @@ class SparseAttentionConfig(AttentionConfig):
                 raise TypeError(f"{name} is {type(given).__name__}; expected an int")
             if given != getattr(SparseAttentionConfig, name) and self.sparse_pattern != pattern:
                 raise ValueError(
-                    f"{name} is {given}, and sparse_pattern {self.sparse_pattern}; it belongs to "
-                    f"{pattern}"
+                    f"{name} is {given} with sparse_pattern {self.sparse_pattern}; only {pattern} "
+                    "takes it"
                 )
         if self.stride not in STRIDES:
             raise ValueError(f"stride is {self.stride}; supported: {', '.join(map(str, STRIDES))}")

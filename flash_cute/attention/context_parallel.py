@@ -192,8 +192,8 @@ def _devices(device_mesh: Sequence[Device] | None, size: int) -> list[torch.devi
     devices = [checked_device("device_mesh", device) for device in device_mesh]
     if not 1 <= len(devices) <= size:
         raise ValueError(
-            f"device_mesh has {len(devices)} devices; context_parallel_size is {size}: give as "
-            "many, or fewer, which are then used in turns"
+            f"device_mesh has {len(devices)} devices; expected 1 to context_parallel_size, {size}: "
+            "fewer are used in turn"
         )
     return [devices[i % len(devices)] for i in range(size)]
 

@@ -201,7 +201,7 @@ class SharedAttention(MultiHeadAttention):
             check_length(size * x.shape[1], longest)
             if mask is not None:
                 raise NotImplementedError(
-                    "attention_mask is given, which layers of ranks do not take in torch.compile"
+                    "attention_mask is not supported in torch.compile if ranks share the tokens"
                 )
 
         problem = cp_ops.problem_in_graph(check, x)

@@ -123,7 +123,7 @@ def test_devices_are_used_in_turns():
     mesh = ContextParallelAttention(config, ["meta", "cpu"]).device_mesh
     assert [device.type for device in mesh] == ["meta", "cpu", "meta", "cpu", "meta"]
     for given in ([], ["cpu"] * 6):
-        message = f"device_mesh has {len(given)} devices; context_parallel_size is 5"
+        message = f"device_mesh has {len(given)} devices; expected 1 to context_parallel_size, 5"
         with pytest.raises(ValueError, match=message):
             ContextParallelAttention(config, given)
     with pytest.raises(TypeError, match="device_mesh is 'cpu'; expected a list of devices"):

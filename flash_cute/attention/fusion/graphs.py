@@ -107,7 +107,7 @@ class Graphs:
             return "dropout is active"
         if internals.has_hooks(self.model):
             return "the model has hooks, which are called"
-        return "another graph is captured" if torch.cuda.is_current_stream_capturing() else None
+        return "it is being captured" if torch.cuda.is_current_stream_capturing() else None
 
     def _frozen(self) -> Any:
         return self.model.frozen() if hasattr(self.model, "frozen") else ()  # type: ignore[operator]

@@ -169,7 +169,7 @@ def _refuse(given: dict[str, Any], attn: Any, defaults: dict[str, Any]) -> None:
                 f"{name}: a fused block has no key/value cache; call with use_cache=False"
             )
         kind = type(value).__name__
-        raise NotImplementedError(f"{name} is {kind}: a fused block takes no such")
+        raise NotImplementedError(f"{name} is {kind}, which a fused block does not support")
 
 
 # position_ids are for attentions that were refused; the last two are for caches.
@@ -195,8 +195,8 @@ def _implementation(attn: Any) -> str | None:
 
 def _other_masks(implementation: str | None) -> str:
     return (
-        f"attn_implementation is {implementation!r}, whose masks a fused block does not take; "
-        "set_attn_implementation('sdpa') first"
+        f"attn_implementation is {implementation!r}, whose masks a fused block does not "
+        "support; set_attn_implementation('sdpa') first"
     )
 
 
@@ -277,9 +277,9 @@ def _other_parts(module: Any) -> str | None:
             return f"it has also {sorted(more)}"
     for name in _LINEARS:
         if type(module.get_submodule(name)) is not nn.Linear:
-            return f"{name} is no plain nn.Linear"
+            return f"{name} is not a plain nn.Linear"
     if any(p.is_meta or internals.is_fake(p) for p in module.parameters()):
-        return "its parameters have no values, so that nothing says what it computes"
+        return "its parameters have no values, so what it computes cannot be checked"
     return None
 
 
@@ -288,16 +288,16 @@ def _other_attributes(module: Any) -> str | None:
     attn, act = module.self_attn, getattr(module.mlp, "act_fn", None)
     dim = getattr(attn, "head_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        return "self_attn.head_dim is no int, 1 or more"
+        return "self_attn.head_dim is not a positive int"
     widths = [getattr(attn, name).out_features for name in _QKV]
     if any(width % dim for width in widths) or widths[0] % widths[1] or widths[1] != widths[2]:
-        return f"the widths {widths} of q, k and v are no heads of head_dim {dim}"
+        return f"the widths {widths} of q, k and v do not make heads of head_dim {dim}"
     if not isinstance(getattr(attn, "is_causal", None), bool):
-        return "self_attn.is_causal is no bool"
+        return "self_attn.is_causal is not a bool"
     if getattr(attn, "sliding_window", None) is not None:
         return "self_attn has a sliding window"
     if not (act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation")):
-        return "mlp.act_fn is no SiLU"
+        return "mlp.act_fn is not SiLU"
     for name in _NORMS:
         if not _is_rms_norm(getattr(module, name)):
             return f"{name} does not compute weight * x / rms(x)"
@@ -316,7 +316,7 @@ def _other_state(module: Any) -> str | None:
     for name in (*_LINEARS, *_NORMS):
         part = module.get_submodule(name)
         if not is_plain(part, type(part)):
-            return f"{name} has weights that are no ordinary tensors"
+            return f"{name} has weights that are not ordinary tensors"
     return None
 
 
