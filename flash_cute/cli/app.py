@@ -106,7 +106,7 @@ def run_profile(
     with options.failing_in_a_line():
         profile.find_ncu()
         if not can_use_cuda():
-            raise profile.ProfileError("there is no GPU here, or a library without kernels for it")
+            raise profile.ProfileError("there is no GPU here, or the library has no kernels for it")
         found = profile.run([json.dumps(arguments)], report)
     if as_json:
         typer.echo(json.dumps([asdict(kernel) for kernel in found], indent=1))

@@ -26,7 +26,7 @@ def reasons(problem: Problem) -> list[str]:
     left, right = window(problem)
     found = [name for name in ("softcap", "alibi", "dropout") if getattr(problem, name)]
     if dim_v != problem.head_dim:
-        found.append(f"head dim {dim_v} of v beside {problem.head_dim} of q and k")
+        found.append(f"head dim {dim_v} of v, {problem.head_dim} of q and k")
     if problem.head_dim > MAX_HEAD_DIM:
         found.append(f"head dim {problem.head_dim}, above {MAX_HEAD_DIM}")
     if problem.batch == 0 or rows == 0 or keys == 0:

@@ -71,8 +71,8 @@ def kv_heads(qkv: Tensor, num_heads_q: int | None) -> int:
     rest = qkv.shape[2] - num_heads_q
     if rest < 2 or rest % 2:
         raise ValueError(
-            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, and those left for k and "
-            "v must be as many for each, and one at least"
+            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, and the others must be "
+            "an even number above 0: half are k's, half v's"
         )
     return rest // 2
 
@@ -139,7 +139,7 @@ def within_pages(
     capacity, longest = page_size * block_table.shape[1], int(lengths.max())
     if longest + new > capacity:
         raise ValueError(
-            f"cache_seqlens says {longest}, and {new} rows join: block_table has "
+            f"cache_seqlens is up to {longest}, and {new} rows are appended: block_table has "
             f"{block_table.shape[1]} pages of {page_size} rows a sequence; give it "
             f"{-(-(longest + new) // max(page_size, 1))} columns"
         )
@@ -159,5 +159,5 @@ def no_metadata(scheduler_metadata: Tensor | None) -> None:
     """Refuses a schedule that was made for FlashAttention-3's kernels."""
     if scheduler_metadata is not None and scheduler_metadata.numel():
         raise NotImplementedError(
-            "scheduler_metadata is of other kernels; give what get_scheduler_metadata returns here"
+            "scheduler_metadata is not flash_cute's; pass what its get_scheduler_metadata returns"
         )

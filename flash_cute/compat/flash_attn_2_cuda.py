@@ -90,8 +90,8 @@ def varlen_fwd(
     validate.count("num_splits", num_splits)
     if block_table is not None and num_splits > 1:
         raise NotImplementedError(
-            f"num_splits is {num_splits}, and a block_table is given; varlen calls over pages take "
-            "0 or 1, and flash_attn_with_kvcache any"
+            f"num_splits is {num_splits}, and a block_table is given; give 0 or 1, or call "
+            "flash_attn_with_kvcache, which takes any"
         )
     validate_options.number("p_dropout", p_dropout)
     if seqused_k is not None and block_table is None:

@@ -157,7 +157,7 @@ def _flash_attn_backward(
     written = {"dq_": dq, "dk_": dk, "dv_": dv}
     for name, x in written.items():
         if x is None:
-            raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]}, which is written")
+            raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]} for the result")
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     left, right = calls.sides(window_size_left, window_size_right)
     score: Any = {

@@ -282,7 +282,7 @@ def flash_forward(
         return out, lse, *_of_dropout(None, None, q)
     if num_splits:
         raise NotImplementedError(
-            f"num_splits is {num_splits}, which flash_cute takes over pages alone; leave it None"
+            f"num_splits is {num_splits}, which flash_cute supports only with pages; leave it None"
         )
     rng = rng_state(q.device) if dropout_p else None
     if cum_seq_q is not None and cum_seq_k is None:
@@ -308,9 +308,8 @@ def _refuse_gradients(tensors: tuple[Tensor, ...], lost: dict[str, Tensor | None
     given = [name for name, x in lost.items() if x is not None]
     if given and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(
-            f"{', '.join(given)} given with tensors that require grad: ATen's backward of flash "
-            "attention is not told of it; call flash_cute.flash_attn_varlen_func, or under "
-            "torch.no_grad()"
+            f"{', '.join(given)} given with tensors that require grad: ATen does not pass it to "
+            "backward; call flash_cute.flash_attn_varlen_func, or under torch.no_grad()"
         )
 
 

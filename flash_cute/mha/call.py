@@ -125,7 +125,7 @@ def _state_of(q: Tensor, philox_seed: Tensor | None, philox_offset: Tensor | Non
     parts = []
     for name, x in (("philox_seed", philox_seed), ("philox_offset", philox_offset)):
         if x is None:
-            raise ValueError(f"{name} is None; with dropout it is what forward returned")
+            raise ValueError(f"{name} is None; with dropout give what forward returned")
         validate.tensor(name, x)
         if x.dtype != torch.int64:
             raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int64")

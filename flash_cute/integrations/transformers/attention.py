@@ -208,14 +208,14 @@ def _window(
         width = getattr(getattr(module, "config", None), "sliding_window", None)
         if torch.compiler.is_compiling() and width is not None and seqlen_k > width:
             raise NotImplementedError(
-                f"{type(module).__name__} does not tell attention its sliding window, which a "
-                "graph then does not know; use attn_implementation='sdpa' with torch.compile"
+                f"{type(module).__name__} does not pass its sliding window to attention, and a "
+                "graph cannot look it up; use attn_implementation='sdpa' with torch.compile"
             )
         sliding_window = None
     if sliding_window is not None and not sliding_window >= 1:
         raise ValueError(
-            f"sliding_window is {sliding_window}; expected None, or keys that a query sees, from 1 "
-            "(itself) on"
+            f"sliding_window is {sliding_window}; expected None, or how many keys a query sees, at "
+            "least 1 (itself)"
         )
     side = -1 if sliding_window is None else sliding_window - 1
     return side, 0 if causal else side
@@ -248,7 +248,7 @@ def _sequences(told: tuple, padding: Tensor | None) -> tuple | None:
         return None
     if cu_q is None or cu_k is None:
         raise ValueError(
-            "of cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k some are given; "
+            "only some of cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k are given; "
             "expected both offsets, or none of the four"
         )
     if padding is not None:
@@ -310,7 +310,7 @@ def _padded(
             q, k, v, cache_seqlens=seqlen_k, cache_leftpad=starts, **score
         )
     if has_window and not score["causal"] and seqlen_q != seqlen_k:
-        raise NotImplementedError("a window, padding and keys of other tokens than the queries")
+        raise NotImplementedError("a window with padding is not supported for other tokens' keys")
     keys = packing(mask, k)
     k_rows, v_rows = (_pack(keys, x) for x in (k, v))
     if score["causal"] or has_window:
@@ -335,7 +335,7 @@ def _with_images(
 ) -> Tensor:
     """Causal attention, joined with that of tokens to those behind them in the same block."""
     if not score["causal"]:
-        raise NotImplementedError("a mask of images in a layer that is not causal")
+        raise NotImplementedError("a mask of images is not supported in a layer that is not causal")
     k, v = (x[:, : images.seqlen_k] for x in (k, v))  # a static cache has room for more
     told = training | {"return_lse": True}
     if images.padding is None:
@@ -364,11 +364,11 @@ def _paged(
     k_cache, v_cache, block_table, cu_seq_lens_k = pages
     if any(x is None for x in pages):
         raise ValueError(
-            "of block_table, k_cache, v_cache and cu_seq_lens_k some are given; pages need all"
+            "only some of block_table, k_cache, v_cache and cu_seq_lens_k are given; give all"
         )
     if attention_mask is not None or training["dropout_p"]:
         raise NotImplementedError(
-            "block_table is given with attention_mask or dropout; over pages there is neither"
+            "block_table is given with attention_mask or dropout; paged calls support neither"
         )
     q_new, k_new, v_new = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
     lengths = cu_seq_lens_k.diff()[: len(q_new)] - 1  # before the new one

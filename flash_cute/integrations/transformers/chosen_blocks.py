@@ -35,6 +35,6 @@ def refuse_with(**others: object) -> None:
     for name, x in others.items():
         if x is not None:
             raise NotImplementedError(
-                f"block_indices is given with {name}; blocks of keys go with rows of one document, "
+                f"block_indices is given with {name}; chosen blocks need rows of one document, "
                 "dense or padded: use attn_implementation='eager' for others"
             )

@@ -72,8 +72,7 @@ def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
     if not known:
         if not (numbers > 0).all():
             raise ValueError(
-                "attention_mask is int32, which numbers documents from 1 on, and holds 0; give "
-                "padding as bool"
+                "attention_mask holds 0, and int32 numbers documents from 1; give padding as bool"
             )
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers.diff(dim=1) != 0

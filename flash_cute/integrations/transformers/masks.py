@@ -138,8 +138,8 @@ def _padding(padding: Tensor, kv_length: int, has_window: bool) -> Tensor | None
         return None
     if has_gaps and has_window:
         raise ValueError(
-            "attention_mask has padding between tokens, and a layer a sliding window, which would "
-            "count it; pad on one side, or use attn_implementation='eager'"
+            "attention_mask has padding between tokens, which the sliding window of a layer would "
+            "count; pad on one side, or use attn_implementation='eager'"
         )
     padding = padding.contiguous()
     if is_left:

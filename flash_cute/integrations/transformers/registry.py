@@ -164,8 +164,8 @@ def _choose(original: Callable[..., str], model: Any, name: str | None, *args: A
     is_dense = supports and not has_class_of_its_own and not is_other
     if not is_dense and _OF_BLOCKS not in (listed or ()):
         raise ValueError(
-            f'{type(model).__name__} does not support attn_implementation="{NAME}": its attention '
-            'is none that flash attention computes; use "sdpa" or "eager"'
+            f'{type(model).__name__} does not support attn_implementation="{NAME}": flash '
+            'attention cannot compute its attention; use "sdpa" or "eager"'
         )
     _flash().lazy_import_flash_attention(NAME)
     return name

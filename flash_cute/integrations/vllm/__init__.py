@@ -55,7 +55,7 @@ def plugin() -> None:
     try:
         register()
     except ImportError as error:
-        logging.getLogger(__name__).warning("no backend %s: %s", NAME, error)
+        logging.getLogger(__name__).warning("backend %s is not registered: %s", NAME, error)
 
 
 def _release() -> tuple[int, ...]:

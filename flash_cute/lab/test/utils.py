@@ -97,7 +97,7 @@ def error_statistics(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> ErrorStati
     if out.shape != q.shape or out.numel() == 0:
         raise ValueError(
             f"out has shape {tuple(out.shape)}, and q {tuple(q.shape)}: they must be equal, and "
-            "hold elements"
+            "not empty"
         )
     pairs = [_expected_and_bound(*(x[b : b + 1] for x in (q, k, v))) for b in range(len(q))]
     expected, bound = (torch.cat(parts) for parts in zip(*pairs, strict=True))

@@ -157,7 +157,7 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         validate.count("dim", dim, 2)
         if dim % 2:
-            raise ValueError(f"dim is {dim}; expected a multiple of 2, as dims turn in pairs")
+            raise ValueError(f"dim is {dim}; expected a multiple of 2: dims are rotated in pairs")
         _check_base("base", base)
         if scale_base is not None:
             _check_base("scale_base", scale_base)
@@ -184,7 +184,7 @@ class RotaryEmbedding(torch.nn.Module):
         length = max_seqlen
         if length is None:
             if isinstance(seqlen_offset, Tensor):
-                raise ValueError("max_seqlen is None; it is needed where seqlen_offset is a tensor")
+                raise ValueError("max_seqlen is None; it is needed if seqlen_offset is a tensor")
             validate.count("seqlen_offset", seqlen_offset)
             length = qkv.shape[1] + seqlen_offset
         validate.count("max_seqlen", length)
