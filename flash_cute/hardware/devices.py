@@ -84,7 +84,7 @@ def _checked(given: torch.device | str, name: str, there: list[torch.device]) ->
     if device.type == "cpu":
         device = torch.device("cpu")
     if device not in there:
-        raise ValueError(f"{name} is {given}; torch has here: {', '.join(map(str, there))}")
+        raise ValueError(f"{name} is {given}; available here: {', '.join(map(str, there))}")
     return device
 
 
@@ -112,7 +112,7 @@ def available_memory(device: torch.device | str) -> int:
         return min([_system_memory(), *_memory_of_control_group()])
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
-        raise NotImplementedError(f"torch does not tell the free memory of {device}")
+        raise NotImplementedError(f"torch cannot report the free memory of {device}")
     return int(module.mem_get_info(device)[0])
 
 

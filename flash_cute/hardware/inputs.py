@@ -72,7 +72,7 @@ def _sample_of_first_layer(model: nn.Module, batch_dim: int) -> Sample:
             return Sample((x, x, x) if layer is model and _takes_qkv(layer) else (x,), batch_dim)
         if any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, _PASSED):
             break  # what it takes is not known
-    raise ValueError(f"the input of {type(model).__name__} does not follow from its layers; {_ASK}")
+    raise ValueError(f"the layers of {type(model).__name__} do not determine its input; {_ASK}")
 
 
 def _takes_qkv(layer: nn.Module) -> bool:

@@ -141,7 +141,7 @@ class HardwareAbstractionLayer:
         if batch < 1 or least > budget:
             raise MemoryError(
                 f"one sample of {type(model).__name__} needs {least:.0f} bytes "
-                f"more on {self.device}, which has {budget:.0f} for it"
+                f"more on {self.device}, where {budget:.0f} are available"
             )
         return batch - batch % 8 if batch >= 8 else batch
 
@@ -237,8 +237,8 @@ class HardwareAbstractionLayer:
                 f"sample_input that it takes: {error}"
             ) from error
         warnings.warn(
-            f"{type(model).__name__} is not measured, as {reason}: what its ops take inside of "
-            "themselves is not in the estimate",
+            f"{type(model).__name__} cannot be run to measure it, as {reason}: the estimate lacks "
+            "memory that its ops allocate internally",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -254,4 +254,4 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model is {type(model).__name__}; expected an nn.Module")
     for name, p in model.named_parameters():
         if p.is_meta or isinstance(p, nn.UninitializedParameter):
-            raise ValueError(f"parameter {name} has no values; make them first (to_empty, a call)")
+            raise ValueError(f"parameter {name} has no values; initialize it (to_empty, a call)")

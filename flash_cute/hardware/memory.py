@@ -284,7 +284,7 @@ def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
             losses = [x.square().mean() for x in tensors_in(model(*inputs)) if x.requires_grad]
     except internals.NEEDS_VALUES as error:
         raise NotImplementedError(
-            f"{type(model).__name__} cannot be traced, as what it does depends on values: {error}"
+            f"{type(model).__name__} cannot be traced: its control flow depends on values: {error}"
         ) from error
     if losses:
         torch.autograd.backward(losses)

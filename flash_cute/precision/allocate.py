@@ -18,7 +18,7 @@ class BudgetError(ValueError):
     """The least bytes that can be had, ``least``, are more than the budget."""
 
     def __init__(self, least: int, budget: int) -> None:
-        super().__init__(f"the least that can be had is {least} bytes, more than {budget}")
+        super().__init__(f"the smallest choice is {least} bytes, more than {budget}")
         self.least = least
 
 

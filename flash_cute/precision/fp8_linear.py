@@ -85,7 +85,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
     autocast = has_autocast(device) and torch.is_autocast_enabled(device)
     autocast = autocast and x.dtype != torch.float64
     if not autocast and x.dtype != weight.dtype:
-        raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: convert one or autocast")
+        raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: cast one, or use autocast")
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of {tuple(x.shape)}: the last size must be {weight.shape[1]}")
     config = scales.config

@@ -24,7 +24,7 @@ def reason_to_leave(module: nn.Module) -> str | None:
     if isinstance(module, nn.MultiheadAttention):
         return reason_to_leave_attention(module)
     if not isinstance(module, nn.Linear):
-        return "is no nn.Linear"
+        return "is not an nn.Linear"
     base = OptimizedLinear if isinstance(module, OptimizedLinear) else nn.Linear
     return addition(module, base, {"weight", "bias"}, set())
 
@@ -43,7 +43,7 @@ def addition(
 ) -> str | None:
     """What a module has besides these parameters and children, and besides its base class."""
     if own := names_below(type(module), base) - METADATA:
-        return f"has a class with {min(own)} of its own"
+        return f"has a class that defines {min(own)}"
     if "forward" in vars(module):
         return "has a forward that is not its class's"
     if internals.has_hooks_of_any_kind(module):
@@ -52,7 +52,7 @@ def addition(
     if own := held.keys() - parameters:
         return f"has a parameter {min(own)}"
     if computed := [x for x in parameters - held.keys() if getattr(module, x, None) is not None]:
-        return f"has a {min(computed)} that is no parameter"
+        return f"has a {min(computed)} that is not a parameter"
     if own := {name for name, _ in module.named_buffers(recurse=False)}:
         return f"has a buffer {min(own)}"
     if own := {name for name, _ in module.named_children()} - children:

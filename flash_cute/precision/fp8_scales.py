@@ -17,7 +17,7 @@ _library.define("fp8_history_max(Tensor history) -> Tensor")
 def _largest(history: Tensor) -> Tensor:
     if internals.in_backward():
         raise NotImplementedError(
-            "delayed scales are not those of forward when a checkpoint computes forward again; use "
+            "a checkpoint computes forward again, with delayed scales that have changed since; use "
             "FP8Config(scaling='dynamic'), or no checkpoint around fp8 layers"
         )
     return history.max()

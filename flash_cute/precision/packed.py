@@ -32,7 +32,7 @@ def from_bytes(state: Any, name: str, keys: set[str]) -> dict[str, Any]:
         if not isinstance(values, dict) or values.keys() != keys:
             raise ValueError(f"it has {values}, and must have {', '.join(sorted(keys))}")
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} is not what a packed weight saves: {error}") from None
+        raise ValueError(f"{name} is not the state of a packed weight: {error}") from None
     return values
 
 

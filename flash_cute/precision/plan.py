@@ -51,7 +51,7 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
     weight_norm, spectral_norm and pruning), and what lists and such hold besides."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"weights must have values, and {name} has none: make them first")
+            raise ValueError(f"weights must have values, and {name} has none: initialize it first")
     beside = {module: list(plain_tensors(module)) for module in model.modules()}
     kept = {id(x) for held in beside.values() for x in held}
     for module, held in beside.items():
@@ -217,8 +217,8 @@ def too_much(model: nn.Module, config: PrecisionConfig, budget: int, least: int)
     base = base_bytes(model, config.base_precision)
     most = config.target_memory_reduction - (least - budget) / max(base, 1)
     return ValueError(
-        f"target_memory_reduction={config.target_memory_reduction} cannot be met: at most "
-        f"{max(0.0, math.floor(most * 1e4) / 1e4)} can be had of this model with this config"
+        f"target_memory_reduction={config.target_memory_reduction} cannot be met: this config can "
+        f"save at most {max(0.0, math.floor(most * 1e4) / 1e4)} of this model"
     )
 
 

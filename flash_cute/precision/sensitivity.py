@@ -259,6 +259,6 @@ def made_up_samples(model: nn.Module) -> Tensor:
         if next(module.children(), None) is None and list(module.parameters()):
             break
     raise ValueError(
-        "this strategy needs samples, and none can be made up for the first layer of "
+        "this strategy needs samples, and none can be generated for the first layer of "
         f"{type(model).__name__}: pass calibration="
     )

@@ -406,7 +406,7 @@ def test_calibrated_strategies_know_which_layer_matters(strategy: AllocationStra
         (
             lambda m: create_ultra_precision_module(nn.LayerNorm(64), config()),
             ValueError,
-            "at most 0.0 can",
+            "at most 0.0 of",
         ),
         (
             lambda m: create_ultra_precision_module(m, config(), calibration=[]),

@@ -63,7 +63,7 @@ def test_a_state_that_is_none_is_refused():
         state = small.state_dict()
         name = next(n for n in state if n.endswith("packed._extra_state"))
         state[name] = wrong
-        with pytest.raises(ValueError, match="is not what a packed weight saves"):
+        with pytest.raises(ValueError, match="is not the state of a packed weight"):
             small.load_state_dict(state)
 
 
@@ -75,7 +75,7 @@ def test_values_that_lack_a_part_are_refused_and_change_nothing(name: str, wrong
     state = small.state_dict()
     key = next(n for n in state if n.endswith(name))
     state[key] = as_bytes(wrong)
-    with pytest.raises(ValueError, match="is not what a packed weight saves: it has"):
+    with pytest.raises(ValueError, match="is not the state of a packed weight: it has"):
         small.load_state_dict(state)
     assert torch.equal(small(ids), before) and small.get_precision_stats() == stats
 

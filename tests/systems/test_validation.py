@@ -312,7 +312,7 @@ def test_validates_under_no_grad_and_without_a_device():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="device is cuda:99; torch has here"):
+    with pytest.raises(ValueError, match="device is cuda:99; available here"):
         ComponentValidator(device=torch.device("cuda", 99))
     with pytest.raises(TypeError, match="expected an nn"):
         ComponentValidator().validate_linear_component(linear, 8, 5)  # type: ignore[arg-type]
