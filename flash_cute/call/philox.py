@@ -50,11 +50,11 @@ def philox4x32(
 
 
 def dropout_rate(dropout_p: float) -> tuple[int, float]:
-    """(drop_below, keep_scale) of a probability: what is drawn, and what makes up for it.
+    """(drop_below, keep_scale) of a dropout probability.
 
-    Of 65536 random numbers those below ``drop_below`` are dropped: ``dropout_p`` to the nearest
-    65536th, but all of them for 1 alone. ``keep_scale`` is 1 / (1 - the rate that is drawn), so
-    that dropout keeps the mean; 0 where everything is dropped.
+    A weight is dropped if its random number in [0, 65536) is below ``drop_below``, which is
+    ``dropout_p`` in 65536ths, rounded; only 1 drops all. ``keep_scale`` is 1 / (1 - drop_below /
+    65536), so that dropout keeps the mean; 0 if everything is dropped.
     """
     if dropout_p == 1:
         return DROP_STEPS, 0.0

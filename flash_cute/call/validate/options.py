@@ -1,5 +1,5 @@
-"""What turns scores into weights, as every call of attention takes it: scale, causal mask, window,
-softcap, dropout, ALiBi slopes, sinks. Errors as in :mod:`flash_cute.call.validate`.
+"""The checks of options that all attention calls share: scale, causal mask, window, softcap,
+dropout, ALiBi slopes and sinks. Errors as in :mod:`flash_cute.call.validate`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flash_cute.call import validate
 
 
 class Names(NamedTuple):
-    """What messages call the arguments whose names differ from function to function."""
+    """Names in messages, for arguments whose names differ from function to function."""
 
     causal: str = "causal"
     dropout_p: str = "dropout_p"
@@ -37,8 +37,8 @@ OF_OPS = Names(causal="is_causal", window_size=("window_size_left", "window_size
 
 
 def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
-    """All of them, of a call of any op with ``batch`` sequences. Calls over a cache have no dropout
-    and no backward."""
+    """Checks all options of a call of any op with ``batch`` sequences. Calls over a cache have no
+    dropout and no backward."""
     softmax_scale, softcap = call.softmax_scale, call.softcap
     validate.flag(names.causal, call.is_causal)
     validate.flag("deterministic", getattr(call, "deterministic", False))
@@ -76,7 +76,7 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
 
 
 def sides(window_size: Any) -> tuple[int, int]:
-    """(left, right) of what functions take as ``window_size``; :func:`check` looks at each."""
+    """(left, right) from ``window_size``; :func:`check` checks their values."""
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size is {validate.kind_of(window_size)}; expected (left, right)")
     if len(window_size) != 2:
@@ -86,19 +86,19 @@ def sides(window_size: Any) -> tuple[int, int]:
 
 
 def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
-    """Refuses slopes that want a gradient."""
+    """Refuses slopes that require grad."""
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{name} requires grad, and has no gradient; detach() it")
 
 
 def number(name: str, x: Any) -> None:
-    """Refuses what is no number; a bool is none."""
+    """Refuses everything but numbers; a bool is not one."""
     if isinstance(x, bool) or not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
 
 
 def _known(name: str, x: float) -> None:
-    """Refuses a number that only data will tell: which graph is made depends on it."""
+    """Refuses a number that depends on data, since the compiled graph depends on it."""
     is_symbolic = torch.compiler.is_compiling() or isinstance(x, (torch.SymFloat, torch.SymInt))
     if is_symbolic and not (internals.is_decided(x >= 0.0) and internals.is_decided(x == 0.0)):
         raise NotImplementedError(
