@@ -1,4 +1,4 @@
-"""Lines of the log of calls: what each call is, and which kernel it runs."""
+"""The log of calls: a line for each, with its problem and its plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_on() -> bool:
 
 @contextmanager
 def switched(on: bool = True) -> Iterator[None]:
-    """Inside, calls are logged, or not: in place of ``FLASH_CUTE_LOG``, for all threads.
+    """Inside, calls are logged, or not: overrides ``FLASH_CUTE_LOG`` for all threads.
 
     Example::
 
@@ -51,7 +51,7 @@ def switched(on: bool = True) -> Iterator[None]:
 
 
 def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
-    """Logs a call, and its gradient if one may be asked for."""
+    """Logs a call, and its backward if ``backward``."""
     qkv = (call.q, call.k, call.v)
     for op in ("fwd", "bwd")[: 1 + backward]:
         say(qkv, op, lambda op: kernels.Problem.of_call(call, op))
@@ -68,7 +68,7 @@ def say(
     problem: Callable[[str], kernels.Problem],
     kernel: str | None = None,
 ) -> None:
-    """One line: the problem, and ``kernel`` or the plan of it."""
+    """Logs one line: the problem, and ``kernel`` or the problem's plan."""
     q = qkv[0]
     if torch.compiler.is_compiling() or internals.is_fake(q):
         return
@@ -80,7 +80,7 @@ def say(
         return
     try:
         what = problem(op)
-    except ValueError as error:  # a call without heads, which the op takes
+    except ValueError as error:  # a call without heads, which the op allows
         return _write(f"{op}: {error}")
     try:
         _write(f"{what}: {kernel or kernels.plan(what, q.get_device())}")

@@ -22,7 +22,7 @@ def list_kernels(_: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Compares every kernel of this build with the fp64 reference; 1 if one is wrong."""
+    """Compares every kernel of this build with the fp64 reference; returns 1 if one is wrong."""
     wrong = 0
     for config in get_kernels_to_build():
         share, used = progression.check_config(config, options.seed), lab.usage(config)

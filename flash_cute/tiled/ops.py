@@ -1,7 +1,7 @@
-"""The ops ``tiled_fwd`` and ``tiled_bwd``: attention of (B, H, N, D) over tiles of the caller's.
+"""The ops ``tiled_fwd`` and ``tiled_bwd``: attention of (B, H, N, D) with the caller's tile.
 
-Each is one node of a graph, whatever the number of tiles, and of lengths that change. Their
-functions are in :mod:`flash_cute.tiled`.
+Each is one node of a graph, for any number of tiles and dynamic lengths. Their functions are in
+:mod:`flash_cute.tiled`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ bwd = torch.ops.flash_cute.tiled_bwd.default
 Results = tuple[Tensor | None, ...]
 
 
-# --- what they compute ---------------------------------------------------------------------------
+# --- implementations -----------------------------------------------------------------------------
 
 
 @internals.without_autograd
 def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bool) -> Results:
-    """O (B, H, N, D) in q's dtype and the log-sum-exp of its rows (B, H, N); with ``return_stats``
-    also the sums of exp(scores - m) and the maxima m."""
+    """O (B, H, N, D) in q's dtype and its log-sum-exps (B, H, N); with ``return_stats`` also the
+    sums of exp(scores - m) and the maxima m."""
     tile = streaming.Tile(rows, keys)
     if not q.is_cuda:
         with torch.autocast("cpu", enabled=False):
@@ -116,7 +116,7 @@ def kernel(qkv: tuple[Tensor, Tensor, Tensor], op: str, tile: streaming.Tile) ->
 
 @lru_cache(maxsize=256)
 def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, limit: str) -> str:
-    """kernels.nearest(), which takes a millisecond, under a limit of the thread that holds."""
+    """kernels.nearest(), which takes a millisecond, cached by the thread's limit."""
     return kernels.nearest(problem, tile.rows, tile.keys, gpu)
 
 
@@ -124,7 +124,7 @@ def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, li
 
 
 def _like(x: Tensor) -> Tensor:
-    """A new tensor of x's shape; CUDA's kernels lay them out as (B, N, H, D)."""
+    """A new tensor of x's shape; on CUDA its memory layout is (B, N, H, D)."""
     if x.device.type != "cuda":
         return x.new_empty(x.shape)
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
