@@ -61,10 +61,10 @@ class FlashAttention3(MultiHeadAttention):
     def kernels(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> str:
-        """Which kernels calls take first, in words.
+        """The kernels that calls prefer, in words.
 
         Args:
-            device: where; None is where the parameters are.
+            device: None is the parameters' device.
             dtype: of q, k and v; None is the parameters' own.
 
         Example::

@@ -1,4 +1,4 @@
-"""Layers whose tokens several ranks of torch.distributed share: what they have in common."""
+"""The base of layers whose tokens are split over ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.core.padding import check_mask
 
 
-class GroupOfLayer:
-    """The ranks that share a layer's tokens, and their ContextParallels. Layers of one group share
-    it, by :func:`group_of_layer`, so that a graph of one is a graph of all; what is saved and
-    loaded knows all ranks of torch.distributed alone.
+class LayerGroup:
+    """The ranks that share a layer's tokens, and their ContextParallels. Layers with the same group
+    share one, by :func:`group_of_layer`, so that their graphs are the same. Saving keeps only
+    whether the group was all ranks of torch.distributed.
 
     Attributes:
-        id: by which a graph finds it.
-        contexts: by size and strategy.
+        id: the name by which a graph finds it.
+        contexts: ContextParallels by size and strategy.
     """
 
     def __init__(self, group: Any, is_lost: bool) -> None:
@@ -52,19 +52,19 @@ class GroupOfLayer:
             )
         return _HELD.get(self.id)
 
-    def __deepcopy__(self, memo: Any) -> GroupOfLayer:
+    def __deepcopy__(self, memo: Any) -> LayerGroup:
         return self
 
     def __reduce__(self) -> Any:
         return group_of_layer, (None, self._is_lost or self.id in _HELD)
 
     def is_of(self, group: Any, is_lost: bool) -> bool:
-        """Whether layers of this group share it."""
+        """Whether it belongs to this group."""
         return self._is_lost == is_lost and _HELD.get(self.id) is group
 
 
-def group_of_layer(group: Any, is_lost: bool = False) -> GroupOfLayer:
-    """The one of a group, as long as a layer has it. All ranks, by whichever name, are None."""
+def group_of_layer(group: Any, is_lost: bool = False) -> LayerGroup:
+    """The LayerGroup of a group, shared while a layer uses it. All ranks are None."""
     if group is not None:
         from flash_cute.distributed.arguments import check_group
 
@@ -72,13 +72,13 @@ def group_of_layer(group: Any, is_lost: bool = False) -> GroupOfLayer:
         if group is dist.group.WORLD:
             group = None
     same = (x for x in list(_GROUPS.values()) if x.is_of(group, is_lost))
-    return next(same, None) or GroupOfLayer(group, is_lost)
+    return next(same, None) or LayerGroup(group, is_lost)
 
 
 _HELD: dict[str, Any] = {}  # groups by id: why here, flash_cute/distributed/groups.py says
 atexit.register(_HELD.clear)
-_GROUPS: WeakValueDictionary[str, GroupOfLayer] = WeakValueDictionary()
-_IDS = (f"group{i}" for i in itertools.count())  # texts, which graphs never make symbols of
+_GROUPS: WeakValueDictionary[str, LayerGroup] = WeakValueDictionary()
+_IDS = (f"group{i}" for i in itertools.count())  # strings, since graphs may make ints symbolic
 
 
 class SharedAttention(MultiHeadAttention):
@@ -99,7 +99,7 @@ class SharedAttention(MultiHeadAttention):
     @property
     def group(self) -> Any:
         """The torch.distributed group whose ranks share each sequence; None is all ranks, if
-        torch.distributed is initialised. It may be set, as of a layer that was loaded."""
+        torch.distributed is initialised. It may be set, for instance after loading."""
         return self._group.value
 
     @group.setter
@@ -124,7 +124,7 @@ class SharedAttention(MultiHeadAttention):
             check_mask(mask, x)
 
     def _check_kind(self, x: Tensor) -> None:
-        """Ranks of which one cannot project its tokens would wait for it."""
+        """Refuses inputs that cannot be projected: the other ranks would wait for this one."""
         weight = self.in_proj_weight
         if x.device != weight.device:
             raise ValueError(
@@ -137,8 +137,8 @@ class SharedAttention(MultiHeadAttention):
             )
 
     def _split_heads(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-        """q, k and v of tokens, of which those that take no part are 0."""
-        heads = self._heads(x if mask is None else without(mask, x))
+        """q, k and v of tokens; masked tokens are 0."""
+        heads = self._heads(x if mask is None else zero_masked_tokens(mask, x))
         return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
 
     def _of_ranks(
@@ -151,8 +151,8 @@ class SharedAttention(MultiHeadAttention):
         longest: int | None,
         crosses: bool,
     ) -> Tensor:
-        """Of this rank's tokens, those of ``size`` ranks being in rank order. ``crosses``: the call
-        has keys of its own."""
+        """Attention of this rank's tokens; ``size`` ranks have the sequence in rank order.
+        ``crosses``: the call is cross attention."""
         if torch.compiler.is_compiling():
             return self._in_graph(size, strategy, x, mask, options, longest, crosses)
         from flash_cute.distributed import cp_attention
@@ -191,7 +191,8 @@ class SharedAttention(MultiHeadAttention):
         longest: int | None,
         crosses: bool,
     ) -> Tensor:
-        """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
+        """:meth:`_of_ranks` in a graph: all ranks have equally many tokens, which is checked when
+        the graph runs."""
         from flash_cute.distributed import cp_attention, cp_ops
 
         def check() -> None:
@@ -223,7 +224,7 @@ class SharedAttention(MultiHeadAttention):
 def _attend_masked(
     cp: Any, plan: Any, qkv: tuple[Tensor, ...], mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Of this rank's queries, where every rank gathers all keys, values and the mask."""
+    """Attention of this rank's queries, with all keys, values and the mask gathered."""
     from flash_cute.distributed import cp_ops, description
 
     q, k, v = qkv
@@ -232,19 +233,19 @@ def _attend_masked(
     if not mask.is_floating_point():
         mask = (mask != 0).to(torch.uint8)
     mask = cp_ops.gather(mask, plan.key)
-    check_mask(mask, k)  # floats as a whole: all ranks see the same
+    check_mask(mask, k)  # after gathering, so that all ranks get the same answer
     start = sum(plan.rows(rank) for rank in range(cp.rank))
     return attend_masked_part(q, k, v, start, mask != 0, options)
 
 
 def with_any_floats(mask: Any) -> Any:
-    """The mask, in which floats, which count as a whole, are what they stand for."""
+    """The mask; floats are replaced, since they are checked after gathering."""
     in_floats = isinstance(mask, Tensor) and mask.is_floating_point()
     return mask != 0 if in_floats else mask
 
 
-def without(mask: Tensor, x: Tensor) -> Tensor:
-    """x with 0 for tokens that take no part, so that these reach no gradient either."""
+def zero_masked_tokens(mask: Tensor, x: Tensor) -> Tensor:
+    """x with 0 for masked tokens, so that their values reach no gradient either."""
     return x.masked_fill((mask == 0).unsqueeze(-1), 0)
 
 
@@ -257,7 +258,7 @@ def check_length(seqlen: int, longest: int | None) -> None:
 
 
 def refuse_cross_attention(crosses: bool) -> None:
-    """Tokens that are shared out attend to themselves."""
+    """Refuses cross attention, which split tokens do not support."""
     if crosses:
         raise NotImplementedError(
             "key or value is given: cross attention is not supported where devices share tokens; "
@@ -266,7 +267,7 @@ def refuse_cross_attention(crosses: bool) -> None:
 
 
 def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> AttentionConfig:
-    """The config, if it is one of this pattern."""
+    """Checks that it is a config of this pattern, and returns it."""
     if not isinstance(config, AttentionConfig):
         raise TypeError(f"config is {type(config).__name__}; expected an AttentionConfig")
     if config.pattern is not pattern:
@@ -283,21 +284,21 @@ def _name_of(group_id: str, size: int, strategy: str) -> str:
 def _equal_plan(
     group_id: str, size: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
 ) -> Any:
-    """The plan of ranks with as many tokens each; asks nobody."""
+    """The plan for ranks with equally many tokens, without communication."""
     cp = context(_GROUPS[group_id], size, strategy)
     sizes = [rows] * size
     return cp.plan_alone(sum(sizes), causal=causal, window_size=window, sizes=sizes)
 
 
-def context(of_layer: GroupOfLayer, size: int, strategy: str) -> Any:
-    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once, and again if
-    torch.distributed was started again."""
+def context(group: LayerGroup, size: int, strategy: str) -> Any:
+    """The ContextParallel of ``size`` consecutive ranks of a layer's group, cached until
+    torch.distributed is initialised again."""
     from flash_cute.distributed import ContextParallel, groups
 
-    whole = dist.group.WORLD if of_layer.value is None else of_layer.value
+    whole = dist.group.WORLD if group.value is None else group.value
     part = groups.part_of(whole, size)
-    cp = of_layer.contexts.get((size, strategy))
+    cp = group.contexts.get((size, strategy))
     if cp is None or cp.group is not part:
         cp = ContextParallel(part, strategy=strategy, layout="contiguous")
-        of_layer.contexts[size, strategy] = cp
+        group.contexts[size, strategy] = cp
     return cp

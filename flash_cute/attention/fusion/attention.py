@@ -14,7 +14,7 @@ from flash_cute.kernels import support
 def attend_packed(qkv: Tensor, visible: Visible, dropout_p: float, rng: Tensor | None) -> Tensor:
     """Attention of qkv (batch, seqlen, 3, heads, dim): (batch, seqlen, heads, dim).
 
-    ``rng`` int64 (2,) drops the same wherever kernels run; SDPA draws from torch's generator.
+    Dropout of flash_cute's kernels depends on ``rng``, int64 (2,); SDPA uses torch's generator.
     """
     if visible.bias is None and visible.order is None and kernels_take(qkv):
         return flash_attn_qkvpacked_func(qkv, dropout_p, causal=visible.causal, rng=rng)
@@ -31,7 +31,7 @@ def attend(
     rng: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
-    """The same of q (batch, seqlen, heads, dim), k and v (batch, seqlen, heads_k, dim)."""
+    """Attention of q (batch, seqlen, heads, dim), k and v (batch, seqlen, heads_k, dim)."""
     if visible.bias is not None or not kernels_take(q):
         return _sdpa(q, k, v, visible, dropout_p, scale)
     if visible.order is None:
@@ -49,7 +49,7 @@ def attend(
 
 
 def kernels_take(q: Tensor) -> bool:
-    """Whether flash_cute attends tensors of this device, dtype and head dim."""
+    """Whether flash_cute supports q's device, dtype and head dim."""
     if not q.is_cuda:
         return q.device.type == "cpu"
     return support.has_kernel(q.dtype, q.shape[-1], q.get_device())

@@ -1,4 +1,4 @@
-"""What fusion saves: launches and time of two models on one input."""
+"""Compares the launches and the time of a model and its fused form."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class FusionPerformanceStats:
-    """What :func:`benchmark_fusion_performance` measured of one forward.
+    """The measurements of :func:`benchmark_fusion_performance`, for one forward.
 
     Args:
         baseline_ms, fused_ms: medians over the runs.
-        baseline_kernel_launches, fused_kernel_launches: kernels that ran on the GPU, copies and
-            fills of memory left out; on the CPU operators of torch that compute, copies and fills
-            included, and those that flash_cute's operators call, which is more than eager has.
+        baseline_kernel_launches, fused_kernel_launches: kernels that ran on the GPU, without memory
+            copies and fills; on the CPU torch's operators that compute, copies and fills included,
+            also those that flash_cute's operators call.
         baseline_host_launches, fused_host_launches: launches by the host, of kernels or of whole
             graphs; on the CPU as above.
         max_difference: largest absolute difference of the two outputs; None if dropout is active,
@@ -49,7 +49,7 @@ class FusionPerformanceStats:
         device: "cuda" or "cpu".
 
     ``speedup`` is the baseline's time over fused's, ``launch_reduction`` the share of the
-    baseline's kernel launches that fused does not have, below 0 if it has more.
+    baseline's kernel launches that fusion saves, negative if it has more.
     """
 
     baseline_ms: float
@@ -76,16 +76,15 @@ def benchmark_fusion_performance(
     input_data: Tensor,
     num_runs: int = 100,
 ) -> FusionPerformanceStats:
-    """Times and counts one forward of two models, in turns.
+    """Times one forward of two models, in turns, and counts its launches.
 
     Modes are the caller's: gradients are recorded unless it is under ``torch.no_grad()``, and each
-    model is in training mode or not as it is. Nothing of the models changes, nor the state of
-    torch's generators.
+    model stays in its training mode. Neither the models nor the state of torch's generators change.
 
     Args:
         baseline_model, fused_model: called as ``model(input_data)``.
         input_data: on the models' device.
-        num_runs: runs of each model that are timed, after 3 that warm up; one more is profiled.
+        num_runs: timed runs of each model, after 3 warm-up runs; one more is profiled.
 
     Returns:
         Medians in ms, by CUDA events on CUDA and by the clock on the CPU, and launches as
@@ -172,7 +171,7 @@ def count_launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tupl
 
 
 def _operators(event: Any) -> int:
-    """Operators that compute and call no other that does, of an event on the CPU."""
+    """The number of innermost operators that compute in a CPU event of the profiler."""
     called = sum(map(_operators, event.cpu_children))
     return called or int(event.name.startswith(_LIBRARIES) and event.name not in _VIEWS)
 
