@@ -1,4 +1,4 @@
-"""How far a layer's numbers may be off."""
+"""The tolerances of a layer's numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OF_ELEMENTS = {  # of the largest element of what is compared
 }
 _OF_FP8 = 0.4  # E5M2 has two bits of mantissa, and projections follow each other
 _OF_FACTOR = 0.2  # of an element's: rounding cancels in a sum over all
-_OF_OTHERS = {torch.float16: 0.3, torch.bfloat16: 0.3}  # of what is larger beside it
+_OF_OTHERS = {torch.float16: 0.3, torch.bfloat16: 0.3}  # relative to larger tensors beside it
 _SMALL = 0.01
-_FEW = 64  # elements, of which the largest may be a sum that cancels
+_FEW = 64  # with so few elements even the largest may be a sum that cancels
 _DRAWS = 8
 
 
 def largest_of(x: Tensor) -> float:
-    """Of the magnitudes, without a copy; nan if one is."""
+    """The largest magnitude, without a copy; nan if one is nan."""
     return float(torch.linalg.vector_norm(x.detach(), torch.inf))
 
 
