@@ -1,4 +1,4 @@
-"""Which of its two ways the CPU takes for a call, and why."""
+"""Which of two implementations the CPU runs for a call, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLAIN = "ATen's flash kernel for the CPU, as torch's scaled_dot_product_attentio
 
 
 def window(problem: Problem) -> tuple[int, int]:
-    """Keys before and after a query's own that it sees; negative: all."""
+    """How many keys before and after its own a query sees; negative: all."""
     left, right = problem.window_size
     return left, 0 if problem.causal else right
 

@@ -11,7 +11,7 @@ import typer
 from . import beside, options
 from .options import Causal, Device, HeadDim, Heads, HeadsK, Json
 
-_DTYPES = ("bf16", "fp16", "e4m3")  # that the benchmarks have cases of
+_DTYPES = ("bf16", "fp16", "e4m3")  # of the benchmarks' cases
 _DIRECTIONS = ("fwd", "bwd", "fwd,bwd")
 
 

@@ -32,7 +32,7 @@ def fwd(
     return_softmax: bool,
     gen: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (out, softmax_lse, S_dmask, rng_state); S_dmask is empty unless asked for."""
+    """Returns (out, softmax_lse, S_dmask, rng_state); S_dmask is empty without return_softmax."""
     q, k, v = spellings.rows(q, k, v)
     return _results(
         mha.mha_fwd(
@@ -70,10 +70,10 @@ def varlen_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of sequences laid end to end.
 
-    ``num_splits`` cuts the keys of a call with ``seqused_k`` into so many parts, 0: as many as keep
-    the GPU busy. Over pages 0 and 1 are taken, as by flash-attn 2.8.4; other calls are not cut.
-    With ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from
-    ``cu_seqlens_k[b]`` on, wherever the next one begins: xFormers' masks with gaps need it.
+    ``num_splits`` splits the keys of a call with ``seqused_k``; 0 chooses as many splits as keep
+    the GPU busy. Paged calls allow 0 and 1, as in flash-attn 2.8.4; other calls ignore it. With
+    ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from ``cu_seqlens_k[b]``
+    on, even beyond ``cu_seqlens_k[b + 1]``: xFormers' masks with gaps need it.
     """
     q, k, v = spellings.rows(q, k, v)
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
@@ -143,7 +143,7 @@ def bwd(
     gen: torch.Generator | None = None,
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (dq, dk, dv, softmax_d); those of dq, dk and dv that are given are written."""
+    """Returns (dq, dk, dv, softmax_d); writes to dq, dk and dv if they are given."""
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_bwd(
@@ -214,7 +214,7 @@ def fwd_kvcache(
     is_rotary_interleaved: bool,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a cache, which k and v join; returns (out, softmax_lse)."""
+    """Attention over a cache, to which k and v are appended; returns (out, softmax_lse)."""
     validate.flag("is_causal", is_causal)
     validate.flag("is_rotary_interleaved", is_rotary_interleaved)
     calls.within_pages(kcache, k, seqlens_k, block_table)

@@ -61,11 +61,11 @@ def _flash_attn_forward(
 
     Returns:
         (out, softmax_lse, out_accum, softmax_lse_accum), the last two empty: partial results of
-        splits stay inside. ``out_`` is written and returned.
+        splits are not returned. ``out_`` is written and returned.
 
     Raises:
-        NotImplementedError: a mixture that flash_cute has not: packed keys for dense queries,
-            ``seqused_q`` of dense queries or over a cache.
+        NotImplementedError: packed keys with dense queries, ``seqused_q`` with dense queries or
+            over a cache.
     """
     calls.no_metadata(scheduler_metadata)
     validate.flag("rotary_interleaved", rotary_interleaved)
@@ -172,8 +172,8 @@ def _flash_attn_backward(
         call = BwdCall(dout, q, k, v, out, softmax_lse, **score)
     else:
         longest = [spellings.integer(x) for x in (max_seqlen_q, max_seqlen_k)]
-        told = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
-        rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", told)
+        given = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
+        rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", given)
         validate.varlen(q, k, v, *rows)
         check.varlen(q, k, *rows, None, False)
         call = VarlenBwdCall(dout, q, k, v, out, softmax_lse, *rows, **score)
