@@ -1,9 +1,9 @@
-"""Whether the tests notice small changes of the code: a mutation run.
+"""A mutation run: whether the tests notice small changes of the code.
 
-``mutation.py --seed 1 --count 200`` draws mutants of the packages that pyproject.toml names, and
-runs for each the tests of its module, which stand there too, until the first that fails. Nothing in
-the checkout is changed: a copy is. Results go to a file as they come, and a second run of the same
-command goes on from there: mutants that survived are tried again, by the tests of then.
+``mutation.py --seed 1 --count 200`` draws mutants of the packages in pyproject.toml, and runs for
+each the tests of its module, also listed there, until the first that fails. It changes a copy, not
+the checkout. Results are appended to a file, and a second run of the same command resumes from it:
+mutants that survived are tried again, with the present tests.
 
 The library is the one that ``FLASH_CUTE_LIBRARY`` names, else the one that the package finds.
 """

@@ -1,13 +1,13 @@
 """Runs the tests of ops, autograd and compile on other releases of torch.
 
-``torch_versions.py RELEASE ... [--tests ARGUMENT ...]``, where a RELEASE is ``2.10.0``, say, or
-``newest``: the newest that pip would install here, or that the cache holds if that is newer. What
-follows ``--tests`` goes to pytest, in place of TESTS.
+``torch_versions.py RELEASE ... [--tests ARGUMENT ...]``: a RELEASE is such as ``2.10.0``, or
+``newest``: the newest that pip would install here, or that is in the cache. Arguments after
+``--tests`` go to pytest, instead of TESTS.
 
-Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder that
-``FLASH_CUTE_TORCH_CACHE`` names, else in ``~/.cache/flash_cute``. It is made if it is not there;
-one with a torch for CUDA takes 4 to 6 GB. All of them load one library: the one that
-``FLASH_CUTE_LIBRARY`` names, else the one that the package finds.
+Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder
+``$FLASH_CUTE_TORCH_CACHE``, else in ``~/.cache/flash_cute``. It is made if it does not exist; one
+with a torch for CUDA takes 4 to 6 GB. All of them load one library, ``$FLASH_CUTE_LIBRARY``, else
+the one that the package finds.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ TESTS = [
     "tests/distributed/test_disagreement.py",
 ]
 NEEDED = ["numpy", "pytest", "pytest-xdist"]
-# PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch
-# loads all of them as it is imported.
+# PyPI's torch requires it, but inductor works without it on the CPU. CUDA's libraries are needed:
+# the import of torch loads all of them.
 NOT_NEEDED = ["triton"]
 CHECK = "import numpy, pytest, torch, xdist; print(torch.__version__)"
 
@@ -91,12 +91,12 @@ def newest(versions: Iterable[str]) -> str | None:
 
 
 def cached(cache: Path) -> list[str]:
-    """Releases whose environments are there."""
+    """Releases with an environment in the cache."""
     return [path.name.removeprefix("torch-") for path in cache.glob("torch-*")]
 
 
 def offered() -> str | None:
-    """The release that pip would install here; None if it cannot tell."""
+    """The release that pip would install here; None if it finds none."""
     command = [*install(sys.executable), "--dry-run", "--no-deps", "--ignore-installed"]
     command += ["--timeout=30", "--retries=2", "--report=-", "torch"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -122,7 +122,7 @@ def install(python: str | Path) -> list[str]:
 
 
 def is_whole(environment: Path, version: str) -> bool:
-    """Whether all that tests need can be imported, with this release of torch."""
+    """Whether the environment has this release of torch and the tests' packages."""
     python = environment / "bin/python"
     if not python.exists():
         return False
@@ -131,7 +131,7 @@ def is_whole(environment: Path, version: str) -> bool:
 
 
 def fill(environment: Path, version: str) -> None:
-    """Makes an environment; what fails raises CalledProcessError."""
+    """Makes an environment, or raises CalledProcessError."""
     subprocess.run([sys.executable, "-I", "-m", "venv", environment], check=True)
     python = str(environment / "bin/python")
     packages = [f"torch=={version}", *NEEDED]
@@ -148,7 +148,7 @@ def provide(cache: Path, version: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_whole(environment, version):
             return environment
-        for left_over in cache.glob("making-*"):  # by one that was ended: there is one at a time
+        for left_over in cache.glob("making-*"):  # of an interrupted run: the lock is ours
             shutil.rmtree(left_over)
         started = time.monotonic()
         try:
@@ -158,7 +158,7 @@ def provide(cache: Path, version: str) -> Path:
         if not is_whole(making, version):
             sys.exit(f"torch {version}: its environment was made, but cannot be used, see above")
         shutil.rmtree(environment, ignore_errors=True)
-        making.rename(environment)  # programs of its bin/ name the old path; python -m does not
+        making.rename(environment)  # breaks the scripts in bin/, but not python -m
         print(f"torch {version}: made {environment} in {time.monotonic() - started:.0f} s")
     return environment
 
@@ -182,8 +182,8 @@ def main() -> int:
     parser.add_argument("--tests", nargs=argparse.REMAINDER, default=TESTS, metavar="ARGUMENT")
     args = parser.parse_args()
     results = []
-    for asked in args.releases:
-        version = find_newest(CACHE) if asked == "newest" else asked
+    for name in args.releases:
+        version = find_newest(CACHE) if name == "newest" else name
         environment = provide(CACHE, version)
         print(f"torch {version}: {environment}", flush=True)
         started = time.monotonic()
