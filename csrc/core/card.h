@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// How fast a kernel of forward is beside its alternatives.
+// The speed of a kernel of forward, relative to its alternatives.
 struct ForwardSpeed {
   double rate;       // asymptotic, relative
   double tile_keys;  // overhead of a tile, in keys
@@ -15,36 +15,36 @@ struct ForwardSpeed {
 
 struct Card {
   struct Forward {
-    // By columns of K: 64, up to 128, more. Of tiles of 192 or 128 queries; pairs are clusters of two CTAs.
+    // Indexed by columns of K: 64, up to 128, more. For tiles of 192 or 128 queries; pairs are clusters of two CTAs.
     ForwardSpeed narrow_192, narrow_128, middle_192, middle_192_pairs, middle_128, middle_128_pairs, wide, wide_pairs;
-    double worthwhile;  // splits must take at most this fraction of the time without
-    double kernel_us;   // of one more kernel
-    double number_us;   // of an fp32 number that a split writes and combine reads
-    double empty_row;   // of a row's time: an empty row draws less power
+    double worthwhile;  // splits are used if they take at most this fraction of the time without splits
+    double kernel_us;  // of one more kernel
+    double number_us;  // of an fp32 number that a split writes and combine reads
+    double empty_row;  // of a row's time: an empty row draws less power
   } forward;
 
-  // Forward in place of decode, over a cache.
+  // Forward instead of decode, over a cache.
   struct Cached {
-    double around_us;      // of decode beside its products
-    double long_us;        // of decode, from which on 32 rows of products hide forward's overhead
-    int few_rows;          // with no more rows of queries reading the keys is the bound
-    int more_rows;         // of the tile where products take a tenth longer than reading, with 128 dims
+    double around_us;  // of decode beside its products
+    double long_us;  // of decode, from which on 32 rows of products hide forward's overhead
+    int few_rows;  // up to so many query rows decode is memory-bound
+    int more_rows;  // rows of the tile whose products take a tenth longer than reading, with 128 dims
   } cached;
 
   struct Decode {
-    double rate;             // speed in the units of forward's, of tiles of 64 rows
+    double rate;  // speed in the units of forward's, of tiles of 64 rows
     double rows_of_reading;  // reading keys weighs as much as so many rows of products
-    double overlapped;       // of the time of one CTA an SM, if two overlap
+    double overlapped;  // of the time of one CTA an SM, if two overlap
     // Work tiles an SM from which on two resident CTAs beat one.
     double overlap_short, overlap_unknown, overlap_long, overlap_long_much;
-    int many_heads;         // kv heads of 64 dims that leave few CTAs each
-    int much_gb_s;          // of an SM: above it one CTA suffices for long sequences (H200: 37, H100: 25)
+    int many_heads;  // kv heads of 64 dims that leave few CTAs each
+    int much_gb_s;  // of an SM: above it one CTA suffices for long sequences (H200: 37, H100: 25)
     int64_t short_numbers;  // of a sequence's keys
     // Blocks of 64 KB of a cluster's CTA up to which clusters beat even splits: wide with more than 128 dims, unknown
     // with lengths on the device, alone of a single sequence.
     int cluster_blocks, cluster_blocks_wide, cluster_blocks_all_sms, cluster_blocks_unknown, cluster_blocks_alone;
     double all_sms, many_sms;  // fractions of the SMs that clusters keep busy
-    // Even splits, in quanta: chunks of which tail CTAs take a share, 1 / taken_off, in parts of 1 / tail_parts.
+    // Even splits, in quanta: tail CTAs get a share of the chunks, 1 / taken_off, in parts of 1 / tail_parts.
     int large_chunk, taken_off, tail_parts;
     int own_cta_quanta;  // of a work tile that may have a CTA of its own,
     int own_cta_waves;  // with so many work tiles for each resident CTA
@@ -57,12 +57,12 @@ struct Card {
     double kernel_us;  // of one more kernel
     double number_us;  // of an fp32 number that a split writes and combine reads
     double product_us;  // of one of the products of a step, for a query, a key and a column
-    double worthwhile;  // splits of all tiles must take at most this fraction of the time without,
-    double worthwhile_last;  // those of the last wave's tiles this one
-    double throttled_l2;  // queries, dO and dQ in sizes of L2, above which CTAs are throttled
-    int stored_keys;  // a query sees at most, for the first tile to store its sums of dQ instead of adding to zeros
+    double worthwhile;  // splits of all tiles are used if they take at most this fraction of the time without,
+    double worthwhile_last;  // splits of the last wave's tiles at most this one
+    double throttled_l2;  // size of queries, dO and dQ, relative to L2, above which CTAs are throttled
+    int stored_keys;  // up to so many keys of a query its first tile stores dQ, instead of adding to zeros
     int stored_keys_pair;  // likewise of the 2-CTA backward
-    int alternating_columns;  // of dQ of the heads whose tiles alternate, at most
+    int alternating_columns;  // the most columns of dQ of the heads whose tiles alternate
     int alternating_tiles;  // of them together, on Ampere
   } backward;
 
@@ -122,10 +122,10 @@ inline constexpr Card kH200 = {
     .l2_kept = 0.64,
 };
 
-// The numbers that every GPU is judged by: no other card was measured so.
+// The numbers for every GPU: only this card was measured.
 inline constexpr const Card& kCard = kH200;
 
-// The GPU of a question about kernels that names none: an H100 SXM.
+// The GPU of a plan request that names none: an H100 SXM.
 inline constexpr Device kH100 = {.capability = 90,
                                  .smem_optin = 227 * 1024,
                                  .sms = 132,

@@ -1,4 +1,4 @@
-// What a list hides of a tile that it names: quadrants, and the pairs that a token mask leaves out.
+// Masks the pairs of a listed tile that are hidden: by quadrants, and by a token mask.
 #pragma once
 
 #include "core/layout/kv_list.h"
@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-// Without lists nothing.
+// Does nothing without lists.
 template <class Tiles, class Scores, class Coordinates>
 CUTE_DEVICE void hide_unlisted(const Tiles&, const TileLists&, int, int, Scores&&, const Coordinates&) {}
 
