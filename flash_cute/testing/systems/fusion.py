@@ -33,7 +33,7 @@ PARTS = ("self_attn.out_proj", "linear1", "linear2", "norm1", "norm2", "dropout"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model of encoder layers, its call, and one property to look at."""
+    """A model of encoder layers, its call, and one property to check."""
 
     seed: int = 0
     also: str = ""
@@ -107,7 +107,7 @@ def _activation(name: str) -> Any:
 
 
 def model_of(case: Case, device: str, seed: int, dropout: float = 0.0) -> nn.Module:
-    """Every parameter matters; layers differ in their heads and in the place of norms."""
+    """A model whose parameters all matter; layers differ in their heads and the place of norms."""
     torch.manual_seed(seed)
     width = 4 * case.dim
     made = [
@@ -343,7 +343,7 @@ def _check_also(
 
 
 def _check_unbatched(find: Findings, case: Case, fused: Any, inputs: Inputs) -> None:
-    """A sequence without a batch gives what it gives as a batch of one."""
+    """A sequence without a batch dimension has the result of a batch of one."""
     dim = 0 if case.batch_first else 1
     one = dict(inputs.given)
     if inputs.padding is not None:
@@ -359,7 +359,7 @@ def _check_unbatched(find: Findings, case: Case, fused: Any, inputs: Inputs) -> 
 def _check_autocast(
     find: Findings, case: Case, model: nn.Module, inputs: Inputs, device: str
 ) -> None:
-    """Under autocast results have its accuracy; where it is switched off, the parameters'."""
+    """Under autocast results have its accuracy, or the parameters' if fusion switches it off."""
     is_off = case.also == "autocast_off"
     config = replace(config_of(case), enable_mixed_precision=not is_off)
     fused = UnifiedAttentionFusion(model, config)
