@@ -32,10 +32,10 @@ from flash_cute import ops
 from flash_cute.call import validate
 from flash_cute.call.validate import _OF_BOTH, _OF_K, _OF_Q
 
-_asked = os.environ.get("FLASH_CUTE_CHECK", "")
-if _asked not in ("", "0", "1"):
-    raise ImportError(f"FLASH_CUTE_CHECK is {_asked!r}; expected 0 or 1")
-_on = _asked == "1"
+_environment = os.environ.get("FLASH_CUTE_CHECK", "")
+if _environment not in ("", "0", "1"):
+    raise ImportError(f"FLASH_CUTE_CHECK is {_environment!r}; expected 0 or 1")
+_on = _environment == "1"
 _MOST_KV_HEADS = 128  # of known models
 _OF_LENGTHS = (
     "Of lengths they are torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"

@@ -95,7 +95,7 @@ def cached(cache: Path) -> list[str]:
     return [path.name.removeprefix("torch-") for path in cache.glob("torch-*")]
 
 
-def offered() -> str | None:
+def newest_from_pip() -> str | None:
     """The release that pip would install here; None if it finds none."""
     command = [*install(sys.executable), "--dry-run", "--no-deps", "--ignore-installed"]
     command += ["--timeout=30", "--retries=2", "--report=-", "torch"]
@@ -106,7 +106,7 @@ def offered() -> str | None:
 
 
 def find_newest(cache: Path) -> str:
-    from_pip, from_cache = offered(), newest(cached(cache))
+    from_pip, from_cache = newest_from_pip(), newest(cached(cache))
     found = newest(version for version in (from_pip, from_cache) if version)
     if found is None:
         sys.exit("pip finds no torch (its messages are above), and the cache holds none")
@@ -121,7 +121,7 @@ def install(python: str | Path) -> list[str]:
     return [str(python), "-I", "-m", "pip", "install", "--quiet"]
 
 
-def is_whole(environment: Path, version: str) -> bool:
+def is_usable(environment: Path, version: str) -> bool:
     """Whether the environment has this release of torch and the tests' packages."""
     python = environment / "bin/python"
     if not python.exists():
@@ -130,7 +130,7 @@ def is_whole(environment: Path, version: str) -> bool:
     return result.returncode == 0 and release(result.stdout.strip()) == release(version)
 
 
-def fill(environment: Path, version: str) -> None:
+def make_environment(environment: Path, version: str) -> None:
     """Makes an environment, or raises CalledProcessError."""
     subprocess.run([sys.executable, "-I", "-m", "venv", environment], check=True)
     python = str(environment / "bin/python")
@@ -140,22 +140,22 @@ def fill(environment: Path, version: str) -> None:
     subprocess.run([*uninstall, *NOT_NEEDED], check=True)
 
 
-def provide(cache: Path, version: str) -> Path:
+def prepare(cache: Path, version: str) -> Path:
     """The environment of a release: that of the cache, else a new one."""
     environment, making = cache / f"torch-{version}", cache / f"making-{version}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_whole(environment, version):
+        if is_usable(environment, version):
             return environment
         for left_over in cache.glob("making-*"):  # of an interrupted run: the lock is ours
             shutil.rmtree(left_over)
         started = time.monotonic()
         try:
-            fill(making, version)
+            make_environment(making, version)
         except subprocess.CalledProcessError as error:
             sys.exit(f"torch {version}: its environment cannot be made, see above. {error}")
-        if not is_whole(making, version):
+        if not is_usable(making, version):
             sys.exit(f"torch {version}: its environment was made, but cannot be used, see above")
         shutil.rmtree(environment, ignore_errors=True)
         making.rename(environment)  # breaks the scripts in bin/, but not python -m
@@ -170,7 +170,7 @@ def passes(environment: Path, tests: list[str]) -> bool:
     return result.returncode == 0
 
 
-def wanted(argument: str) -> str:
+def release_argument(argument: str) -> str:
     if argument != "newest" and release(argument) is None:
         raise argparse.ArgumentTypeError(f"{argument!r} is neither a release nor 'newest'")
     return argument
@@ -178,13 +178,13 @@ def wanted(argument: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("releases", nargs="+", type=wanted, metavar="RELEASE")
+    parser.add_argument("releases", nargs="+", type=release_argument, metavar="RELEASE")
     parser.add_argument("--tests", nargs=argparse.REMAINDER, default=TESTS, metavar="ARGUMENT")
     args = parser.parse_args()
     results = []
     for name in args.releases:
         version = find_newest(CACHE) if name == "newest" else name
-        environment = provide(CACHE, version)
+        environment = prepare(CACHE, version)
         print(f"torch {version}: {environment}", flush=True)
         started = time.monotonic()
         passed = passes(environment, args.tests)

@@ -103,7 +103,7 @@ def run_profile(
         "seqlen_q": seqlen, "seqlen_k": seqlen if seqlen_k is None else seqlen_k,
         "head_dim": head_dim, "head_dim_v": head_dim_v or head_dim, "causal": causal,
     }  # fmt: skip
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         profile.find_ncu()
         if not can_use_cuda():
             raise profile.ProfileError("there is no GPU here, or the library has no kernels for it")

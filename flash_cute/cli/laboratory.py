@@ -35,7 +35,7 @@ def run_check(
     """Compares every kernel with the fp64 reference, on a GPU. Exits with 1 if one is wrong."""
     from flash_cute.lab import __main__ as laboratory
 
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         options.device("cuda")
         raise typer.Exit(laboratory.check(Namespace(seed=seed)))
 
@@ -67,6 +67,6 @@ def run_progression(
         every=every, dtype=dtype, batch=batch, seq_len=seq_len, heads=heads, d_head=d_head,
         rounds=rounds, json=to_json, plot=plot,
     )  # fmt: skip
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         options.device("cuda")
         raise typer.Exit(laboratory.measure(arguments))

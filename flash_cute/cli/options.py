@@ -127,7 +127,7 @@ def problem(**sizes: object) -> Problem:
 
 
 @contextmanager
-def failing_in_a_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """Inside, an error is one line on standard error, and the status 1."""
     try:
         yield

@@ -55,7 +55,7 @@ def run_bench(
     ):
         if given not in known:
             raise typer.BadParameter(f"{name} {given}: expected one of {', '.join(known)}")
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         device = options.device(device)
         benchmark = beside.module("benchmarks.attention")
     on_cpu = device == "cpu"
@@ -72,7 +72,7 @@ def run_bench(
         asked = benchmark.read([*arguments, *["--sustained"] * sustained])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         raise typer.Exit(benchmark.measured(asked))
 
 
@@ -83,7 +83,7 @@ def run_demo(
     ] = 512,
 ) -> None:
     """A first look, in seconds: beside the formula, and torch's SDPA."""
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         arguments = ["--device", options.device(device), "--seqlen", str(seqlen)]
         raise typer.Exit(beside.module("demos.attention").main(arguments))
 
@@ -111,7 +111,7 @@ def run_fuzz(
             Trial.from_json(case)
     except (ValueError, TypeError, AttributeError) as error:
         raise typer.BadParameter(f"--case {case}: {error}") from None
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         arguments = ["--device", options.device(device)]
     named = {"--cases": cases, "--seed": seed, "--seconds": seconds, "--case": case}
     for name, x in (named | {"--json": to_json}).items():
@@ -139,7 +139,7 @@ def run_tune(
         raise typer.BadParameter("give shapes to measure, or --show alone")
     if as_json and not show:
         raise typer.BadParameter("--json belongs to --show")
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         if show and (as_json or not tables.is_terminal()):
             typer.echo(json.dumps(tune.show(path), indent=1))
         elif show:

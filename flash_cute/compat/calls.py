@@ -93,17 +93,17 @@ def contiguous(block_table: Tensor | None) -> Tensor | None:
     return block_table.contiguous() if isinstance(block_table, Tensor) else block_table
 
 
-def outward_lse(softmax_lse: Tensor) -> Tensor:
+def flash_attn_lse(softmax_lse: Tensor) -> Tensor:
     """lse with FlashAttention-2's +inf for rows without keys, instead of -inf."""
     return softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)
 
 
-def inward_lse(softmax_lse: Tensor) -> Tensor:
+def own_lse(softmax_lse: Tensor) -> Tensor:
     """The inverse: -inf for rows without keys."""
     return softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)
 
 
-def into(name: str, given: Tensor | None, result: Tensor) -> Tensor:
+def store(name: str, given: Tensor | None, result: Tensor) -> Tensor:
     """``result``, copied to the tensor ``given`` for it if there is one."""
     if given is None:
         return result
@@ -111,7 +111,7 @@ def into(name: str, given: Tensor | None, result: Tensor) -> Tensor:
     return given.copy_(result)
 
 
-def picked(
+def select_cache_rows(
     cache_batch_idx: Tensor | None, page_table: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """cache_batch_idx and block_table: FlashAttention-3's ``cache_batch_idx`` selects rows of a
@@ -121,7 +121,7 @@ def picked(
     return None, page_table[cache_batch_idx.long()].contiguous()
 
 
-def within_pages(
+def check_page_bounds(
     k_cache: Tensor, k: Tensor | None, cache_seqlens: Any, block_table: Tensor | None
 ) -> None:
     """Refuses lengths beyond the pages of ``block_table``, as flash-attn 2.8.4 does, and on the CPU
@@ -155,7 +155,7 @@ def within_pages(
         )
 
 
-def no_metadata(scheduler_metadata: Tensor | None) -> None:
+def check_no_metadata(scheduler_metadata: Tensor | None) -> None:
     """Refuses the metadata of FlashAttention-3's own scheduler."""
     if scheduler_metadata is not None and scheduler_metadata.numel():
         raise NotImplementedError(

@@ -110,7 +110,8 @@ def varlen_fwd(
                 return_softmax_lse=True,
             )  # fmt: skip
             state = q.new_zeros(2, dtype=torch.int64)
-            return calls.into("out", out, result), calls.outward_lse(lse), q.new_empty(0), state
+            out = calls.store("out", out, result)
+            return out, calls.flash_attn_lse(lse), q.new_empty(0), state
     return _results(
         mha.mha_varlen_fwd(
             q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
@@ -147,7 +148,7 @@ def bwd(
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_bwd(
-        dout, q, k, v, out, calls.inward_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
+        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
         calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip
@@ -184,7 +185,7 @@ def varlen_bwd(
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_varlen_bwd(
-        dout, q, k, v, out, calls.inward_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
         calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
         spellings.integer(max_seqlen_k), p_dropout, softmax_scale, zero_tensors, is_causal,
         window_size_left, window_size_right, calls.softcap(softcap), deterministic, seed, offset,
@@ -217,7 +218,7 @@ def fwd_kvcache(
     """Attention over a cache, to which k and v are appended; returns (out, softmax_lse)."""
     validate.flag("is_causal", is_causal)
     validate.flag("is_rotary_interleaved", is_rotary_interleaved)
-    calls.within_pages(kcache, k, seqlens_k, block_table)
+    calls.check_page_bounds(kcache, k, seqlens_k, block_table)
     with torch.no_grad():
         result, lse = kvcache.flash_attn_with_kvcache(
             q, kcache, vcache, k, v, rotary_cos, rotary_sin, seqlens_k, cache_batch_idx, leftpad_k,
@@ -225,9 +226,9 @@ def fwd_kvcache(
             calls.sides(window_size_left, window_size_right), calls.softcap(softcap),
             is_rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip
-        return calls.into("out", out, result), calls.outward_lse(lse)
+        return calls.store("out", out, result), calls.flash_attn_lse(lse)
 
 
 def _results(forward: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, _, _, _, softmax_lse, seed, offset, softmax = forward
-    return out, calls.outward_lse(softmax_lse), softmax, torch.stack((seed, offset))
+    return out, calls.flash_attn_lse(softmax_lse), softmax, torch.stack((seed, offset))

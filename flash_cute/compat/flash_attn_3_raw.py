@@ -67,7 +67,7 @@ def _flash_attn_forward(
         NotImplementedError: packed keys with dense queries, ``seqused_q`` with dense queries or
             over a cache.
     """
-    calls.no_metadata(scheduler_metadata)
+    calls.check_no_metadata(scheduler_metadata)
     validate.flag("rotary_interleaved", rotary_interleaved)
     _check_lengths(max_seqlen_q, max_seqlen_k)
     options: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _flash_attn_forward(
             "cu_seqlens_k of packed tensors"
         )
     if cached:
-        rows, page_table = calls.picked(kv_batch_idx, page_table)
+        rows, page_table = calls.select_cache_rows(kv_batch_idx, page_table)
         with torch.no_grad():
             result, softmax_lse = flash_cute.flash_attn_with_kvcache(
                 q, k, v, k_new, v_new, rotary_cos, rotary_sin, seqused_k, rows,
@@ -107,7 +107,7 @@ def _flash_attn_forward(
                 cu_seqlens_k_new=cu_seqlens_k_new,
                 rotary_seqlens=None if rotary_cos is None else seqlens_rotary, **options,
             )  # fmt: skip
-            out = calls.into("out_", out_, result)
+            out = calls.store("out_", out_, result)
     elif packed:
         sequences: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, softmax_lse = flash_cute.flash_attn_varlen_func(

@@ -176,8 +176,8 @@ def flash_attn_with_kvcache(
     """:func:`flash_cute.flash_attn_with_kvcache`, without gradients. ``cache_batch_idx`` selects
     rows of ``page_table``; ``return_softmax_lse`` returns (out, softmax_lse, None, None).
     ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned."""
-    calls.no_metadata(scheduler_metadata)
-    cache_batch_idx, page_table = calls.picked(cache_batch_idx, page_table)
+    calls.check_no_metadata(scheduler_metadata)
+    cache_batch_idx, page_table = calls.select_cache_rows(cache_batch_idx, page_table)
     with torch.no_grad():
         results = kvcache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,

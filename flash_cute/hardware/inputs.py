@@ -10,8 +10,8 @@ from torch import Tensor, nn
 SEQLEN = 512
 """Tokens of a generated sample, if a model takes sequences."""
 
-_PASSED = (nn.LayerNorm, nn.RMSNorm)  # their outputs have their inputs' shape
-_ASK = "pass sample_input, a tensor (batch, ...) or a tuple of them, one for each argument"
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # their outputs have their inputs' shape
+_HINT = "pass sample_input, a tensor (batch, ...) or a tuple of them, one for each argument"
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def sample_of(model: nn.Module, given: Tensor | tuple[Tensor, ...] | None) -> Sa
         return _sample_of_first_layer(model, batch_dim)
     tensors = (given,) if isinstance(given, Tensor) else given
     if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors):
-        raise TypeError(f"sample_input is {type(given).__name__}; {_ASK}")
+        raise TypeError(f"sample_input is {type(given).__name__}; {_HINT}")
     if not tensors or any(x.dim() == 0 or x.numel() == 0 for x in tensors):
-        raise ValueError(f"sample_input holds no sample; {_ASK}")
+        raise ValueError(f"sample_input holds no sample; {_HINT}")
     return Sample(tensors, batch_dim)
 
 
@@ -70,9 +70,9 @@ def _sample_of_first_layer(model: nn.Module, batch_dim: int) -> Sample:
             shape = (1, SEQLEN, width) if batch_dim == 0 else (SEQLEN, 1, width)
             x = torch.zeros(shape, dtype=dtype)
             return Sample((x, x, x) if layer is model and _takes_qkv(layer) else (x,), batch_dim)
-        if any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, _PASSED):
+        if any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, _NORMS):
             break  # the input of another layer is not known
-    raise ValueError(f"the layers of {type(model).__name__} do not determine its input; {_ASK}")
+    raise ValueError(f"the layers of {type(model).__name__} do not determine its input; {_HINT}")
 
 
 def _takes_qkv(layer: nn.Module) -> bool:

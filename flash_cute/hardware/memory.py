@@ -143,7 +143,7 @@ def trainable(model: nn.Module) -> int:
     return bytes_of(p for p in model.parameters() if p.requires_grad)
 
 
-def beside_weights(model: nn.Module) -> int:
+def training_bytes(model: nn.Module) -> int:
     """Bytes of gradients and of the optimizer's states. Sparse gradients do not count: they belong
     to a step, as activations do."""
     layers = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
@@ -182,9 +182,9 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
             peaks.append(live.peak(but=dense_gradients(run)))
             largest.append(live.largest_tensor)
             flops.append(live.flops)
-    line = _line(_TRACED_BATCHES, peaks)
-    fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
-    more = (_line(_TRACED_BATCHES, found).per_sample for found in (largest, flops))
+    line = _linear_cost(_TRACED_BATCHES, peaks)
+    fixed = weights_of(model) + line.fixed + (training_bytes(model) if training else 0)
+    more = (_linear_cost(_TRACED_BATCHES, found).per_sample for found in (largest, flops))
     return Cost(fixed, line.per_sample, *more)
 
 
@@ -206,7 +206,7 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
             del run
             torch.cuda.synchronize(device)
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    line = _line(MEASURED_BATCHES, peaks)
+    line = _linear_cost(MEASURED_BATCHES, peaks)
     states = OPTIMIZER_STATES * trainable(model) if training else 0
     return Cost(line.fixed + resident(model, device) + states, line.per_sample)
 
@@ -249,14 +249,14 @@ def measured_on_cpu(
         first, second = (allocator.recorded(lambda n=n: step(n)) for n in batches)  # type: ignore[misc]
     large = [allocator.extrapolated((first, second), batches, n) for n in _TRACED_BATCHES]
     if large[0] is None or large[1] is None:
-        line = _line(batches, [allocator.peak(first), allocator.peak(second)])
+        line = _linear_cost(batches, [allocator.peak(first), allocator.peak(second)])
     else:
-        line = _line(_TRACED_BATCHES, [allocator.peak(large[0]), allocator.peak(large[1])])
-    fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
+        line = _linear_cost(_TRACED_BATCHES, [allocator.peak(large[0]), allocator.peak(large[1])])
+    fixed = weights_of(model) + line.fixed + (training_bytes(model) if training else 0)
     return Cost(fixed, line.per_sample)
 
 
-def _line(batches: tuple[int, int], peaks: list[int]) -> Cost:
+def _linear_cost(batches: tuple[int, int], peaks: list[int]) -> Cost:
     per_sample = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
     return Cost(max(0.0, peaks[0] - per_sample * batches[0]), per_sample)
 

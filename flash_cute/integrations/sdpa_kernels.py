@@ -151,7 +151,7 @@ def _of_dropout(rng: Tensor | None, softmax: Tensor | None, like: Tensor) -> tup
     """The last three results of ATen's operators: the state of dropout, uint64 (2,), an unused
     scalar, and probabilities. Without dropout none of them is used."""
     if rng is None:
-        return _unread(like)
+        return _unused_results(like)
     softmax = like.new_empty(0) if softmax is None else softmax
     return rng.view(torch.uint64), like.new_empty((), dtype=torch.uint64), softmax
 
@@ -159,21 +159,21 @@ def _of_dropout(rng: Tensor | None, softmax: Tensor | None, like: Tensor) -> tup
 _kept: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
 
-def _unread(like: Tensor) -> tuple[Tensor, ...]:
+def _unused_results(like: Tensor) -> tuple[Tensor, ...]:
     """The same tensors in every call, since allocating them takes a fifth of its time; but new ones
     in graphs, which reuse the memory of results."""
     kind = like.device, like.dtype
     if internals.has_inductor():
-        return _new_unread(like)
+        return _new_unused_results(like)
     if kind not in _kept:
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
-            return _new_unread(like)
+            return _new_unused_results(like)
         with torch.inference_mode(False):  # autograd may save them later
-            _kept[kind] = _new_unread(like)
+            _kept[kind] = _new_unused_results(like)
     return _kept[kind]
 
 
-def _new_unread(like: Tensor) -> tuple[Tensor, ...]:
+def _new_unused_results(like: Tensor) -> tuple[Tensor, ...]:
     state, unused = (like.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))
     return state, unused, like.new_empty(0)
 

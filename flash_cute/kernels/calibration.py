@@ -177,7 +177,7 @@ def stop_using() -> None:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """Inside, no thread of this process uses a calibration."""
     before = torch.ops.flash_cute.set_calibration("")
     try:
@@ -237,7 +237,7 @@ def _add(path: Path, gpu: Gpu, buckets: dict[str, dict[str, Any]]) -> None:
         sections = _read(path) if path.exists() else {}
     except ValueError as error:
         _log.warning("calibration file replaced by a new one: %s", Miss(str(path), str(error)))
-        files.set_aside(path)
+        files.rename_unreadable(path)
         sections = {}
     section = sections.setdefault(
         section_name(gpu),

@@ -67,7 +67,7 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
-def set_aside(path: Path) -> Path:
+def rename_unreadable(path: Path) -> Path:
     """Renames a file to the first free name of ``PATH.unreadable``, ``PATH.unreadable2``, ..., and
     returns that."""
     number = 1

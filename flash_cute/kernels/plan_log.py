@@ -16,10 +16,10 @@ from flash_cute.call import validate
 from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
 from flash_cute.ops.typed import FwdCall, FwdKvcacheCall, VarlenFwdCall
 
-_asked = os.environ.get("FLASH_CUTE_LOG", "")
-if _asked not in ("", "plan"):
-    raise ImportError(f"FLASH_CUTE_LOG is {_asked!r}; expected plan, or nothing")
-_on = _asked == "plan"
+_environment = os.environ.get("FLASH_CUTE_LOG", "")
+if _environment not in ("", "plan"):
+    raise ImportError(f"FLASH_CUTE_LOG is {_environment!r}; expected plan, or nothing")
+_on = _environment == "plan"
 _log = logging.getLogger("flash_cute")
 
 

@@ -32,7 +32,13 @@ from flash_cute.precision.plan import (
 )
 from flash_cute.precision.quantize import Layout
 from flash_cute.precision.saving import weights_restored_in_backward
-from flash_cute.precision.sensitivity import Samples, batches, entropy, error_weights, undisturbed
+from flash_cute.precision.sensitivity import (
+    Samples,
+    batches,
+    entropy,
+    error_weights,
+    state_preserved,
+)
 from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
 from flash_cute.utils.model_copies import copied
 
@@ -141,7 +147,7 @@ class UltraPrecisionModule(nn.Module):
             round_inputs_of(self.model, self.config)
             switch_fast_paths_off(self.model)  # they would bypass the layers, with nested tensors
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
-                with undisturbed(self.model), scales_grow(self.model), torch.no_grad():
+                with state_preserved(self.model), scales_grow(self.model), torch.no_grad():
                     for arguments in batches(calibration):
                         self.model(*arguments)
         if device is not None:

@@ -15,7 +15,7 @@ from flash_cute.precision.adaptive import packed_copy
 from flash_cute.precision.allocate import BudgetError
 from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.plan import Plan, base_bytes, budget_for, packable, tabulate
-from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, undisturbed
+from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, state_preserved
 from flash_cute.precision.settings import AllocationStrategy, PrecisionConfig, PrecisionFormat
 from flash_cute.utils.model_copies import copied
 
@@ -107,7 +107,7 @@ def _smallest(model: nn.Module, sample: Tensor) -> tuple[PrecisionConfig, Plan, 
 
 
 def _measured_error(model: nn.Module, small: nn.Module, sample: Tensor) -> float:
-    with undisturbed(model), undisturbed(small), torch.no_grad():
+    with state_preserved(model), state_preserved(small), torch.no_grad():
         pairs = list(zip(outputs_of(small(sample)), outputs_of(model(sample)), strict=True))
     change = sum((a.float() - b.float()).square().sum().item() for a, b in pairs)
     return _relative(change, sum(b.float().square().sum().item() for _, b in pairs))

@@ -168,14 +168,14 @@ class Table:
 
     def plan(self, config: PrecisionConfig, weights: Mapping[str, float], budget: int) -> Plan:
         """The plan with the least error whose weights take at most ``budget`` bytes."""
-        weighed = [
+        weighted = [
             [Choice(c.layout, c.nbytes, c.error * weights[name]) for c in choices]
             for name, choices in zip(self.names, self.choices, strict=True)
         ]
         pick = uniform if config.allocation_strategy is AllocationStrategy.UNIFORM else allocate
         blocks: dict[str, list[tuple[int, Layout]]] = {}
         error: dict[str, float] = {}
-        for name, rows, choice in zip(self.names, self.rows, pick(weighed, budget), strict=True):
+        for name, rows, choice in zip(self.names, self.rows, pick(weighted, budget), strict=True):
             blocks.setdefault(name, []).append((rows, choice.layout))
             error[name] = error.get(name, 0.0) + choice.error
         return Plan(blocks, error)
@@ -211,7 +211,7 @@ def budget_for(model: nn.Module, weights: Mapping[str, Tensor], config: Precisio
     return math.floor(allowed + 1e-6) - others
 
 
-def too_much(model: nn.Module, config: PrecisionConfig, budget: int, least: int) -> ValueError:
+def unreachable(model: nn.Module, config: PrecisionConfig, budget: int, least: int) -> ValueError:
     """The error for a target that cannot be met, with the largest that can."""
     base = base_bytes(model, config.base_precision)
     most = config.target_memory_reduction - (least - budget) / max(base, 1)
@@ -234,4 +234,4 @@ def make_plan(
     try:
         return tabulate(model, weights, config).plan(config, error_weights, budget)
     except BudgetError as error:
-        raise too_much(model, config, budget, error.least) from None
+        raise unreachable(model, config, budget, error.least) from None

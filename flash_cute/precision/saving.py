@@ -25,7 +25,7 @@ def note_restored(weight: Tensor, restore: Restore, states: Callable[[], Any]) -
     if recent is not None:
         before = states()
 
-        def again() -> Tensor:
+        def restore_again() -> Tensor:
             if states() != before:
                 raise RuntimeError(
                     "packed weights that backward needs were changed or moved since forward, by "
@@ -33,7 +33,7 @@ def note_restored(weight: Tensor, restore: Restore, states: Callable[[], Any]) -
                 )
             return restore()
 
-        recent[weight.untyped_storage()] = version_of(weight), again
+        recent[weight.untyped_storage()] = version_of(weight), restore_again
     return weight
 
 

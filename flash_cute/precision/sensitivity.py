@@ -72,7 +72,7 @@ def outputs_of(result: Any) -> list[Tensor]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def state_preserved(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; after it, its modes and torch's generators are as they
     were."""
     modes = {module: module.training for module in model.modules()}
@@ -89,7 +89,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def calibrate(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples) -> Calibration:
     """Runs the samples, forward and backward. The model does not change: no hooks, no grads."""
     found = Calibration()
-    with undisturbed(model), _recorded_inputs(model, weights, found.moments):
+    with state_preserved(model), _recorded_inputs(model, weights, found.moments):
         generator = torch.Generator().manual_seed(0)
         for arguments in batches(samples):
             _add_gradients(model, weights, arguments, generator, found)
@@ -172,7 +172,7 @@ def measured(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples) 
     of 5 % of its weights, as rounding to 5 bits would give it, and the samples are run."""
     found: dict[str, float] = {}
     generator = torch.Generator().manual_seed(0)
-    with undisturbed(model), torch.no_grad():
+    with state_preserved(model), torch.no_grad():
         calls = batches(samples)
         right = [outputs_of(model(*arguments)) for arguments in calls]
         for name, weight in weights.items():
@@ -203,7 +203,7 @@ def error_weights(
     ):
         return relative
     if samples is None:
-        samples = made_up_samples(model)
+        samples = generated_samples(model)
     if strategy is AllocationStrategy.SENSITIVITY:
         return measured(model, weights, samples)
     found = calibrate(model, weights, samples)
@@ -238,7 +238,7 @@ def _normalised(scores: Mapping[str, float]) -> dict[str, float]:
     return {name: math.exp(value - mean) for name, value in logs.items()}
 
 
-def made_up_samples(model: nn.Module) -> Tensor:
+def generated_samples(model: nn.Module) -> Tensor:
     """Random inputs for the model's first layer, for strategies that need samples and got none:
     (16, in_features) for Linear, (2, 16) token ids for Embedding, (16, 2, d_model) for
     TransformerEncoderLayer and MultiheadAttention. Raises ValueError for other first layers."""

@@ -162,7 +162,7 @@ class FP8TrainingEngine:
         loss_fn = default_loss if loss_fn is None else loss_fn
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
-        self._take_histories()
+        self._load_histories()
         self._loaded = {}
         devices = {parameter.device for parameter in self.model.parameters()}
         device = devices.pop() if len(devices) == 1 else None
@@ -269,7 +269,7 @@ class FP8TrainingEngine:
 
         Gradients are not included: save after `optimizer_step`.
         """
-        self._take_histories()
+        self._load_histories()
         histories = histories_of(self.model)
         return {
             "loss_scale": self.loss_scale,
@@ -302,9 +302,9 @@ class FP8TrainingEngine:
         self._scale.highest = max(self._scale.value, state.get("highest_loss_scale", 0.0))
         self.batches, self.steps = state["batches"], state["steps"]
         self.overflows = state["overflows"]
-        self._take_histories()
+        self._load_histories()
 
-    def _take_histories(self) -> None:
+    def _load_histories(self) -> None:
         """Those that were loaded, if any: a model that was loaded since has forgotten its own."""
         present = histories_of(self.model) if self._loaded else {}
         for name in present.keys() & self._loaded.keys():

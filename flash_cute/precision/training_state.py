@@ -16,7 +16,7 @@ from flash_cute.precision.formats import (
 )
 
 SCALES = {"loss_scale", "scale_of_gradients", "highest_loss_scale"}
-LATER = {"highest_loss_scale"}  # older states lack it
+OPTIONAL_NAMES = {"highest_loss_scale"}  # older states lack it
 COUNTS = ("good_batches", "batches", "steps", "overflows")
 
 
@@ -25,7 +25,7 @@ def check_state(state: Any, histories: dict[str, Tensor]) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a trainer's state_dict, not {type(state).__name__}")
     names = {*SCALES, "loss", "histories", *COUNTS}
-    if state.keys() | LATER != names:
+    if state.keys() | OPTIONAL_NAMES != names:
         raise ValueError(f"state has {sorted(map(str, state))}; expected {sorted(names)}")
     for name in state.keys() & SCALES:
         check_positive(f"state[{name!r}]", state[name], LARGEST_LOSS_SCALE)

@@ -53,7 +53,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bo
             sums, maxima = sums.squeeze(-1), maxima.squeeze(-1)
             lse = maxima + sums.log()
         return (out.to(q.dtype), lse, *((sums, maxima) if return_stats else (None, None)))
-    _check_room(q, tile)
+    _check_tile_fits(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     precision = ops.allow_tf32(q)
     with kernels.only(kernel(qkv, "fwd", tile)):
@@ -77,7 +77,7 @@ def _bwd(
                 lse.flatten(0, 1).unsqueeze(-1), q.shape[-1] ** -0.5, tile,
             )  # fmt: skip
         return tuple(x.unflatten(0, q.shape[:2]).to(q.dtype) for x in gradients)
-    _check_room(q, tile)
+    _check_tile_fits(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -87,7 +87,7 @@ def _bwd(
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
 
 
-def _check_room(q: Tensor, tile: streaming.Tile) -> None:
+def _check_tile_fits(q: Tensor, tile: streaming.Tile) -> None:
     """Refuses a tile that is larger than the shared memory of q's GPU."""
     there = _shared_memory(q.get_device())
     check_shared_memory(tile.keys, tile.rows, q.shape[-1], q.element_size(), there)

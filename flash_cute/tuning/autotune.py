@@ -93,7 +93,7 @@ def autotune(
     for problem in everything:
         check_plain(problem)
     measured = []
-    with calibration.set_aside(), limits.limited(""):
+    with calibration.suspended(), limits.limited(""):
         for done, problem in enumerate(everything):
             if progress:
                 progress(done, len(everything), problem)

@@ -104,7 +104,7 @@ class FusedEncoderLayer(FusedBlock):
         plain = all([is_plain(part(self), *kinds) for part, kinds in _PARTS])
         if isinstance(activation, nn.Module):
             plain = plain and is_plain(activation, type(activation))
-        if not plain or internals.has_global_hooks() or not _takes_packed(self.self_attn):
+        if not plain or internals.has_global_hooks() or not _projects_packed(self.self_attn):
             return None
         heads = self.self_attn.num_heads
         return (heads, self.norm_first, activation, self.norm1.eps, self.norm2.eps)
@@ -135,7 +135,7 @@ class FusedEncoderLayer(FusedBlock):
         """Attention of x, its sum with the residual, and the norm that follows."""
         attn = self.self_attn
         last = (self.dropout1, norm, seeds[2], keep_sum)
-        if not self.fusion.fuses("attention") or not _takes_packed(attn):
+        if not self.fusion.fuses("attention") or not _projects_packed(attn):
             return self._add_norm(residual, self._attend_by_module(x, visible), *last)
         qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias)
         qkv = qkv.view(*x.shape[:2], 3, attn.num_heads, attn.head_dim)
@@ -194,7 +194,7 @@ def _p(dropout: Any) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-def _takes_packed(attn: Any) -> bool:
+def _projects_packed(attn: Any) -> bool:
     """Whether attention is plain, and projects q, k and v by one product of one input."""
     plain = is_plain(attn, nn.MultiheadAttention) and attn.in_proj_weight is not None
     return plain and attn.bias_k is None and not attn.add_zero_attn
@@ -290,7 +290,7 @@ class EncoderLayerAdapter:
         for name, kinds in _KINDS.items():
             if (reason := difference(module.get_submodule(name), *kinds)) is not None:
                 return f"{name} {reason}"
-        if not _takes_packed(module.self_attn):
+        if not _projects_packed(module.self_attn):
             return "self_attn has kdim, vdim, bias_k or add_zero_attn"
         if module.norm1.weight is None or module.norm2.weight is None:
             return "a norm has no weight"

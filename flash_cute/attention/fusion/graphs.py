@@ -85,7 +85,7 @@ class Graphs:
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "seqlen": self.seqlen, "recent": Recent(KEPT), "addresses": ()}
 
-    def look_at(self, call: dict[str, Any]) -> tuple[str | None, Any]:
+    def check_call(self, call: dict[str, Any]) -> tuple[str | None, Any]:
         """(reason, None) if a call cannot be one launch, else (None, what its graph freezes)."""
         reason = self._refusal(call)
         frozen = None if reason is not None else self._frozen()
@@ -113,7 +113,7 @@ class Graphs:
         return self.model.frozen() if hasattr(self.model, "frozen") else ()  # type: ignore[operator]
 
     def run(self, call: dict[str, Any], seqlen: int, frozen: Any) -> Tensor:
-        """model(**call), of seqlen tokens, by one graph; ``frozen`` is :meth:`look_at`'s."""
+        """model(**call), of seqlen tokens, by one graph; ``frozen`` is :meth:`check_call`'s."""
         tensors, rest = flatten(call)
         state = (*self.model.parameters(), *self.model.buffers())
         addresses = tuple(x.data_ptr() for x in state)

@@ -17,7 +17,7 @@ from flash_cute.attention.fusion.graphs import Graphs
 from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
 from flash_cute.attention.fusion.parts import FusedBlock, own_method
-from flash_cute.attention.fusion.remembered import remembering
+from flash_cute.attention.fusion.remembered import caching_trials
 from flash_cute.attention.fusion.trial import fixed_settings, is_out_of_memory
 
 
@@ -84,7 +84,7 @@ class UnifiedAttentionFusion(nn.Module):
         self.config = FusionConfig() if config is None else replace(config)
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
-        with remembering():
+        with caching_trials():
             fused = self._fused(shared_copy(model), "", {})
         if not any(text.startswith("fused") for text in self.report.values()):
             raise NotImplementedError(_refusal(model, self.report))
@@ -116,7 +116,7 @@ class UnifiedAttentionFusion(nn.Module):
                 self.last_call = "separate launches"
                 return self.model(*args, **kwargs)
             call = self.model.simplified(*args, **kwargs)
-            reason, frozen = self.graphs.look_at(call)
+            reason, frozen = self.graphs.check_call(call)
             if reason is not None:
                 self.last_call = f"separate launches: {reason}"
                 return self.model(**call)
@@ -172,7 +172,7 @@ class UnifiedAttentionFusion(nn.Module):
         """The fused form of a block, or the module with its children fused; ``unless`` is a text
         about methods that may bypass a fused block."""
         with fixed_settings():
-            fused, text = _attempt(module, self.config)
+            fused, text = _try_fuse(module, self.config)
         if text is not None:
             self.report[name] = text + unless * (fused is not None)
         if fused is not None:
@@ -207,7 +207,7 @@ class UnifiedAttentionFusion(nn.Module):
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
+def _try_fuse(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
     """(fused form or None, report) of a module; (None, None) if it is not a block."""
     try:
         adapter = next((adapter for adapter in ADAPTERS if adapter.matches(module)), None)

@@ -21,7 +21,7 @@ _VALUES = (bool, int, float, str, type(None))
 _OWN = frozenset(vars(nn.Module()))
 
 
-class Remembered:
+class TrialCache:
     """Results of trials, by the kind of block."""
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Remembered:
         return result
 
 
-_HERE: ContextVar[Remembered | None] = ContextVar("remembered", default=None)
+_HERE: ContextVar[TrialCache | None] = ContextVar("remembered", default=None)
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
+def caching_trials() -> Iterator[None]:
     """Inside, :func:`once` tries equal blocks once."""
-    token = _HERE.set(Remembered())
+    token = _HERE.set(TrialCache())
     try:
         yield
     finally:

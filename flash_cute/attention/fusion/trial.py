@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from flash_cute.attention.fusion import operators
 
 Call = dict[str, Any]
-_SAME = 3e-4  # tolerance in fp32, relative to the largest number of a row
+_TOLERANCE = 3e-4  # tolerance in fp32, relative to the largest number of a row
 _SIZES = (2, 130)  # batch and tokens of the trial on numbers
 _SMALL = ((1, 1), (1, 7), (3, 5))
 _DROPOUT = "attention_dropout"
-_ELSE = "it computes something else than a Llama block of these parts"
+_COMPUTES_ELSE = "it computes something else than a Llama block of these parts"
 
 
 def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str | None:
@@ -38,7 +38,7 @@ def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str 
         one = with_random_weights(block, exact, generator)
         before = _numbers_of(one)
         try:
-            reason = _other_numbers(one, fuse, generator) or operators.difference(block)
+            reason = _number_difference(one, fuse, generator) or operators.difference(block)
         except Exception as error:  # whatever another kind of block raises
             if is_out_of_memory(error):
                 raise
@@ -85,7 +85,7 @@ def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _other_numbers(
+def _number_difference(
     block: Any, fuse: Callable[[nn.Module], nn.Module], generator: torch.Generator
 ) -> str | None:
     if hasattr(block.self_attn, "attention_dropout"):
@@ -96,11 +96,11 @@ def _other_numbers(
         fused.train(training)
         for call in _calls(block, *_SIZES, generator):
             if not _same(block, fused, call, gradients=True):
-                return _ELSE
+                return _COMPUTES_ELSE
     for sizes in _SMALL:
         for call in _calls(block, *sizes, generator):
             if not _same(block, fused, call, gradients=False):
-                return _ELSE
+                return _COMPUTES_ELSE
     return None
 
 
@@ -156,7 +156,7 @@ def _same(block: Any, fused: Any, call: Call, gradients: bool) -> bool:
             )
         results.append((out.detach(), *grads))
     (wanted, *of_block), (got, *of_fused) = results
-    near = bool(((wanted - got).abs().amax(-1) <= _SAME * (wanted - x).abs().amax(-1)).all())
+    near = bool(((wanted - got).abs().amax(-1) <= _TOLERANCE * (wanted - x).abs().amax(-1)).all())
     # The gradient of the keys' bias is 0 but for rounding: its bound is that of the largest one.
     largest = max((grad.abs().max() for grad in of_block[1:]), default=x.new_zeros(()))
     return near and all(
@@ -166,7 +166,7 @@ def _same(block: Any, fused: Any, call: Call, gradients: bool) -> bool:
 
 def _near(wanted: Tensor, got: Tensor, least: Tensor) -> bool:
     scale = wanted.abs().amax(-1, keepdim=True) if wanted.dim() == 3 else wanted.abs().max()
-    return bool(((wanted - got).abs() <= 3 * _SAME * scale.clamp(min=least)).all())
+    return bool(((wanted - got).abs() <= 3 * _TOLERANCE * scale.clamp(min=least)).all())
 
 
 # --- side effects --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def _call(
     if not return_attn_probs:
         return results
     out, softmax_lse, *probs = results
-    return (out, calls.outward_lse(softmax_lse), *(probs or [out.new_empty(0)]))
+    return (out, calls.flash_attn_lse(softmax_lse), *(probs or [out.new_empty(0)]))
 
 
 @calls.raises_as_flash_attn
@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(
     Lengths that the pages of ``block_table`` do not hold raise RuntimeError, as in flash-attn
     2.8.4: over pages a call waits for the GPU, but in graphs.
     """
-    calls.within_pages(k_cache, k, cache_seqlens, block_table)
+    calls.check_page_bounds(k_cache, k, cache_seqlens, block_table)
     with torch.no_grad():
         results = flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
     if not return_softmax_lse:
         return results
     out, softmax_lse = results
-    return out, calls.outward_lse(softmax_lse)
+    return out, calls.flash_attn_lse(softmax_lse)
 
 
 def _flash_attn_forward(

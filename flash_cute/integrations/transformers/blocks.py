@@ -74,7 +74,7 @@ def is_mask(x: Tensor) -> bool:
 def found(x: Tensor, seqlen: int, layer: int | None) -> Blocks:
     """The blocks of a mask, computed once for all layers that get it."""
     look = looks.Look.at([x], layer)
-    known, blocks = looks.found_before(look)
+    known, blocks = looks.cached_result(look)
     if not known:
         blocks = Blocks.of(x, seqlen)
         looks.keep(look, blocks)

@@ -68,7 +68,7 @@ def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
         internals.assert_in_graph((numbers == 1).all(), _IN_GRAPHS)
         return None
     look = looks.Look.at([numbers], layer)
-    known, found = looks.found_before(look)
+    known, found = looks.cached_result(look)
     if not known:
         if not (numbers > 0).all():
             raise ValueError(
@@ -111,7 +111,7 @@ def of_positions(
         internals.assert_in_graph(more.all(), _IN_GRAPHS)
         return None
     look = looks.Look.at(usable if mask is None else [*usable, mask], layer)
-    known, found = looks.found_before(look)
+    known, found = looks.cached_result(look)
     if not known:
         found = _found(_continued(usable, own, batch, position_ids), own)
         looks.keep(look, found)

@@ -35,7 +35,7 @@ class Look:
             return None
         return cls([weakref.ref(x) for x in tensors], versions, layer)
 
-    def is_behind(self, before: Look) -> bool:
+    def is_valid_after(self, before: Look) -> bool:
         """Whether the result of ``before`` is valid for this key."""
         theirs, mine = ([reference() for reference in x.tensors] for x in (before, self))
         if self.versions != before.versions or len(theirs) != len(mine):
@@ -49,10 +49,10 @@ def _is_later(layer: int | None, before: int | None) -> bool:
     return layer is not None and before is not None and layer > before
 
 
-def found_before(look: Look | None) -> tuple[bool, Any]:
+def cached_result(look: Look | None) -> tuple[bool, Any]:
     """(whether an earlier layer read the same tensors, its result)."""
     for i, (before, found) in enumerate(_recent.entries if look is not None else ()):
-        if look is not None and look.is_behind(before):
+        if look is not None and look.is_valid_after(before):
             _recent.entries[i] = (look, found)
             return True, found
     return False, None
