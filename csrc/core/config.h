@@ -1,4 +1,4 @@
-// What distinguishes one kernel of the library from another: a KernelConfig, the only template parameter of a kernel.
+// The config of a kernel, its only template parameter.
 #pragma once
 
 #include <string>

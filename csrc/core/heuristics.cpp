@@ -43,7 +43,7 @@ static int row_tiles(const KernelConfig& config, const FwdProblem& one) {
   return detail::ceil_div(one.seqlen_q, config.block_m * config.cluster);
 }
 
-// How many CTAs, or clusters, run at once.
+// The number of CTAs, or clusters, that run at once.
 static double resident_ctas_of(const KernelConfig& config, int sms) {
   return std::max(1, sms / config.cluster);
 }

@@ -27,7 +27,7 @@ struct QuerySplits {
   constexpr int count() const { return heads * queries; }
 };
 
-// How key tiles add to dQ.
+// The order in which key tiles add to dQ.
 enum class DqAccumulate {
   Atomic,       // in any order, to zeros that the preprocess pass writes
   FirstStores,  // in any order, after the first tile has stored

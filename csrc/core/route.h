@@ -30,7 +30,7 @@ struct Step {
   explicit operator bool() const { return kernel != nullptr; }
 };
 
-// Of forward: steps run in the order of the fields.
+// The route of forward: steps run in the order of the fields.
 struct Route {
   bool count_keys = false;  // of packed sequences over pages
   bool append = false;      // new keys join the cache, queries are rotated

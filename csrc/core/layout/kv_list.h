@@ -58,7 +58,7 @@ struct KvList : TileRange {
 };
 static_assert(KvTiles<KvList<64>>);
 
-// The same for a CTA's groups of queries.
+// Listed tiles for a CTA's groups of queries.
 template <int kBlockN, int kGroups>
 struct SharedKvList {
   static_assert(64 * kGroups == kTileSide, "a tile of queries is one of the lists'");

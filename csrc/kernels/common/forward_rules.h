@@ -85,7 +85,7 @@ class ForwardRules {
     }
   }
 
-  // Of row r from this thread's first key.
+  // The distance of row r's query from this thread's first key.
   template <class Coordinates>
   CUTE_DEVICE static float distance(const Coordinates& at, int r, int row, int col) {
     return float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));

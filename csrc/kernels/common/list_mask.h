@@ -10,7 +10,7 @@ namespace flash_cute {
 template <class Tiles, class Scores, class Coordinates>
 CUTE_DEVICE void hide_unlisted(const Tiles&, const TileLists&, int, int, Scores&&, const Coordinates&) {}
 
-// Of tile n, whose queries start at row `row` of the tile of the list. Scores (rows,columns) of hidden pairs become -inf.
+// Sets scores (rows,columns) of hidden pairs to -inf, in tile n; its queries start at row `row` of the listed tile.
 template <int kBlockN, class Scores, class Coordinates>
 CUTE_DEVICE void hide_unlisted(const KvList<kBlockN>& tiles, const TileLists& lists, int n, int row, Scores&& scores,
                                const Coordinates& at) {

@@ -149,12 +149,12 @@ struct Alibi {
   CUTE_DEVICE static float value(float score, float slope, float distance) { return score - slope * distance; }
 };
 
-// ALiBi's slope of a head, 0 where there is none.
+// ALiBi's slope of a head, 0 without ALiBi.
 CUTE_DEVICE float slope_of(const ScoreRules& rules, int batch, int head) {
   return rules.alibi == nullptr ? 0.f : rules.alibi[batch * rules.alibi_batch + head];
 }
 
-// One logit a head beside those of the keys; -inf weighs nothing.
+// The sink's logit of a head; -inf has no weight.
 CUTE_DEVICE float sink_of(const Sink& sink, int head) {
   switch (sink.element) {
     case Sink::Element::FP32:

@@ -43,7 +43,7 @@ struct RowSum {
   float reference, value;
 };
 
-// A sink beside a row of keys, both as base-2^unit logarithms. Relative to the larger, keys weigh damping^2 (two
+// A sink and a row of keys, both as base-2^unit logarithms. Relative to the larger, keys weigh damping^2 (two
 // factors, as the square may underflow) and the sink `weight`.
 struct SinkWeight {
   float top, damping, weight;

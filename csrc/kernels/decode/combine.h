@@ -18,7 +18,7 @@ struct Row {
         head(split.head_k * p.group.value + split.row + row - query * p.group.value) {}
 };
 
-// Where a row's results go: to the output tensors, or to the split's slot in the workspace.
+// The destination of a row's results: the output tensors, or the split's slot in the workspace.
 template <KernelConfig C>
 class RowDestination {
  public:

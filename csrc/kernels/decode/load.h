@@ -54,7 +54,7 @@ CUTE_DEVICE VisibleSplit visible_of(const DecodeParams& p, KvSplit split) {
   return {split, keys};
 }
 
-// How many of a CTA's first blocks to prefetch into L2, by measurement. For few blocks the copies are as early. CTAs
+// The number of a CTA's first blocks to prefetch into L2, by measurement. For few blocks the copies are as early. CTAs
 // start in order while the previous kernel ends; early ones would disturb its last reads.
 template <KernelConfig C>
 struct PrefetchDepth {

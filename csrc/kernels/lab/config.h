@@ -1,5 +1,5 @@
-// What distinguishes one kernel of the laboratory from another. flash_cute/lab/kernel_configs.py has the same fields,
-// rules and names, and is where configs are listed.
+// The config of a kernel of the laboratory. flash_cute/lab/kernel_configs.py has the same fields, rules and names, and
+// lists all configs.
 #pragma once
 
 #include <algorithm>

@@ -39,7 +39,7 @@ struct Kernel {
   cudaError_t (*usage)(Usage&);
 };
 
-// In the order of kernel_configs.py.
+// All kernels, in the order of kernel_configs.py.
 const std::vector<Kernel>& kernels();
 
 // The kernel of this name; throws std::runtime_error if this build has none.

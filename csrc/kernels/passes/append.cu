@@ -33,7 +33,7 @@ struct Movers {
   int64_t ctas() const { return ((rows << bits_of_row) + kThreads - 1) / kThreads; }
 };
 
-// What a thread moves: pairs from `pair` on.
+// A thread's item: pairs from `pair` on.
 struct Item {
   int64_t row;
   int head, pair;

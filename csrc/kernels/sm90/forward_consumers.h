@@ -78,7 +78,7 @@ CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Outp
   tma_store_fence();
 }
 
-// Where a consumer warpgroup is in the pipelines of keys, values and dropout's masks, over all its work tiles.
+// A consumer warpgroup's states of the pipelines of keys, values and dropout's masks, over all its work tiles.
 template <KernelConfig C>
 struct KeyPipelines {
   using T = ForwardTraits<C>;

@@ -57,7 +57,7 @@ struct RowStatistics {
   }
 };
 
-// Where a thread's elements lie: (row of the tile, row that it meets) of the first.
+// The position of a thread's first element: its row of the tile, and the row that it meets.
 struct Place {
   int own, met;
 };
