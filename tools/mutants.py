@@ -1,7 +1,7 @@
 """Makes mutants, each a small change of a module's code as in mutmut.
 
-Left out is what no test of behaviour could see: annotations, type aliases, imports, decorators,
-docstrings, `__all__`, the messages of `raise`, strings with a space, which are prose.
+Code that tests of behaviour cannot see does not change: annotations, type aliases, imports,
+decorators, docstrings, `__all__`, messages of `raise`, and strings with a space, which are prose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """The same for the same change of the same code, on any machine."""
+        """A key of the change and its code, the same on any machine."""
         return hashlib.sha256(f"{self.module}\n{self.after}".encode()).hexdigest()[:12]
 
     @property

@@ -1,4 +1,4 @@
-"""The app: its commands are functions of :mod:`flash_cute.cli.facts` and the modules beside it."""
+"""The app: its commands are functions of the other modules in :mod:`flash_cute.cli`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def run_bench(
         Path | None, typer.Option("--json", help="write every measurement to this file")
     ] = None,
 ) -> None:
-    """Times your shapes beside other libraries, and checks the results."""
+    """Times your shapes and other libraries, and checks the results."""
     for name, given, known in (
         ("--dtype", dtype, _DTYPES),
         ("--direction", direction, _DIRECTIONS),

@@ -31,12 +31,11 @@ _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Problem:
-    """A call in sizes. ``None`` is: as many heads_k as heads, seqlen_k as seqlen_q, head_dim_v as
-    head_dim, and for totals batch times length.
+    """The sizes and options of a call. ``None`` means heads for heads_k, seqlen_q for seqlen_k,
+    head_dim for head_dim_v, and batch times length for totals.
 
-    ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with seqlen_k the capacity of the
-    cache. fp8 is planned as the 16 bits that it is widened to: see
-    :func:`flash_cute.flash_attn_func`.
+    ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with the cache's capacity as
+    seqlen_k. fp8 has the plan of its 16-bit dtype: see :func:`flash_cute.flash_attn_func`.
 
     Raises:
         ValueError: a size is not an int, negative, or beyond int64; heads are not a multiple of

@@ -284,11 +284,10 @@ class FP8TrainingEngine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; the model may be loaded before or after.
+        """Resumes from a `state_dict`; the model may be loaded before or after.
 
         Raises:
-            TypeError, ValueError: the state is not one of a trainer of such a model; nothing is
-                loaded then.
+            TypeError, ValueError: the state is not of a trainer of such a model; nothing is loaded.
         """
         check_state(state, histories_of(self.model))
         loss = state["loss"]
@@ -305,14 +304,14 @@ class FP8TrainingEngine:
         self._load_histories()
 
     def _load_histories(self) -> None:
-        """Those that were loaded, if any: a model that was loaded since has forgotten its own."""
+        """Restores loaded histories, if any: loading the model has cleared its histories."""
         present = histories_of(self.model) if self._loaded else {}
         for name in present.keys() & self._loaded.keys():
             present[name].copy_(self._loaded[name])
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All that the optimizer may change, each once."""
+    """The parameters of an optimizer, each once."""
     return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
@@ -323,7 +322,7 @@ def set_gradients(parameters: list[nn.Parameter], gradients: list[Tensor]) -> No
 
 
 def moved(argument: Any, device: torch.device | None) -> Any:
-    """A tensor on that device, if there is one; anything else as it is."""
+    """A tensor moved to the device, if there is one; anything else unchanged."""
     if device is None or not isinstance(argument, Tensor):
         return argument
     return argument.to(device, non_blocking=True)

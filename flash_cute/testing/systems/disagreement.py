@@ -32,7 +32,7 @@ class Case(ranks.Case):
 
 def draw(pick: random.Random) -> Case:
     fields = vars(ranks.draw(pick)) | {"argument": "", "value": ""}
-    # "alone" waits for a group's timeout, and costs new processes: seldom.
+    # "alone" is rare: it waits for a group's timeout, and needs new processes.
     fields["differ"] = pick.choice(DIFFER[:-1] if pick.random() < 0.85 else DIFFER)
     fields["with_grad"] |= fields["differ"] in ("grad", "alone")
     if fields["strategy"] != "ulysses":

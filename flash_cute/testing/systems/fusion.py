@@ -40,7 +40,7 @@ class Case:
     dtype: str = "float64"
     layers: int = 0  # 0 is one layer without an encoder
     is_tied: bool = False  # one layer under all names
-    heads: tuple[int, ...] = (2,)  # of the layers, in turns
+    heads: tuple[int, ...] = (2,)  # of the layers, repeated
     dim: int = 4
     hidden: int = 12
     bias: bool = True
