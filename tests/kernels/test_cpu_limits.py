@@ -80,7 +80,7 @@ def test_any_rule_takes_tiles(rule):
 
 @pytest.mark.parametrize("value", [2.0**50, -(2.0**50), 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_numbers_up_to_2_to_the_50_are_usual(value: float, dtype: torch.dtype):
+def test_numbers_up_to_2_to_the_50_are_in_range(value: float, dtype: torch.dtype):
     x = torch.zeros(2, 3, 1, 4, dtype=dtype)
     x[1, 2, 0, 3] = value
     assert is_in_range(x) and NonFinite.of(False, (x,), x, x) is None

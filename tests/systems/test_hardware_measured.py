@@ -162,7 +162,7 @@ def test_the_batch_that_fits_does(monkeypatch: pytest.MonkeyPatch):
         assert 0.75 * there < states + allocator_peak(step) <= there
 
 
-def test_what_cannot_be_run_is_said_not_to_be_measured(monkeypatch: pytest.MonkeyPatch):
+def test_a_warning_says_why_a_model_is_not_measured(monkeypatch: pytest.MonkeyPatch):
     model, x = AttentionLayer(64, 4), torch.ones(1, 512, 64)
     hal = HardwareAbstractionLayer([])
     measured = hal.estimate_memory_usage(model, 4, x)

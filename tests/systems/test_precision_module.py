@@ -298,7 +298,7 @@ def calibrated(**fields: Any) -> UltraPrecisionModule:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_every_field_changes_what_is_held(fields: dict[str, Any]):
+def test_every_config_field_changes_the_packed_model(fields: dict[str, Any]):
     model, x = outlier_inputs()
     changed = PrecisionConfig(**{"target_memory_reduction": 0.7, **fields})
     small = create_ultra_precision_module(model, changed, calibration=x)

@@ -57,7 +57,7 @@ def test_state_dicts_hold_tensors_alone():
     assert other.get_precision_stats() == small.get_precision_stats()
 
 
-def test_a_state_that_is_none_is_refused():
+def test_an_invalid_state_is_refused():
     small = packed(Words())
     for wrong in ({"shape": [1]}, torch.ones(3), torch.tensor([255, 1], dtype=torch.uint8)):
         state = small.state_dict()
@@ -81,7 +81,7 @@ def test_values_that_lack_a_part_are_refused_and_change_nothing(name: str, wrong
 
 
 @pytest.mark.parametrize("name", ["codes", "steps"])
-def test_codes_that_are_not_there_are_refused(name: str):
+def test_missing_codes_are_refused(name: str):
     small, ids = packed(Words()), torch.arange(5)
     before, state = small(ids), small.state_dict()
     del state[next(n for n in state if n.endswith(f"packed.blocks.0.{name}"))]

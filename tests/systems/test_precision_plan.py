@@ -275,7 +275,7 @@ def test_errors_are_estimated_from_evenly_spaced_rows(rows: int):
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "entropy_based"])
-def test_the_most_that_a_refusal_names_can_be_had(strategy: str):
+def test_the_largest_target_in_the_error_can_be_met(strategy: str):
     model, chosen = encoder(), {"allocation_strategy": AllocationStrategy(strategy)}
     with pytest.raises(
         ValueError, match=r"=0\.99 cannot be met: this config can save at"

@@ -31,7 +31,9 @@ def backend(monkeypatch):
     ("asked", "nvcc", "wanted"),
     [("cpu", True, False), ("cuda", False, True), (None, False, False), (None, True, True)],
 )
-def test_a_build_asks_for_what_is_missing(backend, monkeypatch, asked, nvcc, wanted, has_torch):
+def test_a_build_requires_only_missing_packages(
+    backend, monkeypatch, asked, nvcc, wanted, has_torch
+):
     monkeypatch.delenv("FLASH_CUTE_BUILD", raising=False)
     monkeypatch.delenv("FLASH_CUTE_CUTLASS_DIR", raising=False)
     if asked:

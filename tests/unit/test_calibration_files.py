@@ -92,7 +92,7 @@ def test_an_unknown_kernel_is_a_miss(tmp_path):
     assert loaded.misses == (calibration.Miss(bucket, "no_kernel is no kernel's id"),)
 
 
-def test_a_section_that_is_none_is_named(tmp_path):
+def test_an_invalid_section_is_named(tmp_path):
     path = tmp_path / "calibration.json"
     for section in ({"gpu": "x", "sms": True, "library": "y", "buckets": {}}, [], None):
         path.write_text(json.dumps({"version": 1, "sections": {"mine": section}}))
@@ -277,7 +277,7 @@ def test_what_no_call_can_take_is_a_miss(name, tmp_path):
     assert kernels.plan(PROBLEM, "h100") == free
 
 
-def test_buckets_of_all_kinds_of_calls_are_taken(tmp_path):
+def test_buckets_of_all_kinds_of_calls_are_valid(tmp_path):
     path = tmp_path / "calibration.json"
     rules = {}
     for problem in PROBLEMS.values():
@@ -395,7 +395,7 @@ def test_gpus_that_are_known_have_names():
     assert calibration.section_name(GPUS["a100"]).startswith("a100, 108 SMs, library ")
 
 
-def test_a_home_that_nobody_has_is_a_miss(monkeypatch):
+def test_a_calibration_path_of_an_unknown_user_is_a_miss(monkeypatch):
     monkeypatch.setenv("FLASH_CUTE_CALIBRATION", "~nobody-of-this-name/calibration.json")
     loaded = calibration.load()
     assert not loaded.kernels and "nobody-of-this-name" in str(loaded.misses[0])

@@ -140,7 +140,7 @@ def test_explain_on_a_cpu(narrow):
     narrow("explain", "--gpu", "cpu", "--op", "decode", "--dtype", "e4m3")
 
 
-def test_info_is_what_a_bug_report_needs(narrow):
+def test_info_has_the_facts_of_a_bug_report(narrow):
     text = narrow("info")
     built = sum(kernel.built for kernel in kernels.kernels())
     assert f"built: {built} of {len(kernels.kernels())}" in text

@@ -99,7 +99,7 @@ def test_an_environment_that_cannot_be_made_is_none(tool, monkeypatch, tmp_path,
     assert tool.cached(tmp_path) == []
 
 
-def test_an_environment_without_torch_is_not_whole(tool, tmp_path):
+def test_an_environment_without_torch_is_not_usable(tool, tmp_path):
     assert not tool.is_usable(tmp_path, "2.10.0")
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
