@@ -54,8 +54,8 @@ def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) 
 
 
 def _missing() -> list[str]:
-    asked = os.environ.get("FLASH_CUTE_BUILD")
-    may_build_kernels = asked == "cuda" or (asked != "cpu" and shutil.which("nvcc") is not None)
+    target = os.environ.get("FLASH_CUTE_BUILD")
+    may_build_kernels = target == "cuda" or (target != "cpu" and shutil.which("nvcc") is not None)
     needed = [] if _works(TORCH) else ["torch>=2.10"]
     if may_build_kernels and not os.environ.get("FLASH_CUTE_CUTLASS_DIR") and not _works(CUTLASS):
         needed.append("nvidia-cutlass==4.2.0.0")

@@ -183,8 +183,8 @@ def memcheck_found(shares: list[list[str]], ended: list[Ended]) -> Found:
         if one.status in (0, None) and not findings:
             checked += [id for id in share if f"ran {id}\n" in one.output]
         else:
-            said = findings or re.findall(r"^(?!=).+", one.output, re.M)[-1:]
-            failures.append("; ".join(("memcheck", *said[:1], one.failure())))
+            messages = findings or re.findall(r"^(?!=).+", one.output, re.M)[-1:]
+            failures.append("; ".join(("memcheck", *messages[:1], one.failure())))
     ran_out = any(one.status is None for one in ended)
     missing = sum(map(len, shares)) - len(checked)
     if missing and not failures:

@@ -70,7 +70,7 @@ def dropout_keep(
     ``rng`` is int64 (2,): seed and offset. ``dropout_p`` in [0, 1] is the chance to drop, as
     :func:`dropout_rate` rounds it. ``bh`` holds ``batch * heads + query_head``, ``rows`` and
     ``cols`` the positions of queries and keys in their sequence: int64 vectors in any order, so
-    that any part of the matrix can be asked for. Returns bool (len(bh), len(rows), len(cols)).
+    that any part of the matrix can be computed. Returns bool (len(bh), len(rows), len(cols)).
     Raises ValueError without ``rng``.
     """
     if rng is None:

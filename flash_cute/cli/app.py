@@ -44,8 +44,8 @@ def can_use_cuda() -> bool:
     return library.can_use_cuda()
 
 
-def _show_version(asked: bool) -> None:
-    if not asked:
+def _show_version(show: bool) -> None:
+    if not show:
         return
     try:
         found = version("flash-cute")
@@ -57,7 +57,7 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def main(
-    asked: Annotated[
+    show: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="print the version"),
     ] = False,

@@ -102,8 +102,8 @@ def _tools() -> dict[str, str | None]:
     tools["driver"] = None
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=20)
-        tools["driver"] = next(iter(asked.stdout.split()), None)
+        query_result = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        tools["driver"] = next(iter(query_result.stdout.split()), None)
     return tools
 
 
@@ -115,8 +115,8 @@ def _environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
     }
-    asked = {name: x for name, x in sorted(os.environ.items()) if name.startswith("FLASH_CUTE_")}
-    return machine | asked
+    own = {name: x for name, x in sorted(os.environ.items()) if name.startswith("FLASH_CUTE_")}
+    return machine | own
 
 
 def _cpu() -> str:

@@ -129,13 +129,13 @@ def _known(ncu: str, wanted: list[str]) -> list[str]:
 
 def _call(command: list[str]) -> str:
     ended = subprocess.run(command, capture_output=True, text=True)
-    said = ended.stdout + ended.stderr
-    if _NO_COUNTERS in said:
+    output = ended.stdout + ended.stderr
+    if _NO_COUNTERS in output:
         raise ProfileError(
             "the driver keeps performance counters from this user (ERR_NVGPUCTRPERM): run as root, "
             "or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
         )
     if ended.returncode != 0:
-        last = "\n".join(said.splitlines()[-15:])
+        last = "\n".join(output.splitlines()[-15:])
         raise ProfileError(f"{' '.join(command[:2])} ... ended with {ended.returncode}:\n{last}")
     return ended.stdout

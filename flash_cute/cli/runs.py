@@ -69,11 +69,11 @@ def run_bench(
     for name, x in named.items():
         arguments += [] if x is None else [name, str(x)]
     try:
-        asked = benchmark.read([*arguments, *["--sustained"] * sustained])
+        parsed = benchmark.read([*arguments, *["--sustained"] * sustained])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with options.errors_in_one_line():
-        raise typer.Exit(benchmark.measured(asked))
+        raise typer.Exit(benchmark.measured(parsed))
 
 
 def run_demo(

@@ -171,8 +171,8 @@ def fwd(call: FwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
             return *results, None, None
     batch, seqlen_q, heads, _ = q.shape
     statistic = (batch, heads, seqlen_q)
-    shape, asked = (*statistic, k.shape[1]), (call.return_softmax, call.return_row_max)
-    outputs = Outputs.of_no_keys(q, v, statistic, shape, *asked)
+    shape, optional = (*statistic, k.shape[1]), (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, v, statistic, shape, *optional)
     attend(q, k, v, options, outputs, in_bf16=in_bf16)
     return outputs
 
@@ -206,8 +206,8 @@ def over_sequences(call: VarlenFwdCall, attend_one: Callable[..., None]) -> Outp
     total_q, heads, _ = q.shape
     batch = max(len(call.cu_seqlens_q) - 1, 0)
     shape = (batch, heads, call.max_seqlen_q, call.max_seqlen_k)
-    asked = (call.return_softmax, call.return_row_max)
-    outputs = Outputs.of_no_keys(q, call.v, (heads, total_q), shape, *asked)
+    optional = (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, call.v, (heads, total_q), shape, *optional)
     of_keys = (call.cu_seqlens_k, call.seqused_k, call.max_seqlen_k, call.block_table)
     parts = zip(
         varlen.spans(call.cu_seqlens_q, call.seqused_q, call.max_seqlen_q, total_q),

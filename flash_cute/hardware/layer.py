@@ -75,7 +75,7 @@ class HardwareAbstractionLayer:
             ``model`` itself.
 
         Raises:
-            TypeError: ``model`` is no nn.Module.
+            TypeError: ``model`` is not an nn.Module.
             ValueError: it has parameters without values (on meta).
         """
         _check_model(model)

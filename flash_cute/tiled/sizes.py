@@ -27,7 +27,7 @@ def get_optimal_block_sizes(
         use_half: of float16 tensors; else of float32.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
+        TypeError, ValueError: a number is not an int >= 1, or above 2^29 - 1.
 
     Example::
 
@@ -67,7 +67,7 @@ def estimate_memory_usage(
         the total.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
+        TypeError, ValueError: a number is not an int >= 1, or above 2^29 - 1.
 
     Example::
 

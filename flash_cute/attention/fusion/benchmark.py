@@ -44,7 +44,7 @@ class FusionPerformanceStats:
         baseline_host_launches, fused_host_launches: launches by the host, of kernels or of whole
             graphs; on the CPU as above.
         max_difference: largest absolute difference of the two outputs; None if dropout is active,
-            or an output is no tensor.
+            or an output is not a tensor.
         num_runs: runs of each model that were timed.
         device: "cuda" or "cpu".
 

@@ -100,10 +100,10 @@ class UnifiedAttentionFusion(nn.Module):
         models, whose recording blocks were replaced.
         """
         for name in _RECORDED:
-            asked = kwargs.get(name)
-            if asked is None:
-                asked = getattr(getattr(self.model, "config", None), name, False)
-            if asked:
+            requested = kwargs.get(name)
+            if requested is None:
+                requested = getattr(getattr(self.model, "config", None), name, False)
+            if requested:
                 raise NotImplementedError(f"{name}: fused blocks record nothing")
         if not torch.compiler.is_compiling():
             vars(self.model).update(internals.former_parameters(self))

@@ -125,13 +125,13 @@ def outputs(
     for name in ("row_max", "softmax"):
         if getattr(call, f"return_{name}", False) and name not in there:
             raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
-    asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
+    optional = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
     exact = call
     if fp32_gradients(call.q, given):
         arguments(call)
         read = ("dout", "q", "k", "v", "out")
         exact = call._replace(**{name: getattr(call, name).float() for name in read})
-    results = dict(zip(names, compute(exact._replace(**asked)), strict=True))
+    results = dict(zip(names, compute(exact._replace(**optional)), strict=True))
     for name in there.keys() | {"dsink"} & results.keys():  # dsink goes with sink
         output(name, there.get(name), results[name])
     apart(there, call._asdict())

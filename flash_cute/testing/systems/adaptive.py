@@ -169,8 +169,8 @@ def check(case: Case, device: str) -> Findings:
         try:
             small = create_ultra_precision_module(model, config_of(case), calibration=x)
         except ValueError as error:
-            said = "target_memory_reduction" in str(error)
-            find.that(said, f"refused by {str(error)[:200]}")
+            names_target = "target_memory_reduction" in str(error)
+            find.that(names_target, f"refused by {str(error)[:200]}")
             return find
         kept = {n: p.detach() for n, p in model.named_parameters()}
         find.equal("the given model's weights", kept, before)
@@ -230,8 +230,8 @@ def _restored(find: Findings, case: Case, model: nn.Module, small: Any) -> dict[
         find.that(found[name].dtype == weight.dtype, f"{name} comes back in {found[name].dtype}")
         error = float((back - true).norm() / true.norm().clamp(min=1e-30))
         slack = 1e-2 * error + 1e-5
-        said = layer.relative_error
-        find.that(abs(said - error) <= slack, f"{name}: error {error:.3g}, reported {said:.3g}")
+        own = layer.relative_error
+        find.that(abs(own - error) <= slack, f"{name}: error {error:.3g}, reported {own:.3g}")
         rows, true_rows = back.flatten(1), true.flatten(1)
         lost = (rows == 0).all(1) & (true_rows != 0).any(1)
         find.that(

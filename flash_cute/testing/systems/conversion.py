@@ -144,7 +144,7 @@ def _check(find: Findings, case: Case, device: str) -> None:
     keys = set(model.state_dict())
     with find.trying("conversion"):
         converted: Any = convert_model_to_fp8(model, inplace=case.inplace)
-        find.that((converted is model) == case.inplace, "inplace is not what was asked")
+        find.that((converted is model) == case.inplace, "inplace differs from the argument")
         find.that(set(converted.state_dict()) == keys, "the state dict has other keys")
         if case.inplace:
             lost = named.keys() - {id(p) for p in converted.parameters()}

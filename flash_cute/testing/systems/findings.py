@@ -85,9 +85,9 @@ class Findings:
         try:
             call()
         except (ValueError, TypeError) as error:
-            said = any(word in str(error) for word in words) or not words
+            matches = any(word in str(error) for word in words) or not words
             self.that(
-                said, f"{what}: the message names no {' or '.join(words)}: {str(error)[:200]}"
+                matches, f"{what}: the message names no {' or '.join(words)}: {str(error)[:200]}"
             )
         except Exception as error:
             self.that(False, f"{what} raised {type(error).__name__}: {str(error)[:200]}")

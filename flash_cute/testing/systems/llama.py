@@ -119,9 +119,9 @@ def check(case: Case, device: str) -> Findings:
             find.that("plain" not in case.variants, f"a plain block is left: {str(error)[:300]}")
             return find
         for number, variant in enumerate(case.variants):
-            said = fused.report.get(f"blocks.{number}", "")
-            is_fused = said.startswith("fused")
-            find.that(is_fused or variant != "plain", f"a plain block is {said or 'not named'}")
+            report = fused.report.get(f"blocks.{number}", "")
+            is_fused = report.startswith("fused")
+            find.that(is_fused or variant != "plain", f"a plain block is {report or 'not named'}")
         _check_values(find, case, original, fused, x, given)
         _check_also(find, case, model, fused, x, given, config, device)
     return find

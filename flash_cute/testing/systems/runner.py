@@ -81,8 +81,8 @@ def together(answers: list[Any], seconds: float) -> Findings:
         where = f"rank {rank}: " * (len(answers) > 1)
         if isinstance(answer, Raised):
             hangs = answer.kind == "TimeoutError" and answer.message == "no answer"
-            said = f"hangs: no answer in {seconds:.0f} s" if hangs else f"{answer}"
-            found.failures.append(where + next(iter(said.splitlines()), answer.kind)[:400])
+            text = f"hangs: no answer in {seconds:.0f} s" if hangs else f"{answer}"
+            found.failures.append(where + next(iter(text.splitlines()), answer.kind)[:400])
             found.spent |= len(answers) > 1 or answer.kind in _LOST
             continue
         found.failures += [where + failure for failure in answer.failures]

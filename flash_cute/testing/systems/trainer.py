@@ -177,12 +177,12 @@ def _step(find: Findings, case: Case, run: _Run, number: int, kind: str, device:
         taken = trainer.optimizer_step(run.optimizer, case.max_norm or None)
     except Exception as error:
         after = [g.to_dense().float() for g in grads.values()]
-        said = f"optimizer_step raised {type(error).__name__}"
+        event = f"optimizer_step raised {type(error).__name__}"
         same = same_bits(after, [g * scale for g in given])
-        find.that(same, f"{said} and changed gradients")
-        find.equal(f"{said}: weights and optimizer", run.state(), before)
+        find.that(same, f"{event} and changed gradients")
+        find.equal(f"{event}: weights and optimizer", run.state(), before)
         can_refuse = case.is_sparse and case.max_norm  # torch does not clip sparse gradients
-        find.that(bool(can_refuse), f"{said}: {str(error)[:150]}")
+        find.that(bool(can_refuse), f"{event}: {str(error)[:150]}")
         run.optimizer.zero_grad()
         return
     after_step = run.state()
