@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import functional
-from flash_cute.integrations.transformers import looks
+from flash_cute.integrations.transformers import mask_cache
 
 NONE = -1  # the block number of tokens outside of all blocks
 
@@ -73,11 +73,11 @@ def is_mask(x: Tensor) -> bool:
 
 def found(x: Tensor, seqlen: int, layer: int | None) -> Blocks:
     """The blocks of a mask, computed once for all layers that get it."""
-    look = looks.Look.at([x], layer)
-    known, blocks = looks.cached_result(look)
+    key = mask_cache.CacheKey.at([x], layer)
+    known, blocks = mask_cache.cached_result(key)
     if not known:
         blocks = Blocks.of(x, seqlen)
-        looks.keep(look, blocks)
+        mask_cache.store(key, blocks)
     return blocks
 
 
@@ -97,11 +97,11 @@ def joined(
     rows = out.flatten(0, 1)
     causal, causal_lse = rows.index_select(0, blocks.queries), lse.flatten(0, 1)[blocks.queries]
     keys, values = (x.flatten(0, 1).index_select(0, blocks.keys) for x in (k, v))
-    behind, behind_lse = functional.flash_attn_varlen_func(
+    later, later_lse = functional.flash_attn_varlen_func(
         q.flatten(0, 1).index_select(0, blocks.queries), keys, values, blocks.offsets,
         blocks.offsets, blocks.longest, blocks.longest,
         **options | {"causal": True, "window_size": (-1, -1), "sink": None, "return_lse": True},
     )  # fmt: skip
-    weight = torch.sigmoid(behind_lse.t() - causal_lse).unsqueeze(-1)
-    both = torch.lerp(causal.to(weight.dtype), behind.to(weight.dtype), weight)
+    weight = torch.sigmoid(later_lse.t() - causal_lse).unsqueeze(-1)
+    both = torch.lerp(causal.to(weight.dtype), later.to(weight.dtype), weight)
     return rows.index_copy(0, blocks.queries, both.to(rows.dtype)).view_as(out)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.integrations.transformers import looks
+from flash_cute.integrations.transformers import mask_cache
 
 _IN_GRAPHS = (
     "position_ids restart: under torch.compile packed sequences need cu_seq_lens_q, "
@@ -67,8 +67,8 @@ def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
     if torch.compiler.is_compiling():
         internals.assert_in_graph((numbers == 1).all(), _IN_GRAPHS)
         return None
-    look = looks.Look.at([numbers], layer)
-    known, found = looks.cached_result(look)
+    key = mask_cache.CacheKey.at([numbers], layer)
+    known, found = mask_cache.cached_result(key)
     if not known:
         if not (numbers > 0).all():
             raise ValueError(
@@ -77,7 +77,7 @@ def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers.diff(dim=1) != 0
         found = Documents.of(begins, None)
-        looks.keep(look, found)
+        mask_cache.store(key, found)
     return found
 
 
@@ -110,11 +110,11 @@ def of_positions(
         more = _continued(usable, own, batch, position_ids)
         internals.assert_in_graph(more.all(), _IN_GRAPHS)
         return None
-    look = looks.Look.at(usable if mask is None else [*usable, mask], layer)
-    known, found = looks.cached_result(look)
+    key = mask_cache.CacheKey.at(usable if mask is None else [*usable, mask], layer)
+    known, found = mask_cache.cached_result(key)
     if not known:
         found = _found(_continued(usable, own, batch, position_ids), own)
-        looks.keep(look, found)
+        mask_cache.store(key, found)
     if found is not None and seqlen_k != seqlen_q:
         raise ValueError(
             "position_ids restart (or seq_idx changes) behind a cache of "

@@ -156,7 +156,7 @@ class Implementation(AttentionImpl[Metadata]):
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.softcap = logits_soft_cap or 0.0
-        self.side = -1 if sliding_window is None else sliding_window - 1
+        self.window_side = -1 if sliding_window is None else sliding_window - 1
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes).float()
 
     def forward(
@@ -188,7 +188,7 @@ class Implementation(AttentionImpl[Metadata]):
             offsets, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
             flash_cute.flash_attn_varlen_func(
                 q, key[:tokens], value[:tokens], offsets, offsets, longest, longest, out=out,
-                **self._score(q.device, False),
+                **self._score_options(q.device, False),
             )  # fmt: skip
             return output
         causal = attn_metadata.causal
@@ -238,17 +238,17 @@ class Implementation(AttentionImpl[Metadata]):
         return flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
-            **self._score(q.device, causal),
+            **self._score_options(q.device, causal),
         )  # fmt: skip
 
-    def _score(self, device: torch.device, causal: bool) -> dict[str, Any]:
-        """Arguments of a call; a window is on both sides of queries that are not causal."""
+    def _score_options(self, device: torch.device, causal: bool) -> dict[str, Any]:
+        """Arguments that change scores; without a causal mask a window is on both sides."""
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
         return {
             "softmax_scale": self.scale,
             "causal": causal,
-            "window_size": (self.side, 0 if causal else self.side),
+            "window_size": (self.window_side, 0 if causal else self.window_side),
             "softcap": self.softcap,
             "alibi_slopes": self.slopes,
             "sink": self.sinks,
