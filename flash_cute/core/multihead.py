@@ -156,7 +156,7 @@ class MultiHeadAttention(nn.Module):
             if len(y) != len(x) or y.shape[1] != key.shape[1]:
                 raise ValueError(
                     f"{name} has shape {tuple(y.shape)}; expected ({len(x)}, {key.shape[1]}, "
-                    f"{self.d_model}) beside hidden_states {tuple(x.shape)}"
+                    f"{self.d_model}) to go with hidden_states {tuple(x.shape)}"
                 )
         packed: Packing | None = None
         if mask is not None:

@@ -21,7 +21,7 @@ def pairwise(
     that adds most new pairs, and among equals the one with most missing pairs.
 
     Raises:
-        ValueError: a factor has no value that may stand beside those of a row.
+        ValueError: every value of a factor is excluded by those of a row.
     """
     names = list(factors)
 
@@ -43,7 +43,7 @@ def pairwise(
             ]
             if not fits:
                 taken = {names[f]: factors[names[f]][value] for f, value in row.items()}
-                raise ValueError(f"{name}: no value may stand beside {taken}")
+                raise ValueError(f"{name}: every value is excluded by {taken}")
             gains = [
                 (sum(_ordered(one, other) in new for other in row.items()), left[one])
                 for one in fits

@@ -44,7 +44,7 @@ def state_dict_holds_all(find: Findings, module: nn.Module, fresh: nn.Module, ca
         missing = dict(module.named_parameters()).keys() - state.keys()
         find.that(not missing, f"state_dict has other names than parameters: {sorted(missing)[:3]}")
         others = [name for name, x in state.items() if not isinstance(x, Tensor)]
-        find.that(not others, f"state_dict holds what is no tensor: {others[:3]}")
+        find.that(not others, f"state_dict holds values that are not tensors: {others[:3]}")
         fresh.load_state_dict(state)
         fresh.train(module.training)
         find.equal("after load_state_dict", call(fresh), call(module))
