@@ -87,8 +87,8 @@ class FP8Attention(FlashAttention3):
     def _rounded(self, x: Tensor, packed: bool = False) -> Tensor:
         if x.numel() == 0:
             return x
-        apart = (-3,) * packed + (-2,) * (self.scaling == "head")
-        shared = tuple(dim for dim in range(-x.dim(), 0) if dim not in apart)
+        separate = (-3,) * packed + (-2,) * (self.scaling == "head")
+        shared = tuple(dim for dim in range(-x.dim(), 0) if dim not in separate)
         return RoundToFP8.apply(x, self.format, shared)
 
     def extra_repr(self) -> str:

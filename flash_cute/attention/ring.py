@@ -72,7 +72,7 @@ class RingAttentionLayer(SharedAttention):
             (batch, seqlen, d_model). A token that takes no part has ``out_proj.bias``.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, and sequences that are longer than
+            TypeError, ValueError: an argument is refused by name, or sequences that are longer than
                 ``max_sequence_length``. All ranks of a group raise the same message.
             NotImplementedError: with several ranks: cross attention, dropout in training, and a
                 mask with a window that looks ahead.

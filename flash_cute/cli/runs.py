@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import beside, options
+from . import bundled, options
 from .options import Causal, Device, HeadDim, Heads, HeadsK, Json
 
 _DTYPES = ("bf16", "fp16", "e4m3")  # of the benchmarks' cases
@@ -57,7 +57,7 @@ def run_bench(
             raise typer.BadParameter(f"{name} {given}: expected one of {', '.join(known)}")
     with options.errors_in_one_line():
         device = options.device(device)
-        benchmark = beside.module("benchmarks.attention")
+        benchmark = bundled.module("benchmarks.attention")
     on_cpu = device == "cpu"
     batch = batch or (1 if on_cpu else 4)
     rounds = rounds or (3 if on_cpu and not sustained else None)
@@ -82,10 +82,10 @@ def run_demo(
         int, typer.Option("--seqlen", "-s", min=1, help="queries of a sequence")
     ] = 512,
 ) -> None:
-    """A first look, in seconds: beside the formula, and torch's SDPA."""
+    """A first look, in seconds: compared with the formula and with SDPA of torch."""
     with options.errors_in_one_line():
         arguments = ["--device", options.device(device), "--seqlen", str(seqlen)]
-        raise typer.Exit(beside.module("demos.attention").main(arguments))
+        raise typer.Exit(bundled.module("demos.attention").main(arguments))
 
 
 def run_fuzz(

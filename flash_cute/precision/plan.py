@@ -52,9 +52,9 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.is_meta or isinstance(parameter, UninitializedParameter):
             raise ValueError(f"weights must have values, and {name} has none: initialize it first")
-    beside = {module: list(plain_tensors(module)) for module in model.modules()}
-    kept = {id(x) for held in beside.values() for x in held}
-    for module, held in beside.items():
+    plain = {module: list(plain_tensors(module)) for module in model.modules()}
+    kept = {id(x) for held in plain.values() for x in held}
+    for module, held in plain.items():
         if held or isinstance(module, (nn.RNNBase, ParametrizationList)):
             kept |= {id(parameter) for parameter in module.parameters(recurse=False)}
     found: dict[str, Tensor] = {
@@ -98,8 +98,8 @@ def tensors(model: nn.Module) -> list[Tensor]:
 def held_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters, buffers, and tensors in plain attributes, also of modules in plain lists."""
     hidden = [module for _, module in plain_modules(model)]
-    beside = (t for module in [*model.modules(), *hidden] for t in plain_tensors(module))
-    return [*tensors(model), *(t for module in hidden for t in tensors(module)), *beside]
+    plain = (t for module in [*model.modules(), *hidden] for t in plain_tensors(module))
+    return [*tensors(model), *(t for module in hidden for t in tensors(module)), *plain]
 
 
 def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:

@@ -26,7 +26,7 @@ class CacheCase(Problem):
     `seqlens_q` is one length for all, or one a sequence (packed queries); so is `seqlens_new`, the
     appended rows. With `page_size` the cache is pages in random order. `rotary` is "",
     "interleaved" or "halves". `batch_idx` puts sequences into random rows of a larger cache.
-    `packed_cache`: K and V of a row lie beside each other in one tensor.
+    `packed_cache`: K and V of a row are adjacent in one tensor.
     """
 
     lengths: tuple[int, ...] = (33, 0, 130)

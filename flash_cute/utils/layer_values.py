@@ -122,7 +122,7 @@ def compare(
         return
     ideal = results(reference.forward, x, weights, trial, exact=True)
 
-    def equal(name: str, of: Callable[[Results], Tensor | None], beside: float = 0.0) -> None:
+    def equal(name: str, of: Callable[[Results], Tensor | None], related: float = 0.0) -> None:
         def alike(draw: torch.Generator) -> Tensor:
             found = of(results(reference.forward, x, weights, trial, exact=True, signs=draw))
             assert found is not None
@@ -130,7 +130,7 @@ def compare(
 
         mine, right = of(given), of(ideal)
         if mine is not None and right is not None:
-            tolerance.equal(name, mine, right, beside, tolerance.typical(right, alike))
+            tolerance.equal(name, mine, right, related, tolerance.typical(right, alike))
 
     equal(f"the output of {trial}", lambda found: found.out)
     if trial.gradients:

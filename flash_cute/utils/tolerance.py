@@ -19,7 +19,8 @@ _OF_ELEMENTS = {  # relative to the largest compared element
 }
 _OF_FP8 = 0.4  # E5M2 has two bits of mantissa, and projections follow each other
 _OF_FACTOR = 0.2  # of an element's tolerance: rounding cancels in a sum over all
-_OF_OTHERS = {torch.float16: 0.3, torch.bfloat16: 0.3}  # relative to larger tensors beside it
+# Of the largest element of tensors computed with it.
+_OF_RELATED = {torch.float16: 0.3, torch.bfloat16: 0.3}
 _SMALL = 0.01
 _FEW = 64  # with so few elements even the largest may be a sum that cancels
 _DRAWS = 8
@@ -62,20 +63,20 @@ class Tolerance:
         return max(largest_of(alike(generator)) for _ in range(_DRAWS))
 
     def equal(
-        self, name: str, given: Tensor, expected: Tensor, beside: float = 0.0, typical: float = 0.0
+        self, name: str, given: Tensor, expected: Tensor, related: float = 0.0, typical: float = 0.0
     ) -> None:
         """Raises AssertionError unless all elements are equal, without a common factor.
 
         Errors are relative to the largest element of ``expected``, to its ``typical`` size, or to a
-        part of ``beside``, the largest element of tensors computed together with it.
+        part of ``related``, the largest element of tensors computed together with it.
         """
         if given.shape != expected.shape:
             raise AssertionError(f"{tuple(given.shape)}, not {tuple(expected.shape)}")
         share = max(self.least, _OF_ELEMENTS.get(given.dtype, 0.0))
-        part = max(_OF_OTHERS.get(given.dtype, _SMALL), self.least)
+        part = max(_OF_RELATED.get(given.dtype, _SMALL), self.least)
         dtype, given, expected = given.dtype, given.detach().double(), expected.detach().double()
         largest = largest_of(expected)
-        size = max(largest, part * beside, typical)
+        size = max(largest, part * related, typical)
         error = largest_of(given - expected)
         if not error <= share * size:
             raise AssertionError(f"{name} is off by {error:.3g}; {share * size:.3g} is allowed")

@@ -17,7 +17,7 @@ from flash_cute.attention.fusion.graphs import drops
 
 _WARM_UPS = 3
 _HOST_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
-_NO_KERNELS = ("Memcpy", "Memset", "Activity Buffer")
+_NOT_KERNELS = ("Memcpy", "Memset", "Activity Buffer")
 _LIBRARIES = ("aten::", "flash_cute::")
 _VIEWS = frozenset(
     f"aten::{name}"
@@ -165,7 +165,7 @@ def count_launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tupl
         operators = sum(_operators(e) for e in events if e.cpu_parent is None)
         return out, (operators, operators)
     on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    kernels = [e for e in on_gpu if not e.name.startswith(_NO_KERNELS)]
+    kernels = [e for e in on_gpu if not e.name.startswith(_NOT_KERNELS)]
     host = [e for e in events if e.device_type == DeviceType.CPU]
     return out, (len(kernels), sum(e.name.startswith(_HOST_LAUNCHES) for e in host))
 

@@ -76,7 +76,7 @@ class FusedLlamaBlock(FusedBlock):
         else:
             y = self.self_attn(hidden_states=self.input_layernorm(x), **given)
             y = y[0] if isinstance(y, tuple) else y
-        if self.fusion.fuses("norm") and self._is_still("post_attention_layernorm"):
+        if self.fusion.fuses("norm") and self._is_unchanged("post_attention_layernorm"):
             norm = steps.Norm.of(self.post_attention_layernorm, rms=True)
             x, normal = steps.add_norm(x, y, norm, 0.0, None, self.step_options, keep_sum=True)
         else:
@@ -91,8 +91,8 @@ class FusedLlamaBlock(FusedBlock):
     def frozen(self) -> Any:
         """The numbers that a CUDA graph would freeze; None if a submodule must be called."""
         linears = [part(self) for part in _PARTS]
-        still = all(map(self._is_still, self.recognised)) and _is_silu(self.mlp.act_fn)
-        if not still or not are_plain(linears, nn.Linear) or internals.has_global_hooks():
+        unchanged = all(map(self._is_unchanged, self.recognised)) and _is_silu(self.mlp.act_fn)
+        if not unchanged or not are_plain(linears, nn.Linear) or internals.has_global_hooks():
             return None
         return ()  # unchanged submodules have the same numbers
 
@@ -108,13 +108,13 @@ class FusedLlamaBlock(FusedBlock):
             )
         return {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
 
-    def _is_still(self, name: str) -> bool:
-        return self.recognised[name].is_still(getattr(self, name))
+    def _is_unchanged(self, name: str) -> bool:
+        return self.recognised[name].is_unchanged(getattr(self, name))
 
     def _takes(self, x: Tensor, given: dict[str, Any]) -> bool:
         """Whether the fused form supports a call: attention is unchanged, and position embeddings
         cover whole heads."""
-        if not self._is_still("self_attn"):
+        if not self._is_unchanged("self_attn"):
             return False
         position = given.get("position_embeddings")
         if position is None:
@@ -124,7 +124,7 @@ class FusedLlamaBlock(FusedBlock):
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         norm = getattr(self, name)
-        return steps.Norm.of(norm, rms=True)(x) if self._is_still(name) else norm(x)
+        return steps.Norm.of(norm, rms=True)(x) if self._is_unchanged(name) else norm(x)
 
     def _attend(self, x: Tensor, visible: masks.Visible, given: dict[str, Any]) -> Tensor:
         attn = self.self_attn
@@ -147,7 +147,11 @@ class FusedLlamaBlock(FusedBlock):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         mlp = self.mlp
-        if not self.fusion.fuses("ffn") or not self._is_still("mlp") or not _is_silu(mlp.act_fn):
+        if (
+            not self.fusion.fuses("ffn")
+            or not self._is_unchanged("mlp")
+            or not _is_silu(mlp.act_fn)
+        ):
             return mlp(x)
         return steps.gated(
             x, [mlp.gate_proj, mlp.up_proj], mlp.down_proj, F.silu, self.step_options

@@ -49,7 +49,7 @@ def difference(part: Any, *kinds: type[nn.Module]) -> str | None:
         return None
     if internals.has_hooks(part):
         return "has hooks, which would not be called"
-    return "has a forward that is not its class's, or weights that are no ordinary tensors"
+    return "has a forward that is not its class's, or weights that are not ordinary tensors"
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Recognised:
     def of(module: nn.Module) -> Recognised:
         return Recognised(module, _attributes(module))
 
-    def is_still(self, module: Any) -> bool:
+    def is_unchanged(self, module: Any) -> bool:
         """Whether ``module`` is the same one and unchanged, apart from its children."""
         if module is not self.module or not is_plain(module, type(self.module)):
             return False
@@ -77,15 +77,14 @@ class Recognised:
             now = state.get(name, state)
             if now is not before and not (type(before) in _NUMBERS and now == before):
                 return False
-        return len(state) == len(self.attributes) + _SETTINGS
+        return len(state) == len(self.attributes) + len(_MODULE_ATTRIBUTES)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _MODULE}
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
-_MODULE = frozenset(vars(nn.Module()))
-_SETTINGS = len(_MODULE)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class FusedBlock:

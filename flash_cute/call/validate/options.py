@@ -22,7 +22,7 @@ class Names(NamedTuple):
     window_size: tuple[str, str] | None = None  # left and right, if they are arguments of their own
 
 
-def _most() -> float:
+def _largest() -> float:
     """The largest scale and softcap: kernels multiply by log2(e), in fp32. A global float, or a
     finfo's, would be an input of graphs with dynamic shapes, which are compiled again for it."""
     return 2.0**127
@@ -44,8 +44,8 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     validate.flag("deterministic", getattr(call, "deterministic", False))
     if softmax_scale is not None:
         number("softmax_scale", softmax_scale)
-        is_small = validate.allowed(softmax_scale <= _most())
-        if not (is_small and validate.allowed(softmax_scale >= -_most())):
+        is_small = validate.allowed(softmax_scale <= _largest())
+        if not (is_small and validate.allowed(softmax_scale >= -_largest())):
             raise ValueError(
                 f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number "
                 "between -2**127 and 2**127"
@@ -54,7 +54,7 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0:
-        if not 2.0**-126 <= softcap <= _most():
+        if not 2.0**-126 <= softcap <= _largest():
             raise ValueError(
                 f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
                 "positive normal number of fp32, at most 2**127"
@@ -117,11 +117,11 @@ def _dropout(name: str, p: float) -> None:
 def _window(left: int, right: int, names: tuple[str, str] | None) -> None:
     if type(left) is not int or type(right) is not int:
         _window_types(left, right, names or ("window_size's left", "window_size's right"))
-    most = validate.INT64_MAX
-    if left < -1 or right < -1 or left > most or right > most:
+    largest = validate.INT64_MAX
+    if left < -1 or right < -1 or left > largest or right > largest:
         name, x = "window_size", f"({validate.shown(left)}, {validate.shown(right)})"
         if names is not None:
-            is_left = left < -1 or left > most
+            is_left = left < -1 or left > largest
             name, x = names[not is_left], validate.shown(left if is_left else right)
         raise ValueError(
             f"{name} is {x}; -1 means unbounded, others are counts >= 0 that fit int64"
