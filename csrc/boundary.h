@@ -1,4 +1,4 @@
-// Where errors leave the library.
+// Converts the library's exceptions to errors of libtorch.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,7 +11,7 @@ namespace flash_cute {
 
 using BoxedOp = void (*)(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
-// Runs an op; what it threw, in words, or null.
+// Runs an op; returns the text of its exception, or null.
 template <BoxedOp kOp>
 __attribute__((noinline)) const char* error_of(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
   thread_local std::string message;
@@ -26,8 +26,8 @@ __attribute__((noinline)) const char* error_of(StableIValue* stack, uint64_t num
   return message.c_str();
 }
 
-// An op as libtorch calls it: libtorch throws its errors. An exception of this library's own would end the process where
-// a C++ runtime is linked into it. Nothing here is to be destroyed when libtorch throws.
+// An op as libtorch calls it: libtorch throws its errors, since an exception of this library would end the process if a
+// C++ runtime is linked into it. Nothing here may need destruction when libtorch throws.
 template <BoxedOp kOp>
 void guarded(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
   const char* error = error_of<kOp>(stack, num_arguments, num_results);

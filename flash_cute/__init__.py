@@ -70,7 +70,7 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded when it is asked for."""
+    """Attributes that are imported at their first use."""
     if name == "autotune":
         from flash_cute.tuning import autotune
 

@@ -1,19 +1,19 @@
-"""Looks at what index tensors hold, and at shapes that are likely not what was meant.
+"""Checks the values of index tensors, and warns of shapes that are likely mistakes.
 
-Kernels clamp bad offsets and lengths without a word, as asking the GPU would stop the host. With
-``FLASH_CUTE_CHECK=1`` in the environment when flash_cute is imported, or inside of
-:func:`switched`, every public function asks: index tensors are read on the host, and ``ValueError``
-names the argument, the position and the values of the first that is wrong. That waits for the GPU,
-so calls that are compiled, traced, transformed or captured into a CUDA graph are left alone.
-:func:`flash_cute.flash_attn_with_kvcache` does the same once, with ``check_indices=True``.
+Kernels clamp bad offsets and lengths silently, as reading them would synchronise the host. If
+``FLASH_CUTE_CHECK=1`` is in the environment when flash_cute is imported, or inside of
+:func:`switched`, every public function reads them: ``ValueError`` names the argument, the position
+and the values of the first that is wrong. That waits for the GPU, so calls that are compiled,
+traced, transformed or captured into a CUDA graph are not checked.
+:func:`flash_cute.flash_attn_with_kvcache` checks one call with ``check_indices=True``.
 
-Offsets must begin with 0, ascend, and claim every row. Padding behind the last sequence is allowed
-with ``zero_tensors=True``, whose meaning it is; over a cache, whose calls have no such argument, it
-is warned of. ``max_seqlen`` may be larger than the longest sequence, not smaller.
+Offsets must begin with 0, ascend, and cover every row. Padding behind the last sequence is allowed
+with ``zero_tensors=True``; calls over a cache, which have no such argument, warn of it.
+``max_seqlen`` may be larger than the longest sequence, not smaller.
 
-On the CPU, where looking is free, varlen calls warn without any of that, once a process for each
-kind: of offsets that do not begin with 0, do not ascend or are lengths, and of a ``max_seqlen``
-that cuts.
+On the CPU, where reading is free, varlen calls always warn, once a process for each kind: of
+offsets that do not begin with 0, do not ascend or look like lengths, and of a ``max_seqlen`` that
+cuts sequences.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from flash_cute import ops
 from flash_cute.call import validate
 from flash_cute.call.validate import _OF_BOTH, _OF_K, _OF_Q
 
-_asked = os.environ.get("FLASH_CUTE_CHECK", "")
-if _asked not in ("", "0", "1"):
-    raise ImportError(f"FLASH_CUTE_CHECK is {_asked!r}; expected 0 or 1")
-_on = _asked == "1"
-_MOST_KV_HEADS = 128  # that a model has
+_environment = os.environ.get("FLASH_CUTE_CHECK", "")
+if _environment not in ("", "0", "1"):
+    raise ImportError(f"FLASH_CUTE_CHECK is {_environment!r}; expected 0 or 1")
+_on = _environment == "1"
+_MOST_KV_HEADS = 128  # of known models
 _OF_LENGTHS = (
     "Of lengths they are torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
 )
-_told: set[str] = set()  # texts of warnings, without their numbers
+_warned: set[str] = set()  # texts of warnings, without their numbers
 
 
 def is_on() -> bool:
-    """Whether calls are looked at."""
+    """Whether calls are checked."""
     return _on
 
 
 @contextmanager
 def switched(on: bool = True) -> Iterator[None]:
-    """Inside, calls are looked at, or not: in place of ``FLASH_CUTE_CHECK``, for all threads.
+    """Inside, calls are checked, or not: overrides ``FLASH_CUTE_CHECK`` for all threads.
 
     Example::
 
@@ -72,7 +72,7 @@ def switched(on: bool = True) -> Iterator[None]:
 
 
 def wanted(q: Tensor) -> bool:
-    """Whether to look at the call of ``q``: checks are on, and values can be read."""
+    """Whether to check the call of ``q``: checks are on, and values can be read."""
     return _on and is_readable(q)
 
 
@@ -86,17 +86,17 @@ def is_readable(q: Tensor) -> bool:
 
 
 def has_values(q: Tensor) -> bool:
-    """Whether values of a call of ``q`` can be read: it is no fake, and not transformed."""
-    plain = type(q) in (Tensor, torch.nn.Parameter)  # no fake, no wrapper of another tensor
+    """Whether values of a call of ``q`` can be read: it is not fake, and not transformed."""
+    plain = type(q) in (Tensor, torch.nn.Parameter)  # not fake, not a wrapper of another tensor
     return plain and q.device.type != "meta" and not ops.transformed()
 
 
 def dense(q: Tensor, k: Tensor) -> None:
     """Warns of q and k that are likely (batch, heads, seqlen, dim); called by public functions.
 
-    They have more heads than tokens then. That is usual of short sequences, too, so there must be
-    more kv heads than models have, or what grouped heads look like in the place of seqlen: fewer
-    keys than queries, which they divide, and as many heads of keys as of queries.
+    Such tensors have more heads than tokens. Short sequences do, too, so it warns only if there are
+    more kv heads than models have, or if seqlen looks like grouped heads: fewer keys than queries,
+    their number a divisor, and as many kv heads as query heads.
     """
     if not wanted(q):
         return
@@ -126,8 +126,8 @@ def varlen(
     zero_tensors: bool,
     packed: bool = False,
 ) -> None:
-    """Looks at the index tensors of a varlen call; ``packed``: q and k share one of each. On the
-    CPU, where nothing waits, it warns of offsets also if checks are off."""
+    """Checks the index tensors of a varlen call; ``packed``: q and k share them. On the CPU, where
+    reading is free, it warns of offsets even if checks are off."""
     validate.flag("zero_tensors", zero_tensors)
     names = _OF_BOTH if packed else _OF_Q
     if not wanted(q):
@@ -184,8 +184,8 @@ def _warn_once(
     used: Tensor | None,
     padded: bool,
 ) -> None:
-    """Warns of what :func:`_sequences` refuses, but of rows of no sequence only if the offsets look
-    like lengths. Once a process for each text, whatever its numbers."""
+    """Warns of what :func:`_sequences` refuses, but of rows without a sequence only if the offsets
+    look like lengths; once a process for each text, whatever its numbers."""
     try:
         _sequences(names, rows, cu_seqlens, longest, used, padded=True)
         at = [] if padded else cu_seqlens.tolist()
@@ -195,12 +195,12 @@ def _warn_once(
     except ValueError as error:
         text = str(error)
     kind = re.sub(r"-?\d+", "#", text)
-    if kind in _told:
+    if kind in _warned:
         return
-    _told.add(kind)
+    _warned.add(kind)
     warnings.warn(
         f"{text}. Offsets and lengths are cut to what fits; FLASH_CUTE_CHECK=1 refuses them. This "
-        "is said once",
+        "warning is given once",
         stacklevel=4,
     )
 
@@ -212,8 +212,8 @@ def over_a_cache(
     k: Tensor | None,
     cu_seqlens_k_new: Tensor | None,
 ) -> None:
-    """Warns on the CPU as :func:`varlen` does, of offsets over a cache. Rows of k behind the last
-    sequence are usual there: ranks share them."""
+    """Warns on the CPU, as :func:`varlen` does, of offsets over a cache. Rows of k behind the last
+    sequence are allowed there, since ranks share k."""
     if _on or not (q.is_cpu and is_readable(q)):
         return
     if cu_seqlens_q is not None:
@@ -228,12 +228,12 @@ def padding(name: str, cu_seqlens: Tensor | None, x: Tensor | None) -> None:
     if cu_seqlens is None or x is None:
         return
     if left := _unclaimed(name, cu_seqlens.tolist(), len(x)):
-        warnings.warn(f"{left}; well if they are padding", stacklevel=3)
+        warnings.warn(f"{left}; ignore this if they are padding", stacklevel=3)
 
 
 def _unclaimed(name: str, at: list[int], rows: int) -> str:
-    """Says which rows offsets leave to no sequence, "" if none; ValueError if they do not begin
-    with 0."""
+    """Text about the rows that belong to no sequence, "" if there are none; ValueError if offsets
+    do not begin with 0."""
     if at[0] != 0:
         raise ValueError(f"{name}[0] is {at[0]}; offsets begin with 0. {_OF_LENGTHS}")
     if at[-1] >= rows:
@@ -244,7 +244,7 @@ def _unclaimed(name: str, at: list[int], rows: int) -> str:
 def offsets(
     name: str, at: list[int], rows: int, longest: int | None, longest_name: str = "max_seqlen_q"
 ) -> list[int]:
-    """The lengths between offsets into so many rows; ValueError for the first that is no offset."""
+    """The lengths between offsets into ``rows`` rows; ValueError for the first bad offset."""
     for b, (begin, end) in enumerate(pairwise(at)):
         if not 0 <= begin <= end <= rows:
             raise ValueError(
@@ -252,7 +252,7 @@ def offsets(
             )
         if longest is not None and end - begin > longest:
             raise ValueError(
-                f"{name}[{b}:{b + 2}] is {[begin, end]}; {longest_name} says {longest} at the most"
+                f"{name}[{b}:{b + 2}] is {[begin, end]}; {longest_name} is {longest}, which is less"
             )
     return [end - begin for begin, end in pairwise(at)]
 
@@ -282,8 +282,8 @@ def cache(
     for b, (length, new) in enumerate(zip(used, seqlens_new, strict=True)):
         if not 0 <= length <= capacity - new:
             raise ValueError(
-                f"cache_seqlens[{b}] is {length}; with {new} new rows the cache holds "
-                f"[0, {capacity - new}] of this sequence"
+                f"cache_seqlens[{b}] is {length}; expected [0, {capacity - new}], with room for "
+                f"{new} new rows"
             )
     for b, pad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
         if not 0 <= pad <= used[b]:
@@ -294,10 +294,10 @@ def cache(
             raise ValueError(f"cache_batch_idx[{b}] is {row}; expected [0, {len(k_cache)})")
         if seqlens_new[b] > 0 and row in rows[:b]:
             raise ValueError(
-                f"cache_batch_idx[{b}] is {row}, as [{rows.index(row)}] is; rows that join a "
-                "cache are for one sequence alone"
+                f"cache_batch_idx[{b}] is {row}, and so is cache_batch_idx[{rows.index(row)}]; two "
+                "sequences may share a row of the cache only without new k and v"
             )
-    written: dict[int, tuple[int, int]] = {}  # where the table names a page that rows join
+    written: dict[int, tuple[int, int]] = {}  # entry of the table by page that k and v append to
     for b, ids in enumerate([] if block_table is None else block_table.tolist()):
         in_use = pages(b, ids, used[b] + seqlens_new[b], len(k_cache), page_size)
         for block, page in enumerate(in_use):
@@ -306,15 +306,15 @@ def cache(
             other = written.setdefault(page, (b, block))
             if other != (b, block):
                 raise ValueError(
-                    f"block_table[{b}, {block}] is {page}, as {list(other)} is; pages that rows "
-                    "join are for one sequence alone"
+                    f"block_table[{b}, {block}] is {page}, and so is block_table{list(other)}; two "
+                    "sequences may share a page only if no new k and v are written to it"
                 )
 
 
 def positions(
     known: int, rows: list[int], cache_seqlens: Tensor | None, rotary_seqlens: Tensor | None
 ) -> None:
-    """ValueError for the first of ``rows`` rows a sequence beyond so many rotary positions."""
+    """ValueError for the first sequence whose rotated rows exceed the rotary positions."""
     name = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
     starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
     assert starts is not None  # rotary embedding is for new keys, which need cache_seqlens

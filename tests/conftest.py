@@ -92,7 +92,7 @@ def no_garbage() -> Iterator[None]:
 @pytest.fixture
 def without_calibration() -> Iterator[None]:
     """What a test puts into use ends with it."""
-    with calibration.set_aside():
+    with calibration.suspended():
         yield
 
 

@@ -1,11 +1,11 @@
-"""Builds the package: scikit-build-core, and what a build on this machine needs besides.
+"""Builds the package: scikit-build-core, with requirements that depend on the machine.
 
-pip builds in an environment of its own, without what is installed. The library needs torch's
-headers alone, of any torch >= 2.10. They come from the torch of the environment that pip installs
-into, where there is one (``cmake/torch.cmake`` looks there first). Else pip downloads torch's
-wheel, which it keeps and installs later, and the headers are taken out of it. Where that fails,
-torch is a requirement of the build, which installs it a second time, with all of CUDA. CUTLASS's
-headers are downloaded where kernels may be built.
+pip builds in an isolated environment, without the installed packages. The library only needs the
+headers of any torch >= 2.10. They come from the torch of the environment that pip installs into, if
+there is one (``cmake/torch.cmake`` looks there first). Else pip downloads torch's wheel, which it
+keeps and installs later, and the headers are taken out of it. If that fails, torch is a requirement
+of the build, which installs it a second time, with all of CUDA. CUTLASS's headers are downloaded if
+kernels may be built.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ CUTLASS = "import importlib.util as u; assert u.find_spec('cutlass_library')"
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """scikit-build-core's requirements, torch and CUTLASS where they are missing."""
+    """scikit-build-core's requirements, and torch and CUTLASS if they are missing."""
     return [*core.get_requires_for_build_wheel(config_settings), *_missing()]
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """The same."""
+    """As for a wheel."""
     return [*core.get_requires_for_build_editable(config_settings), *_missing()]
 
 
@@ -89,6 +89,6 @@ def _has_headers() -> bool:
 
 
 def _works(program: str) -> bool:
-    """Whether a program runs in the environment that is installed into, which -I shows."""
+    """Whether a program runs in the environment that pip installs into, which -I selects."""
     run = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True)
     return run.returncode == 0

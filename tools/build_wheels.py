@@ -33,7 +33,7 @@ GLIBC = "2.28"  # as torch's wheels
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-    """What a command prints; RuntimeError with all of it if it fails."""
+    """The output of a command; RuntimeError with the output if it fails."""
     done = subprocess.run(
         list(map(str, command)), env=env, cwd=cwd, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -54,7 +54,7 @@ def sources(folder: Path, local: str) -> int:
 
 
 def toolkit(cuda: str) -> Path:
-    """nvcc and what it needs, of one version of CUDA, from PyPI."""
+    """nvcc and its dependencies, of one version of CUDA, from PyPI."""
     folder = ROOT / "build" / f"cuda-{cuda}"
     if not list(folder.glob("nvidia/*/bin/nvcc")):
         parts = f"cuda-toolkit[nvcc,cccl]=={cuda}.*"
@@ -65,7 +65,7 @@ def toolkit(cuda: str) -> Path:
     home = found[0].parents[1]
     if not (home / "lib64").exists():  # where nvcc looks
         (home / "lib64").symlink_to("lib")
-    if not (home / "lib" / "libcudart.so").exists():  # what CMake looks for; the static one is used
+    if not (home / "lib" / "libcudart.so").exists():  # CMake needs it, but links the static one
         (shared,) = (home / "lib").glob("libcudart.so.*")
         (home / "lib" / "libcudart.so").symlink_to(shared.name)
     return home
@@ -84,7 +84,7 @@ def link_rule() -> str:
 
 
 def bill_of_materials(version: str, cuda: str | None) -> str:
-    """What the wheel's binary was made of, as CycloneDX 1.6."""
+    """The bill of materials of the wheel's binary, as CycloneDX 1.6."""
     parts = [("library", "cutlass", CUTLASS, "BSD-3-Clause")] if cuda else []
     parts += [("library", "cuda-runtime", cuda, "LicenseRef-NVIDIA-CUDA-EULA")] if cuda else []
     components = [
@@ -117,7 +117,7 @@ def add_bill(wheel: Path, cuda: str | None, env: dict[str, str]) -> None:
 def build(cuda: str | None, archs: str, rows: str, out: Path, given: Path | None) -> Path:
     """One wheel, for ``cuda`` ("13.0") or for the CPU (None); ``given`` is a toolkit."""
     local = "cpu" if cuda is None else "cu" + cuda.replace(".", "")
-    # Paths are part of what compilers see: the same one for every build.
+    # Paths end up in binaries, so every build uses the same one.
     folder = Path(tempfile.gettempdir()) / f"flash_cute-{local}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -1,7 +1,7 @@
-"""What a built library must be: ``check_library.py LIBRARY [--all-kernels]``.
+"""Checks a built library: ``check_library.py LIBRARY [--all-kernels]``.
 
-It depends on torch's stable ABI alone, exports nothing, stays small, and with
-``--all-kernels`` holds every row of the kernels' families.
+It must depend only on torch's stable ABI, export nothing, stay small, and with ``--all-kernels``
+hold every row of the kernels' families.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def config_ids(text: str) -> set[str]:
 
 
 def problems(library: Path, all_kernels: bool) -> list[str]:
-    """What is wrong with the library; empty if nothing is."""
+    """The problems of the library."""
     found = []
     for line in _run("nm", "-D", "--undefined-only", str(library)):
         symbol = line.split()[-1].partition("@")[0]
         if UNSTABLE.match(symbol):
             found.append(f"unstable symbol: {symbol}")
-    exported = _run("nm", "-DC", "--defined-only", str(library))  # torch runs initialisers alone
+    exported = _run("nm", "-DC", "--defined-only", str(library))  # torch only runs initialisers
     found += [f"exports {line.partition(' ')[2]}" for line in exported]
     needed = _needed(library)
     found += [f"needs {name}" for name in needed if not NEEDED.match(name)]

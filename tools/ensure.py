@@ -1,7 +1,6 @@
 """Installs what cannot be imported yet: ``ensure.py [--no-deps] NAME[==VERSION][:MODULE] ...``.
 
-Packages that the machine already has are left as they are, so that nothing is asked of the network
-for them.
+Packages that can be imported already are not touched, so that they need no network.
 """
 
 import importlib.metadata
@@ -11,7 +10,7 @@ import subprocess
 import sys
 
 MODULES = {"clang-format": "clang_format"}
-PROGRAMS = {"nvidia-cuda-cuobjdump": "cuobjdump"}  # packages that hold a program and no module
+PROGRAMS = {"nvidia-cuda-cuobjdump": "cuobjdump"}  # packages with a program instead of a module
 
 
 def is_there(name: str, module: str) -> bool:

@@ -1,8 +1,8 @@
-"""A check of the kernels on a GPU that leaves a trace: ``PYTHONPATH=. python tools/gpu_check.py``.
+"""Checks the kernels on a GPU, and records it: ``PYTHONPATH=. python tools/gpu_check.py``.
 
-Tests, random cases, memcheck of the kernels that changed since the last check, and repeats, within
-``--minutes``. It writes ``benchmarks/results/gpu_check.json``; the exit status is 1 if anything
-failed or did not end in time. Logs lie in ``build/gpu_check``.
+Stages are tests, random cases, memcheck of the kernels that changed since the last check, and
+repeats, within ``--minutes``. It writes ``benchmarks/results/gpu_check.json``; the exit status is 1
+if anything failed or did not end in time. Logs are in ``build/gpu_check``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kernel_hash import (
     source_hash,
 )
 
-# Parts of the time, in this order; what a stage leaves is the next one's. The rest is for the end.
+# Shares of the time, in order; a stage's unused time goes to the next. The rest is for the end.
 SHARES = {"repeats": 0.05, "tests": 0.70, "memcheck": 0.05, "fuzz": 0.17}
 _BYTES_OF_TESTS = 12 * 2**30  # of GPU memory, that a process of tests may need
 _MOST_FAILURES, _MOST_CHARACTERS = 40, 300  # in the record
 
 
 def deadlines(start: float, minutes: float) -> dict[str, float]:
-    """When each stage must have ended, on the clock of `start`."""
+    """The deadline of each stage, on the clock of `start`."""
     ends, share = {}, 0.0
     for name, part in SHARES.items():
         share += part
@@ -46,9 +46,9 @@ def deadlines(start: float, minutes: float) -> dict[str, float]:
 
 
 def to_memcheck(before: dict[str, Any] | None, code: Code, archs: list[str]) -> list[str]:
-    """Kernels whose code is not what the last check had, or that it left unchecked.
+    """Kernels whose code changed since the last check, or that it left unchecked.
 
-    If the passes beside kernels changed, that is all of them.
+    If the passes changed, that is all kernels.
     """
     ids: set[str] = set()
     for arch in archs:
@@ -63,7 +63,7 @@ def to_memcheck(before: dict[str, Any] | None, code: Code, archs: list[str]) -> 
 def run_stages(
     stages: dict[str, Callable[[float], Found]], ends: dict[str, float]
 ) -> dict[str, Any]:
-    """The parts of the record that stages make: `stages` by name, and `failures`."""
+    """Runs the stages; returns their parts of the record: `stages` by name, and `failures`."""
     done: dict[str, Any] = {}
     failures: list[str] = []
     for name, run in stages.items():
@@ -80,14 +80,14 @@ def run_stages(
 
 
 def shortened(failures: list[str]) -> list[str]:
-    """So that the record stays small."""
+    """The first failures, shortened, so that the record stays small."""
     some = [line[:_MOST_CHARACTERS] for line in failures[:_MOST_FAILURES]]
     rest = len(failures) - len(some)
     return [*some, f"and {rest} more"] if rest else some
 
 
 def described(code: Code, archs: list[str], commit: str | None) -> dict[str, Any]:
-    """What is checked, and where: the parts of the record that need no stage."""
+    """The parts of the record that need no stage: the commit, the library, the GPU."""
     import torch
 
     return {

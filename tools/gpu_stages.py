@@ -22,12 +22,12 @@ from kernel_hash import ROOT, cuda_tool
 LOGS = ROOT / "build" / "gpu_check"
 LEAST_CASES = 2500
 REPEATS = 1000
-_STOP_S = 10.0  # that a process has to end by itself once its time is up
-_START_S = 20.0  # that a random run needs to import, and to end its last case
+_STOP_S = 10.0  # for a process to end by itself after its deadline
+_START_S = 20.0  # for a random run to import, and to end its last case
 
 _PYTEST_SUMMARY = re.compile(r"^=*\s*\d+ (?:passed|failed|skipped|error|deselected).* in .*s", re.M)
 _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) \S+::.*", re.M)
-# What the sanitizer says of a process that was stopped is no finding.
+# Errors of the sanitizer about a process that was stopped do not count.
 _SANITIZER_FINDING = re.compile(
     r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY: 0|Target application|Error: process)\S.*", re.M
 )
@@ -46,7 +46,7 @@ class Ended(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a stage found: figures for the record, failures, and whether its time was up."""
+    """The result of a stage: figures for the record, failures, and whether its time was up."""
 
     figures: dict[str, Any]
     failures: list[str]
@@ -92,7 +92,7 @@ def _ends_by(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def _shares(names: list[str], workers: int) -> list[list[str]]:
-    """The names dealt out to at most so many workers."""
+    """The names split among at most ``workers`` workers."""
     return [names[first::workers] for first in range(min(workers, len(names)))]
 
 
@@ -108,7 +108,7 @@ def tests(deadline: float, workers: int) -> Found:
 
 
 def tests_found(ended: list[Ended]) -> Found:
-    """What pytest's outputs say; 5 is its status where no test was picked."""
+    """The result from pytest's outputs; its status is 5 if no test was selected."""
     counts = dict.fromkeys(("passed", "failed", "skipped", "error"), 0)
     failures: list[str] = []
     for one in ended:
@@ -141,7 +141,7 @@ def fuzz(deadline: float, workers: int) -> Found:
 
 
 def fuzz_found(results: list[dict[str, Any]], seeds: list[int], ended: list[Ended]) -> Found:
-    """All runs together: it is their end that their time is up, but they must not be stopped."""
+    """The result of all runs, which end when their time is up; being stopped is a failure."""
     cases = sum(result["cases"] for result in results)
     failures = [line for result in results for line in result["failures"]]
     failures += [
@@ -169,13 +169,13 @@ def memcheck(ids: list[str], deadline: float, workers: int) -> Found:
     command += [sys.executable, "-m", "flash_cute.testing.smoke"]
     shares = _shares(ids, workers)
     commands = [[*command, *share] for share in shares]
-    # torch's caching allocator would hide what leaves a tensor.
+    # torch's caching allocator would hide accesses outside of a tensor.
     ended = run_all("memcheck", commands, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     return memcheck_found(shares, ended)
 
 
 def memcheck_found(shares: list[list[str]], ended: list[Ended]) -> Found:
-    """Of a process that was stopped those kernels count that had run; of one with an error none."""
+    """The result: kernels that had run count if the process was stopped, but not after an error."""
     checked: list[str] = []
     failures = []
     for share, one in zip(shares, ended, strict=True):
@@ -183,8 +183,8 @@ def memcheck_found(shares: list[list[str]], ended: list[Ended]) -> Found:
         if one.status in (0, None) and not findings:
             checked += [id for id in share if f"ran {id}\n" in one.output]
         else:
-            said = findings or re.findall(r"^(?!=).+", one.output, re.M)[-1:]
-            failures.append("; ".join(("memcheck", *said[:1], one.failure())))
+            messages = findings or re.findall(r"^(?!=).+", one.output, re.M)[-1:]
+            failures.append("; ".join(("memcheck", *messages[:1], one.failure())))
     ran_out = any(one.status is None for one in ended)
     missing = sum(map(len, shares)) - len(checked)
     if missing and not failures:

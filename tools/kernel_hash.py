@@ -1,7 +1,7 @@
-"""Whether the kernels of a build are those of the last GPU check: ``kernel_hash.py [LIBRARY]``.
+"""Compares the kernels of a build with those of the last GPU check: ``kernel_hash.py [LIBRARY]``.
 
-It prints one line and exits with 0. Code is hashed as a GPU runs it, without the names of symbols
-and in no order: neither a comment nor a new name is a change.
+It prints one line and exits with 0. Only machine code is hashed, without symbol names and in any
+order: neither a comment nor a new name is a change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "gpu_check.json"
-PASSES = "passes"  # stands for the id of kernels that have none
+PASSES = "passes"  # the id of all kernels that have none of their own
 
 _OPS, _DTYPES = ("fwd", "bwd", "decode"), ("fp16", "bf16", "tf32", "tf32x3")
 _TIERS = ("plain", "rich")
@@ -55,7 +55,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Of the paths and contents of all files that kernels are built from."""
+    """A hash of the paths and contents of all files that kernels are built from."""
     files = [root / "CMakeLists.txt"]
     for folder in ("csrc", "cmake", "third_party"):
         files += sorted(path for path in (root / folder).rglob("*") if path.is_file())
@@ -63,10 +63,10 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def host_hash(root: Path = ROOT) -> str:
-    """Of C++ that runs on the host, comments and blanks left out: SASS says nothing about it.
+    """A hash of C++ that runs on the host, which SASS does not show, without comments and blanks.
 
-    It is all of csrc, but of the kernels' files only what follows their first cudaError_t, which is
-    what launches them: all but .cpp files there, and what these include, is code for GPUs.
+    It is all of csrc, except that kernels' files only count from their first cudaError_t on, where
+    they launch: everything but .cpp files, and the files that these include, is code for GPUs.
     """
     csrc, kernels = root / "csrc", root / "csrc" / "kernels"
     host = {file for file in kernels.rglob("*") if file.suffix == ".cpp"}
@@ -136,7 +136,7 @@ def code_of(cubins: Iterable[tuple[str, bytes]]) -> Code:
 
 
 def _bodies(elf: bytes) -> dict[str, bytes]:
-    """The code of each symbol, as hashes; "" has data that are no kernel's own."""
+    """The hashes of each symbol's code; "" has data that belong to no kernel."""
     parts: dict[str, list[bytes]] = {}
     for name, content in sorted(_sections(elf)):
         if match := _CODE.fullmatch(name):
@@ -184,19 +184,19 @@ def lab_name(dtype: int, numbers: list[int]) -> str:
 
 
 def archs_of_gpu(archs: Iterable[str], major: int, minor: int) -> list[str]:
-    """The archs whose code a GPU runs: the newest of its generation that it can."""
+    """The archs whose code a GPU runs: the newest of its generation that it supports."""
     numbers = {arch: int(re.sub(r"\D", "", arch)) for arch in archs}
     fit = [n for n in numbers.values() if n // 10 == major and n % 10 <= minor]
     return sorted(arch for arch, n in numbers.items() if fit and n == max(fit))
 
 
 def changed_kernels(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """The ids whose code differs, those that came or went among them."""
+    """The ids whose code differs, or that were added or removed."""
     return sorted(id for id in before.keys() | now.keys() if before.get(id) != now.get(id))
 
 
 def verdict(record: dict[str, Any] | None, source: str, host: str, code: Code | None) -> str:
-    """The line about a build, beside what the last check recorded."""
+    """The line that compares a build with the record of the last check."""
     if record is None:
         return "no GPU check has been recorded"
     last = f"the last GPU check (commit {record['commit'] or 'unknown'})"

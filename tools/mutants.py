@@ -1,7 +1,7 @@
-"""Small changes of a module's code, as mutmut makes them: one of them a mutant.
+"""Makes mutants, each a small change of a module's code as in mutmut.
 
-Left out is what no test of behaviour could see: annotations, type aliases, imports, decorators,
-docstrings, `__all__`, the messages of `raise`, strings with a space, which are prose.
+Code that tests of behaviour cannot see does not change: annotations, type aliases, imports,
+decorators, docstrings, `__all__`, messages of `raise`, and strings with a space, which are prose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """The same for the same change of the same code, on any machine."""
+        """A key of the change and its code, the same on any machine."""
         return hashlib.sha256(f"{self.module}\n{self.after}".encode()).hexdigest()[:12]
 
     @property
@@ -45,7 +45,7 @@ class Mutant:
 
 
 class _Changes(cst.CSTVisitor):
-    """Pairs of a node and what may stand in its place, in the order of the code."""
+    """Collects pairs of a node and its replacement, in the order of the code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ def _is_unseen(node: cst.CSTNode) -> bool:
 
 
 def draw(root: Path, modules: Iterable[str], count: int, seed: int) -> list[Mutant]:
-    """``count`` mutants, each change of all modules as likely as any other; fewer if there are no
-    more. What Python cannot compile is passed over."""
+    """``count`` mutants, or fewer if there are no more; all changes are equally likely. Code that
+    Python cannot compile is skipped."""
     changes = []
     for module in modules:
         tree, found = cst.parse_module((root / module).read_text()), _Changes()

@@ -1,9 +1,9 @@
-"""Whether the tests notice small changes of the code: a mutation run.
+"""A mutation run: whether the tests notice small changes of the code.
 
-``mutation.py --seed 1 --count 200`` draws mutants of the packages that pyproject.toml names, and
-runs for each the tests of its module, which stand there too, until the first that fails. Nothing in
-the checkout is changed: a copy is. Results go to a file as they come, and a second run of the same
-command goes on from there: mutants that survived are tried again, by the tests of then.
+``mutation.py --seed 1 --count 200`` draws mutants of the packages in pyproject.toml, and runs for
+each the tests of its module, also listed there, until the first that fails. It changes a copy, not
+the checkout. Results are appended to a file, and a second run of the same command resumes from it:
+mutants that survived are tried again, with the present tests.
 
 The library is the one that ``FLASH_CUTE_LIBRARY`` names, else the one that the package finds.
 """
@@ -45,8 +45,8 @@ class Settings:
 
     packages: list[str]  # of flash_cute
     timeout: float  # seconds of the tests of a mutant
-    tests: dict[str, list[str]]  # below tests/, by the longest beginning of a path in flash_cute/
-    exclude: list[str]  # such beginnings
+    tests: dict[str, list[str]]  # paths in tests/, by the longest prefix of a path in flash_cute/
+    exclude: list[str]  # such prefixes
 
     @classmethod
     def of(cls, root: Path) -> Settings:
@@ -68,7 +68,7 @@ class Settings:
 
 
 class Copy:
-    """A copy of the tree's files in a folder of its own, in which tests run."""
+    """A copy of the tree's files in another folder, in which tests run."""
 
     def __init__(self, root: Path, folder: Path, timeout: float) -> None:
         self.folder, self.timeout, self.count = folder, timeout, 0
@@ -76,7 +76,7 @@ class Copy:
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listing, cwd=root, stdout=subprocess.PIPE, check=True, text=True)
         for name in filter(None, names.stdout.split("\0")):
-            if (root / name).is_file():  # not one that was deleted
+            if (root / name).is_file():  # else it was deleted
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name)
 
@@ -103,7 +103,7 @@ class Copy:
         return outcome, time.monotonic() - started, output
 
     def try_out(self, mutant: mutants.Mutant, tests: Sequence[str]) -> tuple[str, float]:
-        """The outcome of one mutant. Each has a time of its own, by which Python compiles it."""
+        """The outcome of one mutant. Each file has another mtime, so that Python compiles it."""
         path = self.folder / "flash_cute" / mutant.module
         self.count += 1
         try:
@@ -125,13 +125,13 @@ def check_tests(copy: Copy, tests: Sequence[str]) -> None:
 
 
 def read(session: Path) -> dict[str, dict[str, Any]]:
-    """Results by the mutant's key; of several the last."""
+    """Results by the mutant's key; the last one counts."""
     lines = session.read_text().splitlines() if session.exists() else []
     return {result["key"]: result for result in map(json.loads, lines)}
 
 
 def run(root: Path, settings: Settings, drawn: Sequence[mutants.Mutant], session: Path) -> None:
-    """Tries the mutants that no test has noticed so far, and adds a line each to ``session``."""
+    """Tries the mutants that no test has noticed yet, and appends their lines to ``session``."""
     before, checked = read(session), set()
     left = [x for x in drawn if before.get(x.key, {}).get("outcome") not in NOTICED]
     session.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def run(root: Path, settings: Settings, drawn: Sequence[mutants.Mutant], session
 def report(
     packages: Iterable[str], drawn: Sequence[mutants.Mutant], results: Mapping[str, dict[str, Any]]
 ) -> str:
-    """What survived or did not end in time, then a line of each package and one of all."""
+    """The mutants that survived or timed out, then a line for each package and one for all."""
     tried = [results[mutant.key] for mutant in drawn if mutant.key in results]
     lines = [f"{x['outcome']}: {x['diff']}" for x in tried if x["outcome"] != "killed"]
     for name in (*packages, ""):

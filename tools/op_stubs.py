@@ -1,9 +1,9 @@
-"""``flash_cute/ops/typed.py``, from the ops' schemas: arguments of each op as one value, and types
-of ``torch.ops.flash_cute``.
+"""Generates ``flash_cute/ops/typed.py`` from the ops' schemas: a NamedTuple of each op's arguments,
+and types of ``torch.ops.flash_cute``.
 
-``python tools/op_stubs.py --write`` writes it, ``--check`` exits with 1 if it holds anything else.
-``--freeze`` writes the schemas themselves to ``flash_cute/ops/schemas.txt``: what a release
-promises, which later schemas have to take (docs/install.md).
+``python tools/op_stubs.py --write`` writes it, ``--check`` exits with 1 if it is out of date.
+``--freeze`` writes the schemas to ``flash_cute/ops/schemas.txt``: later releases must accept calls
+by these (docs/install.md).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from torch import Tensor
 
 
 def schemas() -> list[Any]:
-    """Of every overload of the public ops."""
+    """The schemas of all overloads of the public ops."""
     packets = [getattr(torch.ops.flash_cute, name) for name in PUBLIC]
     return [getattr(p, overload)._schema for p in packets for overload in p.overloads()]
 
 
 def python_type(kind: Any) -> str:
-    """A schema's type in Python's words."""
+    """The Python annotation of a schema's type."""
     name = str(kind)
     if name.startswith("Optional["):
         return f"{python_type(kind.getElementType())} | None"
@@ -105,13 +105,13 @@ def text() -> str:
 
 
 def formatted() -> str:
-    """The module as ruff leaves it."""
+    """The module, formatted by ruff."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TYPED), "-"]
     return subprocess.run(command, input=text(), capture_output=True, text=True, check=True).stdout
 
 
 def is_current() -> bool:
-    """Whether typed.py is of these schemas, whatever its format."""
+    """Whether typed.py matches these schemas, apart from its format."""
     return ast.dump(ast.parse(TYPED.read_text())) == ast.dump(ast.parse(text()))
 
 

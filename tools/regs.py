@@ -1,7 +1,7 @@
 """Registers and spills of every kernel, read from the build's log: ``regs.py LOG``.
 
 The build passes ``-Xptxas=-v``, so the log holds the assembler's report. Exits with 1 if a kernel
-spills that is not in SPILLS or SPILLS_OF_LISTS, or more than it says there.
+spills more than SPILLS or SPILLS_OF_LISTS allow.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Bytes of spill stores a thread that a kernel of the sm80 family may have: (kernel, tier, head dim)
-# -> bytes. See docs/performance.md.
+# The most bytes of spill stores per thread in the sm80 family, by (kernel, tier, head dim). See
+# docs/performance.md.
 SPILLS = {
     ("forward", "Plain", 64): 8,
     ("forward", "Plain", 96): 8,
@@ -31,7 +31,7 @@ SPILLS = {
     ("backward", "Rich", 128): 56,
     ("backward", "Rich", 256): 44,
 }
-# Of the sm90 family in kernels that walk lists of tiles, where a token mask takes the registers.
+# The same in the sm90 family's kernels for lists of tiles, whose token masks need registers.
 SPILLS_OF_LISTS = {
     ("forward", "Rich", 128): 16,
     ("backward", "Plain", 128): 32,

@@ -1,8 +1,8 @@
-"""``flash_cute/signatures.pyi``: what the public functions return, by the flags of a call.
+"""Generates ``flash_cute/signatures.pyi``: results of the public functions by the call's flags.
 
 ``python tools/signatures.py --write`` writes it from the functions' own signatures, ``--check``
-exits with 1 if it holds anything else. A call has one overload for each kind of result, and names
-the spellings of other libraries one by one, so that a misspelt argument is an error of types.
+exits with 1 if it is out of date. A function has one overload for each kind of result, and lists
+other libraries' spellings, so that type checkers find misspelt arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ATTENTION = (
 )  # fmt: skip
 LSE = "return_softmax_lse"  # another name of return_lse
 ANY = "Tensor | tuple[Tensor | None, ...]"
-# Of an overload: the flags that are on, those that may be, and the results. Other flags are off.
+# For each overload: flags that are True, flags that may be, and results. Other flags are False.
 OF_ATTENTION: list[tuple[set[str], set[str], str]] = [
     (set(), set(), "Tensor"),
     ({"return_lse"}, set(), "tuple[Tensor, Tensor]"),
@@ -52,7 +52,7 @@ RESULTS: dict[str, list[tuple[set[str], set[str], str]]] = {
         (set(), {"return_lse"}, "Tensor | tuple[Tensor, Tensor]"),
     ],
 }
-# Classes of the further keywords that functions take, each by a function that has it.
+# The TypedDicts of other keywords, each with a function that accepts them.
 KEYWORDS = {"Keywords": "flash_attn_func", "CacheKeywords": "flash_attn_with_kvcache"}
 HEAD = '''"""What the public functions return, by the flags of a call. By tools/signatures.py."""
 
@@ -68,7 +68,7 @@ from flash_cute.sparse.value import Sparse
 
 
 def keywords(title: str) -> str:
-    """The class of what a function takes beside its parameters, from ``call/spellings.py``."""
+    """The TypedDict of a function's other keywords, from ``call/spellings.py``."""
     own = inspect.signature(getattr(flash_cute, KEYWORDS[title])).parameters
     kinds = {name: f"{kind.__name__} | None" for name, kind in spellings.HINTS.items()}
     kinds |= {
@@ -119,13 +119,13 @@ def text() -> str:
 
 
 def formatted() -> str:
-    """The stub as ruff leaves it."""
+    """The stub, formatted by ruff."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(STUB), "-"]
     return subprocess.run(command, input=text(), capture_output=True, text=True, check=True).stdout
 
 
 def is_current() -> bool:
-    """Whether the stub is of today's signatures, whatever its format."""
+    """Whether the stub matches the signatures, apart from its format."""
     return ast.dump(ast.parse(STUB.read_text())) == ast.dump(ast.parse(text()))
 
 

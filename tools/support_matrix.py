@@ -1,7 +1,8 @@
-"""The README's table of features by device, and the list of kernels in docs/kernels/list.md.
+"""Generates the README's table of features by device, and the list of kernels in
+docs/kernels/list.md.
 
 ``python tools/support_matrix.py`` prints both, ``--write`` puts them into the pages, and
-``--check`` exits with 1 if a page holds anything else.
+``--check`` exits with 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ARCHS = {80: "sm_80 and newer", 90: "sm_90a"}
 YES = "yes"
 _WIDENED = "widened to 16 bits; to fp32 with fp16 and a tensor as descale of q or k"
 
-# What a caller can ask for: (on the CPU, on CUDA).
+# Features: (support on the CPU, on CUDA).
 FEATURES = {
     "fp16, bf16": (YES, YES),
     "fp32, fp64": (YES, "fp32: in TF32 if torch's matmuls are, else as accurate as fp32"),
@@ -43,9 +44,9 @@ FEATURES = {
 
 
 def merged(rows: Iterable[KernelConfig]) -> list[KernelConfig]:
-    """Rows that differ in dtype alone become one, then rows that differ in tier alone.
+    """Merges rows that differ only in dtype, then rows that differ only in tier.
 
-    The values are joined by ", "; a row stands where the first one stood.
+    Their values are joined by ", ", in the place of the first row.
     """
     rows = [replace(row, id="", built=True) for row in rows]
     dtypes: dict[KernelConfig, list[str]] = {}

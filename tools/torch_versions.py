@@ -1,13 +1,13 @@
 """Runs the tests of ops, autograd and compile on other releases of torch.
 
-``torch_versions.py RELEASE ... [--tests ARGUMENT ...]``, where a RELEASE is ``2.10.0``, say, or
-``newest``: the newest that pip would install here, or that the cache holds if that is newer. What
-follows ``--tests`` goes to pytest, in place of TESTS.
+``torch_versions.py RELEASE ... [--tests ARGUMENT ...]``: a RELEASE is such as ``2.10.0``, or
+``newest``: the newest that pip would install here, or that is in the cache. Arguments after
+``--tests`` go to pytest, instead of TESTS.
 
-Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder that
-``FLASH_CUTE_TORCH_CACHE`` names, else in ``~/.cache/flash_cute``. It is made if it is not there;
-one with a torch for CUDA takes 4 to 6 GB. All of them load one library: the one that
-``FLASH_CUTE_LIBRARY`` names, else the one that the package finds.
+Each release has a virtual environment of its own, ``torch-RELEASE`` in the folder
+``$FLASH_CUTE_TORCH_CACHE``, else in ``~/.cache/flash_cute``. It is made if it does not exist; one
+with a torch for CUDA takes 4 to 6 GB. All of them load one library, ``$FLASH_CUTE_LIBRARY``, else
+the one that the package finds.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ TESTS = [
     "tests/distributed/test_disagreement.py",
 ]
 NEEDED = ["numpy", "pytest", "pytest-xdist"]
-# PyPI's torch requires it, inductor does without it on the CPU. CUDA's libraries must stay: torch
-# loads all of them as it is imported.
+# PyPI's torch requires it, but inductor works without it on the CPU. CUDA's libraries are needed:
+# the import of torch loads all of them.
 NOT_NEEDED = ["triton"]
 CHECK = "import numpy, pytest, torch, xdist; print(torch.__version__)"
 
@@ -93,12 +93,12 @@ def newest(versions: Iterable[str]) -> str | None:
 
 
 def cached(cache: Path) -> list[str]:
-    """Releases whose environments are there."""
+    """Releases with an environment in the cache."""
     return [path.name.removeprefix("torch-") for path in cache.glob("torch-*")]
 
 
-def offered() -> str | None:
-    """The release that pip would install here; None if it cannot tell."""
+def newest_from_pip() -> str | None:
+    """The release that pip would install here; None if it finds none."""
     command = [*install(sys.executable), "--dry-run", "--no-deps", "--ignore-installed"]
     command += ["--timeout=30", "--retries=2", "--report=-", "torch"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -108,7 +108,7 @@ def offered() -> str | None:
 
 
 def find_newest(cache: Path) -> str:
-    from_pip, from_cache = offered(), newest(cached(cache))
+    from_pip, from_cache = newest_from_pip(), newest(cached(cache))
     found = newest(version for version in (from_pip, from_cache) if version)
     if found is None:
         sys.exit("pip finds no torch (its messages are above), and the cache holds none")
@@ -123,8 +123,8 @@ def install(python: str | Path) -> list[str]:
     return [str(python), "-I", "-m", "pip", "install", "--quiet"]
 
 
-def is_whole(environment: Path, version: str) -> bool:
-    """Whether all that tests need can be imported, with this release of torch."""
+def is_usable(environment: Path, version: str) -> bool:
+    """Whether the environment has this release of torch and the tests' packages."""
     python = environment / "bin/python"
     if not python.exists():
         return False
@@ -132,8 +132,8 @@ def is_whole(environment: Path, version: str) -> bool:
     return result.returncode == 0 and release(result.stdout.strip()) == release(version)
 
 
-def fill(environment: Path, version: str) -> None:
-    """Makes an environment; what fails raises CalledProcessError."""
+def make_environment(environment: Path, version: str) -> None:
+    """Makes an environment, or raises CalledProcessError."""
     subprocess.run([sys.executable, "-I", "-m", "venv", environment], check=True)
     python = str(environment / "bin/python")
     packages = [f"torch=={version}", *NEEDED]
@@ -142,25 +142,25 @@ def fill(environment: Path, version: str) -> None:
     subprocess.run([*uninstall, *NOT_NEEDED], check=True)
 
 
-def provide(cache: Path, version: str) -> Path:
+def prepare(cache: Path, version: str) -> Path:
     """The environment of a release: that of the cache, else a new one."""
     environment, making = cache / f"torch-{version}", cache / f"making-{version}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_whole(environment, version):
+        if is_usable(environment, version):
             return environment
-        for left_over in cache.glob("making-*"):  # by one that was ended: there is one at a time
+        for left_over in cache.glob("making-*"):  # of an interrupted run: the lock is ours
             shutil.rmtree(left_over)
         started = time.monotonic()
         try:
-            fill(making, version)
+            make_environment(making, version)
         except subprocess.CalledProcessError as error:
             sys.exit(f"torch {version}: its environment cannot be made, see above. {error}")
-        if not is_whole(making, version):
+        if not is_usable(making, version):
             sys.exit(f"torch {version}: its environment was made, but cannot be used, see above")
         shutil.rmtree(environment, ignore_errors=True)
-        making.rename(environment)  # programs of its bin/ name the old path; python -m does not
+        making.rename(environment)  # breaks the scripts in bin/, but not python -m
         print(f"torch {version}: made {environment} in {time.monotonic() - started:.0f} s")
     return environment
 
@@ -172,7 +172,7 @@ def passes(environment: Path, tests: list[str]) -> bool:
     return result.returncode == 0
 
 
-def wanted(argument: str) -> str:
+def release_argument(argument: str) -> str:
     if argument != "newest" and release(argument) is None:
         raise argparse.ArgumentTypeError(f"{argument!r} is neither a release nor 'newest'")
     return argument
@@ -180,13 +180,13 @@ def wanted(argument: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("releases", nargs="+", type=wanted, metavar="RELEASE")
+    parser.add_argument("releases", nargs="+", type=release_argument, metavar="RELEASE")
     parser.add_argument("--tests", nargs=argparse.REMAINDER, default=TESTS, metavar="ARGUMENT")
     args = parser.parse_args()
     results = []
-    for asked in args.releases:
-        version = find_newest(CACHE) if asked == "newest" else asked
-        environment = provide(CACHE, version)
+    for name in args.releases:
+        version = find_newest(CACHE) if name == "newest" else name
+        environment = prepare(CACHE, version)
         print(f"torch {version}: {environment}", flush=True)
         started = time.monotonic()
         passed = passes(environment, args.tests)

@@ -1,9 +1,9 @@
-"""Runs the commands of the pages as a newcomer does: ``try_commands.py [--gpu] [--seconds 240]``.
+"""Runs the shell commands of the documentation: ``try_commands.py [--gpu] [--seconds 240]``.
 
-A fresh virtual environment gets torch for the CPU, a temporary folder a copy of the files that git
-tracks. There the blocks of shell commands run, page by page, a line that ran before not again. A
-block under ``<!-- gpu -->`` runs with --gpu alone, one under ``<!-- not in CI: reason -->`` never.
-It fails if a command does, if the blocks take longer than that, or a process more than 4 GB.
+They run in a new virtual environment with torch for the CPU, and in a copy of the files that git
+tracks, page by page; repeated lines run once. A block under ``<!-- gpu -->`` needs --gpu, one under
+``<!-- not in CI: reason -->`` never runs. It fails if a command fails, if the blocks take longer
+than --seconds, or a process more than 4 GB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def blocks(page: str, gpu: bool) -> list[str]:
 
 
 def copy_tracked(folder: Path) -> None:
-    """The files that git tracks, as they are now."""
+    """Copies the files that git tracks, with uncommitted changes."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -45,7 +45,7 @@ def copy_tracked(folder: Path) -> None:
 
 
 def environment(folder: Path, torch: str) -> dict[str, str]:
-    """A virtual environment with torch, as variables; nothing of the caller's checkout is in it."""
+    """The variables of a new virtual environment with torch, without the caller's checkout."""
     subprocess.run([sys.executable, "-I", "-m", "venv", folder], check=True)
     subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", torch], check=True)
     hidden = ("PYTHONPATH", "FLASH_CUTE_LIBRARY", "VIRTUAL_ENV")
@@ -54,7 +54,7 @@ def environment(folder: Path, torch: str) -> dict[str, str]:
 
 
 def run(folder: Path, variables: dict[str, str], gpu: bool) -> str:
-    """Runs the blocks of all pages; what failed, or ""."""
+    """Runs the blocks of all pages; returns the failure, or ""."""
     done: set[str] = set()
     for page in PAGES:
         for body in blocks(page, gpu):

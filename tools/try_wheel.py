@@ -1,8 +1,8 @@
-"""A wheel without the source tree: ``try_wheel.py WHEEL [--tests tests/ops ...]``.
+"""Tries a wheel without the source tree: ``try_wheel.py WHEEL [--tests tests/ops ...]``.
 
-The wheel is installed into a fresh virtual environment, to which the packages of the Python that
-runs this are visible: torch, pytest. From pip to the end of the first call may take 10 seconds.
-With ``--tests``, copies of these tests and of an example run in a temporary folder.
+The wheel is installed into a new virtual environment that sees this Python's packages: torch,
+pytest. pip and the first call may take 10 seconds together. With ``--tests``, copies of these tests
+and of an example run in a temporary folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fresh(environment: Path) -> Path:
 
 
 def run(folder: Path, *command: str | Path) -> None:
-    """In a folder; nothing of the source tree is in the environment variables. Ends if it fails."""
+    """Runs a command in a folder, without variables of the source tree; exits if it fails."""
     hidden = ("PYTHONPATH", "FLASH_CUTE_LIBRARY")
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
     if subprocess.run(command, cwd=folder, env=variables).returncode != 0:

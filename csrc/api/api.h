@@ -1,4 +1,4 @@
-// The CUDA implementations of the ops, as the dispatcher calls them: arguments come on a stack, results go back on it.
+// The CUDA implementations of the ops, with the dispatcher's boxed calls: arguments and results are on a stack.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

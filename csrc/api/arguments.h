@@ -1,5 +1,5 @@
-// The arguments of the ops as C++ values. Each reader takes them off the dispatcher's stack in the order in which
-// csrc/library.cpp lists them in the schemas, and checks none: tensors that are still on the stack would never be freed.
+// The arguments of the ops as C++ values. Each reader takes them off the dispatcher's stack in the order of the schemas
+// in csrc/library.cpp. It checks none: an error would leak the tensors that are still on the stack.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -30,7 +30,7 @@ class Stack {
     return tensor ? std::optional<View>(std::move(*tensor)) : std::nullopt;
   }
 
-  // The op's results, once every argument is taken.
+  // Puts the op's results on the stack, after all arguments were taken.
   template <class... T>
   void put(const T&... results) {
     StableIValue* to = first_;
@@ -143,7 +143,7 @@ inline FwdArguments take_fwd(Stack& in, bool varlen) {
     a.block_table = in.optional_view();
   }
   a.score = take_score(in);
-  in.take<bool>();  // deterministic: backward's concern, forward always is
+  in.take<bool>();  // deterministic: only for backward, forward always is
   a.return_softmax = in.take<bool>();
   a.return_row_max = in.take<bool>();
   a.allow_tf32 = in.take<bool>();
@@ -165,7 +165,7 @@ inline BwdArguments take_bwd(Stack& in, bool varlen) {
   return {dout, std::move(fwd), out, softmax_lse, dlse, deterministic};
 }
 
-// With `joins` those of new keys, values and rotary embedding, too.
+// With `joins` also the arguments of new keys, values and rotary embedding.
 inline KvcacheArguments take_kvcache(Stack& in, bool joins) {
   auto of_new_keys = [&] { return joins ? in.optional_view() : std::nullopt; };
   KvcacheArguments a{

@@ -53,7 +53,7 @@ float* sink_gradient(const View& t, const View& q, int heads) {
   return static_cast<float*>(t.ptr);
 }
 
-// With its results the problem is whole.
+// Adds the results to the problem.
 void differentiate(BwdProblem p, const FwdArguments& a, const View& dq, const View& dk, const View& dv,
                    const View& softmax_d) {
   p.fp32_gradients = dq.dtype == ScalarType::Float && a.q.dtype != ScalarType::Float;

@@ -40,8 +40,8 @@ Band band_of(const Score& score) {
   return {bound(score.window_size_left), score.is_causal ? 0 : bound(score.window_size_right)};
 }
 
-// Probabilities of dropout are multiples of 1 / kDropSteps. Only p = 1 drops everything; what is kept is scaled by the
-// rate that is drawn, so that its mean stays.
+// Dropout probabilities are rounded to multiples of 1 / kDropSteps. Only p = 1 drops everything; kept weights are
+// scaled by the rounded rate, which preserves their mean.
 constexpr int kDropSteps = 65536;
 int drop_below_of(double dropout_p) {
   if (dropout_p == 1) return kDropSteps;
@@ -156,7 +156,7 @@ void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
                bits.size(2) == kTileSide / 32 && is_contiguous(bits),
            "tile_bits must be a contiguous int32 (masks, ", kTileSide, ", ", kTileSide / 32, ")");
   p.lists.bits = static_cast<const uint32_t*>(bits.ptr);
-  constexpr int64_t kMostMasks = 1 << 22;  // whose words 32 bits count, and the codes of entries
+  constexpr int64_t kMostMasks = 1 << 22;  // so that 32 bits can index their words, and codes of entries hold them
   FC_CHECK(bits.size(0) <= kMostMasks, "tile_bits has ", bits.size(0), " masks; at most ", kMostMasks,
            " are supported");
   p.lists.masks = static_cast<int>(bits.size(0));

@@ -1,4 +1,4 @@
-// From an op's arguments to the problem that kernels are given.
+// Makes a kernel's problem from an op's arguments.
 #pragma once
 
 #include "api/arguments.h"
@@ -9,13 +9,13 @@ namespace flash_cute {
 // Checks the inputs and fills everything but the results.
 FwdProblem make_problem(const FwdArguments& a);
 
-// Where the keys of `batch` sequences lie, by a table of pages; k has them all.
+// The pages of `batch` sequences, from a block_table; k holds all pages.
 Pages make_pages(const View& block_table, const View& k, int batch, const View& q);
 
 // Scale, band, rules and sink, for a problem whose sizes are known.
 void describe_scores(FwdProblem& p, const Score& score, const View& q);
 
-// The lists of a sparse call, if it is one: one for each tile of `rows` queries, or in backward of keys.
+// The lists of a sparse call: one for each tile of `rows` queries, or in backward of keys.
 void describe_lists(FwdProblem& p, const FwdArguments& a, int rows);
 
 // The shape of q with the head dim of v, uninitialised.

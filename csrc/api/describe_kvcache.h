@@ -1,4 +1,4 @@
-// From the arguments of fwd_kvcache to the problem that kernels are given.
+// Makes a kernel's problem from the arguments of fwd_kvcache.
 #pragma once
 
 #include "api/arguments.h"
@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-// Whether rows of queries are few enough for the kernels over a cache.
+// Whether there are few enough query rows for decode kernels.
 void check_cached_queries(const FwdProblem& f);
 
 // Checks the arguments and fills everything but the results.

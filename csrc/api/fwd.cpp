@@ -11,13 +11,13 @@
 namespace flash_cute {
 namespace {
 
-// Where results go; what is missing was not asked for.
+// The tensors for results; optional ones may be missing.
 struct FwdResults {
   View out, softmax_lse;
   std::optional<View> row_max, softmax;
 };
 
-// With its results the problem is whole.
+// Adds the results to the problem.
 void attend(FwdProblem p, const FwdArguments& a, const FwdResults& results) {
   check_like_out(results.out, a.q, a.v, "out");
   p.out = tensor_view(results.out, "out");

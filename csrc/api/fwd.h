@@ -1,4 +1,4 @@
-// Forward, once its problem is described, results included, and its route is chosen: allocate what it works in, launch.
+// Runs the route of a forward problem: allocates its workspace, and launches its steps.
 #pragma once
 
 #include "api/tensors.h"
@@ -7,10 +7,10 @@
 
 namespace flash_cute {
 
-// Runs the steps of a route over keys that are not paged, on the GPU of q.
+// Runs the steps of a route without pages, on the GPU of q.
 void run_forward(const Route& route, FwdProblem p, const View& q);
 
-// Runs the whole route where keys and values of packed sequences lie in pages.
+// Runs the route of packed sequences with paged keys and values.
 void attend_pages(const Route& route, const FwdProblem& p, const View& q, const View& k, const View& v);
 
 }  // namespace flash_cute

@@ -14,7 +14,7 @@
 namespace flash_cute {
 namespace {
 
-// Runs a route's kernels of forward on keys that are laid out anew.
+// Runs a route's kernels of forward on keys that were gathered from the cache.
 void run_gathered(const Route& route, const DecodeProblem& p, const View& q, const View& k, const View& v) {
   const FwdProblem& f = p.fwd;
   const int rows = route.gathered_rows;
@@ -27,7 +27,7 @@ void run_gathered(const Route& route, const DecodeProblem& p, const View& q, con
   run_forward(route, over_gathered(f, rows, to.k, to.v, to.lengths), q);
 }
 
-// Runs a route's kernel that reads a cache where it lies. Decoding's append keys themselves.
+// Runs a route's kernel that reads the cache in place. Decode kernels append keys themselves.
 void run_cached(const Route& route, DecodeProblem p, const View& q) {
   if (route.decode) return run(route.decode, p, q);
   Tensor lengths;
@@ -73,7 +73,7 @@ void attend_pages(const Route& route, const FwdProblem& a, const View& q, const 
   DecodeProblem p = over_pages(a, counts);
   if (route.over_cache()) run_cached(route, p, q);
   if (!route.gather) return;
-  Tensor out, softmax_lse;  // of what only gives row maxima or probabilities
+  Tensor out, softmax_lse;  // discarded results of steps for row maxima or probabilities
   if (route.repeats()) {
     out = allocate_out(q, v);
     softmax_lse = allocate_row_stats(q);

@@ -16,7 +16,7 @@
 namespace flash_cute {
 namespace {
 
-// A point on a stream, whose time can be asked for.
+// A CUDA event.
 class Mark {
  public:
   Mark() { check_cuda("creating an event", cudaEventCreate(&event_)); }
@@ -86,13 +86,13 @@ void lab_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_cuda("launching the kernel", call.kernel.launch(args, current_stream(call.q)));
 }
 
-// Waits for the kernel; the time is its own and that of its launch on the GPU.
+// Waits for the kernel; the time includes the launch latency on the GPU.
 void lab_forward_timed(StableIValue* stack, uint64_t, uint64_t) {
   Stack in(stack);
   const Call call = take_call(in);
   const lab::ForwardKernelArgs args = arguments(call);
   const torch::stable::accelerator::DeviceGuard guard(call.q.device);
-  lab::Usage loaded;  // a kernel is loaded when it is first asked for, which the time must not have in it
+  lab::Usage loaded;  // loads the kernel before the time starts
   check_cuda("loading the kernel", call.kernel.usage(loaded));
   const cudaStream_t stream = current_stream(call.q);
   Mark begin, end;

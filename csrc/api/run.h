@@ -1,4 +1,4 @@
-// Allocate, launch: what every op does once its route is chosen.
+// Allocates the workspaces of a route, and launches its steps.
 #pragma once
 
 #include "api/tensors.h"
@@ -36,7 +36,7 @@ void run(const Step<op>& step, const Problem<op>& problem, const View& q) {
   if constexpr (op == Op::Bwd) {
     if (step.passes.sink_gradient) check_cuda("sink_gradient", sink_gradient_pass(params, stream));
   }
-  // Last: a launch that CUDA refuses leaves all results as they were.
+  // It comes last, so that a launch that fails leaves all results unchanged.
   if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
 }
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-// Declared by torch only for code that links CUDA; weak, so that the library also loads where torch has no CUDA.
+// torch declares it only for code that links CUDA; weak, so that the library also loads with a torch without CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace flash_cute {
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kMaxDims = 5;
 
-// A dimension of size 1 is never stepped along, whatever its stride says.
+// The stride of a dimension of size 1 does not matter.
 int64_t step(const View& t, int dim) {
   return t.size(dim) > 1 ? t.stride(dim) : 0;
 }

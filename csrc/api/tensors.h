@@ -1,7 +1,7 @@
 // Tensors as the kernels see them, and the checks that keep every access inside them.
 //
-// flash_cute/validate/ has already given a caller of the public functions a typed error with advice; what is checked
-// here protects direct calls of the ops.
+// Callers of the public functions already got typed errors with advice from flash_cute/call/validate/; these checks
+// protect direct calls of the ops.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -22,7 +22,7 @@ using torch::stable::Tensor;
 
 #define FC_CHECK(condition, ...) STD_TORCH_CHECK(condition, "flash_cute: ", __VA_ARGS__)
 
-// A tensor and what there is to know of it, read once: each question to a stable Tensor is a call into libtorch.
+// A tensor and its properties, read once: each access to a stable Tensor is a call into libtorch.
 struct View {
   explicit View(Tensor t);
 
@@ -47,8 +47,8 @@ inline std::optional<View> view_of(const std::optional<Tensor>& t) {
 Tensor allocate(const View& like, std::initializer_list<int64_t> sizes, ScalarType dtype);
 Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dtype);
 
-// Whether elements lie end to end, and whether those of the last dimension do. Strides of a tensor without elements, or
-// of a dimension of size 1, say nothing.
+// Whether the tensor, and whether its last dimension, is contiguous. Strides of empty tensors, and of dimensions of
+// size 1, are ignored.
 bool is_contiguous(const View& t);
 bool is_last_contiguous(const View& t);
 
@@ -70,8 +70,8 @@ inline NamedView named(const View& t, const char* name) {
 inline NamedView named(const std::optional<View>& t, const char* name) {
   return {t ? &*t : nullptr, name};
 }
-// Of tensors that are given for results: each element has its own place, and no tensor begins where another one does
-// that is written or read.
+// Checks tensors for results: their elements must not overlap, and none may start at the address of another tensor that
+// is written or read.
 void check_outputs(NamedViews outputs, NamedViews inputs);
 void check_device(const View& t, const View& q, const char* name);
 
@@ -82,8 +82,8 @@ int checked_int(int64_t value, const char* name);
 
 cudaStream_t current_stream(const View& t);
 
-// Throws an error that names what was asked of CUDA. Its words begin unlike a refusal's ("flash_cute: "), which Python
-// words anew.
+// Throws an error that names the CUDA call. It does not begin with "flash_cute: ", as refusals do, which Python
+// rewords.
 void check_cuda(const char* what, cudaError_t error);
 
 }  // namespace flash_cute

@@ -10,8 +10,8 @@
 namespace flash_cute {
 namespace {
 
-constexpr int64_t kMost = Band::kUnbounded - 1;  // of sizes, as for calls
-constexpr int kSomewhere = 0;                    // what pointers point to that only have to be there
+constexpr int64_t kMost = Band::kUnbounded - 1;  // the limit of sizes, as for calls
+constexpr int kSomewhere = 0;                    // the target of pointers that only must not be null
 constexpr int64_t kSomeState = 0;
 constexpr float kSomeSlope = 0.f;
 constexpr TileEntry kSomeEntry{};
@@ -88,13 +88,13 @@ FwdProblem read_problem(JsonFields& in) {
   return p;
 }
 
-// Keys and values of pages, or of a cache, are dense where queries are packed.
+// Keys and values in pages, or in a cache, are dense even if queries are packed.
 void give_pages_strides(FwdProblem& p, int rows) {
   p.k.batch = rows * p.k.row;
   p.v.batch = rows * p.v.row;
 }
 
-// The cache of whole sequences that cache_batch_idx picks from.
+// The cache of whole sequences that cache_batch_idx selects from.
 Pages pages_of_sequences(const FwdProblem& p) {
   return {.ids = &kSomewhere, .batch = 1, .count = p.batch, .size = p.seqlen_k};
 }

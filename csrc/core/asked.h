@@ -1,4 +1,4 @@
-// A question about kernels, as JSON: a call in sizes, and the GPU and the kernels that it would have.
+// A request for a plan, as JSON: the sizes and options of a call, a GPU, and the available kernels.
 #pragma once
 
 #include <string>

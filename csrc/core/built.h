@@ -22,7 +22,7 @@ const Kernels& all_kernels();
 
 bool is_built(const KernelConfig& config);
 
-// The ids of those that are built, one a line.
+// The ids of the kernels in this build, one a line.
 std::string kernels();
 
 }  // namespace flash_cute

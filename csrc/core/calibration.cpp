@@ -30,7 +30,7 @@ struct Table {
 };
 
 struct Current {
-  std::atomic<bool> is_set = false;  // calls without a table read this alone
+  std::atomic<bool> is_set = false;  // without a table calls read only this
   std::mutex mutex;
   std::shared_ptr<const Table> table = std::make_shared<Table>();
 };
@@ -67,7 +67,7 @@ Entry read_entry(const std::string& text) {
   return entry;
 }
 
-// The power of two that is not above it, as text: "2^12"; "0" for 0.
+// The largest power of two that is not above `size`, as text: "2^12"; "0" for 0.
 std::string power(int64_t size) {
   int exponent = -1;
   for (; size > 0; size /= 2) ++exponent;
@@ -150,7 +150,7 @@ std::string calibration_bucket(std::string problem) {
   return bucket<Op::Decode>(asked.decode, asked.gpu);
 }
 
-// No kernel if there is none.
+// The table's entry for a problem; without a kernel if there is none.
 template <Op op>
 static Entry entry_of(const Problem<op>& problem, const Device& gpu) {
   Current& now = current();

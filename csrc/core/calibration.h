@@ -1,5 +1,5 @@
-// Kernels that were measured to be the fastest for calls of some sizes (flash_cute/tuning/): preferred to what
-// heuristics.h estimates, where they can do the call. There are none until set_calibration() names some.
+// Kernels that were measured to be the fastest for some sizes (flash_cute/tuning/). If they support a call they are
+// preferred to the estimate of heuristics.h. There are none before set_calibration().
 #pragma once
 
 #include <string>
@@ -11,10 +11,10 @@
 
 namespace flash_cute {
 
-// From now on calls of this process, of all threads, prefer these kernels: a line each, a bucket, " = ", a kernel's id,
-// and overrides of forward's plan, if any: " num_splits=2 pack_gqa=1". An empty string ends that. Returns the lines
-// that held until now. Throws std::invalid_argument for a line without " = ", an id that is no row's, a number
-// below 1 or for another kernel than Hopper's forward; then the lines of before still hold.
+// From now on calls of all threads prefer these kernels. A line is a bucket, " = ", a kernel's id, and overrides of
+// forward's plan, if any: " num_splits=2 pack_gqa=1". An empty string removes all. Returns the previous lines. Throws
+// std::invalid_argument, and keeps the previous lines, for a line without " = ", an unknown id, a number below 1, or
+// overrides of another kernel than Hopper's forward.
 std::string set_calibration(std::string lines);
 
 // The bucket of a problem, given as introspect.h takes it. A bucket is a line of text: GPU, op, dtype, head dims, mask,
@@ -26,7 +26,7 @@ std::string calibration_bucket(std::string problem);
 template <Op op>
 const KernelConfig* calibrated(const Problem<op>& problem, const Device& gpu);
 
-// What was measured with this kernel to suit such a call; nothing where another kernel, or none, was the fastest.
+// The measured overrides for such a call; none if another kernel, or none, was measured to be the fastest.
 FwdOverrides calibrated_overrides(const KernelConfig& config, const FwdProblem& problem, const Device& gpu);
 
 bool same_kernel(const KernelConfig& a, const KernelConfig& b);

@@ -1,4 +1,4 @@
-// Numbers that were fitted to measurements on one GPU, with their units: a struct a card. No other code holds any.
+// Numbers that were fitted to measurements on one GPU, with their units: one struct per card. They are only here.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// How fast a kernel of forward is beside its alternatives.
+// The speed of a kernel of forward, relative to its alternatives.
 struct ForwardSpeed {
   double rate;       // asymptotic, relative
   double tile_keys;  // overhead of a tile, in keys
@@ -15,61 +15,61 @@ struct ForwardSpeed {
 
 struct Card {
   struct Forward {
-    // By columns of K: 64, up to 128, more. Of tiles of 192 or 128 queries; pairs are clusters of two CTAs.
+    // Indexed by columns of K: 64, up to 128, more. For tiles of 192 or 128 queries; pairs are clusters of two CTAs.
     ForwardSpeed narrow_192, narrow_128, middle_192, middle_192_pairs, middle_128, middle_128_pairs, wide, wide_pairs;
-    double worthwhile;  // splits must take at most this fraction of the time without
-    double kernel_us;   // of one more kernel
-    double number_us;   // of an fp32 number that a split writes and combine reads
-    double empty_row;   // of a row's time: an empty row draws less power
+    double worthwhile;  // splits are used if they take at most this fraction of the time without splits
+    double kernel_us;  // time of one more kernel
+    double number_us;  // time of an fp32 number that a split writes and combine reads
+    double empty_row;  // time of an empty row, relative to a full one: it draws less power
   } forward;
 
-  // Forward in place of decode, over a cache.
+  // Forward instead of decode, over a cache.
   struct Cached {
-    double around_us;      // of decode beside its products
-    double long_us;        // of decode, from which on 32 rows of products hide forward's overhead
-    int few_rows;          // with no more rows of queries reading the keys is the bound
-    int more_rows;         // of the tile where products take a tenth longer than reading, with 128 dims
+    double around_us;  // time of decode without its products
+    double long_us;  // time of decode from which on 32 rows of products hide forward's overhead
+    int few_rows;  // up to so many query rows decode is memory-bound
+    int more_rows;  // rows of the tile whose products take a tenth longer than reading, with 128 dims
   } cached;
 
   struct Decode {
-    double rate;             // speed in the units of forward's, of tiles of 64 rows
-    double rows_of_reading;  // reading keys weighs as much as so many rows of products
-    double overlapped;       // of the time of one CTA an SM, if two overlap
-    // Work tiles an SM from which on two resident CTAs beat one.
+    double rate;  // speed with tiles of 64 rows, in the units of forward's
+    double rows_of_reading;  // reading keys costs as much as so many rows of products
+    double overlapped;  // time with two overlapping CTAs per SM, relative to one
+    // Work tiles per SM from which on two resident CTAs beat one.
     double overlap_short, overlap_unknown, overlap_long, overlap_long_much;
-    int many_heads;         // kv heads of 64 dims that leave few CTAs each
-    int much_gb_s;          // of an SM: above it one CTA suffices for long sequences (H200: 37, H100: 25)
-    int64_t short_numbers;  // of a sequence's keys
-    // Blocks of 64 KB of a cluster's CTA up to which clusters beat even splits: wide with more than 128 dims, unknown
-    // with lengths on the device, alone of a single sequence.
+    int many_heads;  // kv heads of 64 dims that leave few CTAs each
+    int much_gb_s;  // bandwidth per SM above which one CTA suffices for long sequences (H200: 37, H100: 25)
+    int64_t short_numbers;  // up to so many numbers of keys a sequence counts as short
+    // Blocks of 64 KB per CTA of a cluster up to which clusters beat even splits: wide for more than 128 dims, unknown
+    // for lengths on the device, alone for a single sequence.
     int cluster_blocks, cluster_blocks_wide, cluster_blocks_all_sms, cluster_blocks_unknown, cluster_blocks_alone;
     double all_sms, many_sms;  // fractions of the SMs that clusters keep busy
-    // Even splits, in quanta: chunks of which tail CTAs take a share, 1 / taken_off, in parts of 1 / tail_parts.
+    // Even splits, in quanta: tail CTAs get a share of the chunks, 1 / taken_off, in parts of 1 / tail_parts.
     int large_chunk, taken_off, tail_parts;
-    int own_cta_quanta;  // of a work tile that may have a CTA of its own,
-    int own_cta_waves;  // with so many work tiles for each resident CTA
-    double l2_room;  // of L2, for keys that the next call may hit there
-    float l2_share;  // of such loads that L2 keeps: all of them would thrash when it is slightly too small
+    int own_cta_quanta;  // quanta of a work tile that may have a CTA of its own,
+    int own_cta_waves;  // if each resident CTA has so many work tiles
+    double l2_room;  // share of L2 for keys that the next call may hit
+    float l2_share;  // share of such loads that L2 keeps: all of them would thrash when it is slightly too small
   } decode;
 
   struct Backward {
-    double around_us;  // of a CTA before its first and after its last step
-    double kernel_us;  // of one more kernel
-    double number_us;  // of an fp32 number that a split writes and combine reads
-    double product_us;  // of one of the products of a step, for a query, a key and a column
-    double worthwhile;  // splits of all tiles must take at most this fraction of the time without,
-    double worthwhile_last;  // those of the last wave's tiles this one
-    double throttled_l2;  // queries, dO and dQ in sizes of L2, above which CTAs are throttled
-    int stored_keys;  // a query sees at most, for the first tile to store its sums of dQ instead of adding to zeros
-    int stored_keys_pair;  // likewise of the 2-CTA backward
-    int alternating_columns;  // of dQ of the heads whose tiles alternate, at most
-    int alternating_tiles;  // of them together, on Ampere
+    double around_us;  // time of a CTA before its first and after its last step
+    double kernel_us;  // time of one more kernel
+    double number_us;  // time of an fp32 number that a split writes and combine reads
+    double product_us;  // time of one of the products of a step, per query, key and column
+    double worthwhile;  // splits of all tiles are used if they take at most this fraction of the time without,
+    double worthwhile_last;  // splits of the last wave's tiles at most this one
+    double throttled_l2;  // size of queries, dO and dQ, relative to L2, above which CTAs are throttled
+    int stored_keys;  // up to so many keys of a query its first tile stores dQ, instead of adding to zeros
+    int stored_keys_pair;  // stored_keys of the 2-CTA backward
+    int alternating_columns;  // the most columns of dQ of the heads whose tiles alternate
+    int alternating_tiles;  // tiles of the alternating heads together, on Ampere
   } backward;
 
   double l2_kept;  // share of L2 that stays while other data pass through
 };
 
-// Fitted on an H200: forward's speeds to plain kernels.
+// Fitted on an H200, forward's speeds with plain kernels.
 inline constexpr Card kH200 = {
     .forward = {.narrow_192 = {692, 170},
                 .narrow_128 = {534, 250},
@@ -122,10 +122,10 @@ inline constexpr Card kH200 = {
     .l2_kept = 0.64,
 };
 
-// The numbers that every GPU is judged by: no other card was measured so.
+// The numbers for every GPU: only this card was measured.
 inline constexpr const Card& kCard = kH200;
 
-// The GPU of a question about kernels that names none: an H100 SXM.
+// The GPU of a plan request that names none: an H100 SXM.
 inline constexpr Device kH100 = {.capability = 90,
                                  .smem_optin = 227 * 1024,
                                  .sms = 132,

@@ -1,4 +1,4 @@
-// What distinguishes one kernel of the library from another: a KernelConfig, the only template parameter of a kernel.
+// The config of a kernel, its only template parameter.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@ enum class Op { Fwd, Bwd, Decode };  // Decode: forward over a key/value cache
 enum class Arch { Sm80 = 80, Sm90 = 90 };
 enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
-enum class TileKind { Interval, List };  // what a kernel walks over: tiles side by side, or those of lists (TileLists)
+enum class TileKind { Interval, List };  // the tiles that a kernel visits: consecutive, or of a list (TileLists)
 
 constexpr int element_bytes(DType dtype) {
   switch (dtype) {
@@ -67,9 +67,9 @@ struct KernelConfig {
   int block_m;  // query rows a tile
   int block_n;  // key rows a tile
   int stages;  // buffers of the streamed operands: K and V forward, Q and dO backward
-  int warps;  // of the CTA that issue MMA; a family may have others besides
+  int warps;  // warps of a CTA that issue MMA; a family may add others
   int ctas;  // resident CTAs an SM: bounds the registers of a thread
-  int cluster;  // CTAs of a cluster, of decode at most; or 1
+  int cluster;  // CTAs of a cluster (for decode the most), or 1
   flash_cute::TileKind tiles = flash_cute::TileKind::Interval;
 
   bool operator==(const KernelConfig&) const = default;
@@ -77,7 +77,7 @@ struct KernelConfig {
   constexpr bool walks_lists() const { return tiles == flash_cute::TileKind::List; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
-  // Of the warps that issue MMA.
+  // Threads of the warps that issue MMA.
   constexpr int threads() const { return warps * 32; }
 
   // Name of the kernel in logs, profiles, tests and the benchmark's JSON.

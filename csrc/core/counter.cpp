@@ -12,8 +12,8 @@ namespace {
 constexpr int kAtOnce = 32768;
 constexpr int kSector = 8;  // counters in 32 bytes, which those of different streams do not share
 
-// Memory of zeros on the current device. Allowed while a stream is being captured, and never given back: graphs keep
-// using it.
+// Zeroed memory on the current device. It works while a stream is being captured, and is never freed: graphs keep using
+// it.
 cudaError_t allocate_zeros(unsigned*& memory, int count) {
   const size_t bytes = sizeof(unsigned) * count;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -61,7 +61,7 @@ cudaError_t zeroed_counters(unsigned*& counters, int count, cudaStream_t stream)
   int device = 0;
   cudaStreamCaptureStatus capture;
   unsigned long long id = 0;
-  count = static_cast<int>(std::bit_ceil(static_cast<unsigned>(count)));  // few sizes, which share what is 0 in between
+  count = static_cast<int>(std::bit_ceil(static_cast<unsigned>(count)));  // few sizes, so that counters are reused
   if (cudaError_t e = cudaGetDevice(&device)) return e;
   if (cudaError_t e = cudaStreamIsCapturing(stream, &capture)) return e;
   const std::lock_guard<std::mutex> lock(mutex);

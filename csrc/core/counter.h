@@ -5,9 +5,9 @@
 
 namespace flash_cute {
 
-// Counters that are 0 whenever no kernel of this stream runs, as each kernel leaves them so. Each stream has its own,
-// and each launch captured into a graph. A graph must not run beside itself (two executables of one capture could):
-// both would write the same results anyway.
+// Counters that are 0 while no kernel of this stream runs: each kernel resets them. Each stream has its own, and so has
+// each launch captured into a graph. Two executables of one capture must not run concurrently: they would also write
+// the same results.
 cudaError_t zeroed_counters(unsigned*& counters, int count, cudaStream_t stream);
 
 }  // namespace flash_cute

@@ -13,15 +13,15 @@ static bool fits_l2(const DecodeProblem& p, const Device& gpu) {
   return numbers * element_bytes(f.dtype) <= kCard.decode.l2_room * gpu.l2_bytes;
 }
 
-// Fraction of K/V loads with evict_normal; the rest use evict_first. A cache that fits into L2 may be hit by the next
-// call, so most stay.
+// Fraction of K/V loads with evict_normal; the rest use evict_first. If the cache fits into L2 the next call may hit
+// it, so most loads are evict_normal.
 static float l2_fraction_of(const DecodeParams& p, const KernelConfig& config, const Device& gpu) {
   if (int64_t(p.fwd.seqlen_q) * p.group.value > config.block_m) return 1.f;  // several query tiles read it
   return fits_l2(p, gpu) ? kCard.decode.l2_share : 0.f;
 }
 
 DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) {
-  DecodeParams p{problem, {}, {}};  // whose plan is being made
+  DecodeParams p{problem, {}, {}};  // the plan is filled in below
   const FwdProblem& f = p.fwd;
   p.heads_k = FastDivmod(std::max(1, f.heads_k));
   p.group = FastDivmod(std::max(1, f.heads / std::max(1, f.heads_k)));

@@ -27,7 +27,7 @@ int attribute(cudaDeviceAttr which, int index) {
   return value;
 }
 
-// Two transfers a clock, of the bus's whole width.
+// The peak bandwidth: two transfers a clock, of the bus's whole width.
 int memory_gb_s(int index) {
   constexpr int kTransfers = 2, kBitsOfByte = 8, kKiloOfGiga = 1'000'000;
   const int64_t kilohertz = attribute(cudaDevAttrMemoryClockRate, index);
@@ -50,12 +50,12 @@ std::array<int, kMostClustered + 1> clusters(int index) {
 
 const Device& device(int index) {
   static std::array<Device, kMaxDevices> devices;
-  static std::array<std::once_flag, kMaxDevices> asked;
+  static std::array<std::once_flag, kMaxDevices> queried;
   if (index < 0 || index >= kMaxDevices) {
     throw std::runtime_error("flash_cute: device index " + std::to_string(index) + " is not in [0, " +
                              std::to_string(kMaxDevices) + ")");
   }
-  std::call_once(asked[index], [index] {
+  std::call_once(queried[index], [index] {
     devices[index] = {
         .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
                       attribute(cudaDevAttrComputeCapabilityMinor, index),

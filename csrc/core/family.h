@@ -1,5 +1,5 @@
-// What core asks a family of kernels: a folder of kernels/ that owns its rows and all that is decided about them. Core
-// knows this class and no arch; kernels/families.cpp lists the families.
+// The interface between core and a family of kernels, a folder of kernels/ with its rows and its decisions about them.
+// Core depends on this class, not on archs; kernels/families.cpp lists the families.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,13 @@ namespace flash_cute {
 
 class Family {
  public:
-  // Of all kernels of a family.
+  // Facts about all kernels of a family.
   struct Facts {
     Arch arch;
     int element_bytes;           // of q, k and v
     bool runs_on_later = false;  // GPUs later than its arch run its code
     bool takes_overrides = false;  // forward splits keys and packs heads: FwdOverrides
-    bool reads_caches = false;     // forward may stand for decode over a cache
+    bool reads_caches = false;     // forward may replace decode over a cache
   };
   const Facts facts;
   const std::span<const KernelConfig> rows;
@@ -39,26 +39,26 @@ class Family {
     return facts.runs_on_later ? oldest <= capability : oldest == capability;
   }
 
-  // Of a CTA.
+  // Shared memory of a CTA.
   virtual int smem_bytes(const KernelConfig& config) const = 0;
   virtual int threads(const KernelConfig& config) const { return config.threads(); }
 
-  // What keeps a kernel from a problem, beside what holds for all families (refusal.h).
+  // The family's own reasons why a kernel does not support a problem; refusal.h has those of all families.
   virtual void refuse(Refusal& refusal, const KernelConfig& config, const FwdProblem& problem) const = 0;
   virtual void refuse(Refusal& refusal, const KernelConfig& config, const BwdProblem& problem) const = 0;
   virtual void refuse(Refusal& refusal, const KernelConfig& config, const DecodeProblem& problem) const = 0;
 
-  // Of forward: how it compares with its alternatives, any number where it has none; query heads that may share a tile
+  // For forward: the speed relative to its alternatives (any number if it has none); query heads that may share a tile
   // of queries; and FwdPlan::resident.
   virtual ForwardSpeed forward_speed(const KernelConfig&) const { return {.rate = 1, .tile_keys = 0}; }
   virtual int max_pack_gqa(const KernelConfig&) const { return 1; }
   virtual int resident(const KernelConfig&, const Device&) const { return 0; }
 
-  // Of backward: its plan, and the columns of its sums of dQ in the workspace, 0 if it has no workspace.
+  // For backward: its plan, and the columns of its sums of dQ in the workspace, 0 if it has no workspace.
   virtual BwdPlan backward_plan(const KernelConfig& config, const BwdProblem& problem, const Device& gpu) const = 0;
   virtual int dq_columns(const KernelConfig& config) const = 0;
 
-  // Of decode: its cost with even splits, and how it cuts its work, in a plan whose other numbers are there.
+  // For decode: its cost with even splits, and how it splits its work, added to a plan with all other numbers.
   virtual double decode_cost(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) const = 0;
   virtual void plan_decode(DecodeParams& p, const KernelConfig& config, const Device& gpu) const = 0;
 
@@ -67,10 +67,10 @@ class Family {
   ~Family() = default;
 };
 
-// All families. Of rows that do the same an earlier family's come first.
+// All families. For equivalent rows an earlier family is preferred.
 std::span<const Family* const> families();
 
-// The one that owns a kernel.
+// The family that owns a kernel.
 const Family& family_of(const KernelConfig& config);
 
 // Whether a GPU runs kernels in clusters of CTAs.

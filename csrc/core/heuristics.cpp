@@ -10,7 +10,7 @@
 
 namespace flash_cute {
 
-// In units of cost, which depend on a kernel's head dims.
+// The cost of a microsecond, in units that depend on a kernel's head dims.
 static double a_microsecond(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
@@ -38,12 +38,12 @@ int packed_heads(const KernelConfig& config, const FwdProblem& problem, const Fw
   return may_pack(config, problem, asked.pack_gqa) ? asked.pack_gqa : pack_gqa(config, problem);
 }
 
-// Tiles of queries, of a CTA or of a cluster, of one sequence and head.
+// Tiles of queries per sequence and head, each of a CTA or of a cluster.
 static int row_tiles(const KernelConfig& config, const FwdProblem& one) {
   return detail::ceil_div(one.seqlen_q, config.block_m * config.cluster);
 }
 
-// How many CTAs, or clusters, run at once.
+// The number of CTAs, or clusters, that run at once.
 static double resident_ctas_of(const KernelConfig& config, int sms) {
   return std::max(1, sms / config.cluster);
 }
@@ -107,13 +107,13 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
   const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
   if (!family_of(forward).facts.reads_caches || rows <= card.few_rows) return false;
-  const double of_decode = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
+  const double decode_us = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
   if (rows <= decode.block_m &&
       decode.block_m == card.more_rows) {  // from pages forward always makes up for its overhead
     const bool reads_once = packed_heads(forward, p.fwd, asked) * p.fwd.heads_k == p.fwd.heads;
-    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || of_decode > card.long_us);
+    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || decode_us > card.long_us);
   }
-  return cost(forward, p.fwd, gpu, asked) / a_microsecond(forward, gpu.sms) < of_decode + card.around_us;
+  return cost(forward, p.fwd, gpu, asked) / a_microsecond(forward, gpu.sms) < decode_us + card.around_us;
 }
 
 }  // namespace flash_cute

@@ -10,24 +10,24 @@
 
 namespace flash_cute {
 
-// Whether two kernels differ only in tiles, so that either may do what both can. Backward's rows of one head dim are
-// for GPUs with more or less shared memory: there the first that fits is best.
+// Whether two kernels differ only in tiles, so that the cheaper one may run. Backward's rows of one head dim are for
+// GPUs with more or less shared memory: there the first that fits is best.
 bool alternatives(const KernelConfig& a, const KernelConfig& b);
 
-// Query heads of a group that share a tile of queries (pack_gqa), so that short sequences fill it: as many as can. A
-// tile then has all queries of its heads, and the kernel can do any power of two up to that number.
+// The most query heads of a group that can share a tile of queries (pack_gqa), so that short sequences fill it. A tile
+// then has all queries of its heads, and the kernel supports any power of two up to that number.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
-// As many as are asked for, if the kernel can, else pack_gqa().
+// The override's pack_gqa if the kernel supports it, else pack_gqa().
 int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& asked);
 
-// How many splits of the keys a forward may have, with so many heads a tile: none without a tile of keys, and none that
-// would wait for two whole waves of others. 1 for kernels without splits.
+// The most splits of the keys of a forward with so many heads per tile: at most the number of key tiles, and two waves.
+// 1 for kernels without splits.
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
 
-// Cost of a forward on `sms` multiprocessors with so many heads a tile, to compare alternatives by, with the number of
-// splits that is asked for, if the kernel can, else with the best one. The host does not know packed lengths: their mean
-// stands for them, and clusters cost infinity there, as short sequences would idle some of their CTAs.
+// The cost of a forward on `sms` multiprocessors with so many heads per tile, to compare alternatives, with the
+// override's number of splits if the kernel supports it, else with the best one. The host does not know packed lengths
+// and uses their mean; clusters then cost infinity, since short sequences would idle some of their CTAs.
 struct SplitCost {
   double cost;
   int num_splits;
@@ -36,11 +36,11 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& asked = {});
 
-// Cost of decode with even splits: products of all query tiles with all keys, and reading the keys. 0 or infinity of a
-// kernel in clusters: whether they suit.
+// The cost of decode with even splits: products of all query tiles with all keys, and reading the keys. For a kernel in
+// clusters 0 or infinity: whether clusters suit.
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu, const FwdOverrides& = {});
 
-// Whether a forward kernel may stand for decode over a cache, and is likely faster. Never if one tile of 16 rows (or,
+// Whether a forward kernel may replace decode over a cache, and is likely faster. Never if one tile of 16 rows (or,
 // with exceptions, 32) has all rows of a kv head: decode is memory-bound there, which forward's cost does not model.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu, const FwdOverrides& asked = {});

@@ -84,7 +84,7 @@ std::string names(const std::vector<std::string>& launches) {
   return all;
 }
 
-// The plan of a step, and what of the call is beside it.
+// The plan of a step, and facts about the call's other steps.
 template <Op op>
 std::string planned(const Step<op>& step, const std::vector<std::string>& launches, int64_t workspace_bytes) {
   return describe(step.plan)
@@ -94,7 +94,7 @@ std::string planned(const Step<op>& step, const std::vector<std::string>& launch
       .str();
 }
 
-// Of the kernel that makes out and lse.
+// The plan of the kernel that computes out and lse.
 template <class P>
 std::string planned(const Route& route, const P& problem) {
   const int64_t bytes = workspace_bytes(route, problem);

@@ -1,5 +1,5 @@
-// What kernels there are, which one a call takes, and why no other: as JSON, from sizes alone. Nothing is launched, and
-// no GPU is needed.
+// Lists kernels, plans calls, and explains the choice, as JSON. It needs only sizes, launches nothing, and needs no
+// GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace flash_cute {
 // An array: every row of the families, its bytes of shared memory, and whether this build has the kernel.
 std::string describe_kernels();
 
-// What of the GPU with this index decides about kernels. Throws std::runtime_error if there is none.
+// The properties of the GPU with this index that plans depend on. Throws std::runtime_error if there is none.
 std::string describe_gpu(int64_t index);
 
 // The plan of a problem, a flat object with the fields that asked.cpp reads: kernel, launches, splits, workspace.

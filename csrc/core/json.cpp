@@ -16,7 +16,7 @@ class Reader {
  public:
   explicit Reader(const std::string& text) : text_(text) {}
 
-  // Whether there is nothing but blanks.
+  // Whether only blanks are left.
   bool at_end() {
     while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t')) ++at_;
     return at_ == text_.size();

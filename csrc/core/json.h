@@ -1,4 +1,4 @@
-// As much JSON as introspection needs: flat objects in, objects and arrays out.
+// The subset of JSON that introspection needs: it reads flat objects, and writes objects and arrays.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace flash_cute {
 
-// A flat object of numbers, strings, true and false. What is asked for by the wrong kind, or out of bounds, and fields
-// that nothing asked for raise std::invalid_argument with the field's name.
+// A flat object of numbers, strings, true and false. Fields of a wrong kind or out of bounds, and fields that were not
+// read, raise std::invalid_argument with the field's name.
 class JsonFields {
  public:
   explicit JsonFields(const std::string& text);

@@ -1,4 +1,4 @@
-// Which kernels a thread's calls may take, and what is asked of forward's plans.
+// A thread's limit: the kernels that its calls may run, and overrides of forward's plans.
 #pragma once
 
 #include <string>
@@ -13,24 +13,24 @@ namespace flash_cute {
 // Whether a kernel's id is one of the lines.
 bool is_listed(const std::string& lines, const std::string& id);
 
-// From now on calls of this thread take only kernels with these ids, one a line; any kernel if there is none. Lines of
-// overrides.h ask for num_splits and pack_gqa of forward: kernels that cannot do them are not taken either. Returns the
-// lines that held until now. Throws std::invalid_argument for a bad line of these; then the lines of before still hold.
-// Other threads have limits of their own: flash_cute/limits.py carries a limit into autograd's.
+// From now on calls of this thread run only kernels with these ids, one a line; any kernel if there is none. Lines of
+// overrides.h set num_splits and pack_gqa of forward: kernels that do not support them do not run either. Returns the
+// previous lines. Throws std::invalid_argument for a bad line, and keeps the previous lines. Other threads have their
+// own limits: flash_cute/native/limits.py passes a limit to autograd's thread.
 std::string limit_kernels(std::string lines);
 
-// What this thread asks of forward's plans, over a cache too.
+// This thread's overrides of forward's plans, also over a cache.
 const FwdOverrides& overrides_of_limit();
 
-// Whether this thread's calls may take the kernel by its id; true of all where no id is given.
+// Whether the limit allows the kernel's id; without ids it allows all.
 bool is_allowed(const KernelConfig& config);
 
-// Why this thread's calls may not take the kernel; empty if they may.
+// Why this thread's calls may not run the kernel; empty if they may.
 template <Op op>
 std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem, const Device& gpu);
 
-// The error of a call that no kernel takes: the reasons of each kernel. Where only the numbers that the thread asks for
-// keep allowed kernels from it, the reasons of these alone.
+// The error of a call that no kernel supports: the reasons of each kernel. If only the thread's overrides exclude
+// allowed kernels, it has only their reasons.
 class NoKernel {
  public:
   // A kernel, why it cannot do the call, and beyond_limit().

@@ -9,7 +9,7 @@
 namespace flash_cute {
 namespace {
 
-// As many heads as L2 holds the keys and values of.
+// The number of heads whose keys and values fit into L2.
 int heads_of_l2(const FwdProblem& p, int pack_gqa, const Device& gpu) {
   const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
   const int64_t bytes =

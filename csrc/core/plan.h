@@ -1,5 +1,5 @@
-// What is decided about a call once its kernel is chosen, as plain data: make_plan() makes it, introspect.h prints it.
-// Launches and kernels read it, and decide nothing themselves.
+// The decisions about a call with a chosen kernel, as plain data: make_plan() makes them, introspect.h prints them.
+// Launches and kernels read them, and decide nothing themselves.
 #pragma once
 
 #include "core/config.h"
@@ -17,8 +17,8 @@ struct FwdPlan {
   int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 
-// Into how many splits backward cuts the work of a key tile, each with partial sums of dK and dV: of all tiles, or of
-// the last ones.
+// The number of splits of a key tile's work in backward, each with partial sums of dK and dV: for all tiles, or only
+// for the last ones.
 struct QuerySplits {
   int heads = 1;        // of the query heads of a kv head
   int queries = 1;      // of the query tiles that see the keys
@@ -27,7 +27,7 @@ struct QuerySplits {
   constexpr int count() const { return heads * queries; }
 };
 
-// How key tiles add to dQ.
+// The order in which key tiles add to dQ.
 enum class DqAccumulate {
   Atomic,       // in any order, to zeros that the preprocess pass writes
   FirstStores,  // in any order, after the first tile has stored
@@ -104,10 +104,10 @@ struct PlanOf<Op::Decode> {
 template <Op op>
 using Plan = typename PlanOf<op>::type;
 
-constexpr int64_t kMostParts = int64_t{1} << 30;  // that decode cuts work into: quanta, and slots
+constexpr int64_t kMostParts = int64_t{1} << 30;  // limit of decode's quanta, and of its slots
 
-// The plan of a problem that the kernel can do; an estimate stands where it cannot do an override. Throws
-// std::runtime_error if its work has too many parts to number.
+// The plan of a problem that the kernel supports; unsupported overrides are replaced by estimates. Throws
+// std::runtime_error if the work has more parts than kMostParts.
 FwdPlan make_plan(const KernelConfig& config, const FwdProblem& problem, const Device& gpu,
                   const FwdOverrides& overrides = {});
 BwdPlan make_plan(const KernelConfig& config, const BwdProblem& problem, const Device& gpu);

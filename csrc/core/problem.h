@@ -1,4 +1,4 @@
-// What a call asks for, as plain data: filled by csrc/api, and const from then on. No torch, no CuTe.
+// The problem of a call, as plain data: csrc/api fills it, and it is const from then on. No torch, no CuTe.
 #pragma once
 
 #include <algorithm>
@@ -39,20 +39,20 @@ struct Varlen {
   const int* used_k = nullptr;  // [batch], may be null
 };
 
-// What becomes of each score alone. ScoreMod, in kernels/common/score_mod.h, is its arithmetic.
+// The element-wise rule of scores. ScoreMod, in kernels/common/score_mod.h, computes it.
 struct ElementRule {
   float softcap = 0.f;  // scores become softcap * tanh(score / softcap); 0: off
 
   constexpr bool on() const { return softcap > 0.f; }
 
-  // Of a call that is planned by its sizes: `has` says whether the call has the parameter of this name.
+  // For a plan request: `has` says whether the call has the parameter of this name.
   template <class Has>
   static ElementRule named(const Has& has) {
     return {.softcap = has("softcap") ? 1.f : 0.f};
   }
 };
 
-// Score rules of the Rich tier, beside the scale and the band.
+// Score rules of the Rich tier, in addition to the scale and the band.
 struct ScoreRules {
   ElementRule element;
   const float* alibi = nullptr;     // slope of head h of sequence b, at b * alibi_batch + h; null: off
@@ -72,7 +72,7 @@ struct Sink {
   Element element = Element::None;
 };
 
-// Paged K and V, or one page a sequence: k and v then have pages in place of sequences. Ids are unchecked device data:
+// Paged K and V, or one page a sequence: k and v then have pages instead of sequences. Ids are unchecked device data:
 // rows of a page that does not exist read as zeros.
 struct Pages {
   const int* ids = nullptr;  // [batch, per_sequence]; null: sequence b has page b
@@ -86,7 +86,7 @@ struct Pages {
   constexpr int together(int rows) const { return per_sequence == 1 ? rows : std::gcd(rows, size); }
 };
 
-// A tile of the other side that a list names, and which of its pairs are visible: core/layout/tile_lists.h.
+// An entry of a list: a tile of the other side, and its visible pairs (core/layout/tile_lists.h).
 struct TileEntry {
   int tile, code;
 };
@@ -129,14 +129,14 @@ struct FwdProblem {
   constexpr bool dense_keys() const { return varlen.cu_k == nullptr; }
   constexpr int64_t all_rows() const { return dense() ? int64_t(batch) * seqlen_q : total_q; }
 
-  // The cheapest tier that can do it. A negative scale turns maxima into minima, which only Rich handles.
+  // The cheapest tier that supports it. A negative scale turns maxima into minima, which only Rich handles.
   Tier tier() const {
     const bool plain = !rules.element.on() && rules.alibi == nullptr && rules.keep_scale == 1.f && softmax_scale >= 0.f;
     return plain ? Tier::Plain : Tier::Rich;
   }
 };
 
-// The longest lengths of packed sequences may be any bound; grids and orders of backward go by them.
+// The maximum lengths of packed sequences may be any upper bound; backward's grids and orders depend on them.
 constexpr void clamp_lengths(FwdProblem& p) {
   p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
   p.seqlen_k = static_cast<int>(std::min<int64_t>(p.seqlen_k, p.total_k));
@@ -144,17 +144,17 @@ constexpr void clamp_lengths(FwdProblem& p) {
 
 // A key/value cache, whose tensors are pages. Index tensors are unchecked device data: cached_seq.h clamps them.
 struct Cache {
-  const int* lengths = nullptr;  // [batch], rows in use before new ones join; null: all
-  const int* leftpad = nullptr;  // [batch], rows at the start that do not count; may be null
+  const int* lengths = nullptr;  // [batch], rows in use before the append; null: all
+  const int* leftpad = nullptr;  // [batch], rows of padding at the start; may be null
 };
 
-// New keys and values, which join the cache.
+// New keys and values, which are appended to the cache.
 struct NewKeys {
   TensorView k, v;
   const int* cu = nullptr;  // [batch + 1]; null: dense
   int seqlen = 0;  // of each sequence, or the longest
   int64_t total = 0;  // rows of all sequences, also dense
-  int* lengths = nullptr;  // result, [batch]: keys of each sequence then, less those of its padding; may be null
+  int* lengths = nullptr;  // result, [batch]: keys of each sequence after the append, without padding; may be null
 };
 
 // Rotary embedding of queries and new keys. The tables are in the dtype of q.
@@ -174,7 +174,7 @@ struct DecodeProblem {
   NewKeys added;
   Rotary rotary;
   TensorView unrotated_q;  // the source of fwd.q with rotary embedding
-  // Splits a sequence, or keys a split; with both 0 CTAs split keys evenly.
+  // Splits per sequence, or keys per split; if both are 0, CTAs split keys evenly.
   int num_splits, split_size;
 
   // Whether the host knows that all sequences are equally long.
@@ -182,9 +182,9 @@ struct DecodeProblem {
     return cache.lengths == nullptr && cache.leftpad == nullptr && fwd.dense() && added.cu == nullptr && fwd.batch > 0;
   }
 
-  // Whether head dims are whole vectors of 16 bytes; else keys are laid out anew, for a kernel of forward.
+  // Whether head dims are multiples of 16 bytes; else keys are gathered for a kernel of forward.
   constexpr bool whole_vectors() const { return fwd.head_dim % 8 == 0 && fwd.head_dim_v % 8 == 0; }
-  // Whether decoding's kernels can read all: they move such vectors.
+  // Whether decode kernels, which move 16-byte vectors, can read all tensors.
   constexpr bool has_vectors() const {
     return whole_vectors() && (fwd.q.vectors || rotary.cos != nullptr) && fwd.k.vectors && fwd.v.vectors;
   }

@@ -15,7 +15,7 @@ static bool lacks_vectors(const DecodeProblem& p) {
   return !p.has_vectors();
 }
 
-// What sizes alone say.
+// The refusals that depend only on sizes.
 template <Op op>
 static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& asked) {
   const FwdProblem& problem = forward_of(asked);

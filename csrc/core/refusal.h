@@ -1,4 +1,4 @@
-// What keeps a kernel from doing a problem: one list of reasons, for the choice, for errors and for explanations.
+// Why a kernel does not support a problem: one list of reasons, for the choice, for errors and for explanations.
 #pragma once
 
 #include <string>
@@ -23,15 +23,15 @@ struct Refusal {
 template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
-// Whether there is none; of most rows sizes or the GPU say that there is, before their family is asked.
+// Whether there is no reason; most rows are refused by sizes or the GPU, before their family is asked.
 template <Op op>
 bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
-// The reasons in words, with what the kernel needs and what is there. Empty if there is none.
+// The reasons as text, with what the kernel needs and what the problem has. Empty if there is none.
 std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,
                     const Device& device);
 
-// Why no call may take the kernel now, whatever the problem: for lists of reasons.
+// The reason of a kernel that is not in this build, for any problem.
 constexpr const char* kNotBuilt = "not in this build of the library";
 
 void add_reason(std::string& reasons, const std::string& reason);

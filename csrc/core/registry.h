@@ -14,8 +14,8 @@
 
 namespace flash_cute {
 
-// Enqueues the kernel C and its passes on a stream. Defined in the units that cmake/units.cmake makes of the rows, where
-// it is the launch of the row's family.
+// Enqueues the kernel C and its passes on a stream. The units that cmake/units.cmake makes of the rows define it, by
+// the launch of the row's family.
 template <KernelConfig C>
 cudaError_t launch(const Params<C.op>& params, cudaStream_t stream);
 

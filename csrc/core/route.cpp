@@ -10,7 +10,7 @@
 namespace flash_cute {
 namespace {
 
-// What a route is chosen for: a GPU, kernels, and a call over a cache, if it is one.
+// The inputs of the choice: a GPU, kernels, and a call over a cache, if it is one.
 struct Choice {
   const Kernels& kernels;
   const Device& gpu;
@@ -55,7 +55,7 @@ struct Choice {
       FwdProblem first = problem;
       first.softmax = nullptr;
       route.row_max = forward(kernel<Op::Fwd>(first, measured), first, measured);
-      if (route.over_cache() && problem.softmax == nullptr) return;  // nothing else is left to find
+      if (route.over_cache() && problem.softmax == nullptr) return;  // the route is complete
       problem.row_max = {};
     }
     route.forward = forward(kernel<Op::Fwd>(problem, measured), problem, measured);
@@ -183,7 +183,7 @@ FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& 
 }
 
 FwdProblem over_gathered(const FwdProblem& problem, int rows) {
-  static constexpr int kLengths = 0;  // stands for those that a pass will write
+  static constexpr int kLengths = 0;  // a placeholder: a pass will write the lengths
   auto view = [&](int dim) {
     TensorView keys = contiguous(problem, rows, problem.heads_k, dim);
     keys.batch = rows * keys.row;

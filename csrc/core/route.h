@@ -1,5 +1,5 @@
-// What one call runs, in order: choose_route() decides it, api/ allocates and launches what it lists, introspect.h
-// prints it. Nothing else chooses.
+// The steps of one call, in order: choose_route() chooses them, api/ allocates and launches them, introspect.h prints
+// them. Nothing else chooses.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace flash_cute {
 
-// Passes before and after a kernel, in one launch each but for backward's zero_fill, which has one for each gradient.
+// Passes before and after a kernel, in one launch each, except backward's zero_fill, which has one for each gradient.
 struct Passes {
   bool zero_fill = false;  // of rows that belong to no packed sequence
   bool combine_splits = false, probabilities = false, sink_gradient = false;
@@ -30,63 +30,64 @@ struct Step {
   explicit operator bool() const { return kernel != nullptr; }
 };
 
-// Of forward: steps run in the order of the fields.
+// The route of forward: steps run in the order of the fields.
 struct Route {
   bool count_keys = false;  // of packed sequences over pages
   bool append = false;      // new keys join the cache, queries are rotated
   Step<Op::Decode> decode;  // reads the cache,
   Step<Op::Fwd> in_pages;   // or a kernel of forward does
-  bool gather = false;      // keys are laid out anew, for what follows
+  bool gather = false;      // copies keys out of the cache, for the next steps
   int gathered_rows = 0;    // of each sequence
-  // Row maxima under an element-wise rule cost a launch of their own: a kernel that has to know them rounds differently,
-  // and out and lse must not depend on what else is returned.
+  // Row maxima under an element-wise rule need another launch: a kernel that computes them rounds differently, and out
+  // and lse must not depend on optional results.
   Step<Op::Fwd> row_max;
   Step<Op::Fwd> forward;  // over keys that are dense, packed or gathered
 
   bool over_cache() const { return decode || in_pages; }
-  // Whether what follows the cache's kernel gives row maxima or probabilities alone: its out and lse are thrown away.
+  // Whether the steps after the cache's kernel only compute row maxima or probabilities: their out and lse are
+  // discarded.
   bool repeats() const { return over_cache() && gather; }
 };
 
-// The route of a call among such kernels, and what this thread is limited to (limit.h). Throws NoKernel's error if none
-// can do it.
+// The route of a call with these kernels, under this thread's limit (limit.h). Throws NoKernel's error if none supports
+// it.
 Route choose_route(const Kernels& kernels, const FwdProblem& problem, const Device& gpu);
 Route choose_route(const Kernels& kernels, const DecodeProblem& problem, const Device& gpu);
 Step<Op::Bwd> choose_route(const Kernels& kernels, const BwdProblem& problem, const Device& gpu);
 
-// The kernel of an op that a problem prefers: the one that was measured (calibration.h), which counts for calls of the
-// op itself alone, else the one that heuristics.h prefers; null if none can do it.
+// The preferred kernel of an op for a problem: the measured one (calibration.h; only for calls of the op itself), else
+// the one that heuristics.h prefers; null if none supports it.
 template <Op op>
 const KernelConfig* find_kernel(const Kernels& kernels, const Problem<op>& problem, const Device& gpu, bool measured);
 
-// What reads a cache: a kernel of decoding, or of forward, for prompts in chunks, if that is estimated to take less time.
+// The kernel that reads a cache: of decode, or of forward if that is estimated to be faster, as for chunks of prompts.
 struct CacheKernels {
   const KernelConfig *decode = nullptr, *forward = nullptr;
   bool forward_is_taken = false;
 };
 CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& problem, const Device& gpu);
 
-// Whether a kernel of forward may. Where the caller says how keys are parted, it is always decoding: results must not
-// depend on the batch.
+// Whether a kernel of forward may read the cache. If the caller gives num_splits or split_size only decode may: results
+// must not depend on the batch.
 bool may_be_forward(const DecodeProblem& problem);
 
-// Whether kernels over a cache can read packed sequences over pages where they lie.
+// Whether kernels over a cache can read packed sequences over pages in place.
 bool reads_pages_in_place(const DecodeProblem& problem);
 
-// The problem over a cache that packed sequences over pages are, with their lengths at `lengths`.
+// Packed sequences over pages as a problem over a cache, with their lengths at `lengths`.
 DecodeProblem over_pages(const FwdProblem& problem, int* lengths);
 
-// The problem over keys that are laid out anew, in contiguous tensors at k and v, with their lengths at `lengths`.
+// The problem over keys that were gathered in contiguous tensors k and v, with their lengths at `lengths`.
 FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& k, const TensorView& v,
                          const int* lengths);
-// The same before these are allocated.
+// The same problem before the tensors are allocated.
 FwdProblem over_gathered(const FwdProblem& problem, int rows);
 // Contiguous (batch, rows, heads, dim) that is not allocated yet.
 TensorView contiguous(const FwdProblem& problem, int64_t rows, int heads, int dim);
-// Rows a sequence of packed sequences over pages: probabilities have a column for each key that there might be.
+// Rows per sequence of packed sequences over pages: probabilities have a column for each possible key.
 int gathered_rows(const FwdProblem& problem);
 
-// The problem of a kernel of forward over a cache: lengths are those with the new keys.
+// The problem of a kernel of forward over a cache; lengths include the new keys.
 FwdProblem in_pages(const DecodeProblem& problem);
 
 // Names in the order of launches: passes by their functions, kernels by their ids.

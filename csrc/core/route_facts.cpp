@@ -1,4 +1,4 @@
-// What a route prints: launches in order, and memory.
+// Facts about a route: its launches in order, and its memory.
 #include <algorithm>
 
 #include "core/route.h"
@@ -33,7 +33,7 @@ int64_t bytes_of_rows(const FwdProblem& p, int64_t rows, int heads, int dims) {
   return rows * heads * dims * element_bytes(p.dtype);
 }
 
-// Of out and lse that are thrown away.
+// The bytes of out and lse that are discarded.
 int64_t bytes_of_results(const FwdProblem& p) {
   return bytes_of_rows(p, p.all_rows(), p.heads, p.head_dim_v) +
          p.all_rows() * p.heads * static_cast<int64_t>(sizeof(float));
@@ -43,13 +43,13 @@ int64_t bytes_of_lengths(const FwdProblem& p) {
   return p.batch * static_cast<int64_t>(sizeof(int));
 }
 
-// Of a kernel over a cache, if there is one.
+// The bytes of a kernel over a cache, if there is one.
 int64_t bytes_of_cached(const Route& route, const DecodeProblem& p) {
   const int64_t lengths = route.in_pages && p.added.total > 0 ? bytes_of_lengths(p.fwd) : 0;
   return lengths + bytes_of(route.decode, p) + bytes_of(route.in_pages, p.fwd);
 }
 
-// Of the steps behind it.
+// The bytes of the steps after it.
 int64_t bytes_of_forward(const Route& route, FwdProblem p) {
   int64_t kept = 0;
   if (route.gather) {

@@ -21,12 +21,12 @@ std::string three_digits(double value) {
   return digits.str();
 }
 
-// Kernels of one op: the best of them, which another op's may be preferred to.
+// The kernels of one op, and the best of them; another op's may still be preferred.
 template <Op op>
 struct Candidates {
   const Asked& asked;
   const Problem<op>& problem;
-  bool measured;  // whether what was measured of the op counts
+  bool measured;  // whether the calibration of the op applies
   const KernelConfig* best = nullptr;
 
   Candidates(const Asked& asked, const Problem<op>& problem, bool measured)
@@ -35,7 +35,7 @@ struct Candidates {
         measured(measured),
         best(find_kernel<op>(asked.kernels(), problem, asked.gpu, measured)) {}
 
-  // Adds the verdict of each; the best one is not taken if there is a reason.
+  // Adds the verdict of each; the best one is passed over if a reason is given.
   void judge(std::vector<Verdict>& all, const std::string& best_is_not_taken) const {
     const KernelConfig* const fastest = measured ? calibrated<op>(problem, asked.gpu) : nullptr;
     for (const KernelConfig* kernel : all_kernels().of<op>()) {
@@ -68,7 +68,7 @@ struct Candidates {
   }
 };
 
-// Of forward over keys that are laid out anew: neither alignment nor pages of the cache keep a kernel from it.
+// Forward over gathered keys: neither the alignment nor the pages of the cache matter to it.
 void judge_gathered(std::vector<Verdict>& all, const Asked& asked, const FwdProblem& problem, int rows) {
   const FwdProblem gathered = over_gathered(problem, rows);
   Candidates<Op::Fwd>(asked, gathered, false).judge(all, "");

@@ -1,4 +1,4 @@
-// Every kernel of a call's ops, with what became of it in words: why it cannot do the call, or why another is taken.
+// The verdicts on all kernels of a call's ops: why one does not support the call, or why another is chosen.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Tiles of a problem in waves of a GPU's SMs: the arithmetic that cost models share.
+// Waves of a problem's tiles on a GPU's SMs, for cost models.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ inline double ceil_to(double value, double step) {
   return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
 }
 
-// One sequence of the problem; for packed ones of the mean length.
+// One sequence of the problem; packed ones have the mean length.
 inline FwdProblem one_sequence(const FwdProblem& problem) {
   FwdProblem one = problem;
   if (!problem.dense()) {
@@ -49,7 +49,7 @@ Spread spread(int tiles, const ValueOf& value_of) {
 
 // Cost of `tiles` tiles in waves of per_wave.
 inline double cost_of(const Spread& tile, double tiles, double per_wave) {
-  // The shortest tiles come last: the more alike tiles are, the emptier the last wave.
+  // The shortest tiles come last: the more equal tiles are, the emptier the last wave.
   const double waves = tiles / per_wave;
   return std::max(tile.longest, tile.mean * waves + tile.shortest * (ceil_to(waves, 1) - waves));
 }

@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// At most 2^57: a question about kernels may name any sizes, and several such parts still fit an int64_t in bytes.
+// At most 2^57: a plan request may have any sizes, and the bytes of several such parts must still fit an int64_t.
 static int64_t product(std::initializer_list<int64_t> factors) {
   double all = 1;
   for (const int64_t factor : factors) all *= static_cast<double>(factor);

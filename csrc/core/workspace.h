@@ -1,4 +1,4 @@
-// The memory that a kernel and its passes work in, besides the results; and all that they are given.
+// The workspaces of a kernel and its passes, and their parameters.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace flash_cute {
 
-// Results of the splits of Hopper's forward; without splits null.
+// Results of the splits of Hopper's forward; null without splits.
 struct FwdWorkspace {
   float* split_out = nullptr;  // [num_splits * h, rows of all sequences, split_columns]
   RowStats split_lse{};        // [num_splits * h, rows of all sequences]
-  RowStats split_row_max{};    // likewise; null unless asked for
+  RowStats split_row_max{};    // as split_lse; null without row_max
   int split_columns = 0;       // of the kernel's tile of V
 };
 
@@ -63,14 +63,14 @@ struct WorkspaceOf<Op::Decode> {
 template <Op op>
 using Workspace = typename WorkspaceOf<op>::type;
 
-// All that a kernel is given.
+// The parameters of a kernel.
 template <Op op>
 struct Params : Problem<op>, Plan<op>, Workspace<op> {};
 using FwdParams = Params<Op::Fwd>;
 using BwdParams = Params<Op::Bwd>;
 using DecodeParams = Params<Op::Decode>;
 
-// Parts of one piece of memory, in fp32 numbers; without memory it only counts.
+// Allocates parts of one piece of memory, in fp32 numbers; without memory it only counts.
 class Arena {
  public:
   explicit Arena(float* memory = nullptr) : memory_(memory) {}

@@ -1,5 +1,5 @@
-// Launching a kernel: its shared memory allowed once a device, its grid one-dimensional, errors returned. They are
-// those of the calls themselves: nobody asks for the last error, which may be an older one.
+// Launches kernels with one-dimensional grids, after allowing their shared memory once per device. Errors are returned
+// by the calls: cudaGetLastError() is not used, since it may hold an older error.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,7 +21,7 @@ inline cudaError_t device_bit(uint64_t& bit) {
   return error;
 }
 
-// Lets a kernel have its shared memory.
+// Allows a kernel its shared memory.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int smem_bytes) {
   static std::atomic<uint64_t> allowed{0};  // devices on which it may
@@ -36,7 +36,7 @@ cudaError_t allow_shared_memory(int smem_bytes) {
   return cudaSuccess;
 }
 
-// Whether the code of a kernel that runs was compiled for a GPU where kernels overlap, Hopper or a newer one.
+// Whether the loaded code of a kernel was compiled for a GPU with programmatic dependent launch, Hopper or newer.
 template <auto kKernel>
 cudaError_t can_use_pdl(bool& can) {
   static std::atomic<uint64_t> known{0}, able{0};  // devices of which it is, and on which it does
@@ -55,7 +55,7 @@ cudaError_t can_use_pdl(bool& can) {
 struct Grid {
   int64_t ctas;
   int threads, smem_bytes;
-  // CTAs that follow each other and run on SMs side by side, as a cluster, of a kernel that fixes no size of its own.
+  // Launches a kernel without a fixed cluster size in clusters of so many consecutive CTAs.
   int cluster_ctas = 1;
 };
 
@@ -80,8 +80,8 @@ cudaError_t launch_kernel(int64_t ctas, int threads, int smem_bytes, cudaStream_
   return launch_grid<kKernel>({ctas, threads, smem_bytes}, {}, stream, params...);
 }
 
-// The same for a kernel that calls wait_on_dependent_grids(): it overlaps with the one right before, where they can,
-// from the time on when that calls launch_dependent_grids(), or when its last CTAs end (kernels/common/pdl.h).
+// Launches a kernel that calls wait_on_dependent_grids(): if the GPU supports it, it overlaps with the kernel right
+// before, once that calls launch_dependent_grids(), or its last CTAs end (kernels/common/pdl.h).
 template <auto kKernel, class... Params>
 cudaError_t launch_with_pdl(const Grid& grid, cudaStream_t stream, const Params&... params) {
   bool can = false;

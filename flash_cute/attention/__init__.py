@@ -1,7 +1,7 @@
-"""Attention modules: described by a config, or made by hand; and blocks of which they are a part.
+"""Attention modules, made from a config or directly, and fused transformer blocks.
 
-``create_attention(AttentionConfig(d_model=512, num_heads=8))`` makes the module of a pattern; what
-each does, and what it does not do yet, stands in docs/layers.md.
+``create_attention(AttentionConfig(d_model=512, num_heads=8))`` makes the module of a pattern;
+docs/layers.md says what each supports.
 """
 
 from flash_cute.attention.config import (

@@ -1,4 +1,4 @@
-"""What an attention module is made from: its sizes, its pattern and the options of its scores."""
+"""The configs of attention modules: sizes, patterns and options."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flash_cute.sparse.patterns import FOLLOW_CONTENT, SparsePattern
 
 
 class AttentionPatterns(Enum):
-    """Which keys a query sees, and where they are.
+    """Which keys a query sees, and on which devices they are.
 
-    FULL and CAUSAL are of one device, RING and CONTEXT_PARALLEL of several. SPARSE leaves out most
+    FULL and CAUSAL run on one device, RING and CONTEXT_PARALLEL on several. SPARSE leaves out most
     pairs of tokens: :class:`SparseAttentionConfig` says which.
     """
 
@@ -50,9 +50,9 @@ class AttentionConfig:
         deterministic: backward is bitwise repeatable. Forward always is.
         device: of the parameters; None is torch's default.
         dtype: of the parameters, fp16, bf16, fp32 or fp64; None is torch's default.
-        context_parallel_size: devices, or ranks, that share a sequence; of CONTEXT_PARALLEL alone.
-        max_sequence_length: longer sequences are refused; of RING alone.
-        embed_dim: another name for ``d_model``, when a config is made; it is read as ``d_model``.
+        context_parallel_size: devices, or ranks, that share a sequence; for CONTEXT_PARALLEL only.
+        max_sequence_length: longer sequences are refused; for RING only.
+        embed_dim: another name for ``d_model``, as an argument only; the attribute is ``d_model``.
 
     Raises:
         TypeError, ValueError: names the field, what was given and what is supported.
@@ -88,7 +88,7 @@ class AttentionConfig:
             if self.d_model not in (0, embed_dim):
                 raise ValueError(
                     f"d_model is {self.d_model} and embed_dim {embed_dim}; they are two names of "
-                    "one field: give either"
+                    "one field: give one"
                 )
             object.__setattr__(self, "d_model", embed_dim)
         object.__setattr__(self, "pattern", _pattern(self.pattern))
@@ -118,7 +118,7 @@ class AttentionConfig:
         return self.d_model // self.num_heads
 
     def score(self) -> dict[str, Any]:
-        """The options of :func:`flash_cute.flash_attn_func` that the config fixes, but dropout."""
+        """The options of :func:`flash_cute.flash_attn_func` from the config, without dropout."""
         return {
             "causal": self.pattern is AttentionPatterns.CAUSAL,
             "window_size": tuple(self.window_size),
@@ -138,8 +138,8 @@ class FP8AttentionConfig(AttentionConfig):
 
     Args:
         format: "e4m3" (4 bits of exponent, 3 of mantissa, up to 448) or "e5m2" (5 and 2, up to
-            57344; arXiv 2209.05433); an Enum with such a value will do, too.
-        scaling: "tensor": q, k and v have one scale each in a call; "head": each of their heads.
+            57344; arXiv 2209.05433); or an Enum with such a value.
+        scaling: "tensor": one scale each for q, k and v in a call; "head": one for each head.
 
     The other arguments are :class:`AttentionConfig`'s.
 
@@ -174,11 +174,11 @@ class SparseAttentionConfig(AttentionConfig):
         sparse_pattern: a :class:`flash_cute.attention.SparsePattern`, or its value.
         causal: each token sees itself and those before it.
         threshold: in (0, 1]: keep the fewest blocks of each row that hold this share of its
-            attention, in place of a ratio; of DYNAMIC_THRESHOLD and LEARNED alone. A ratio fixes
+            attention, instead of a ratio; for DYNAMIC_THRESHOLD and LEARNED only. A ratio fixes
             the cost, a threshold bounds the loss.
-        stride: of DYNAMIC_THRESHOLD's estimate, a power of two up to 64: 8 costs twice what 16
-            does, and finds more of single keys.
-        seed: of RANDOM: the same blocks in every call.
+        stride: for DYNAMIC_THRESHOLD's estimate, a power of two up to 64: 8 costs twice as much as
+            16, and finds more isolated keys.
+        seed: for RANDOM: the same blocks in every call.
 
     The other arguments are :class:`AttentionConfig`'s; ``window_size`` must be unbounded.
 
@@ -235,12 +235,12 @@ class SparseAttentionConfig(AttentionConfig):
         if self.sparse_pattern not in FOLLOW_CONTENT:
             supported = ", ".join(map(str, FOLLOW_CONTENT))
             raise ValueError(
-                f"threshold is given, and sparse_pattern {self.sparse_pattern}; of: {supported}"
+                f"threshold is given with sparse_pattern {self.sparse_pattern}; use {supported}"
             )
         if self.sparsity_ratio != SparseAttentionConfig.sparsity_ratio:
             raise ValueError(
-                f"sparsity_ratio is {self.sparsity_ratio} and threshold {self.threshold}; a row "
-                "keeps blocks by one of both: give either"
+                f"sparsity_ratio is {self.sparsity_ratio} and threshold {self.threshold}; give one "
+                "of them"
             )
 
     def _check_options(self) -> None:
@@ -252,8 +252,8 @@ class SparseAttentionConfig(AttentionConfig):
                 raise TypeError(f"{name} is {type(given).__name__}; expected an int")
             if given != getattr(SparseAttentionConfig, name) and self.sparse_pattern != pattern:
                 raise ValueError(
-                    f"{name} is {given}, and sparse_pattern {self.sparse_pattern}; it belongs to "
-                    f"{pattern}"
+                    f"{name} is {given} with sparse_pattern {self.sparse_pattern}; only {pattern} "
+                    "takes it"
                 )
         if self.stride not in STRIDES:
             raise ValueError(f"stride is {self.stride}; supported: {', '.join(map(str, STRIDES))}")
@@ -268,7 +268,7 @@ def _check_number(name: str, given: Any) -> None:
 
 
 def checked_device(name: str, given: torch.device | str | int) -> torch.device:
-    """A device that torch has here, or "meta".
+    """A device that is available to torch, or "meta".
 
     Raises:
         TypeError, ValueError: names the argument.

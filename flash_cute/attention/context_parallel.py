@@ -1,4 +1,4 @@
-"""``ContextParallelAttention``: a sequence over devices, of one process or of one each."""
+"""``ContextParallelAttention``: a sequence over several devices, in one process or one for each."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from flash_cute.attention.shared import (
     SharedAttention,
     refuse_cross_attention,
     with_pattern,
-    without,
+    zero_masked_tokens,
 )
 
 Device = torch.device | str | int
 
 
 class ContextParallelAttention(SharedAttention):
-    """Exact multi-head attention whose tokens several devices share (context parallelism).
+    """Exact multi-head attention with tokens split over several devices (context parallelism).
 
     Without torch.distributed one process drives all devices: a call takes and returns whole
-    sequences, and each device projects and attends for its part of the tokens. If torch.distributed
-    is initialised with several ranks, ``context_parallel_size`` consecutive ones share a sequence:
-    each gives its part, in rank order, and gets the same part back; gradients of parameters are
-    then each rank's part, which add up over ranks, as data parallelism sums them. Parameters are
-    those of :class:`flash_cute.core.AttentionLayer`, whatever the size.
+    sequences, and each device computes its part of the tokens. If torch.distributed is initialised
+    with several ranks, ``context_parallel_size`` consecutive ones share a sequence: each passes its
+    part, in rank order, and gets the same part back; gradients of parameters are partial sums, to
+    be summed over ranks as data parallelism does. Parameters are those of
+    :class:`flash_cute.core.AttentionLayer` for every size.
 
     Args:
         config: an :class:`AttentionConfig` of pattern CONTEXT_PARALLEL.
-        device_mesh: the devices of one process, ``context_parallel_size`` of them; some may be the
-            same. None is as many GPUs as there are, used in turns, or the CPU.
-        group: a torch.distributed group in place of all ranks. It is not saved with the layer: set
-            ``layer.group`` of one that was loaded.
+        device_mesh: the ``context_parallel_size`` devices of one process; some may be the same.
+            None means all GPUs, used in turn, or the CPU.
+        group: a torch.distributed group instead of all ranks. It is not saved with the layer: set
+            ``layer.group`` after loading.
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.
@@ -74,9 +74,9 @@ class ContextParallelAttention(SharedAttention):
 
         Args:
             hidden_states: (batch, seqlen, d_model): whole sequences, or with torch.distributed this
-                rank's part of each, parts following each other in rank order, of any lengths.
-            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not; of the same
-                tokens. Causal masks and windows count the tokens that take part alone.
+                rank's part of each; parts are in rank order, of any lengths.
+            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not; for the
+                same tokens. Causal masks and windows count only the tokens that take part.
             key, value: not supported.
             is_causal: each token sees itself and those before it.
 
@@ -109,7 +109,7 @@ class ContextParallelAttention(SharedAttention):
         return self._of_devices(hidden_states, attention_mask, options)
 
     def _ranks(self) -> int:
-        """How many processes share a sequence; 1: one drives all devices."""
+        """How many processes share a sequence; 1: one process drives all devices."""
         world = self._world()
         if world == 1:
             return 1
@@ -131,7 +131,7 @@ class ContextParallelAttention(SharedAttention):
             )
         if mask is not None:
             mask = mask != 0
-            x = without(mask, x)
+            x = zero_masked_tokens(mask, x)
         size, seqlen = len(self.device_mesh), x.shape[1]
         name = "zigzag" if options["causal"] else "contiguous"
         runs = layout(name, (seqlen,), size, (-1, -1), 1)
@@ -167,7 +167,7 @@ class ContextParallelAttention(SharedAttention):
         return torch.cat(outs, 1)
 
     def _on(self, device: torch.device) -> tuple[Any, ...]:
-        """The parameters on a device; their gradients come back by themselves."""
+        """The parameters copied to a device; autograd returns their gradients."""
         parameters = (
             self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
         )  # fmt: skip
@@ -192,8 +192,8 @@ def _devices(device_mesh: Sequence[Device] | None, size: int) -> list[torch.devi
     devices = [checked_device("device_mesh", device) for device in device_mesh]
     if not 1 <= len(devices) <= size:
         raise ValueError(
-            f"device_mesh has {len(devices)} devices; context_parallel_size is {size}: give as "
-            "many, or fewer, which are then used in turns"
+            f"device_mesh has {len(devices)} devices; expected 1 to context_parallel_size, {size}: "
+            "fewer are used in turn"
         )
     return [devices[i % len(devices)] for i in range(size)]
 
@@ -214,11 +214,11 @@ def create_context_parallel_attention(
         num_heads: heads of queries.
         context_parallel_size: devices, or ranks of torch.distributed, that share a sequence.
         device_mesh: the devices of one process; some may be the same, and fewer than the size are
-            used in turns. None is the GPUs that there are, or the CPU. Parameters are made on
-            torch's default device, or ``device``.
-        group: a torch.distributed group in place of all ranks, which share sequences if
+            used in turn. None means all GPUs, or the CPU. Parameters are made on torch's default
+            device, or ``device``.
+        group: a torch.distributed group instead of all ranks, which share sequences if
             torch.distributed is initialised.
-        fields: others of :class:`AttentionConfig`, as device, dtype or num_kv_heads.
+        fields: other fields of :class:`AttentionConfig`, such as device, dtype or num_kv_heads.
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.

@@ -1,4 +1,4 @@
-"""The one way from a config to its module."""
+"""Makes the attention module of a config."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def create_attention(config: AttentionConfig) -> nn.Module:
         takes part, and returns (batch, seqlen, d_model).
 
     Raises:
-        NotImplementedError: the pattern's system does not exist yet, by name.
-        TypeError: config is none.
+        NotImplementedError: names a pattern that has no module yet.
+        TypeError: config is not an AttentionConfig.
 
     Example::
 
@@ -61,7 +61,7 @@ def create_attention(config: AttentionConfig) -> nn.Module:
 
 
 def _sparse(config: AttentionConfig) -> SparseAttentionConfig:
-    """The config itself, or with the defaults of what it does not say."""
+    """The config as a SparseAttentionConfig, with defaults for the fields that it lacks."""
     if isinstance(config, SparseAttentionConfig):
         return config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

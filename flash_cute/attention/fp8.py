@@ -17,8 +17,8 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
     """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32 or wider.
 
-    The maximum is over ``dims``, which are kept as 1, and over finite values. A scale of this kind
-    shifts exponents alone: values of fp8 times s are exact in any dtype that holds them.
+    The maximum is over ``dims``, which are kept as 1, and over finite values. Such a scale changes
+    only exponents: fp8 values times s are exact in any dtype that holds them.
     """
     amax = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True)
     ratio = amax.to(torch.promote_types(x.dtype, torch.float32)) / largest
@@ -28,11 +28,11 @@ def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tens
 
 
 class RoundToFP8(torch.autograd.Function):
-    """x to the values of fp8 times a scale, in x's dtype; the gradient passes as it is.
+    """Rounds x to fp8 values times a scale, in x's dtype; the gradient passes unchanged.
 
-    ``apply(x, dtype, dims)``: x (..., dim), fp8's dtype, and the dims that share a scale. Rounding
-    is to nearest even, as torch's casts do; what is not finite stays as it is, and what is finite
-    takes the largest value of fp8 that x's dtype has, if the nearest is beyond.
+    ``apply(x, dtype, dims)``: x (..., dim), the fp8 dtype, and the dims that share a scale. It
+    rounds to nearest even, as torch's casts do; inf and NaN stay, and finite values beyond x's
+    dtype become the largest fp8 value times the scale that it holds.
     """
 
     generate_vmap_rule = True
@@ -48,7 +48,7 @@ class RoundToFP8(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Nothing is kept."""
+        """Nothing is saved for backward."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -58,18 +58,16 @@ class RoundToFP8(torch.autograd.Function):
 class FP8Attention(FlashAttention3):
     """:class:`FlashAttention3` whose q, k and v are rounded to fp8, with scales, and back.
 
-    There are no fp8 kernels yet. The values are those that fp8 has, exactly (q, k and v have few
-    distinct mantissas, and are scaled by powers of two), and the attention of these values runs in
-    the module's dtype, with its accuracy. So it tells what fp8 would do to a model, at the
-    cost of the rounding: it is slower than :class:`FlashAttention3` and saves no memory. The
-    gradient is that of the rounded values, passed through the rounding (straight-through, arXiv
-    1308.3432).
+    There are no fp8 kernels yet. The values are exactly those of fp8 (scaled by powers of two), and
+    their attention runs in the module's dtype, with its accuracy. So it shows what fp8 does to a
+    model's results; it is slower than :class:`FlashAttention3` and saves no memory. The gradient is
+    that of the rounded values, passed through the rounding (straight-through, arXiv 1308.3432).
 
     Args:
         config: an :class:`FP8AttentionConfig`.
 
     Raises:
-        TypeError: config is none.
+        TypeError: config is not an FP8AttentionConfig.
 
     Example::
 
@@ -89,8 +87,8 @@ class FP8Attention(FlashAttention3):
     def _rounded(self, x: Tensor, packed: bool = False) -> Tensor:
         if x.numel() == 0:
             return x
-        apart = (-3,) * packed + (-2,) * (self.scaling == "head")
-        shared = tuple(dim for dim in range(-x.dim(), 0) if dim not in apart)
+        separate = (-3,) * packed + (-2,) * (self.scaling == "head")
+        shared = tuple(dim for dim in range(-x.dim(), 0) if dim not in separate)
         return RoundToFP8.apply(x, self.format, shared)
 
     def extra_repr(self) -> str:

@@ -18,7 +18,7 @@ class FlashAttention3(MultiHeadAttention):
     The name is the paper's (FlashAttention-3, arXiv 2407.08608), whose design for Hopper (TMA,
     wgmma, warps that load while others multiply) is that of the kernels for compute capability
     9.0 in fp16 and bf16. Everywhere else the same module, with the same results up to rounding,
-    runs other kernels: :meth:`kernels` tells which. fp8, the paper's third part, is not in them:
+    runs other kernels: :meth:`kernels` names them. fp8, the paper's third part, is not in them:
     see :class:`flash_cute.attention.FP8AttentionConfig`. :meth:`forward` is that of
     :class:`flash_cute.core.AttentionLayer`.
 
@@ -51,7 +51,7 @@ class FlashAttention3(MultiHeadAttention):
             given = {"d_model": config, "num_heads": num_heads}
             fields |= {name: x for name, x in given.items() if x is not None}
             config = AttentionConfig(**fields)
-        _refuse_systems(config.pattern)
+        _refuse_pattern_of_systems(config.pattern)
         super().__init__(
             config.d_model, config.num_heads, config.num_kv_heads, config.dropout, config.bias,
             config.score(), config.device, config.dtype,
@@ -61,10 +61,10 @@ class FlashAttention3(MultiHeadAttention):
     def kernels(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> str:
-        """Which kernels calls take first, in words.
+        """The kernels that calls prefer, in words.
 
         Args:
-            device: where; None is where the parameters are.
+            device: None is the parameters' device.
             dtype: of q, k and v; None is the parameters' own.
 
         Example::
@@ -95,7 +95,7 @@ class FlashAttention3(MultiHeadAttention):
         return f"{super().extra_repr()}, {options}, kernels={self.kernels()!r}"
 
 
-def _refuse_systems(pattern: AttentionPatterns) -> None:
+def _refuse_pattern_of_systems(pattern: AttentionPatterns) -> None:
     if pattern not in (AttentionPatterns.FULL, AttentionPatterns.CAUSAL):
         raise NotImplementedError(
             f"pattern is {pattern}, which this layer does not have; supported: "

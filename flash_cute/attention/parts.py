@@ -1,4 +1,4 @@
-"""Attention of consecutive queries of a sequence to keys of all of it."""
+"""Attention of a slice of a sequence's queries to all of its keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor, start: int, options: dict[str, Any]) -> Tensor:
-    """out (batch, rows, heads, dim) of q (batch, rows, heads, dim), whose first row is at ``start``
-    of the sequence that k and v (batch, seqlen, heads_k, dim) are of.
+    """out (batch, rows, heads, dim) of q (batch, rows, heads, dim), rows [start, start + rows) of a
+    sequence with k and v (batch, seqlen, heads_k, dim).
 
-    ``options`` are :func:`flash_cute.flash_attn_func`'s. Its masks are aligned to the last key that
-    it is given: keys behind the last that is seen are left out, and the window moves with it.
+    ``options`` are :func:`flash_cute.flash_attn_func`'s, whose masks are aligned to the last key:
+    keys behind the last visible one are cut off, and the window is shifted.
     """
     left, right = options["window_size"]
     right = 0 if options["causal"] else right
@@ -30,11 +30,11 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, start: int, options: dict[str, 
 def attend_masked_part(
     q: Tensor, k: Tensor, v: Tensor, start: int, mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """The same where only those tokens take part for which ``mask`` (batch, seqlen) is not 0; out
-    of the others is 0. Causal masks and windows count those that take part.
+    """:func:`attend_part` with a ``mask`` (batch, seqlen): tokens with 0 take no part, and their
+    out is 0. Causal masks and windows count only tokens that take part.
 
     Raises:
-        NotImplementedError: a window that looks ahead, or is bounded to the left alone.
+        NotImplementedError: a window that looks ahead, or is bounded only to the left.
     """
     left, right = options["window_size"]
     right = 0 if options["causal"] else right

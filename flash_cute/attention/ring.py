@@ -1,4 +1,4 @@
-"""``RingAttentionLayer``: memory that grows with the sequence's length, not with its square."""
+"""``RingAttentionLayer``: attention with memory linear in the sequence length."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from flash_cute.attention.shared import (
 class RingAttentionLayer(SharedAttention):
     """Exact multi-head attention of very long sequences (Ring Attention, arXiv 2310.01889).
 
-    On one device keys and values stream past the queries tile by tile inside of the kernels, so
-    that a call holds tensors of (batch, seqlen, d_model) alone, whatever the length. If
-    torch.distributed is initialised with several ranks, these, or those of ``group``, share each
-    sequence: each gives its part, and keys and values go round; a rank holds its own part of all
-    tensors, and one more of keys and values.
+    On one device the kernels read keys and values tile by tile, so that a call holds only tensors
+    of (batch, seqlen, d_model). If torch.distributed is initialised with several ranks, these, or
+    those of ``group``, share each sequence: each passes its part, and keys and values travel around
+    the ring; a rank holds its own part of all tensors, and one more part of keys and values.
 
     Args:
         config: an :class:`AttentionConfig` of pattern RING.
-        group: a torch.distributed group in place of all ranks; of one rank it is one device. It is
-            not saved with the layer: set ``layer.group`` of one that was loaded.
+        group: a torch.distributed group instead of all ranks; one rank means one device. It is not
+            saved with the layer: set ``layer.group`` after loading.
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.
@@ -61,19 +60,19 @@ class RingAttentionLayer(SharedAttention):
 
         Args:
             hidden_states: (batch, seqlen, d_model). With several ranks: this rank's part of the
-                sequence, parts following each other in rank order, of any lengths.
-            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not; of the same
-                tokens. Causal masks and windows count the tokens that take part alone. With several
-                ranks it makes every one gather all keys and values.
-            key, value: cross attention, as in :class:`flash_cute.core.AttentionLayer`; on one
-                device alone.
+                sequence; parts are in rank order, of any lengths.
+            attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not; for the
+                same tokens. Causal masks and windows count only the tokens that take part. With
+                several ranks it makes each of them gather all keys and values.
+            key, value: cross attention, as in :class:`flash_cute.core.AttentionLayer`; only on one
+                device.
             is_causal: each token sees itself and those before it.
 
         Returns:
             (batch, seqlen, d_model). A token that takes no part has ``out_proj.bias``.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, and sequences that are longer than
+            TypeError, ValueError: an argument is refused by name, or sequences that are longer than
                 ``max_sequence_length``. All ranks of a group raise the same message.
             NotImplementedError: with several ranks: cross attention, dropout in training, and a
                 mask with a window that looks ahead.
@@ -109,11 +108,11 @@ def create_ring_attention(
     Args:
         d_model: width of tokens, a multiple of ``num_heads``.
         num_heads: heads of queries.
-        max_sequence_length: longer sequences are refused. Nothing of this size is held.
+        max_sequence_length: longer sequences are refused. Nothing of this size is allocated.
         device: of the parameters; None is torch's default.
-        group: a torch.distributed group in place of all ranks, which share each sequence if
-            torch.distributed is initialised; of one rank it is one device.
-        fields: others of :class:`AttentionConfig`, as dtype or num_kv_heads.
+        group: a torch.distributed group instead of all ranks, which share each sequence if
+            torch.distributed is initialised; one rank means one device.
+        fields: other fields of :class:`AttentionConfig`, such as dtype or num_kv_heads.
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is expected.

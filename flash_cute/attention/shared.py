@@ -1,4 +1,4 @@
-"""Layers whose tokens several ranks of torch.distributed share: what they have in common."""
+"""The base of layers whose tokens are split over ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SharedAttention(MultiHeadAttention):
     @property
     def group(self) -> Any:
         """The torch.distributed group whose ranks share each sequence; None is all ranks, if
-        torch.distributed is initialised. It may be set, as of a layer that was loaded."""
+        torch.distributed is initialised. It may be set, for instance after loading."""
         return self._group.value
 
     @group.setter
@@ -60,7 +60,7 @@ class SharedAttention(MultiHeadAttention):
             check_mask(mask, x)
 
     def _check_kind(self, x: Tensor) -> None:
-        """Ranks of which one cannot project its tokens would wait for it."""
+        """Refuses inputs that cannot be projected: the other ranks would wait for this one."""
         weight = self.in_proj_weight
         if x.device != weight.device:
             raise ValueError(
@@ -73,8 +73,8 @@ class SharedAttention(MultiHeadAttention):
             )
 
     def _split_heads(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-        """q, k and v of tokens, of which those that take no part are 0."""
-        heads = self._heads(x if mask is None else without(mask, x))
+        """q, k and v of tokens; masked tokens are 0."""
+        heads = self._heads(x if mask is None else zero_masked_tokens(mask, x))
         return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
 
     def _of_ranks(
@@ -87,8 +87,8 @@ class SharedAttention(MultiHeadAttention):
         longest: int | None,
         crosses: bool,
     ) -> Tensor:
-        """Of this rank's tokens, those of ``size`` ranks being in rank order. ``crosses``: the call
-        has keys of its own."""
+        """Attention of this rank's tokens; ``size`` ranks have the sequence in rank order.
+        ``crosses``: the call is cross attention."""
         if torch.compiler.is_compiling():
             return self._in_graph(size, strategy, x, mask, options, longest, crosses)
         from flash_cute.distributed import cp_attention
@@ -128,7 +128,8 @@ class SharedAttention(MultiHeadAttention):
         longest: int | None,
         crosses: bool,
     ) -> Tensor:
-        """The same in a graph, where every rank has as many tokens: asked when the graph runs."""
+        """:meth:`_of_ranks` in a graph: all ranks have equally many tokens, which is checked when
+        the graph runs."""
         from flash_cute.distributed import cp_attention, cp_ops
         from flash_cute.distributed.layer_group import equal_plan, name_of
 
@@ -139,7 +140,7 @@ class SharedAttention(MultiHeadAttention):
             check_length(size * x.shape[1], longest)
             if mask is not None:
                 raise NotImplementedError(
-                    "attention_mask is given, which layers of ranks do not take in torch.compile"
+                    "attention_mask is not supported in torch.compile if ranks share the tokens"
                 )
 
         problem = cp_ops.problem_in_graph(check, x)
@@ -161,7 +162,7 @@ class SharedAttention(MultiHeadAttention):
 def _attend_masked(
     cp: Any, plan: Any, qkv: tuple[Tensor, ...], mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Of this rank's queries, where every rank gathers all keys, values and the mask."""
+    """Attention of this rank's queries, with all keys, values and the mask gathered."""
     from flash_cute.distributed import cp_ops, description
 
     q, k, v = qkv
@@ -170,19 +171,19 @@ def _attend_masked(
     if not mask.is_floating_point():
         mask = (mask != 0).to(torch.uint8)
     mask = cp_ops.gather(mask, plan.key)
-    check_mask(mask, k)  # floats as a whole: all ranks see the same
+    check_mask(mask, k)  # after gathering, so that all ranks get the same answer
     start = sum(plan.rows(rank) for rank in range(cp.rank))
     return attend_masked_part(q, k, v, start, mask != 0, options)
 
 
 def with_any_floats(mask: Any) -> Any:
-    """The mask, in which floats, which count as a whole, are what they stand for."""
+    """The mask; floats are replaced, since they are checked after gathering."""
     in_floats = isinstance(mask, Tensor) and mask.is_floating_point()
     return mask != 0 if in_floats else mask
 
 
-def without(mask: Tensor, x: Tensor) -> Tensor:
-    """x with 0 for tokens that take no part, so that these reach no gradient either."""
+def zero_masked_tokens(mask: Tensor, x: Tensor) -> Tensor:
+    """x with 0 for masked tokens, so that their values reach no gradient either."""
     return x.masked_fill((mask == 0).unsqueeze(-1), 0)
 
 
@@ -195,7 +196,7 @@ def check_length(seqlen: int, longest: int | None) -> None:
 
 
 def refuse_cross_attention(crosses: bool) -> None:
-    """Tokens that are shared out attend to themselves."""
+    """Refuses cross attention, which split tokens do not support."""
     if crosses:
         raise NotImplementedError(
             "key or value is given: cross attention is not supported where devices share tokens; "
@@ -204,7 +205,7 @@ def refuse_cross_attention(crosses: bool) -> None:
 
 
 def with_pattern(config: AttentionConfig, pattern: AttentionPatterns) -> AttentionConfig:
-    """The config, if it is one of this pattern."""
+    """Checks that it is a config of this pattern, and returns it."""
     if not isinstance(config, AttentionConfig):
         raise TypeError(f"config is {type(config).__name__}; expected an AttentionConfig")
     if config.pattern is not pattern:

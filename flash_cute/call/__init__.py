@@ -1,2 +1,2 @@
-"""What belongs to any attention call: spellings of its arguments, their validation, fp8 inputs, and
-the random state of dropout."""
+"""The arguments of attention calls: other spellings, validation, fp8 inputs, and the random state
+of dropout."""

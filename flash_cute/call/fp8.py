@@ -1,14 +1,14 @@
-"""fp8 inputs of the attention functions: forward, with descales, by widening.
+"""fp8 inputs of the attention functions: forward only, with descales, by widening.
 
-There are no fp8 kernels yet. q and k, and v if it is fp8 too, become 16 bits, of v's dtype or else
-bf16, and the 16-bit kernels run. fp16 and bf16 both hold every value of e4m3 and e5m2, so widening
-is exact: the result is that of attention of the values given, as accurate as the 16-bit kernels.
+There are no fp8 kernels yet. q and k, and v if it is fp8 too, are cast to v's 16-bit dtype, or to
+bf16, and the 16-bit kernels run. fp16 and bf16 hold every value of e4m3 and e5m2, so the cast is
+exact, and the result is as accurate as that of the 16-bit kernels.
 
-Descales are FlashAttention-3's: the values meant are fp8 values times a descale, a number, a tensor
-of one element, or a tensor (batch, heads_k) whose kv heads speak for their group of query heads.
-Those of q and k that are numbers go into the scale of the softmax. Tensors, which the host does not
-read, multiply q, whose products are rounded to bf16 once. fp16 has no room for them: with v in fp16
-attention is then computed in fp32. ``v_descale`` multiplies out, in fp32.
+Descales are FlashAttention-3's: fp8 values are multiplied by a number, a tensor of one element, or
+a tensor (batch, heads_k), whose entries hold for the query heads of each kv head. Numbers for q and
+k are multiplied into softmax_scale. Tensors, which the host does not read, multiply q, which is
+rounded to bf16 once more. fp16 might overflow: with v in fp16 attention is then computed in fp32.
+``v_descale`` multiplies out, in fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Descale = Tensor | float | None
 
 
 def is_asked(tensors: tuple[Any, ...], descales: tuple[Descale, ...], out_dtype: Any) -> bool:
-    """Whether a call is one of fp8, or gives an argument that only such a call has."""
+    """Whether a call has fp8 inputs, or an argument that only calls with fp8 inputs take."""
     if out_dtype is not None or any(x is not None for x in descales):
         return True
     return any(isinstance(x, Tensor) and x.dtype in DTYPES for x in tensors)
@@ -44,10 +44,10 @@ def unpacked(name: str, x: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Narrow:
-    """A call of fp8: what is done before attention of 16 bits, and after it."""
+    """A call with fp8 inputs: its casts and descales before and after 16-bit attention."""
 
     descales: tuple[Descale, Descale, Descale]  # of q, k and v
-    dtype: torch.dtype  # that attention is computed in
+    dtype: torch.dtype  # of the attention that runs
     out_dtype: torch.dtype
 
     @classmethod
@@ -60,7 +60,7 @@ class Narrow:
         out_dtype: torch.dtype | None,
         out: Tensor | None = None,
     ) -> Narrow:
-        """Refuses kinds of tensors that do not go together; out is bf16 if nothing else is asked.
+        """Checks the dtypes; out is bf16 without ``out_dtype``.
 
         Raises TypeError, ValueError, and NotImplementedError for a gradient, and for ``out``.
         """
@@ -78,7 +78,7 @@ class Narrow:
                 given = zip(names, (*descales, out_dtype), strict=True)
                 raise ValueError(
                     f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
-                    f"out_dtype go with fp8 q and k; {name} has dtype {x.dtype}"
+                    f"out_dtype need fp8 q and k; {name} has dtype {x.dtype}"
                 )
             raise TypeError(
                 f"{name} has dtype {x.dtype}; with fp8, q and k are of {_listed(DTYPES)}, and v is "
@@ -102,14 +102,14 @@ class Narrow:
         return cls(descales, wide, out_dtype or torch.bfloat16)
 
     def widen(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The same values in the dtype that attention is computed in."""
+        """q, k and v cast to the dtype of the attention that runs."""
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
     def descale(
         self, q: Tensor, heads_k: int, softmax_scale: Any, cu_seqlens_q: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """q (batch, seqlen_q, heads, dim), or packed (total_q, heads, dim), and the scale of the
-        softmax, with the descales of q and k in one or the other."""
+        """q (batch, seqlen_q, heads, dim), or packed (total_q, heads, dim), and softmax_scale, one
+        of them multiplied by the descales of q and k."""
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         for name, x in zip(("q_descale", "k_descale", "v_descale"), self.descales, strict=True):
             _check(name, x, q, batch, heads_k)
@@ -126,7 +126,7 @@ class Narrow:
         return q, softmax_scale
 
     def finish(self, result: Any, cu_seqlens_q: Tensor | None = None) -> Any:
-        """The function's result: out in the dtype asked for, times the descale of v."""
+        """The function's result: out times the descale of v, in ``out_dtype``."""
         out, *rest = result if isinstance(result, tuple) else (result,)
         x = self.descales[2]
         if x is not None:
@@ -168,8 +168,8 @@ def _check(name: str, x: Descale, q: Tensor, batch: int, heads_k: int) -> None:
 
 
 def _of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A descale in fp32 for each head of ``rows`` (batch, seqlen, heads, dim) or (total, heads,
-    dim): a tensor that multiplies them."""
+    """A descale as an fp32 tensor that broadcasts to ``rows``, (batch, seqlen, heads, dim) or
+    (total, heads, dim)."""
     if x.dim() < 2:
         return x
     x = x.repeat_interleave(rows.shape[-2] // x.shape[1], dim=1)[..., None]  # (batch, heads, 1)

@@ -50,11 +50,11 @@ def philox4x32(
 
 
 def dropout_rate(dropout_p: float) -> tuple[int, float]:
-    """(drop_below, keep_scale) of a probability: what is drawn, and what makes up for it.
+    """(drop_below, keep_scale) of a dropout probability.
 
-    Of 65536 random numbers those below ``drop_below`` are dropped: ``dropout_p`` to the nearest
-    65536th, but all of them for 1 alone. ``keep_scale`` is 1 / (1 - the rate that is drawn), so
-    that dropout keeps the mean; 0 where everything is dropped.
+    A weight is dropped if its random number in [0, 65536) is below ``drop_below``, which is
+    ``dropout_p`` in 65536ths, rounded; only 1 drops all. ``keep_scale`` is 1 / (1 - drop_below /
+    65536), so that dropout keeps the mean; 0 if everything is dropped.
     """
     if dropout_p == 1:
         return DROP_STEPS, 0.0
@@ -70,7 +70,7 @@ def dropout_keep(
     ``rng`` is int64 (2,): seed and offset. ``dropout_p`` in [0, 1] is the chance to drop, as
     :func:`dropout_rate` rounds it. ``bh`` holds ``batch * heads + query_head``, ``rows`` and
     ``cols`` the positions of queries and keys in their sequence: int64 vectors in any order, so
-    that any part of the matrix can be asked for. Returns bool (len(bh), len(rows), len(cols)).
+    that any part of the matrix can be computed. Returns bool (len(bh), len(rows), len(cols)).
     Raises ValueError without ``rng``.
     """
     if rng is None:

@@ -1,4 +1,4 @@
-"""The random state of dropout: where a call's comes from."""
+"""The random state that dropout of a call uses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flash_cute.call.validate.rng import check_generator, check_rng
 def rng_state(
     device: torch.device | str | int | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draws a state for dropout. Calls that are given the same one as ``rng`` drop the same.
+    """Draws a random state for dropout: calls with the same ``rng`` drop the same weights.
 
     Args:
-        device: where the state lies, which is where q is; None is the generator's device, or
-            torch's default device.
+        device: of the state, which must be q's; None is the generator's device, or torch's default
+            device.
         generator: what draws it; None is the device's default generator.
 
     Returns:
-        int64 (2,): seed and offset. Nothing waits for the device.
+        int64 (2,): seed and offset. There is no host synchronisation.
 
     Raises:
-        TypeError, ValueError: ``device`` names no device, or ``generator`` is no torch.Generator.
+        TypeError, ValueError: ``device`` is not a device, or ``generator`` not a torch.Generator.
         ValueError: ``generator`` is on another kind of device.
         NotImplementedError: ``generator`` is given inside of torch.compile or torch.export.
 
@@ -39,8 +39,8 @@ def rng_state(
     """
     if device is not None and not isinstance(device, (torch.device, str, int)):
         raise TypeError(
-            f"device is {validate.kind_of(device)}; expected a torch.device, e.g. q.device; a "
-            "generator goes by its name: generator="
+            f"device is {validate.kind_of(device)}; expected a torch.device, e.g. q.device; pass a "
+            "generator by name: generator="
         )
     if isinstance(device, (str, int)):
         _check_device(device)
@@ -62,14 +62,14 @@ def _check_device(device: str | int) -> None:
         torch.device(device)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"device is {device!r}, which is none: {str(error).splitlines()[0]}"
+            f"device is {device!r}; expected a torch.device: {str(error).splitlines()[0]}"
         ) from error
 
 
 def rng_of_call(
     q: Tensor, dropout_p: float, generator: torch.Generator | None, rng: Tensor | None
 ) -> Tensor | None:
-    """The state that a call uses: the one it is given, or a new one; None without dropout."""
+    """``rng``, or a state drawn from ``generator``; None without dropout."""
     if generator is not None:
         check_generator("generator", generator, q.device)
     if rng is not None:

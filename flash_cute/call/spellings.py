@@ -1,5 +1,6 @@
-"""Arguments as other libraries spell them, brought to the form that :mod:`flash_cute.call.validate`
-checks. What cannot be brought to it stays as it is, and is refused there.
+"""Converts arguments as other libraries spell them to the form that
+:mod:`flash_cute.call.validate` checks. What cannot be converted is returned as it is, and refused
+there.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor
 from flash_cute.call import validate
 from flash_cute.call.validate import options as validate_options
 
-# How FlashAttention-3's kernels are to be scheduled: this library schedules its own, and results do
-# not depend on it.
+# Scheduling options of FlashAttention-3's kernels, which are ignored here: results do not depend on
+# them.
 HINTS = {"num_splits": int, "pack_gqa": bool, "sm_margin": int}
-# Features that do not exist, with the values that ask for nothing.
+# Arguments of features that do not exist here, with the values that switch them off.
 ABSENT = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
     "scheduler_metadata": None,
 }  # fmt: skip
-# Names that torch's attention has for these things.
+# Arguments of torch's attention, and what to use instead.
 _ELSEWHERE = {
     "is_causal": "causal=",
     "scale": "softmax_scale=",
@@ -42,7 +43,7 @@ IntegerLike = Any  # int, or a numpy integer or tensor without dimensions
 
 
 def rows(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors whose last dimension is not contiguous are copied, as flash-attn does."""
+    """The tensors; those whose last dimension is not contiguous are copied, as flash-attn does."""
     return tuple(x.contiguous() if _is_in_columns(x) else x for x in tensors)
 
 
@@ -53,7 +54,7 @@ def _is_in_columns(x: Any) -> bool:
 
 
 def integer(x: IntegerLike) -> Any:
-    """An int from what holds one. A tensor on a GPU is waited for."""
+    """An int from an IntegerLike. Reading a tensor on a GPU synchronises the host."""
     if type(x) is int or isinstance(x, (bool, float, torch.SymInt)) or x is None:
         return x
     if isinstance(x, Tensor):
@@ -66,7 +67,7 @@ def integer(x: IntegerLike) -> Any:
 
 
 def window(x: Any) -> Any:
-    """(left, right) from any sequence of two, None standing for an unbounded side or for both."""
+    """(left, right) from any sequence of two; None means unbounded, for one side or for both."""
     if type(x) is tuple and len(x) == 2 and type(x[0]) is type(x[1]) is int:
         return x
     if x is None:
@@ -79,12 +80,12 @@ def window(x: Any) -> Any:
 
 
 def sides(x: Any) -> tuple[int, int]:
-    """:func:`window`'s two sides; TypeError or ValueError for what is no such sequence."""
+    """:func:`window`'s two sides; TypeError or ValueError if it is not a sequence of two."""
     return validate_options.sides(window(x))
 
 
 def sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
-    """One of three names of attention sinks; vLLM and transformers have the second, FA4 the third.
+    """The sink, from its three names: vLLM and transformers use the second, FA4 the third.
 
     Raises:
         ValueError: several are given.
@@ -98,14 +99,14 @@ def sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
 def keys(
     k: Tensor, v: Tensor, seqused_k: Tensor | None, block_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v and the offsets that belong to ``cu_seqlens_k=None``: where lengths alone are given.
+    """k, v and cu_seqlens_k of a call with ``cu_seqlens_k=None``, which gives seqused_k instead.
 
     Raises:
-        ValueError: they are not, or k is not (batch, seqlen, heads, dim) or in pages.
+        ValueError: seqused_k is None, or k is neither (batch, seqlen, heads, dim) nor in pages.
     """
     if not isinstance(seqused_k, Tensor) or not isinstance(k, Tensor) or k.dim() != 4:
         raise ValueError(
-            "cu_seqlens_k is None; it goes with seqused_k and with k of pages (block_table), or of "
+            "cu_seqlens_k is None; that needs seqused_k, and k in pages (block_table) or of shape "
             "(batch, seqlen, heads, dim)"
         )
     if block_table is not None:
@@ -117,12 +118,12 @@ def keys(
 
 
 def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
-    """Keywords that a function does not name itself: hints, features that are not asked for, and
-    ``return_softmax_lse``, which is what it returns.
+    """Checks keywords beyond the function's own: hints, features that do not exist, switched off,
+    and ``return_softmax_lse``, whose value it returns.
 
     Raises:
-        NotImplementedError: a feature that does not exist is asked for.
-        TypeError: anything else, with the name that it has here.
+        NotImplementedError: a feature that does not exist is switched on.
+        TypeError: any other keyword; the message has flash_cute's name for it.
     """
     for name, x in named.items():
         if name in HINTS:

@@ -1,4 +1,4 @@
-"""The app: its commands are functions of :mod:`flash_cute.cli.facts` and the modules beside it."""
+"""The app: its commands are functions of the other modules in :mod:`flash_cute.cli`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def can_use_cuda() -> bool:
     return library.can_use_cuda()
 
 
-def _show_version(asked: bool) -> None:
-    if not asked:
+def _show_version(show: bool) -> None:
+    if not show:
         return
     try:
         found = version("flash-cute")
@@ -57,7 +57,7 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def main(
-    asked: Annotated[
+    show: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="print the version"),
     ] = False,
@@ -103,10 +103,10 @@ def run_profile(
         "seqlen_q": seqlen, "seqlen_k": seqlen if seqlen_k is None else seqlen_k,
         "head_dim": head_dim, "head_dim_v": head_dim_v or head_dim, "causal": causal,
     }  # fmt: skip
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         profile.find_ncu()
         if not can_use_cuda():
-            raise profile.ProfileError("there is no GPU here, or a library without kernels for it")
+            raise profile.ProfileError("there is no GPU here, or the library has no kernels for it")
         found = profile.run([json.dumps(arguments)], report)
     if as_json:
         typer.echo(json.dumps([asdict(kernel) for kernel in found], indent=1))

@@ -28,7 +28,7 @@ NAMES = (*KNOWN, *CARDS, *ARCHS)
 
 
 def card(name: str) -> Any:
-    """The :class:`flash_cute.kernels.Gpu` of one of NAMES; an arch's is that of a card of it."""
+    """The :class:`flash_cute.kernels.Gpu` of one of NAMES; for an arch, that of a card with it."""
     from flash_cute.kernels import GPUS, Gpu
 
     name = ARCHS.get(name, name)

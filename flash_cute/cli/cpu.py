@@ -1,4 +1,4 @@
-"""Which of its ways the CPU takes for a call, and why."""
+"""Which of two implementations the CPU runs for a call, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLAIN = "ATen's flash kernel for the CPU, as torch's scaled_dot_product_attentio
 
 
 def window(problem: Problem) -> tuple[int, int]:
-    """Keys before and after a query's own that it sees; negative: all."""
+    """How many keys before and after its own a query sees; negative: all."""
     left, right = problem.window_size
     return left, 0 if problem.causal else right
 
@@ -28,7 +28,7 @@ def reasons(problem: Problem) -> list[str]:
     if problem.lists:
         found.append("lists of tiles (sparse)")
     if dim_v != problem.head_dim:
-        found.append(f"head dim {dim_v} of v beside {problem.head_dim} of q and k")
+        found.append(f"head dim {dim_v} of v, {problem.head_dim} of q and k")
     if problem.head_dim > MAX_HEAD_DIM:
         found.append(f"head dim {problem.head_dim}, above {MAX_HEAD_DIM}")
     if problem.batch == 0 or rows == 0 or keys == 0:

@@ -1,4 +1,4 @@
-"""The commands that tell facts: info, list, explain."""
+"""The commands that run no attention: info, list, explain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``flash-cute info`` tells, and a bug report needs: versions, library, GPUs, machine."""
+"""``flash-cute info``, for bug reports: versions, library, GPUs, machine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import flash_cute
 from flash_cute import kernels
 from flash_cute.native import library
 
-# Distributions that calls may pass through.
+# Distributions whose versions matter to calls.
 _BESIDE = ("triton", "transformers", "flash-attn", "vllm", "diffusers")
 
 
 def gather() -> dict[str, Any]:
-    """Everything as JSON types. A probe that fails leaves ``{"error": reason}`` in its place."""
+    """All facts as JSON types. A probe that fails gives ``{"error": reason}`` instead."""
     probes: dict[str, Callable[[], Any]] = {
         "flash_cute": _package,
         "kernels": _kernels,
@@ -38,7 +38,7 @@ def gather() -> dict[str, Any]:
 def _guarded(probe: Callable[[], Any]) -> Any:
     try:
         return probe()
-    except Exception as error:  # whatever is broken here is what this command is asked about
+    except Exception as error:  # info must report a broken part, not fail on it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -53,7 +53,7 @@ def _package() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, int]:
-    """How many the library has, by family."""
+    """How many kernels the library has, by family."""
     counts: dict[str, int] = {"all": len(kernels.kernels())}
     for kernel in kernels.kernels():
         family = f"{kernel.op}_sm{kernel.arch}"
@@ -102,8 +102,8 @@ def _tools() -> dict[str, str | None]:
     tools["driver"] = None
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=20)
-        tools["driver"] = next(iter(asked.stdout.split()), None)
+        query_result = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        tools["driver"] = next(iter(query_result.stdout.split()), None)
     return tools
 
 
@@ -115,8 +115,8 @@ def _environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
     }
-    asked = {name: x for name, x in sorted(os.environ.items()) if name.startswith("FLASH_CUTE_")}
-    return machine | asked
+    own = {name: x for name, x in sorted(os.environ.items()) if name.startswith("FLASH_CUTE_")}
+    return machine | own
 
 
 def _cpu() -> str:
@@ -129,7 +129,7 @@ def _cpu() -> str:
 
 
 def lines(name: str, part: Any) -> list[str]:
-    """A part as text."""
+    """A part of the facts as text."""
     if name == "kernels" and "all" in part:
         counts = {x: n for x, n in part.items() if x != "all"}
         families = ", ".join(f"{x} {n}" for x, n in counts.items() if n)

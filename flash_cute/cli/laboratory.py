@@ -32,10 +32,10 @@ def show_list() -> None:
 def run_check(
     seed: Annotated[int | None, typer.Option(help="of the inputs [a fresh one]")] = None,
 ) -> None:
-    """Every kernel beside the fp64 reference, on a GPU. Exits with 1 if one is wrong."""
+    """Compares every kernel with the fp64 reference, on a GPU. Exits with 1 if one is wrong."""
     from flash_cute.lab import __main__ as laboratory
 
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         options.device("cuda")
         raise typer.Exit(laboratory.check(Namespace(seed=seed)))
 
@@ -63,10 +63,10 @@ def run_progression(
     ):
         if given not in known:
             raise typer.BadParameter(f"{name} {given}: expected {known[0]} or {known[1]}")
-    asked = Namespace(
+    arguments = Namespace(
         every=every, dtype=dtype, batch=batch, seq_len=seq_len, heads=heads, d_head=d_head,
         rounds=rounds, json=to_json, plot=plot,
     )  # fmt: skip
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         options.device("cuda")
-        raise typer.Exit(laboratory.measure(asked))
+        raise typer.Exit(laboratory.measure(arguments))

@@ -90,7 +90,7 @@ def gpu(name: str | None) -> Gpu | int | None:
 
 
 def described(name: str | None) -> Gpu:
-    """The GPU that a command means."""
+    """The GPU of an option's value."""
     from flash_cute import kernels
     from flash_cute.native import library
 
@@ -101,7 +101,7 @@ def described(name: str | None) -> Gpu:
 
 
 def device(name: str) -> str:
-    """The device that a command runs on; "" is CUDA where it can be used, else the CPU."""
+    """The device that a command runs on; "" is CUDA if it can be used, else the CPU."""
     from flash_cute.native.library import can_use_cuda
 
     if name in ("", "cpu"):
@@ -117,7 +117,7 @@ def device(name: str) -> str:
 
 
 def problem(**sizes: object) -> Problem:
-    """The call in sizes; what its errors say stands as an error of the options."""
+    """The call in sizes; its errors are raised as errors of the options."""
     from flash_cute.kernels import Problem
 
     try:
@@ -129,8 +129,8 @@ def problem(**sizes: object) -> Problem:
 
 
 @contextmanager
-def failing_in_a_line() -> Iterator[None]:
-    """What a command cannot do here is one line on standard error, and the status 1."""
+def errors_in_one_line() -> Iterator[None]:
+    """Inside, an error is one line on standard error, and the status 1."""
     try:
         yield
     except typer.Exit:  # a RuntimeError

@@ -1,9 +1,8 @@
-"""``flash-cute profile``: one call under Nsight Compute, and what of its report says why it is as
-fast as it is.
+"""``flash-cute profile``: one call under Nsight Compute, and the metrics that show its bottleneck.
 
-The call runs in a process of its own (:mod:`flash_cute.cli.profiled`) under ``ncu``, of which only
-what an NVTX range holds is profiled. Shares are those of the metrics' peaks; a metric that this GPU
-or this ncu does not have is left out.
+The call runs in a process of its own (:mod:`flash_cute.cli.profiled`) under ``ncu``, which profiles
+only an NVTX range. Percentages are relative to the metrics' peaks; metrics that this GPU or this
+ncu does not have are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 RANGE = "flash_cute"
 
 _ACTIVE, _ELAPSED = ".avg.pct_of_peak_sustained_active", ".avg.pct_of_peak_sustained_elapsed"
-# What bounds attention, and the metrics that show it: the first that is there counts.
+# Possible bottlenecks of attention, and their metrics: the first that exists is used.
 ROOFS = {
     "tensor pipe": [
         f"sm__pipe_tensor_op_gmma_cycles_active{_ACTIVE}",  # wgmma
@@ -67,7 +66,7 @@ def find_ncu() -> str:
 
 
 def run(arguments: Sequence[str], report: Path) -> list[Profile]:
-    """Profiles a call, keeps the report as a file for ncu-ui, and returns what it says.
+    """Profiles a call, writes the report to a file for ncu-ui, and returns its kernels.
 
     ``arguments`` are those of :mod:`flash_cute.cli.profiled`. Raises ProfileError.
     """
@@ -123,20 +122,20 @@ def _profile(row: dict[str, str], unit_of: dict[str, str]) -> Profile:
 
 
 def _known(ncu: str, wanted: list[str]) -> list[str]:
-    """Those of the metrics that this ncu has for this GPU: it refuses a call with any other."""
+    """The metrics that this ncu has for this GPU: it refuses a call with any other."""
     listed = set(re.findall(r"^(\w+__\w+)", _call([ncu, "--query-metrics"]), re.MULTILINE))
     return [name for name in wanted if name.partition(".")[0] in listed] + [_DURATION]
 
 
 def _call(command: list[str]) -> str:
     ended = subprocess.run(command, capture_output=True, text=True)
-    said = ended.stdout + ended.stderr
-    if _NO_COUNTERS in said:
+    output = ended.stdout + ended.stderr
+    if _NO_COUNTERS in output:
         raise ProfileError(
             "the driver keeps performance counters from this user (ERR_NVGPUCTRPERM): run as root, "
             "or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
         )
     if ended.returncode != 0:
-        last = "\n".join(said.splitlines()[-15:])
+        last = "\n".join(output.splitlines()[-15:])
         raise ProfileError(f"{' '.join(command[:2])} ... ended with {ended.returncode}:\n{last}")
     return ended.stdout

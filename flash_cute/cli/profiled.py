@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> None:
     """The only argument is JSON with the arguments of :func:`call_of`."""
     (given,) = sys.argv[1:] if argv is None else argv
     call = call_of(**json.loads(given))
-    call()  # what only a first call does stays outside
+    call()  # warms up outside of the range
     torch.cuda.synchronize()
     with torch.cuda.nvtx.range(RANGE):
         call()

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from . import beside, options
+from . import bundled, options
 from .options import Causal, Device, HeadDim, Heads, HeadsK, Json
 
-_DTYPES = ("bf16", "fp16", "e4m3")  # that the benchmarks have cases of
+_DTYPES = ("bf16", "fp16", "e4m3")  # of the benchmarks' cases
 _DIRECTIONS = ("fwd", "bwd", "fwd,bwd")
 
 
@@ -49,16 +49,16 @@ def run_bench(
         Path | None, typer.Option("--json", help="write every measurement to this file")
     ] = None,
 ) -> None:
-    """Times your shapes beside other libraries, and checks the results."""
+    """Times your shapes and other libraries, and checks the results."""
     for name, given, known in (
         ("--dtype", dtype, _DTYPES),
         ("--direction", direction, _DIRECTIONS),
     ):
         if given not in known:
             raise typer.BadParameter(f"{name} {given}: expected one of {', '.join(known)}")
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         device = options.device(device)
-        benchmark = beside.module("benchmarks.attention")
+        benchmark = bundled.module("benchmarks.attention")
     on_cpu = device == "cpu"
     batch = batch or (1 if on_cpu else 4)
     rounds = rounds or (3 if on_cpu and not sustained else None)
@@ -70,11 +70,11 @@ def run_bench(
     for name, x in named.items():
         arguments += [] if x is None else [name, str(x)]
     try:
-        asked = benchmark.read([*arguments, *["--sustained"] * sustained])
+        parsed = benchmark.read([*arguments, *["--sustained"] * sustained])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with options.failing_in_a_line():
-        raise typer.Exit(benchmark.measured(asked))
+    with options.errors_in_one_line():
+        raise typer.Exit(benchmark.measured(parsed))
 
 
 def _waits_without_spinning() -> None:
@@ -89,11 +89,11 @@ def run_demo(
         int, typer.Option("--seqlen", "-s", min=1, help="queries of a sequence")
     ] = 512,
 ) -> None:
-    """A first look, in seconds: beside the formula, and torch's SDPA."""
+    """A first look, in seconds: compared with the formula and with SDPA of torch."""
     _waits_without_spinning()
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         arguments = ["--device", options.device(device), "--seqlen", str(seqlen)]
-        raise typer.Exit(beside.module("demos.attention").main(arguments))
+        raise typer.Exit(bundled.module("demos.attention").main(arguments))
 
 
 def run_fuzz(
@@ -120,7 +120,7 @@ def run_fuzz(
             Trial.from_json(case)
     except (ValueError, TypeError, AttributeError) as error:
         raise typer.BadParameter(f"--case {case}: {error}") from None
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         arguments = ["--device", options.device(device)]
     named = {"--cases": cases, "--seed": seed, "--seconds": seconds, "--case": case}
     for name, x in (named | {"--json": to_json}).items():
@@ -148,7 +148,7 @@ def run_tune(
         raise typer.BadParameter("give shapes to measure, or --show alone")
     if as_json and not show:
         raise typer.BadParameter("--json belongs to --show")
-    with options.failing_in_a_line():
+    with options.errors_in_one_line():
         if show and (as_json or not tables.is_terminal()):
             typer.echo(json.dumps(tune.show(path), indent=1))
         elif show:

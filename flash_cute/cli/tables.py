@@ -1,4 +1,4 @@
-"""What commands print: tables where they have room, else some lines for each row."""
+"""The output of commands: tables if the terminal is wide enough, else lines for each row."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from flash_cute.kernels import Gpu, KernelConfig, Problem, Verdict
 from .profile import ROOFS, Profile
 
 _THREADS_OF_SM = {86: 1536, 89: 1536, 120: 1536}  # else 2048
-_WIDE = 240  # columns of what is no terminal
+_WIDE = 240  # columns if the output is not a terminal
 
 
 def is_terminal() -> bool:
-    """Whether a person reads it."""
+    """Whether the output is a terminal."""
     return sys.stdout.isatty()
 
 
 def width() -> int:
-    """Columns of a line: those that COLUMNS says, else the terminal's; without one, many."""
+    """Columns of a line: $COLUMNS, else the terminal's, else _WIDE."""
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"])
     return os.get_terminal_size().columns if is_terminal() else _WIDE
@@ -49,7 +49,7 @@ def say(text: str, indent: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """A table, and what to print of each row where the table has no room: a name and its facts."""
+    """A table, and for narrow terminals a name and facts for each row."""
 
     table: Table
     lines: Sequence[tuple[str, str]]
@@ -68,7 +68,7 @@ class Rows:
 
 
 def of_kernels(rows: Iterable[KernelConfig], gpu: Gpu) -> Rows:
-    """A kernel each, with how many of its CTAs an SM of a GPU holds, and of its threads."""
+    """A row for each kernel, with the CTAs and the share of threads that an SM of a GPU holds."""
     table = Table(
         "kernel", "tile", "stages", "threads", "registers, at most", "shared memory",
         "CTAs an SM", "occupancy", "built", box=box.SIMPLE,
@@ -92,7 +92,7 @@ def of_kernels(rows: Iterable[KernelConfig], gpu: Gpu) -> Rows:
 
 
 def say_verdicts(rows: Sequence[Verdict], every: bool) -> None:
-    """What became of the other kernels, by reason; the ids of ``every`` one, or of an only one."""
+    """Prints the other kernels by verdict and reason; with all ids if ``every``."""
     for verdict, heading in (("fits", "also able to do it:"), ("refused", "refused:")):
         by_reason: dict[str, list[str]] = {}
         for row in rows:
@@ -108,7 +108,7 @@ def say_verdicts(rows: Sequence[Verdict], every: bool) -> None:
 
 
 def of_profiles(found: Iterable[Profile]) -> Rows:
-    """A kernel each: its time, percent of each roof, and what its warps wait for most."""
+    """A row for each kernel: its time, percent of each roof, and its largest warp stalls."""
     table = Table("kernel", "us", "registers", *ROOFS, "warps wait for", box=box.SIMPLE)
     lines = []
     for kernel in found:
@@ -123,7 +123,7 @@ def of_profiles(found: Iterable[Profile]) -> Rows:
 
 
 def notes(problem: Problem) -> list[str]:
-    """What a reader of a plan should know about how the call is done."""
+    """Remarks for the reader of a plan."""
     if not problem.is_widened:
         return []
     return [

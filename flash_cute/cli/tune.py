@@ -56,7 +56,7 @@ def run(problems: list[Problem], path: Path | None, rounds: int) -> Report:
 
 
 def show(path: Path | None) -> dict[str, Any]:
-    """What of a file this library uses on this GPU, and what not, and why.
+    """The entries of a file that this library uses on this GPU, and the others with reasons.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -73,7 +73,7 @@ def show(path: Path | None) -> dict[str, Any]:
 
 
 def lines(shown: dict[str, Any]) -> list[str]:
-    """What :func:`show` found, as text."""
+    """The result of :func:`show` as text."""
     rules = [f"  {bucket} = {choice}" for bucket, choice in shown["kernels"].items()]
     misses = [f"  {miss['what']}: {miss['reason']}" for miss in shown["misses"]]
     found = [f"file: {shown['file']}", "used:", *(rules or ["  nothing"])]

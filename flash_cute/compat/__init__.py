@@ -1,7 +1,7 @@
-"""Modules that are named and behave as flash-attn's, for programs that were written for it.
+"""Modules with the names and behaviour of flash-attn's, for programs that were written for it.
 
-``install()`` puts them where ``import flash_attn`` (2.8) and ``import flash_attn_interface``
-(FlashAttention-3) look; nothing else of flash_cute does. They can also be imported as they are:
+Only ``install()`` makes ``import flash_attn`` (2.8) and ``import flash_attn_interface``
+(FlashAttention-3) import them. They can also be imported by their own names:
 ``from flash_cute.compat.flash_attn import flash_attn_func``.
 
 Example::
@@ -24,7 +24,7 @@ from flash_cute.call import validate
 from flash_cute.compat import distribution
 
 _HERE = "flash_cute.compat"
-# Names that programs import, each with the module of flash_cute that stands for it.
+# Names that programs import, and the modules of flash_cute that replace them.
 MODULES = {
     name: f"{_HERE}.{name}"
     for name in (
@@ -42,19 +42,19 @@ _replaced: dict[str, ModuleType] | None = None  # None while not installed
 
 def install(metadata: bool = False) -> None:
     """Makes ``import flash_attn``, ``flash_attn_2_cuda`` and ``flash_attn_interface`` import these
-    modules, until :func:`uninstall`. Called again, it adds the metadata, if asked, and no more.
+    modules, until :func:`uninstall`. A second call only adds the metadata, if requested.
 
-    To be called before the program imports them: what it holds already stays. flash-attn itself, if
-    it is there, is out of reach meanwhile.
+    Call it before the program imports them: earlier imports do not change. An installed flash-attn
+    cannot be imported meanwhile.
 
     Args:
         metadata: whether ``importlib.metadata.version("flash-attn")`` is ``flash_attn.__version__``
-            in this process. transformers, Megatron and others look for it, often once, when they
-            are imported: call this before. They may then import parts of flash-attn that are not
-            here (``flash_attn.ops``, ``modules``, ``losses``). FlashAttention-3's has none.
+            in this process. transformers, Megatron and others check it, often once, when they are
+            imported: call this before. They may then import parts of flash-attn that do not exist
+            here (``flash_attn.ops``, ``modules``, ``losses``). FlashAttention-3 has no metadata.
 
     Raises:
-        TypeError, ValueError: ``metadata`` is no bool.
+        TypeError, ValueError: ``metadata`` is not a bool.
 
     Example::
 
@@ -84,7 +84,7 @@ def install(metadata: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: modules that were there before come back, and metadata goes.
+    """Undoes :func:`install`: restores earlier modules, and removes the metadata.
 
     Example::
 

@@ -1,5 +1,5 @@
-"""What the modules of :mod:`flash_cute.compat` share: flash-attn's errors, and its values that
-mean nothing special here."""
+"""Helpers of :mod:`flash_cute.compat`: flash-attn's errors, and conversions of its arguments and
+results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ArgumentTypeError(TypeError, RuntimeError):
 
 
 def raises_as_flash_attn(function: F) -> F:
-    """Errors are RuntimeError too. Those of Python itself, such as missing arguments, stay."""
+    """Makes errors RuntimeErrors, too, except Python's own, such as missing arguments."""
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -43,7 +43,7 @@ def raises_as_flash_attn(function: F) -> F:
 
 
 def window(x: Any) -> Any:
-    """Every negative bound is unbounded. What is no pair is refused behind this."""
+    """The window with -1 for every negative bound. Validation refuses what is not a pair."""
     x = spellings.window(x)
     if not isinstance(x, tuple):
         return x
@@ -54,7 +54,7 @@ def window(x: Any) -> Any:
 
 
 def sides(left: Any, right: Any) -> tuple[int, int]:
-    """The same of two arguments."""
+    """:func:`window` of two arguments."""
     for name, side in (("window_size_left", left), ("window_size_right", right)):
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
             raise TypeError(f"{name} is {validate.kind_of(side)}; expected an int")
@@ -64,69 +64,69 @@ def sides(left: Any, right: Any) -> tuple[int, int]:
 
 
 def kv_heads(qkv: Tensor, num_heads_q: int | None) -> int:
-    """Heads of k, and of v, in qkv (batch, seqlen, num_heads_q + 2 heads_k, dim)."""
+    """The number of heads of k in qkv (batch, seqlen, num_heads_q + 2 heads_k, dim)."""
     if num_heads_q is None:
         raise ValueError("num_heads_q is None; qkv of 4 dimensions needs it")
     validate.count("num_heads_q", num_heads_q, 1)
     rest = qkv.shape[2] - num_heads_q
     if rest < 2 or rest % 2:
         raise ValueError(
-            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, and those left for k and "
-            "v must be as many for each, and one at least"
+            f"num_heads_q is {num_heads_q}; qkv has {qkv.shape[2]} heads, and the others must be "
+            "an even number above 0: half are k's, half v's"
         )
     return rest // 2
 
 
 def softcap(x: Any) -> Any:
-    """A negative one is off."""
+    """The softcap, with 0 (off) for negative ones."""
     is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
     return 0.0 if is_number and x < 0 else x
 
 
 def detached(x: Tensor | None) -> Tensor | None:
-    """Slopes have no gradient in flash-attn, whether or not they require one."""
+    """The slopes, detached: flash-attn gives them no gradient, even if they require it."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
 def contiguous(block_table: Tensor | None) -> Tensor | None:
-    """flash-attn takes tables with any strides. What is no tensor is refused behind this."""
+    """The table with contiguous rows: flash-attn accepts any strides."""
     return block_table.contiguous() if isinstance(block_table, Tensor) else block_table
 
 
-def outward_lse(softmax_lse: Tensor) -> Tensor:
-    """+inf for rows without keys, as FlashAttention-2 has it; flash_cute has -inf."""
+def flash_attn_lse(softmax_lse: Tensor) -> Tensor:
+    """lse with FlashAttention-2's +inf for rows without keys, instead of -inf."""
     return softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)
 
 
-def inward_lse(softmax_lse: Tensor) -> Tensor:
-    """The way back."""
+def own_lse(softmax_lse: Tensor) -> Tensor:
+    """The inverse: -inf for rows without keys."""
     return softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)
 
 
-def into(name: str, given: Tensor | None, result: Tensor) -> Tensor:
-    """``result``, in the tensor ``given`` for it if there is one."""
+def store(name: str, given: Tensor | None, result: Tensor) -> Tensor:
+    """``result``, copied to the tensor ``given`` for it if there is one."""
     if given is None:
         return result
     validate_ops.output(name, given, result)
     return given.copy_(result)
 
 
-def picked(
+def select_cache_rows(
     cache_batch_idx: Tensor | None, page_table: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The cache's rows and the pages; FlashAttention-3's ``cache_batch_idx`` picks rows of a
-    table."""
+    """cache_batch_idx and block_table: FlashAttention-3's ``cache_batch_idx`` selects rows of a
+    block_table."""
     if not (isinstance(page_table, Tensor) and isinstance(cache_batch_idx, Tensor)):
         return cache_batch_idx, contiguous(page_table)
     return None, page_table[cache_batch_idx.long()].contiguous()
 
 
-def within_pages(
+def check_page_bounds(
     k_cache: Tensor, k: Tensor | None, cache_seqlens: Any, block_table: Tensor | None
 ) -> None:
-    """Refuses lengths that the pages of ``block_table`` do not hold, as flash-attn 2.8.4 does; on
-    the CPU pages that do not exist, too. Lengths are read, which waits for the GPU; in graphs, and
-    of other shapes, which are refused behind this, nothing is.
+    """Refuses lengths beyond the pages of ``block_table``, as flash-attn 2.8.4 does, and on the CPU
+    pages that do not exist. It reads lengths, which waits for the GPU; not in graphs, nor for wrong
+    shapes, which validation refuses.
     """
     if not (isinstance(block_table, Tensor) and isinstance(cache_seqlens, (int, Tensor))):
         return
@@ -139,7 +139,7 @@ def within_pages(
     capacity, longest = page_size * block_table.shape[1], int(lengths.max())
     if longest + new > capacity:
         raise ValueError(
-            f"cache_seqlens says {longest}, and {new} rows join: block_table has "
+            f"cache_seqlens is up to {longest}, and {new} rows are appended: block_table has "
             f"{block_table.shape[1]} pages of {page_size} rows a sequence; give it "
             f"{-(-(longest + new) // max(page_size, 1))} columns"
         )
@@ -155,9 +155,9 @@ def within_pages(
         )
 
 
-def no_metadata(scheduler_metadata: Tensor | None) -> None:
-    """Refuses a schedule that was made for FlashAttention-3's kernels."""
+def check_no_metadata(scheduler_metadata: Tensor | None) -> None:
+    """Refuses the metadata of FlashAttention-3's own scheduler."""
     if scheduler_metadata is not None and scheduler_metadata.numel():
         raise NotImplementedError(
-            "scheduler_metadata is of other kernels; give what get_scheduler_metadata returns here"
+            "scheduler_metadata is not flash_cute's; pass what its get_scheduler_metadata returns"
         )

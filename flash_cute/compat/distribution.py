@@ -1,7 +1,7 @@
-"""flash-attn's distribution, as :mod:`importlib.metadata` finds it while it is announced.
+"""Metadata of a distribution ``flash-attn`` for :mod:`importlib.metadata`.
 
-Programs ask it before they import anything: transformers, Megatron, TransformerEngine and xFormers
-look for a version of ``flash-attn``. Nothing is written to disk, and other processes see nothing.
+transformers, Megatron, TransformerEngine and xFormers check its version before they import it.
+Nothing is written to disk, and other processes do not see it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Distribution(metadata.Distribution):
 
 
 class _Finder(metadata.DistributionFinder):
-    """Of the distribution alone: modules are in ``sys.modules``."""
+    """A finder of the distribution only: modules are in ``sys.modules``."""
 
     def find_spec(self, *_: Any) -> None:
         return None
@@ -51,7 +51,7 @@ _FINDER = _Finder()
 
 
 def announce() -> None:
-    """Makes it found, before any other of its name. Once more changes nothing."""
+    """Makes the distribution visible, before any other with its name; idempotent."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 

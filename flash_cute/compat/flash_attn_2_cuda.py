@@ -32,7 +32,7 @@ def fwd(
     return_softmax: bool,
     gen: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (out, softmax_lse, S_dmask, rng_state); S_dmask is empty unless asked for."""
+    """Returns (out, softmax_lse, S_dmask, rng_state); S_dmask is empty without return_softmax."""
     q, k, v = spellings.rows(q, k, v)
     return _results(
         mha.mha_fwd(
@@ -70,10 +70,10 @@ def varlen_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of sequences laid end to end.
 
-    ``num_splits`` cuts the keys of a call with ``seqused_k`` into so many parts, 0: as many as keep
-    the GPU busy. Over pages 0 and 1 are taken, as by flash-attn 2.8.4; other calls are not cut.
-    With ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from
-    ``cu_seqlens_k[b]`` on, wherever the next one begins: xFormers' masks with gaps need it.
+    ``num_splits`` splits the keys of a call with ``seqused_k``; 0 chooses as many splits as keep
+    the GPU busy. Paged calls allow 0 and 1, as in flash-attn 2.8.4; other calls ignore it. With
+    ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from ``cu_seqlens_k[b]``
+    on, even beyond ``cu_seqlens_k[b + 1]``: xFormers' masks with gaps need it.
     """
     q, k, v = spellings.rows(q, k, v)
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
@@ -90,8 +90,8 @@ def varlen_fwd(
     validate.count("num_splits", num_splits)
     if block_table is not None and num_splits > 1:
         raise NotImplementedError(
-            f"num_splits is {num_splits}, and a block_table is given; varlen calls over pages take "
-            "0 or 1, and flash_attn_with_kvcache any"
+            f"num_splits is {num_splits}, and a block_table is given; give 0 or 1, or call "
+            "flash_attn_with_kvcache, which takes any"
         )
     validate_options.number("p_dropout", p_dropout)
     if seqused_k is not None and block_table is None:
@@ -110,7 +110,8 @@ def varlen_fwd(
                 return_softmax_lse=True,
             )  # fmt: skip
             state = q.new_zeros(2, dtype=torch.int64)
-            return calls.into("out", out, result), calls.outward_lse(lse), q.new_empty(0), state
+            out = calls.store("out", out, result)
+            return out, calls.flash_attn_lse(lse), q.new_empty(0), state
     return _results(
         mha.mha_varlen_fwd(
             q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
@@ -143,11 +144,11 @@ def bwd(
     gen: torch.Generator | None = None,
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (dq, dk, dv, softmax_d); those of dq, dk and dv that are given are written."""
+    """Returns (dq, dk, dv, softmax_d); writes to dq, dk and dv if they are given."""
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_bwd(
-        dout, q, k, v, out, calls.inward_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
+        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
         calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip
@@ -184,7 +185,7 @@ def varlen_bwd(
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_varlen_bwd(
-        dout, q, k, v, out, calls.inward_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
         calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
         spellings.integer(max_seqlen_k), p_dropout, softmax_scale, zero_tensors, is_causal,
         window_size_left, window_size_right, calls.softcap(softcap), deterministic, seed, offset,
@@ -214,10 +215,10 @@ def fwd_kvcache(
     is_rotary_interleaved: bool,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a cache, which k and v join; returns (out, softmax_lse)."""
+    """Attention over a cache, to which k and v are appended; returns (out, softmax_lse)."""
     validate.flag("is_causal", is_causal)
     validate.flag("is_rotary_interleaved", is_rotary_interleaved)
-    calls.within_pages(kcache, k, seqlens_k, block_table)
+    calls.check_page_bounds(kcache, k, seqlens_k, block_table)
     with torch.no_grad():
         result, lse = kvcache.flash_attn_with_kvcache(
             q, kcache, vcache, k, v, rotary_cos, rotary_sin, seqlens_k, cache_batch_idx, leftpad_k,
@@ -225,9 +226,9 @@ def fwd_kvcache(
             calls.sides(window_size_left, window_size_right), calls.softcap(softcap),
             is_rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip
-        return calls.into("out", out, result), calls.outward_lse(lse)
+        return calls.store("out", out, result), calls.flash_attn_lse(lse)
 
 
 def _results(forward: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, _, _, _, softmax_lse, seed, offset, softmax = forward
-    return out, calls.outward_lse(softmax_lse), softmax, torch.stack((seed, offset))
+    return out, calls.flash_attn_lse(softmax_lse), softmax, torch.stack((seed, offset))

@@ -61,13 +61,13 @@ def _flash_attn_forward(
 
     Returns:
         (out, softmax_lse, out_accum, softmax_lse_accum), the last two empty: partial results of
-        splits stay inside. ``out_`` is written and returned.
+        splits are not returned. ``out_`` is written and returned.
 
     Raises:
-        NotImplementedError: a mixture that flash_cute has not: packed keys for dense queries,
-            ``seqused_q`` of dense queries or over a cache.
+        NotImplementedError: packed keys with dense queries, ``seqused_q`` with dense queries or
+            over a cache.
     """
-    calls.no_metadata(scheduler_metadata)
+    calls.check_no_metadata(scheduler_metadata)
     validate.flag("rotary_interleaved", rotary_interleaved)
     _check_lengths(max_seqlen_q, max_seqlen_k)
     options: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _flash_attn_forward(
             "cu_seqlens_k of packed tensors"
         )
     if cached:
-        rows, page_table = calls.picked(kv_batch_idx, page_table)
+        rows, page_table = calls.select_cache_rows(kv_batch_idx, page_table)
         with torch.no_grad():
             result, softmax_lse = flash_cute.flash_attn_with_kvcache(
                 q, k, v, k_new, v_new, rotary_cos, rotary_sin, seqused_k, rows,
@@ -107,7 +107,7 @@ def _flash_attn_forward(
                 cu_seqlens_k_new=cu_seqlens_k_new,
                 rotary_seqlens=None if rotary_cos is None else seqlens_rotary, **options,
             )  # fmt: skip
-            out = calls.into("out_", out_, result)
+            out = calls.store("out_", out_, result)
     elif packed:
         sequences: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, softmax_lse = flash_cute.flash_attn_varlen_func(
@@ -157,7 +157,7 @@ def _flash_attn_backward(
     written = {"dq_": dq, "dk_": dk, "dv_": dv}
     for name, x in written.items():
         if x is None:
-            raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]}, which is written")
+            raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]} for the result")
     dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
     left, right = calls.sides(window_size_left, window_size_right)
     score: Any = {
@@ -172,8 +172,8 @@ def _flash_attn_backward(
         call = BwdCall(dout, q, k, v, out, softmax_lse, **score)
     else:
         longest = [spellings.integer(x) for x in (max_seqlen_q, max_seqlen_k)]
-        told = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
-        rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", told)
+        given = (cu_seqlens_q, cu_seqlens_k, *longest, sequed_q, sequed_k)
+        rows = cast("tuple[Tensor, Tensor, int, int, Any, Any]", given)
         validate.varlen(q, k, v, *rows)
         check.varlen(q, k, *rows, None, False)
         call = VarlenBwdCall(dout, q, k, v, out, softmax_lse, *rows, **score)

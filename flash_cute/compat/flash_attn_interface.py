@@ -1,9 +1,8 @@
 """FlashAttention-3's module of functions, over flash_cute.
 
 Arguments, their order and the results are those of ``hopper/flash_attn_interface.py``.
-``num_splits`` (outside of a cache), ``pack_gqa`` and ``sm_margin`` schedule its kernels and say
-nothing here; ``qv``, descales and ``attention_chunk`` raise an
-error that names them.
+``num_splits`` (except over a cache), ``pack_gqa`` and ``sm_margin`` schedule its kernels, and are
+ignored here; ``qv``, descales and ``attention_chunk`` raise an error that names them.
 """
 
 from __future__ import annotations
@@ -174,11 +173,11 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """:func:`flash_cute.flash_attn_with_kvcache`, without gradients. ``cache_batch_idx`` picks rows
-    of ``page_table``; ``return_softmax_lse`` returns (out, softmax_lse, None, None).
+    """:func:`flash_cute.flash_attn_with_kvcache`, without gradients. ``cache_batch_idx`` selects
+    rows of ``page_table``; ``return_softmax_lse`` returns (out, softmax_lse, None, None).
     ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned."""
-    calls.no_metadata(scheduler_metadata)
-    cache_batch_idx, page_table = calls.picked(cache_batch_idx, page_table)
+    calls.check_no_metadata(scheduler_metadata)
+    cache_batch_idx, page_table = calls.select_cache_rows(cache_batch_idx, page_table)
     with torch.no_grad():
         results = kvcache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
@@ -195,5 +194,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, device: Any = None, **__: Any) -> Tensor:
-    """An empty int32 tensor: calls over a cache plan by themselves, and read nothing of it."""
+    """An empty int32 tensor: calls over a cache make their own plan, and do not read it."""
     return torch.empty(0, dtype=torch.int32, device=device)

@@ -8,10 +8,10 @@ from torch import nn
 class FusedGELU(nn.GELU):
     """x Phi(x), Phi the normal distribution's function (arXiv 1606.08415).
 
-    Forward is one kernel and backward one, and backward keeps the input alone: a GELU that is
-    written out of ``erf`` or ``tanh`` takes several, and keeps what lies between. PyTorch's own
-    operator does all of that, so this is it, with its name checked: there is nothing to win
-    beside it but inside of a larger kernel, which torch.compile makes.
+    Forward and backward are one kernel each, and only the input is saved for backward: a GELU
+    composed of ``erf`` or ``tanh`` takes several kernels, and saves intermediate results. This is
+    PyTorch's own operator with its argument checked: only fusion into a larger kernel, as
+    torch.compile does it, is faster.
 
     Args:
         approximate: "none" is exact; "tanh" is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))),

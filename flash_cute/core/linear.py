@@ -33,7 +33,7 @@ class OptimizedLinear(nn.Linear):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError: a size is no int, or ``bias`` no bool.
+        TypeError: a size is not an int, or ``bias`` not a bool.
         ValueError: an unknown level, or a negative size.
 
     Example::

@@ -1,4 +1,4 @@
-"""Projections around flash_cute's attention: what every attention layer shares."""
+"""The base of the attention layers: projections around flash_cute's attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash_cute.functional.packed import (
 
 
 def check_heads(d_model: Any, num_heads: Any, num_kv_heads: Any, dropout: Any) -> None:
-    """Refuses sizes that make no heads, and what is no probability."""
+    """Checks d_model, the numbers of heads, and dropout."""
     for name, x in (
         ("d_model", d_model), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
     ):  # fmt: skip
@@ -97,10 +97,10 @@ class MultiHeadAttention(nn.Module):
             hidden_states: (batch, seqlen, d_model), in the parameters' dtype, or any under
                 ``torch.autocast``.
             attention_mask: (batch, seqlen), bool or integers: 1 takes part, 0 does not. Floats of
-                0 and 1 will do, but wait for the GPU. With ``key`` it is (batch, seqlen_k), of the
-                keys. What a token holds that takes no part (NaN, too) reaches no other, nor any
-                gradient; its own output is ``out_proj.bias``. Causal masks and windows count the
-                tokens that take part alone.
+                0 and 1 are allowed, but synchronise with the GPU. With ``key`` it is (batch,
+                seqlen_k), of the keys. Values of masked tokens (even NaN) reach no other token and
+                no gradient; their own output is ``out_proj.bias``. Causal masks and windows count
+                only the tokens that take part.
             key: (batch, seqlen_k, d_model), for cross attention; None is ``hidden_states``.
             value: (batch, seqlen_k, d_model); None is ``key``.
             is_causal: query i sees key j only if ``j <= i + seqlen_k - seqlen_q``.
@@ -109,8 +109,8 @@ class MultiHeadAttention(nn.Module):
             (batch, seqlen, d_model). A row that sees no key is ``out_proj.bias``.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, by name; and what
-                :func:`flash_cute.flash_attn_func` raises of dtypes, devices and head dims.
+            TypeError, ValueError: names the wrong argument; and the errors of
+                :func:`flash_cute.flash_attn_func` about dtypes, devices and head dims.
         """
         self._check("hidden_states", hidden_states)
         if key is None and value is not None:
@@ -133,7 +133,7 @@ class MultiHeadAttention(nn.Module):
         return packed.unpack(self.out_proj(out.flatten(-2)))
 
     def _attend(self, qkv: Tensor, lengths: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        """Of all heads in one tensor (..., heads + 2 heads_k, dim), dense or with lengths."""
+        """Attention of all heads in one tensor (..., heads + 2 heads_k, dim), dense or varlen."""
         if self.num_kv_heads == self.num_heads:
             qkv = self._rounded(qkv.unflatten(-2, (3, self.num_heads)), packed=True)
             if lengths:
@@ -156,7 +156,7 @@ class MultiHeadAttention(nn.Module):
             if len(y) != len(x) or y.shape[1] != key.shape[1]:
                 raise ValueError(
                     f"{name} has shape {tuple(y.shape)}; expected ({len(x)}, {key.shape[1]}, "
-                    f"{self.d_model}) beside hidden_states {tuple(x.shape)}"
+                    f"{self.d_model}) to go with hidden_states {tuple(x.shape)}"
                 )
         packed: Packing | None = None
         if mask is not None:
@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(out.flatten(-2)).unflatten(0, x.shape[:2])
 
     def _heads(self, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-        """The in-projection of tokens (..., d_model) to some of all heads, (..., heads, dim)."""
+        """The in-projection of tokens (..., d_model) to heads [start, end), (..., heads, dim)."""
         rows = slice(start * self.head_dim, None if end is None else end * self.head_dim)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
         return F.linear(x.contiguous(), self.in_proj_weight[rows], bias).unflatten(
@@ -184,8 +184,8 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _rounded(self, x: Tensor, packed: bool = False) -> Tensor:
-        """What is done to q, k or v (..., heads, dim), or to all three packed (..., 3, heads, dim),
-        before attention: here nothing."""
+        """A hook for subclasses, called on q, k or v (..., heads, dim), or on all three packed
+        (..., 3, heads, dim), before attention."""
         return x
 
     def _check(self, name: str, x: Any) -> None:

@@ -1,7 +1,7 @@
-"""Tokens that a mask lets take part, moved to the front of their sequences.
+"""Moves the tokens that a mask keeps to the front of their sequences.
 
-The varlen functions then leave out all others, wherever they stood: no score matrix is masked, and
-nothing waits for the GPU, since no size depends on the mask.
+The varlen functions then skip all others: no score matrix is masked, and there is no host
+synchronisation, since no size depends on the mask.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, to
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a batch go; the order of those that take part is kept.
+    """Where the tokens of a batch move to; those that take part keep their order.
 
     Attributes:
         mask: bool (batch, seqlen), True takes part.
         place: int64 (batch * seqlen,), the row of each token once they are packed.
         lengths: int32 (batch,), how many tokens of each sequence take part.
-        offsets: int32 (batch + 1,), where sequences begin: as before.
+        offsets: int32 (batch + 1,), where sequences begin, which packing does not change.
     """
 
     mask: Tensor
@@ -32,12 +32,12 @@ class Packing:
     offsets: Tensor
 
     def pack(self, x: Tensor) -> Tensor:
-        """(batch, seqlen, width) to (batch * seqlen, width); what does not take part becomes 0."""
+        """(batch, seqlen, width) to (batch * seqlen, width), masked tokens as 0."""
         rows = x.masked_fill(~self.mask.unsqueeze(-1), 0).flatten(0, 1)
         return torch.zeros_like(rows).index_copy(0, self.place, rows)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """The way back, to (batch, seqlen, width)."""
+        """The inverse of :meth:`pack`, to (batch, seqlen, width)."""
         return rows.index_select(0, self.place).unflatten(0, self.mask.shape)
 
 
@@ -45,7 +45,7 @@ def packing(mask: Tensor, tokens: Tensor) -> Packing:
     """The packing of tokens (batch, seqlen, width) by the caller's ``attention_mask``.
 
     Raises:
-        TypeError, ValueError: the mask does not say of each token whether it takes part.
+        TypeError, ValueError: :func:`check_mask` refuses the mask.
     """
     check_mask(mask, tokens)
     mask = mask != 0
@@ -59,12 +59,12 @@ def packing(mask: Tensor, tokens: Tensor) -> Packing:
 
 
 def offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """int32 (batch + 1,): where sequences of one length begin, laid end to end."""
+    """cu_seqlens int32 (batch + 1,) of sequences of one length."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
 
 
 def check_mask(mask: Any, tokens: Tensor) -> None:
-    """Refuses what does not say of each of the tokens (batch, seqlen, ..) whether it takes part."""
+    """Refuses a mask that has not one entry, 0 or 1, for each of the tokens (batch, seqlen, ..)."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is {type(mask).__name__}; expected a torch.Tensor")
     in_floats = mask.dtype.is_floating_point
@@ -85,7 +85,7 @@ def check_mask(mask: Any, tokens: Tensor) -> None:
         raise ValueError(
             f"attention_mask has dtype {mask.dtype} and is not made of 0 and 1 with a 1 in each "
             "sequence; expected 1 where a token takes part, and 0 elsewhere (a mask that is added "
-            "to scores has no place here)"
+            "to scores is not supported)"
         )
 
 

@@ -1,9 +1,9 @@
 """Attention on the CPU: the ops in ATen, tiled with an online softmax.
 
-Memory is linear in the sequence lengths, a returned ``softmax`` aside. Half types are computed in
-fp32, fp32 and fp64 in themselves, ``allow_tf32`` or not; each result is rounded once. The functions
-are registered below autograd: their results never require grad, and the gradients are what ``bwd``
-and ``varlen_bwd`` return. Arguments and results are those of the schemas;
+Memory is linear in the sequence lengths, except for a returned ``softmax``. Half types are computed
+in fp32, fp32 and fp64 in themselves, whatever ``allow_tf32``; each result is rounded once. The
+functions are registered below autograd: their results never require grad; ``bwd`` and
+``varlen_bwd`` return the gradients. Arguments and results are those of the schemas;
 :mod:`flash_cute.reference` says what they mean.
 """
 

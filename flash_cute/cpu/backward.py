@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
-from flash_cute.cpu.odd import Odd, is_usual
+from flash_cute.cpu.odd import NonFinite, is_in_range
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ def _differentiate(
     if causal is None:
         return _differentiate_tiles(dout, q, k, v, softmax_lse, softmax_d, options, first)
     results = plain.backward(dout, q, k, v, out, softmax_lse, options.scale, causal)
-    if is_usual(results[0]):  # what is not finite anywhere, dq is not either
+    if is_in_range(results[0]):  # any input out of range would make dq so, too
         return results
-    odd = Odd.of(causal, (q, dout, out, softmax_lse.transpose(1, 2)[..., None]), k, v)
+    odd = NonFinite.of(causal, (q, dout, out, softmax_lse.transpose(1, 2)[..., None]), k, v)
     if odd is None:
         return results
     results = plain.backward(
@@ -165,8 +165,8 @@ def varlen_bwd(call: VarlenBwdCall) -> Results:
 
 
 def over_sequences(call: VarlenBwdCall, differentiate_one: Callable[..., Any]) -> Results:
-    """Results of a packed batch, each sequence by ``differentiate_one``, which takes what
-    :func:`_differentiate` does."""
+    """Results of a packed batch, each sequence by ``differentiate_one``, which has the arguments of
+    :func:`_differentiate`."""
     q, k, v, dout, out, dlse = call.q, call.k, call.v, call.dout, call.out, call.dlse
     options, softmax_lse = Options.of(call), call.softmax_lse
     softmax_d = torch.zeros_like(softmax_lse, memory_format=torch.contiguous_format)

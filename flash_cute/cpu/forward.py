@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
-from flash_cute.cpu.odd import Odd
+from flash_cute.cpu.odd import NonFinite
 from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Outputs(NamedTuple):
-    """What a forward pass writes; ``row_max`` and ``softmax`` are None unless asked for."""
+    """The results of a forward pass; ``row_max`` and ``softmax`` are optional."""
 
     out: Tensor  # (batch, seqlen_q, heads, dim_v) or (total_q, heads, dim_v)
     softmax_lse: Tensor  # (batch, heads, seqlen_q) or (heads, total_q)
@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
         return_softmax: bool,
         return_row_max: bool,
     ) -> Outputs:
-        """New tensors, filled with what rows hold that see no key."""
+        """New tensors with the results of rows that see no key."""
         dtype = compute_dtype(q)
         return cls(
             out=q.new_zeros((*q.shape[:-1], v.shape[-1])),
@@ -123,11 +123,11 @@ def _attend_plainly(
     causal = plain.causal_of(q, k, v, options)
     if causal is None:
         return None
-    odd = Odd.of(causal, (q,), k, v)
+    odd = NonFinite.of(causal, (q,), k, v)
     if odd is None:
         return plain.forward(q, k, v, options.scale, causal, in_bf16, with_lse)
-    usual = odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)
-    out, lse = plain.forward(*usual, options.scale, causal, in_bf16, with_lse)
+    in_range = odd.without_rows(q), odd.without_keys(k), odd.without_keys(v)
+    out, lse = plain.forward(*in_range, options.scale, causal, in_bf16, with_lse)
     exact = Outputs.of_no_keys(q, v, (*q.shape[:3:2], q.shape[1]), (), False, False)
     _attend_tiles(Tiles(q, k, options), v, exact)
     out = torch.where(odd.of_rows[..., None], exact.out, out)
@@ -146,7 +146,7 @@ def attend(
     in_bf16: bool = False,
 ) -> None:
     """Attention of dense q, k and v, written into ``outputs``; ``first`` is the index of the first
-    sequence in the whole batch. What is asked for besides changes no bit of out and softmax_lse."""
+    sequence in the whole batch. Optional results change no bit of out and softmax_lse."""
     results = _attend_plainly(q, k, v, options, in_bf16)
     if results is None or outputs.row_max is not None or outputs.softmax is not None:
         _attend_tiles(Tiles(q, k, options, first), v, outputs)
@@ -171,15 +171,15 @@ def fwd(call: FwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
             return *results, None, None
     batch, seqlen_q, heads, _ = q.shape
     statistic = (batch, heads, seqlen_q)
-    shape, asked = (*statistic, k.shape[1]), (call.return_softmax, call.return_row_max)
-    outputs = Outputs.of_no_keys(q, v, statistic, shape, *asked)
+    shape, optional = (*statistic, k.shape[1]), (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, v, statistic, shape, *optional)
     attend(q, k, v, options, outputs, in_bf16=in_bf16)
     return outputs
 
 
 @internals.without_autograd
 def fwd_without_lse(call: FwdCall) -> tuple[Tensor | None, ...]:
-    """The same where nobody asks for more than out: what takes time of its own is None."""
+    """:func:`fwd` for callers that need out alone: results that would take extra time are None."""
     q, k, v = call.q, call.k, call.v
     if plain.is_fast_in_bf16(q):
         results = _attend_plainly(q, k, v, Options.of(call), in_bf16=True, with_lse=False)
@@ -200,14 +200,14 @@ def varlen_fwd(call: VarlenFwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tens
 
 
 def over_sequences(call: VarlenFwdCall, attend_one: Callable[..., None]) -> Outputs:
-    """Results of a packed batch, each sequence by ``attend_one``, which takes what :func:`attend`
-    does."""
+    """Results of a packed batch, each sequence by ``attend_one``, which has the arguments of
+    :func:`attend`."""
     q, options = call.q, Options.of(call)
     total_q, heads, _ = q.shape
     batch = max(len(call.cu_seqlens_q) - 1, 0)
     shape = (batch, heads, call.max_seqlen_q, call.max_seqlen_k)
-    asked = (call.return_softmax, call.return_row_max)
-    outputs = Outputs.of_no_keys(q, call.v, (heads, total_q), shape, *asked)
+    optional = (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, call.v, (heads, total_q), shape, *optional)
     of_keys = (call.cu_seqlens_k, call.seqused_k, call.max_seqlen_k, call.block_table)
     parts = zip(
         varlen.spans(call.cu_seqlens_q, call.seqused_q, call.max_seqlen_q, total_q),

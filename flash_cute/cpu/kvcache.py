@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Rotary(NamedTuple):
-    """Rotary embedding: tables (positions, rotary_dim / 2), and which dims make a pair."""
+    """Rotary embedding: cos and sin (positions, rotary_dim / 2), and which dims make a pair."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
     def turn(self, x: Tensor, position: int, step: int) -> Tensor:
-        """x (rows, heads, dim) with row i turned to ``position + i * step``, in its dtype."""
+        """x (rows, heads, dim) with row i rotated to ``position + i * step``, in its dtype."""
         positions = (position + step * torch.arange(len(x), device="cpu")).clamp_(
             0, len(self.cos) - 1
         )
@@ -40,7 +40,7 @@ class Rotary(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence lies in a cache: its pages in order, and its rows before new ones join."""
+    """Where a sequence is in a cache: its pages in order, and its rows before k is appended."""
 
     pages: Tensor  # (blocks,), ids of which some may not exist
     used: int
@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return ids, rows % page_size, (ids >= 0) & (ids < len(cache))
 
     def write(self, cache: Tensor, new: Tensor, last: int) -> None:
-        """Puts the first rows of ``new`` behind those in use, up to row ``last``."""
+        """Writes the first rows of ``new`` behind those in use, up to row ``last``."""
         ids, rows, there = self.rows(cache, self.used, last)
         cache[ids[there], rows[there]] = new[: len(ids)][there]
 
@@ -88,7 +88,7 @@ def _places(call: FwdKvcacheCall, batch: int) -> Iterator[Place]:
 
 @torch.no_grad()
 def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
-    """The op ``fwd_kvcache`` on the CPU: (out, softmax_lse); k and v join the caches in place.
+    """The op ``fwd_kvcache`` on the CPU: (out, softmax_lse); k and v are appended in place.
 
     q (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``; caches (batch,
     capacity, heads_k, dim or dim_v), or (num_blocks, page_size, ..) with ``block_table``. No row's
@@ -98,7 +98,7 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     rotary = None
     if call.rotary_cos is not None and call.rotary_sin is not None:
         rotary = Rotary(call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
-    step = int(max(options.window) >= 0)  # without a band all queries stand where the first does
+    step = int(max(options.window) >= 0)  # without a window all queries have the first's position
     packed, offsets, longest_q = q, call.cu_seqlens_q, call.max_seqlen_q
     if offsets is None:
         packed, longest_q = q.flatten(0, 1), q.shape[1]
@@ -124,14 +124,14 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
         attend(queries[None], keys, values, options, part, index)
     out, lse = outputs.out, outputs.softmax_lse
     if call.cu_seqlens_q is None:
-        with internals.below_versions():  # new tensors, and no views of them
+        with internals.below_versions():  # the tensors are new, and have no views
             out = out.view(*q.shape[:-1], out.shape[-1])
             lse = lse.view(heads, *q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse
 
 
 def _new_rows(call: FwdKvcacheCall, batch: int) -> Sequence[int | slice]:
-    """Where k and v have the rows of each sequence that join the cache."""
+    """The rows of k and v that are appended to each sequence."""
     if call.k is None or call.cu_seqlens_k_new is None:
         return range(batch)
     return list(varlen.spans(call.cu_seqlens_k_new, None, len(call.k), len(call.k)))

@@ -1,8 +1,8 @@
-"""Numbers that are not finite, or may overflow, in a call that ATen's flash kernel computes.
+"""Numbers that ATen's flash kernel must not get: inf, NaN, and those that may overflow.
 
-The kernel multiplies hidden values by 0, and its maximum and its exponential may lose a NaN. So
-such numbers are kept from it, and what depends on them is computed by tiles: the rest has the bits
-that it has without them.
+The kernel multiplies hidden values by 0, and its maximum and its exponential may lose a NaN. So it
+gets 0 instead of such numbers, and the results that depend on them are computed by tiles: all
+others keep their bits.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 
 # Sums of up to 2^10 products of two such numbers, times a scale of up to 2^16, are finite in fp32.
 LARGEST = 2.0**50
-# Torch's threads share what has as many elements. On a busy machine they wait for each other, for
-# longer than one of them takes for a few times as many.
+# From this many elements on torch uses several threads, which wait for each other on a busy machine
+# longer than one thread takes for a few times as many.
 _GRAIN = 2**15
 
 
-class Odd(NamedTuple):
-    """Rows, the last dimension, of tensors that hold such a number, and what depends on them."""
+class NonFinite(NamedTuple):
+    """Which rows (vectors of the last dimension) hold such a number, and which depend on one."""
 
-    row: Tensor  # bool (batch, seqlen_q, heads): of q, or of what has its shape
+    row: Tensor  # bool (batch, seqlen_q, heads): of q, or of a tensor with its shape
     key: Tensor  # bool (batch, seqlen_k, heads_k): of k or v
-    of_rows: Tensor  # as row: results that depend on any
-    of_keys: Tensor  # as key: gradients of k and v that depend on any
+    of_rows: Tensor  # as row: results that depend on such a number
+    of_keys: Tensor  # as key: gradients of k and v that depend on such a number
 
     @classmethod
-    def of(cls, causal: bool, like_q: tuple[Tensor, ...], k: Tensor, v: Tensor) -> Odd | None:
-        """None as a rule. ``like_q`` are tensors (batch, seqlen_q, heads, any)."""
-        if all(is_usual(x) for x in (*like_q, k, v)):
+    def of(cls, causal: bool, like_q: tuple[Tensor, ...], k: Tensor, v: Tensor) -> NonFinite | None:
+        """None if all are in range. ``like_q`` are tensors (batch, seqlen_q, heads, any)."""
+        if all(is_in_range(x) for x in (*like_q, k, v)):
             return None
-        row, key = _unusual_rows(*like_q), _unusual_rows(k, v)
+        row, key = _rows_out_of_range(*like_q), _rows_out_of_range(k, v)
         group = row.shape[2] // key.shape[2]
         of_rows = row | _any_before(key, causal).repeat_interleave(group, 2)
         by_group = of_rows.unflatten(2, (-1, group)).any(-1)
@@ -41,27 +41,27 @@ class Odd(NamedTuple):
         return cls(row, key, of_rows, of_keys)
 
     def without_rows(self, x: Tensor) -> Tensor:
-        """q, or what has its shape, with rows of 0 for the odd ones."""
+        """q, or a tensor with its shape, with such rows set to 0."""
         return x.masked_fill(self.row[..., None], 0)
 
     def without_keys(self, x: Tensor) -> Tensor:
-        """The same of k or v."""
+        """k or v with such rows set to 0."""
         return x.masked_fill(self.key[..., None], 0)
 
 
-def is_usual(x: Tensor) -> bool:
+def is_in_range(x: Tensor) -> bool:
     """Whether all numbers are finite and far from overflow."""
     parts: Sequence[Tensor] = (x,)
     if _GRAIN <= x.numel() <= 8 * _GRAIN and x.is_contiguous():
         parts = x.view(-1).split(_GRAIN - 1)
     for part in parts:
         low, high = torch.aminmax(part)
-        if not (low.item() >= -LARGEST and high.item() <= LARGEST):  # NaN is neither
+        if not (low.item() >= -LARGEST and high.item() <= LARGEST):  # both are False for NaN
             return False
     return True
 
 
-def _unusual_rows(*tensors: Tensor) -> Tensor:
+def _rows_out_of_range(*tensors: Tensor) -> Tensor:
     return torch.stack([(x.abs() <= LARGEST).all(-1).logical_not_() for x in tensors]).any(0)
 
 

@@ -1,9 +1,9 @@
-"""Plain attention by ATen's own flash kernel for the CPU: softmax of scaled scores, no mask, or a
-causal one over as many queries as keys.
+"""Plain attention by ATen's own flash kernel for the CPU: softmax of scaled scores, without a mask
+or causal over as many queries as keys.
 
 The kernel gets half types as fp32: else its log-sum-exps are off by 6e-5, and its backward rounds
-sums once a block. But out is right in bf16 too, and takes a third of the time where the CPU has
-products of bf16. What numbers the kernel may get is :mod:`flash_cute.cpu.odd`'s to say.
+sums once a block. But out is right in bf16, too, and takes a third of the time if the CPU
+multiplies bf16. :mod:`flash_cute.cpu.odd` keeps inf and NaN from the kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu.tiles import Options
 
-Results = tuple[Tensor, Any]  # out and softmax_lse, which may be None if nobody asks for it
+Results = tuple[Tensor, Any]  # out and softmax_lse, which is optional
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 # The kernel hides scores before it scales them: -inf times a scale must stay -inf.
@@ -27,8 +27,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def causal_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool | None:
-    """``is_causal`` of the kernel for q (batch, seqlen_q, heads, dim), k and v; None if it does not
-    compute this."""
+    """``is_causal`` for a call of the kernel; None if it does not support q (batch, seqlen_q,
+    heads, dim), k and v with these options."""
     if options.has_rules or not SCALES[0] <= options.scale <= SCALES[1]:
         return None
     (_, seqlen_q, _, dim), (_, seqlen_k, _, dim_v) = q.shape, v.shape
@@ -43,22 +43,22 @@ def causal_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool | None:
 
 
 def is_fast_in_bf16(q: Tensor) -> bool:
-    """Whether out comes from products of bf16, if it is often asked for without softmax_lse."""
+    """Whether out alone is faster by bf16 products."""
     return q.dtype == torch.bfloat16 and internals.has_bf16_products()
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, in_bf16: bool, with_lse: bool
 ) -> Results:
-    """(out, softmax_lse), new and contiguous. ``in_bf16`` says how bf16 is multiplied for out. Its
-    bits do not depend on ``with_lse``; without that, softmax_lse is None if it takes a pass more.
+    """(out, softmax_lse), new and contiguous. ``in_bf16``: out of bf16 inputs by bf16 products. Its
+    bits do not depend on ``with_lse``; without it softmax_lse is None if it takes another pass.
     """
     dtype, shape, heads_k = q.dtype, q.shape, k.shape[2]
     group = shape[2] // heads_k
     # ATen has (batch, heads, seqlen, dim).
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     one_query = shape[1] == 1
-    if one_query:  # query heads of a group as queries of their kv head: no key is copied
+    if one_query:  # query heads of a group become queries of their kv head: no key is copied
         q = q[:, 0].unflatten(1, (heads_k, group))
     else:
         q = q.transpose(1, 2)

@@ -1,9 +1,9 @@
 """Attention on the CPU over tiles of the caller's sizes: the streaming softmax of FlashAttention
 (arXiv 2205.14135, algorithms 1 and 4), for plain attention of (n, seqlen, dim) in fp32 or fp64.
 
-All n are computed at once. A step takes several tiles that are small: as many whole ones as a block
-of 128 queries and 512 keys holds. Inside of a step each tile of keys still has its own row maxima,
-and rescales what came before it.
+All n are computed at once. A step computes as many whole tiles as a block of 128 queries and 512
+keys holds. Each tile of keys in a step still has its own row maxima, and rescales the sums of the
+tiles before it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _steps(length: int, tile: int, block: int) -> Iterator[slice]:
 
 
 def _of_tiles(scores: Tensor, keys: int) -> Iterator[Tensor]:
-    """Views of scores (n, rows, columns) as (n, rows, tiles, keys): whole tiles, then what is left
-    of the last one."""
+    """Views of scores (n, rows, columns) as (n, rows, tiles, keys): the whole tiles, then a last
+    one that is cut."""
     whole = scores.shape[-1] // keys * keys
     for part in (scores[..., :whole], scores[..., whole:]):
         if part.shape[-1] > 0:
@@ -84,7 +84,7 @@ def backward(
     q, k, v = qkv
     dq, dk, dv = (torch.zeros_like(x) for x in qkv)
     row_dot = (dout * out).sum(-1, keepdim=True)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows of no weight
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows whose weights are all 0
     for keys in _steps(k.shape[1], tile.keys, KEY_BLOCK):
         for rows in _steps(q.shape[1], tile.rows, QUERY_BLOCK):
             p = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)).mul_(scale)

@@ -1,4 +1,4 @@
-"""Where the sequences of a packed batch lie, read so that no bad index leaves a tensor."""
+"""The rows of the sequences of a packed batch; bad offsets are clamped to the tensor."""
 
 from __future__ import annotations
 

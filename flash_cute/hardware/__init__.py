@@ -1,4 +1,4 @@
-"""What hardware there is, and what a model needs of it: devices, layouts, memory, batch sizes."""
+"""Devices and their free memory, and the memory, layouts and batch sizes of models."""
 
 from flash_cute.hardware.devices import available_memory, detect_available_devices
 from flash_cute.hardware.layer import HardwareAbstractionLayer

@@ -1,4 +1,4 @@
-"""What the CPU's allocator gives out during a step, workspaces inside of ops included."""
+"""Records the CPU allocations of a step, including workspaces inside of ops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.autograd.profiler import profile
 from flash_cute import _torch_internals as internals
 
 Events = list[tuple[int, int]]
-"""In the order of time: the number of an allocation, and its bytes, below 0 when it is freed."""
+"""(number of an allocation, its bytes, negative when it is freed), in order of time."""
 
 
 def peak(events: Events) -> int:
-    """The most bytes that lived at once."""
+    """The most bytes that were allocated at once."""
     live = most = 0
     for _, size in events:
         live += size
@@ -23,7 +23,7 @@ def peak(events: Events) -> int:
 
 
 def recorded(run: Callable[[], Iterable[Tensor]]) -> Events:
-    """The events of a run, but for those of the tensors that it returns."""
+    """The events of a run, without those of the tensors that it returns."""
     with profile(use_cpu=True, profile_memory=True) as profiled:
         kept = list(run())
     parts = (part for x in kept for part in internals.parts_of(x.detach()))
@@ -34,7 +34,7 @@ def recorded(run: Callable[[], Iterable[Tensor]]) -> Events:
         if size > 0:
             living[address] = len(events)
             events.append((len(events), size))
-        elif address in living:  # else of memory from before
+        elif address in living:  # else it was allocated before the run
             events.append((living.pop(address), size))
     ignored = {number for address, number in living.items() if address in left_out}
     return [(number, size) for number, size in events if number not in ignored]
@@ -43,8 +43,8 @@ def recorded(run: Callable[[], Iterable[Tensor]]) -> Events:
 def extrapolated(
     events: tuple[Events, Events], batches: tuple[int, int], batch: int
 ) -> Events | None:
-    """The events of a step of another batch, each with bytes on the line through those of two. None
-    if the two steps did not do the same, or something took fewer bytes for more samples."""
+    """The events of a step of another batch, by linear extrapolation of each allocation from two
+    steps. None if the steps differ in their allocations, or one shrinks as the batch grows."""
     first, second = events
     if [number for number, _ in first] != [number for number, _ in second]:
         return None

@@ -20,10 +20,10 @@ def detect_available_devices() -> Dict[str, List[torch.device]]:  # noqa: UP006
     """All devices that torch can use in this process, by type.
 
     Returns:
-        A dict with the keys ``cuda`` and ``cpu`` always: ``cuda`` is empty without a GPU, and holds
-        AMD's GPUs where torch is built for ROCm (``torch.version.hip``). Another accelerator that
-        torch sees (``mps``, ``xpu``, ...) has a key of its own. It is listed, but flash_cute's
-        attention runs on CUDA and the CPU alone.
+        A dict that always has the keys ``cuda`` and ``cpu``: ``cuda`` is empty without a GPU, and
+        holds AMD's GPUs if torch is built for ROCm (``torch.version.hip``). Another accelerator
+        that torch sees (``mps``, ``xpu``, ...) has a key of its own. It is listed, but flash_cute's
+        attention runs only on CUDA and the CPU.
 
     Example::
 
@@ -48,8 +48,8 @@ def checked(devices: Sequence[torch.device | str]) -> list[torch.device]:
     """The same devices with their indices.
 
     Raises:
-        TypeError: ``devices`` is no list of devices.
-        ValueError: torch has no such device here; the message lists those that it has.
+        TypeError: ``devices`` is not a list of devices.
+        ValueError: a device is not available; the message lists those that are.
     """
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(f"target_devices is {devices!r}; expected a list of torch.device")
@@ -58,13 +58,13 @@ def checked(devices: Sequence[torch.device | str]) -> list[torch.device]:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """One device, likewise."""
+    """:func:`checked` for one device."""
     there = [device for group in detect_available_devices().values() for device in group]
     return _checked(device, "device", there)
 
 
 def named_device(name: str, given: torch.device | str | int) -> torch.device:
-    """``torch.device(given)``, whether it is here or not.
+    """``torch.device(given)``, available or not.
 
     Raises:
         ValueError: torch knows no such name; the message begins with the argument's.
@@ -84,19 +84,19 @@ def _checked(given: torch.device | str, name: str, there: list[torch.device]) ->
     if device.type == "cpu":
         device = torch.device("cpu")
     if device not in there:
-        raise ValueError(f"{name} is {given}; torch has here: {', '.join(map(str, there))}")
+        raise ValueError(f"{name} is {given}; available here: {', '.join(map(str, there))}")
     return device
 
 
 def available_memory(device: torch.device | str) -> int:
     """Bytes that this process can still allocate on ``device``.
 
-    On CUDA: what is free, and what torch's allocator holds without using it. On the CPU: what the
-    system can give without swapping, and no more than the process's control groups may still take.
+    On CUDA: free memory, and memory that torch's allocator has cached. On the CPU: memory that the
+    system has without swapping, at most what the limits of the process's control groups leave.
 
     Raises:
-        TypeError, ValueError: no device, or none that torch has here.
-        NotImplementedError: a device whose memory torch does not tell.
+        TypeError, ValueError: it is not a device, or not available.
+        NotImplementedError: torch cannot report the memory of the device.
 
     Example::
 
@@ -112,7 +112,7 @@ def available_memory(device: torch.device | str) -> int:
         return min([_system_memory(), *_memory_of_control_group()])
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
-        raise NotImplementedError(f"torch does not tell the free memory of {device}")
+        raise NotImplementedError(f"torch cannot report the free memory of {device}")
     return int(module.mem_get_info(device)[0])
 
 
@@ -126,8 +126,8 @@ def _system_memory() -> int:
 
 
 def _memory_of_control_group() -> list[int]:
-    """What is left of each limit that there is. Pages of files that the kernel would give back, as
-    they were not used lately, are not taken."""
+    """The bytes that each limit leaves. Inactive file pages, which the kernel would free, do not
+    count as used."""
     left = []
     for limit, used in (*_CGROUP_FILES, *_own_groups()):
         try:
@@ -139,7 +139,7 @@ def _memory_of_control_group() -> list[int]:
 
 
 def _own_groups() -> list[tuple[str, str]]:
-    """Files of the groups that this process is in, from its own up: any may have a limit."""
+    """(limit, use) files of this process's groups and of their parents: any may have a limit."""
     found = []
     lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""A batch for a model: made from a sample, or from what the model's first layer says."""
+"""Makes a batch for a model, from a sample or from the model's first layer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 SEQLEN = 512
-"""Tokens a sample has where a model takes sequences and no sample says how long they are."""
+"""Tokens of a generated sample, if a model takes sequences."""
 
-_PASSED = (nn.LayerNorm, nn.RMSNorm)  # they keep the shape of what they are given
-_ASK = "pass sample_input, a tensor (batch, ...) or a tuple of them, one for each argument"
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # their outputs have their inputs' shape
+_HINT = "pass sample_input, a tensor (batch, ...) or a tuple of them, one for each argument"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of a model's forward; ``batch_dim`` counts samples."""
+    """Arguments of a model's forward; ``batch_dim`` is the dimension of samples."""
 
     tensors: tuple[Tensor, ...]
     batch_dim: int = 0
@@ -32,15 +32,15 @@ class Sample:
 
 
 def sample_of(model: nn.Module, given: Tensor | tuple[Tensor, ...] | None) -> Sample:
-    """What a forward of ``model`` takes.
+    """A sample for a forward of ``model``.
 
     Its batch is in dimension 0, or in dimension 1 if the model's first layer of sequences has
     ``batch_first=False``.
 
     Raises:
         TypeError: ``given`` is neither a tensor nor a tuple of tensors.
-        ValueError: ``given`` holds no sample, or it is None and the first layer does not say what
-            it takes.
+        ValueError: ``given`` is empty, or it is None and the first layer does not determine the
+            input.
     """
     firsts = [m.batch_first for m in model.modules() if hasattr(m, "batch_first")]
     batch_dim = 1 if firsts and not firsts[0] else 0
@@ -48,9 +48,9 @@ def sample_of(model: nn.Module, given: Tensor | tuple[Tensor, ...] | None) -> Sa
         return _sample_of_first_layer(model, batch_dim)
     tensors = (given,) if isinstance(given, Tensor) else given
     if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors):
-        raise TypeError(f"sample_input is {type(given).__name__}; {_ASK}")
+        raise TypeError(f"sample_input is {type(given).__name__}; {_HINT}")
     if not tensors or any(x.dim() == 0 or x.numel() == 0 for x in tensors):
-        raise ValueError(f"sample_input holds no sample; {_ASK}")
+        raise ValueError(f"sample_input holds no sample; {_HINT}")
     return Sample(tensors, batch_dim)
 
 
@@ -70,9 +70,9 @@ def _sample_of_first_layer(model: nn.Module, batch_dim: int) -> Sample:
             shape = (1, SEQLEN, width) if batch_dim == 0 else (SEQLEN, 1, width)
             x = torch.zeros(shape, dtype=dtype)
             return Sample((x, x, x) if layer is model and _takes_qkv(layer) else (x,), batch_dim)
-        if any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, _PASSED):
-            break  # what it takes is not known
-    raise ValueError(f"the input of {type(model).__name__} does not follow from its layers; {_ASK}")
+        if any(True for _ in layer.parameters(recurse=False)) and not isinstance(layer, _NORMS):
+            break  # the input of another layer is not known
+    raise ValueError(f"the layers of {type(model).__name__} do not determine its input; {_HINT}")
 
 
 def _takes_qkv(layer: nn.Module) -> bool:

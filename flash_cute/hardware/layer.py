@@ -1,4 +1,4 @@
-"""One object between a model and the hardware that it runs on."""
+"""Moves models to a device, and estimates their memory and batch sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_cute.hardware.devices import available_memory, checked, detect_availa
 from flash_cute.hardware.inputs import Sample, sample_of
 
 MEMORY_SHARE = 0.9
-"""The share of the available memory that a batch may fill; the rest is for fragmentation."""
+"""The share of the available memory for a batch; the rest is for fragmentation."""
 
 MOST_ELEMENTS = 2**31 - 1
 """The most elements of one tensor: many kernels count them in 32 bits."""
@@ -25,15 +25,15 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 
 
 class HardwareAbstractionLayer:
-    """Puts models on a device, and says what fits there.
+    """Moves models to a device, and says which batch sizes fit there.
 
     Args:
         target_devices: devices to use, the first of which models are moved to. None: CUDA's first
             device if there is one, else the CPU. An empty list: the CPU.
 
     Raises:
-        TypeError: ``target_devices`` is no list of devices.
-        ValueError: torch has no such device here.
+        TypeError: ``target_devices`` is not a list of devices.
+        ValueError: a device is not available.
 
     Attributes:
         target_devices: list of torch.device.
@@ -58,7 +58,7 @@ class HardwareAbstractionLayer:
         self.report: list[str] = []
 
     def optimize_for_hardware(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to ``device``, and lay its weights out as kernels there read them fastest.
+        """Move ``model`` to ``device``, with the weight layouts that are fastest there.
 
         On CUDA and on the CPU alike, in place:
 
@@ -66,16 +66,16 @@ class HardwareAbstractionLayer:
         - weights of nn.Conv2d and nn.Conv3d become channels-last, the layout of tensor cores and of
           oneDNN's kernels; outputs of these layers are channels-last then.
 
-        Dtypes, values, Parameter objects, ``state_dict`` and training mode stay as they are, so an
-        optimizer made before goes on to work. Outputs are equal up to the order of sums: within
-        1e-5 of the largest one in fp32. No global switch of torch is touched: TF32 remains the
-        caller's choice (``torch.backends.cuda.matmul.fp32_precision``).
+        Dtypes, values, Parameter objects, ``state_dict`` and training mode stay as they are, so
+        existing optimizers still work. Outputs are equal up to the order of sums: within 1e-5 of
+        the largest one in fp32. Global switches of torch do not change: TF32 remains the caller's
+        choice (``torch.backends.cuda.matmul.fp32_precision``).
 
         Returns:
             ``model`` itself.
 
         Raises:
-            TypeError: ``model`` is no nn.Module.
+            TypeError: ``model`` is not an nn.Module.
             ValueError: it has parameters without values (on meta).
         """
         _check_model(model)
@@ -100,16 +100,16 @@ class HardwareAbstractionLayer:
         *,
         training: bool = True,
     ) -> int:
-        """The largest batch whose step fits into the memory that ``device`` has left.
+        """The largest batch whose step fits into the free memory of ``device``.
 
-        A step takes what :meth:`estimate_memory_usage` says. On CUDA the steps of two and of three
-        samples are run and measured too, and the larger figure counts; not so of a model with
-        nn.Embedding and no sample, as an index that it does not hold would end CUDA's context.
-        Memory alone is asked for: of a small model millions of samples fit. Speed, which often
-        levels off at some hundred, is not measured, nor whether a model learns from such batches.
+        The memory of a step is :meth:`estimate_memory_usage`'s. On CUDA steps of two and of three
+        samples are also run and measured, and the larger figure counts; but not for a model with
+        nn.Embedding and no sample, since an index out of range would end CUDA's context. Only
+        memory limits the batch: millions of samples of a small model may fit. Speed often levels
+        off at some hundred samples; neither it nor convergence is considered.
 
         Args:
-            model: is left as it is: parameters, buffers, gradients, mode, random state.
+            model: stays unchanged: parameters, buffers, gradients, mode, random state.
             sample_input: as for :meth:`estimate_memory_usage`.
             training: whether the step is one of training, with AdamW, or of inference.
 
@@ -136,12 +136,12 @@ class HardwareAbstractionLayer:
             int((budget - fixed) // max(per_sample, 1.0)),
             int(MOST_ELEMENTS // max(cost.largest_tensor, 1.0)),
         )
-        of_optimizer = memory.trainable(model) if training else 0  # when activations are free again
+        of_optimizer = memory.trainable(model) if training else 0  # after activations are freed
         least = fixed + max(per_sample, of_optimizer)
         if batch < 1 or least > budget:
             raise MemoryError(
                 f"one sample of {type(model).__name__} needs {least:.0f} bytes "
-                f"more on {self.device}, which has {budget:.0f} for it"
+                f"more on {self.device}, where {budget:.0f} are available"
             )
         return batch - batch % 8 if batch >= 8 else batch
 
@@ -154,24 +154,23 @@ class HardwareAbstractionLayer:
     ) -> float:
         """The memory that a step of ``model`` needs on ``device``, in bytes.
 
-        It is ``fixed + batch_size * per_sample``. Fixed are weights and buffers, and in training as
-        many bytes again of gradients and twice as many of AdamW's state, for parameters that
-        require gradients. The rest is the peak of what lives in forward and backward: the input,
-        activations saved for backward, and the mean of the squares of all outputs in place of a
-        loss. On the CPU it is measured: a copy of the model that shares the weights runs steps of
-        two batches, of some MiB, and the peak follows from what torch's allocator gave out, inside
-        of ops too; without room for that it is traced, with a warning. On CUDA it is traced without
-        memory. What is not in it: the context of CUDA and what ops take inside of themselves there,
-        memory that libraries do not take from torch's allocator, and temporaries of an optimizer
-        that is not ``fused``.
+        It is ``fixed + batch_size * per_sample``. Fixed are weights and buffers, and in training
+        the gradients and twice their bytes of AdamW's state, for parameters that require gradients.
+        The rest is the peak of forward and backward: the input, activations saved for backward, and
+        a loss, the mean of the squares of all outputs. On the CPU it is measured: a copy of the
+        model that shares the weights runs steps of two batches, of some MiB, and the peak follows
+        from torch's allocations, also those inside of ops; without memory for that it is traced,
+        with a warning. On CUDA it is traced without allocating. Not included: CUDA's context and
+        allocations inside of ops there, memory that libraries do not take from torch's allocator,
+        and temporaries of an optimizer that is not ``fused``.
 
         Args:
             model: any nn.Module; it may be on another device.
             batch_size: samples in a batch, at least 1.
-            sample_input: a tensor (batch, ...), or a tuple of them, one for each argument; its
-                first sample alone counts. None: it follows from the first layer, if that is
-                nn.Linear, nn.Embedding, nn.TransformerEncoderLayer, or attention with ``num_heads``
-                and ``d_model`` or ``embed_dim``; sequences have 512 tokens then.
+            sample_input: a tensor (batch, ...), or a tuple of them, one for each argument; only its
+                first sample is used. None: generated for the first layer, if that is nn.Linear,
+                nn.Embedding, nn.TransformerEncoderLayer, or attention with ``num_heads`` and
+                ``d_model`` or ``embed_dim``; sequences then have 512 tokens.
             training: forward and backward in training mode with AdamW, or forward in evaluation
                 mode without gradients.
 
@@ -180,15 +179,15 @@ class HardwareAbstractionLayer:
 
         Raises:
             TypeError: wrong types.
-            ValueError: ``batch_size`` is less than 1, the input does not follow from the layers, or
-                the model does not take it.
-            NotImplementedError: what the model does depends on values, so that it has no trace.
+            ValueError: ``batch_size`` is less than 1, the layers do not determine the input, or the
+                model does not accept it.
+            NotImplementedError: control flow depends on values, so that it cannot be traced.
 
         Warns:
-            RuntimeWarning: on the CPU there is no room to run three samples, they would take long
-                (``memory.MEASURED_FLOPS``), or a profiler of torch is on: what ops take inside of
-                themselves, of recurrent and convolution layers and of attention with dropout most
-                of all, is not in the estimate.
+            RuntimeWarning: on the CPU there is no memory to run three samples, they would take long
+                (``memory.MEASURED_FLOPS``), or a profiler of torch is on: the estimate then lacks
+                allocations inside of ops, which are large in recurrent and convolution layers and
+                in attention with dropout.
 
         Example::
 
@@ -210,7 +209,7 @@ class HardwareAbstractionLayer:
         return sample_of(model, given)
 
     def _cost(self, model: nn.Module, sample: Sample, training: bool) -> memory.Cost:
-        """Traced, and on the CPU measured by steps of few samples."""
+        """The traced cost, or on the CPU that measured by steps of a few samples."""
         if not isinstance(training, bool):
             raise TypeError(f"training is {training!r}; expected a bool")
         try:
@@ -237,8 +236,8 @@ class HardwareAbstractionLayer:
                 f"sample_input that it takes: {error}"
             ) from error
         warnings.warn(
-            f"{type(model).__name__} is not measured, as {reason}: what its ops take inside of "
-            "themselves is not in the estimate",
+            f"{type(model).__name__} cannot be run to measure it, as {reason}: the estimate lacks "
+            "memory that its ops allocate internally",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -254,4 +253,4 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model is {type(model).__name__}; expected an nn.Module")
     for name, p in model.named_parameters():
         if p.is_meta or isinstance(p, nn.UninitializedParameter):
-            raise ValueError(f"parameter {name} has no values; make them first (to_empty, a call)")
+            raise ValueError(f"parameter {name} has no values; initialize it (to_empty, a call)")

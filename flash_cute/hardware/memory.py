@@ -1,4 +1,4 @@
-"""How many bytes a step of a model needs: traced without memory, or measured."""
+"""The bytes that a step of a model needs: traced without allocating, or measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flash_cute.hardware import allocator
 from flash_cute.hardware.inputs import Sample
 from flash_cute.utils.model_copies import copied
 
-_TRACED_BATCHES = (4096, 8192)  # activations outweigh what backward needs for one layer's weights
+_TRACED_BATCHES = (4096, 8192)  # so large that activations dominate backward's temporaries
 MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample
 _MEASURED_BYTES = 2**23
 MEASURED_FLOPS = 1e11
-"""Additions and multiplications of steps that are measured, for each thread: some seconds."""
+"""The most operations per thread of steps that are measured: some seconds."""
 OPTIMIZER_STATES = 2
 """AdamW keeps two tensors of each trainable parameter's size and dtype."""
 
@@ -33,9 +33,9 @@ class Cost:
     fixed: float
     per_sample: float
     largest_tensor: float = 0.0
-    """Elements a sample in the largest tensor of the step."""
+    """Elements per sample in the largest tensor of the step."""
     flops: float = 0.0
-    """Additions and multiplications a sample in matrix products."""
+    """Additions and multiplications per sample in matrix products."""
 
     def of_batch(self, batch: int) -> float:
         return self.fixed + batch * self.per_sample
@@ -44,8 +44,8 @@ class Cost:
 class LiveBytes(internals.DispatchMode):
     """Inside, follows the memory of all tensors that ops make, until they are freed.
 
-    Memory that an op takes and frees inside of itself is not seen, but for that of sums over long
-    columns on CUDA, which bias gradients are.
+    Memory that an op allocates and frees internally is not seen, except in sums over long columns
+    on CUDA, such as bias gradients.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -53,7 +53,7 @@ class LiveBytes(internals.DispatchMode):
         self.largest_tensor = 0  # elements
         self.flops = 0
         self._events: list[tuple[int, int]] = []  # (storage's number, bytes; < 0 when it is freed)
-        self._numbers: dict[int, int] = {}  # of living storages, by their id
+        self._numbers: dict[int, int] = {}  # of live storages, by their id
         self._known = list(storages_of(known))  # not counted
         for storage in self._known:
             self._numbers[id(storage)] = -1
@@ -84,13 +84,13 @@ class LiveBytes(internals.DispatchMode):
         self._events.append((number, -size))
 
     def peak(self, but: Iterable[Tensor] = ()) -> int:
-        """The most bytes that lived at once, those of ``but`` left out."""
+        """The most bytes that were live at once, without those of ``but``."""
         left_out = {self._numbers.get(id(storage)) for storage in storages_of(but)}
         return allocator.peak([event for event in self._events if event[0] not in left_out])
 
 
 def reduction_buffer(x: Tensor, total: Tensor) -> int:
-    """Bytes that torch takes on CUDA to sum columns of x into ``total``, each by several blocks.
+    """Bytes that torch allocates on CUDA to sum columns of x into ``total`` by several blocks.
 
     A thread has four columns, a block 32 x 4 threads; there are as many blocks as the GPU runs at
     once, or one for 64 rows.
@@ -117,13 +117,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterable[torch.UntypedStorage]:
-    """The memory of tensors, of sparse ones that of their parts, each once."""
+    """The storages of tensors, and of the parts of sparse tensors, each once."""
     parts = (part for x in tensors for part in internals.parts_of(x.detach()))
     return {id(part.untyped_storage()): part.untyped_storage() for part in parts}.values()
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' memory; what they share counts once."""
+    """Bytes of the tensors' storages; shared ones count once."""
     return sum(storage.nbytes() for storage in storages_of(tensors))
 
 
@@ -133,7 +133,7 @@ def weights_of(model: nn.Module) -> int:
 
 
 def resident(model: nn.Module, device: torch.device) -> int:
-    """Bytes of those that are on ``device`` already."""
+    """Bytes of the parameters and buffers that are already on ``device``."""
     tensors = [*model.parameters(), *model.buffers()]
     return bytes_of(x for x in tensors if x.device == device)
 
@@ -143,16 +143,16 @@ def trainable(model: nn.Module) -> int:
     return bytes_of(p for p in model.parameters() if p.requires_grad)
 
 
-def beside_weights(model: nn.Module) -> int:
-    """Bytes that training has for each parameter: its gradient, but for sparse ones, which are of
-    a step as activations are, and the optimizer's states."""
+def training_bytes(model: nn.Module) -> int:
+    """Bytes of gradients and of the optimizer's states. Sparse gradients do not count: they belong
+    to a step, as activations do."""
     layers = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     sparse = bytes_of(m.weight for m in layers if m.sparse and m.weight.requires_grad)
     return (1 + OPTIMIZER_STATES) * trainable(model) - sparse
 
 
 def dense_gradients(model: nn.Module) -> list[Tensor]:
-    """Those that are as large as their parameters."""
+    """The gradients that are as large as their parameters."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return [x for x in found if x.layout is torch.strided]
 
@@ -162,7 +162,7 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
     """The cost of a step, from two traces in which no tensor has memory.
 
     Raises:
-        NotImplementedError: what the model does depends on values.
+        NotImplementedError: the model's control flow depends on values.
     """
 
     fakes = internals.fake_tensors()
@@ -182,9 +182,9 @@ def traced(model: nn.Module, sample: Sample, device: torch.device, training: boo
             peaks.append(live.peak(but=dense_gradients(run)))
             largest.append(live.largest_tensor)
             flops.append(live.flops)
-    line = _line(_TRACED_BATCHES, peaks)
-    fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
-    more = (_line(_TRACED_BATCHES, found).per_sample for found in (largest, flops))
+    line = _linear_cost(_TRACED_BATCHES, peaks)
+    fixed = weights_of(model) + line.fixed + (training_bytes(model) if training else 0)
+    more = (_linear_cost(_TRACED_BATCHES, found).per_sample for found in (largest, flops))
     return Cost(fixed, line.per_sample, *more)
 
 
@@ -195,7 +195,7 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
     peaks = []
     with rng_kept(device):
         for batch in MEASURED_BATCHES:
-            gc.collect()  # garbage that a step happens to free would make its peak look lower
+            gc.collect()  # else a step might free garbage, which lowers its peak
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -206,14 +206,14 @@ def measured(model: nn.Module, sample: Sample, device: torch.device, training: b
             del run
             torch.cuda.synchronize(device)
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    line = _line(MEASURED_BATCHES, peaks)
+    line = _linear_cost(MEASURED_BATCHES, peaks)
     states = OPTIMIZER_STATES * trainable(model) if training else 0
     return Cost(line.fixed + resident(model, device) + states, line.per_sample)
 
 
 def batches_to_measure(cost: Cost, budget: float) -> tuple[int, int] | None:
-    """Two batches whose tensors take some MiB by a traced cost, and that fit with four times as
-    much for what ops take inside of themselves, and are not long; None if not even the least do."""
+    """Two batches of some MiB by the traced cost that fit even if ops allocate four times as much
+    internally, and that run fast; None if not even the smallest do."""
     first = int(_MEASURED_BYTES // max(cost.per_sample, 1.0))
     first = min(max(first, MEASURED_BATCHES[0]), _TRACED_BATCHES[0])
     batches = first, first + (first + 1) // 2
@@ -224,7 +224,7 @@ def batches_to_measure(cost: Cost, budget: float) -> tuple[int, int] | None:
 
 
 def is_long(cost: Cost, batches: tuple[int, int]) -> bool:
-    """Whether steps of these batches would take longer than an estimate shall."""
+    """Whether steps of these batches take too long for an estimate."""
     return cost.flops * sum(batches) > MEASURED_FLOPS * torch.get_num_threads()
 
 
@@ -232,9 +232,9 @@ def is_long(cost: Cost, batches: tuple[int, int]) -> bool:
 def measured_on_cpu(
     model: nn.Module, sample: Sample, batches: tuple[int, int], training: bool
 ) -> Cost:
-    """The cost of a step on the CPU, from what the allocator gave out in steps of two batches: the
-    peak of others follows from the bytes of each allocation, if both steps have the same ones.
-    Weights are shared with the model, as by :func:`measured`."""
+    """The cost of a step on the CPU, from the allocations of steps of two batches, which are
+    extrapolated if both steps have the same ones. Weights are shared with the model, as by
+    :func:`measured`."""
     cpu = torch.device("cpu")
 
     def step(batch: int) -> Iterable[Tensor]:
@@ -249,14 +249,14 @@ def measured_on_cpu(
         first, second = (allocator.recorded(lambda n=n: step(n)) for n in batches)  # type: ignore[misc]
     large = [allocator.extrapolated((first, second), batches, n) for n in _TRACED_BATCHES]
     if large[0] is None or large[1] is None:
-        line = _line(batches, [allocator.peak(first), allocator.peak(second)])
+        line = _linear_cost(batches, [allocator.peak(first), allocator.peak(second)])
     else:
-        line = _line(_TRACED_BATCHES, [allocator.peak(large[0]), allocator.peak(large[1])])
-    fixed = weights_of(model) + line.fixed + (beside_weights(model) if training else 0)
+        line = _linear_cost(_TRACED_BATCHES, [allocator.peak(large[0]), allocator.peak(large[1])])
+    fixed = weights_of(model) + line.fixed + (training_bytes(model) if training else 0)
     return Cost(fixed, line.per_sample)
 
 
-def _line(batches: tuple[int, int], peaks: list[int]) -> Cost:
+def _linear_cost(batches: tuple[int, int], peaks: list[int]) -> Cost:
     per_sample = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
     return Cost(max(0.0, peaks[0] - per_sample * batches[0]), per_sample)
 
@@ -266,9 +266,9 @@ def copy_with(
     of_parameter: Callable[[Tensor], Tensor],
     of_buffer: Callable[[Tensor], Tensor],
 ) -> nn.Module:
-    """A copy of a model, all but its parameters and buffers, which hold what the functions return.
+    """A copy of a model whose parameters and buffers are those that the functions return.
 
-    Nothing that the copy does to itself changes the model, as long as it writes to no parameter.
+    The model does not change with the copy, as long as that writes to no parameter.
     """
     memo: dict[int, Any] = {id(b): of_buffer(b) for b in model.buffers()}
     for p in model.parameters():
@@ -284,7 +284,7 @@ def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
             losses = [x.square().mean() for x in tensors_in(model(*inputs)) if x.requires_grad]
     except internals.NEEDS_VALUES as error:
         raise NotImplementedError(
-            f"{type(model).__name__} cannot be traced, as what it does depends on values: {error}"
+            f"{type(model).__name__} cannot be traced: its control flow depends on values: {error}"
         ) from error
     if losses:
         torch.autograd.backward(losses)
@@ -292,8 +292,8 @@ def _step(model: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> None:
 
 @contextmanager
 def _every_op() -> Iterator[None]:
-    """Inside, torch's encoder layers run op by op, as one op for a whole layer hides its memory,
-    and so do compiled models, which a trace would leave uncompiled for ever."""
+    """Inside, torch's encoder layers run op by op, since their fused op hides its memory, and so do
+    compiled models, which a trace would leave uncompiled for good."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -305,6 +305,6 @@ def _every_op() -> Iterator[None]:
 
 @contextmanager
 def rng_kept(device: torch.device) -> Iterator[None]:
-    """Inside, random numbers may be drawn; the generators are then as before."""
+    """Restores the random generators afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

@@ -1,4 +1,4 @@
-"""flash_cute inside of other libraries, each by its own module, loaded where it is imported.
+"""flash_cute as a backend of other libraries, one module for each.
 
 See docs/integrations.md for what each needs, how it is activated and what is tested.
 """

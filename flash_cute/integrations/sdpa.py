@@ -1,10 +1,10 @@
 """torch's own attention functions over flash_cute's kernels, for programs that call those.
 
 :func:`activate` replaces the implementations of ATen's flash attention, as torch's providers of
-FlashAttention-3 and -4 do: ``F.scaled_dot_product_attention`` where it takes its flash backend,
-``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors on CUDA, and what is built on
-these. Nothing is activated by the import. Which calls take the flash backend is torch's decision:
-on CUDA fp16 and bf16 with head dims up to 256 and no mask but a causal one.
+FlashAttention-3 and -4 do: the flash backend of ``F.scaled_dot_product_attention``,
+``torch.nn.attention.varlen.varlen_attn``, jagged nested tensors on CUDA, and functions built on
+these. The import activates nothing. torch decides which calls use the flash backend: on CUDA fp16
+and bf16 with head dims up to 256, without a mask or causal.
 
 Example::
 
@@ -40,12 +40,12 @@ _active: _Overrides | None = None
 
 
 class _Overrides:
-    """ATen's kernels, replaced until :meth:`remove`. Flash attention is asked before cuDNN's, which
-    torch prefers on some GPUs; what it does not take goes to what torch would choose."""
+    """Replaces ATen's kernels until :meth:`remove`. torch then tries flash attention before cuDNN,
+    which it prefers on some GPUs; other calls keep torch's choice."""
 
     def __init__(self) -> None:
         global _active
-        kernels = sdpa_kernels.kernels()  # finds what it replaces
+        kernels = sdpa_kernels.kernels()  # before the library replaces them
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
@@ -56,7 +56,7 @@ class _Overrides:
         internals.when_cuda_starts(self.prefer_flash)
 
     def prefer_flash(self) -> None:
-        if _active is self:  # CUDA may start when all of it is undone
+        if _active is self:  # CUDA may start after remove()
             internals.settle_sdp_order()
             order = internals.sdp_order()
             self.orders = order, _flash_before_cudnn(order)
@@ -71,7 +71,7 @@ class _Overrides:
 
 
 def _flash_before_cudnn(order: list[int]) -> list[int]:
-    """The others stay as they are."""
+    """The backends' order with flash attention moved before cuDNN's."""
     backends: Any = SDPBackend
     flash, cudnn = int(backends.FLASH_ATTENTION), int(backends.CUDNN_ATTENTION)
     at = min(order.index(flash), order.index(cudnn))
@@ -80,15 +80,14 @@ def _flash_before_cudnn(order: list[int]) -> list[int]:
 
 
 def activate() -> None:
-    """Makes flash_cute torch's flash attention, on CUDA and on the CPU, in place of FA3 or FA4 if
-    one of them is active. Once more changes nothing.
+    """Makes flash_cute torch's flash attention, on CUDA and on the CPU, instead of FA3 or FA4 if
+    one of them is active. A second call changes nothing.
 
-    Calls that flash attention does not take, with masks for instance, go where they would without
-    it: no backend is switched off. Where torch prefers cuDNN's attention (Hopper, Blackwell), flash
-    attention is asked before it; ``sdpa_kernel`` picks backends as before.
+    Calls that flash attention does not support, such as masked ones, use the same backends as
+    before: none is switched off. If torch prefers cuDNN's attention (Hopper, Blackwell), it now
+    tries flash attention first; ``sdpa_kernel`` selects backends as before.
 
-    Graphs that torch.compile has made call ATen's operators, and so take what is active when they
-    run.
+    Graphs of torch.compile call ATen's operators, and so use what is active when they run.
 
     Example::
 
@@ -109,7 +108,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """Gives torch its own kernels back, if flash_cute's are active.
+    """Restores torch's own kernels, if flash_cute's are active.
 
     Example::
 
@@ -128,7 +127,7 @@ def restore() -> None:
 
 
 def is_active() -> bool:
-    """Whether calls of torch's attention come here.
+    """Whether flash_cute's kernels are active in torch.
 
     Example::
 
@@ -142,7 +141,7 @@ def is_active() -> bool:
 
 @contextmanager
 def activated() -> Iterator[None]:
-    """Inside, flash_cute is active; outside, what was before.
+    """Inside, flash_cute is active; the former state is restored afterwards.
 
     Example::
 

@@ -54,7 +54,7 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """A causal mask is aligned to the bottom right, as that of ATen's operator."""
+    """ATen's dense forward; a causal mask is aligned to the bottom right."""
     rng = rng_state(query.device) if dropout_p else None
     wants_softmax = return_debug_mask and dropout_p > 0
     out, lse, softmax = _dense(
@@ -82,7 +82,7 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients lie in memory as what they are of."""
+    """ATen's dense backward; gradients have the memory layout of their inputs."""
     rng = philox_seed.view(torch.int64) if dropout_p else None
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     saved = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
@@ -97,7 +97,7 @@ def sdpa_backward(
     with internals.below_versions():  # as in _dense
         _BWD_OUT(*call, dq=written[0], dk=written[1], dv=written[2])
     for x, y in zip(rows, written, strict=True):
-        if x is not y:  # those without contiguous rows
+        if x is not y:  # its rows were not contiguous
             x.copy_(y)
     return grads  # type: ignore[return-value]
 
@@ -113,22 +113,22 @@ def _dense(
     rng: Tensor | None,
     wants_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out as query lies in memory, softmax_lse (batch, heads, seqlen), probabilities if wanted."""
+    """out with query's memory layout, softmax_lse (batch, heads, seqlen), and probabilities."""
     batch, heads, seqlen, dim = query.shape
     dim_v = value.shape[-1]
-    with internals.below_versions():  # nobody has seen what is written
+    with internals.below_versions():  # the written tensors are new
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             q, k, v = spellings.rows(q, k, v)
         call: tuple[Any, ...] = (q, k, v, scale, is_causal)
         allow_tf32 = ops.allow_tf32(query)
-        if right != -1 or dropout_p or allow_tf32:  # each argument that is given costs time
+        if right != -1 or dropout_p or allow_tf32:  # each argument costs time
             call = FwdCall(
                 q, k, v, scale, is_causal, window_size_right=right, dropout_p=dropout_p, rng=rng,
                 return_softmax=wants_softmax, allow_tf32=allow_tf32,
             )  # fmt: skip
         if dim == dim_v and query.stride() == (seqlen * heads * dim, dim, heads * dim, 1):
-            out, lse, _, softmax = ops.fwd(*call)  # whose out lies so
+            out, lse, _, softmax = ops.fwd(*call)  # whose out has this layout
             return out.transpose(1, 2), lse, softmax
         out = (
             torch.empty_like(query)
@@ -148,10 +148,10 @@ def _dense(
 
 
 def _of_dropout(rng: Tensor | None, softmax: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-    """The last three results of ATen's operators: the state of dropout, uint64 (2,), a scalar that
-    nobody reads, and probabilities. Without dropout nobody reads any of them."""
+    """The last three results of ATen's operators: the state of dropout, uint64 (2,), an unused
+    scalar, and probabilities. Without dropout none of them is used."""
     if rng is None:
-        return _unread(like)
+        return _unused_results(like)
     softmax = like.new_empty(0) if softmax is None else softmax
     return rng.view(torch.uint64), like.new_empty((), dtype=torch.uint64), softmax
 
@@ -159,21 +159,21 @@ def _of_dropout(rng: Tensor | None, softmax: Tensor | None, like: Tensor) -> tup
 _kept: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
 
-def _unread(like: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors in every call, for making them takes a fifth of it; but new ones for graphs,
-    which take results to lie in their own memory, and use that again."""
+def _unused_results(like: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors in every call, since allocating them takes a fifth of its time; but new ones
+    in graphs, which reuse the memory of results."""
     kind = like.device, like.dtype
     if internals.has_inductor():
-        return _new_unread(like)
+        return _new_unused_results(like)
     if kind not in _kept:
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
-            return _new_unread(like)
+            return _new_unused_results(like)
         with torch.inference_mode(False):  # autograd may save them later
-            _kept[kind] = _new_unread(like)
+            _kept[kind] = _new_unused_results(like)
     return _kept[kind]
 
 
-def _new_unread(like: Tensor) -> tuple[Tensor, ...]:
+def _new_unused_results(like: Tensor) -> tuple[Tensor, ...]:
     state, unused = (like.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))
     return state, unused, like.new_empty(0)
 
@@ -192,7 +192,7 @@ def cpu_forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A causal mask is aligned to the top left. Calls with ``attn_mask`` are ATen's."""
+    """ATen's CPU forward; a causal mask is aligned to the top left. ATen runs masked calls."""
     if attn_mask is not None:
         return original(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     key, value, right = _top_left(query, key, value, is_causal)
@@ -237,7 +237,7 @@ def cpu_backward(
 def _top_left(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, int]:
-    """Keys that some query sees, and the window's right bound that makes query i see keys <= i."""
+    """The number of visible keys, and the right bound with which query i sees keys <= i."""
     if not is_causal:
         return key, value, -1
     seqlen = query.shape[2]
@@ -268,7 +268,7 @@ def flash_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Sequences of different lengths, also in pages; dense without ``cum_seq_q``."""
+    """ATen's forward of packed sequences, also in pages; dense without ``cum_seq_q``."""
     lost = {"seqused_k": seqused_k, "alibi_slopes": alibi_slopes, "block_table": block_table}
     _refuse_gradients((query, key, value), lost)
     q, k, v = spellings.rows(query, key, value)
@@ -282,7 +282,7 @@ def flash_forward(
         return out, lse, *_of_dropout(None, None, q)
     if num_splits:
         raise NotImplementedError(
-            f"num_splits is {num_splits}, which flash_cute takes over pages alone; leave it None"
+            f"num_splits is {num_splits}, which flash_cute supports only with pages; leave it None"
         )
     rng = rng_state(q.device) if dropout_p else None
     if cum_seq_q is not None and cum_seq_k is None:
@@ -304,13 +304,12 @@ def flash_forward(
 
 
 def _refuse_gradients(tensors: tuple[Tensor, ...], lost: dict[str, Tensor | None]) -> None:
-    """Of arguments that ATen's formula does not hand on to its backward, which would be wrong."""
+    """Refuses gradients with arguments that ATen's formula does not pass to backward."""
     given = [name for name, x in lost.items() if x is not None]
     if given and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(
-            f"{', '.join(given)} given with tensors that require grad: ATen's backward of flash "
-            "attention is not told of it; call flash_cute.flash_attn_varlen_func, or under "
-            "torch.no_grad()"
+            f"{', '.join(given)} given with tensors that require grad: ATen does not pass it to "
+            "backward; call flash_cute.flash_attn_varlen_func, or under torch.no_grad()"
         )
 
 

@@ -1,7 +1,7 @@
-"""The CUDA kernels as values: which there are, which one a call takes, and why no other.
+"""The CUDA kernels as values: a list of them, the plan of a call, and why other kernels do not run.
 
-Everything is computed by the code that calls go through (``csrc/core/``), from sizes alone: no
-tensor, no GPU and no CUDA build is needed.
+Answers come from the code that chooses the kernels of calls (``csrc/core/``), and need only sizes:
+no tensor, GPU or CUDA build.
 """
 
 from flash_cute.kernels.calibration import use_calibration

@@ -1,9 +1,9 @@
-"""The calibration file: which choice was the fastest, per GPU, library and bucket of sizes.
+"""The calibration file: the fastest choice per GPU, library and bucket of sizes.
 
-The file is JSON. Its sections are those of one GPU (name and SM count) and one build of the library
-(SHA-256 of the file); what was measured with another build says nothing about this one. Buckets
-are those of ``csrc/core/calibration.cpp``. The entry of a bucket has the id of a ``kernel``, and of
-Hopper's forward it may have ``num_splits`` and ``pack_gqa``.
+The file is JSON. A section is for one GPU (name and SM count) and one build of the library (SHA-256
+of its file), since another build may have other kernels. Buckets are defined in
+``csrc/core/calibration.cpp``. The entry of a bucket has the id of a ``kernel``, and for Hopper's
+forward it may have ``num_splits`` and ``pack_gqa``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What of a file is for this library: choices by bucket; and what is not, and why."""
+    """The usable entries of a file, as choices by bucket, and the others with reasons."""
 
     kernels: dict[str, Choice]
     misses: tuple[Miss, ...] = ()
@@ -61,29 +61,29 @@ class Loaded:
 def default_path() -> Path:
     """``$FLASH_CUTE_CALIBRATION``, or ``~/.cache/flash_cute/calibration.json``."""
     named = os.environ.get("FLASH_CUTE_CALIBRATION")
-    # A home that nobody has stays as it is written: there is no such file then.
+    # expanduser() leaves ~name of an unknown user as it is: then the file does not exist.
     return Path(os.path.expanduser(named or "~/.cache/flash_cute/calibration.json"))
 
 
 @cache
 def library_hash() -> str:
-    """SHA-256 of the library that is loaded."""
+    """SHA-256 of the loaded library."""
     return hashlib.sha256(library.find().read_bytes()).hexdigest()
 
 
 def section_name(gpu: Gpu) -> str:
-    """Of a GPU and the library that is loaded."""
+    """The name of the section of a GPU and the loaded library."""
     return f"{gpu.name}, {gpu.sms} SMs, library {library_hash()[:16]}"
 
 
 def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = None) -> Loaded:
-    """Reads a file; what cannot be used is a miss, never an error.
+    """Reads a file; entries that cannot be used are misses, never errors.
 
     Args:
         path: the file; by default :func:`default_path`.
         gpu: a :class:`flash_cute.kernels.Gpu`, or a name in ``flash_cute.kernels.GPUS``: sections
-            of other GPUs are misses. By default those of all GPUs count: a bucket names the SMs
-            and the memory's speed of the GPUs whose calls it is for.
+            of other GPUs are misses. By default all sections are used: each bucket names the SMs
+            and the memory bandwidth of its GPUs.
 
     Raises:
         ValueError: the GPU is unknown.
@@ -110,21 +110,21 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
             misses.append(Miss(name, f"measured on another GPU than {gpu.name}, {gpu.sms} SMs"))
         else:
             for bucket, entry in section["buckets"].items():
-                if reason := _nonsense(bucket, section["sms"], entry, known):
+                if reason := _entry_problem(bucket, section["sms"], entry, known):
                     misses.append(Miss(bucket, reason))
                 else:
                     found[bucket] = Choice(**entry)
     return Loaded(found, tuple(misses))
 
 
-def _nonsense(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig]) -> str | None:
-    """What is wrong with an entry of a section by its words alone; None if nothing is. Whether a
-    call can take its kernel and numbers is asked in the call."""
+def _entry_problem(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig]) -> str | None:
+    """Why an entry of a section is invalid; None if it is valid. Whether its kernel and numbers
+    suit a call is checked in the call."""
     parts = _BUCKET.fullmatch(bucket)
     if parts is None:
-        return "it is no bucket; kernels.bucket(problem) prints a call's"
+        return "not a bucket; kernels.bucket(problem) prints the bucket of a call"
     if int(parts["sms"]) != sms:
-        return f"a bucket of GPUs with {parts['sms']} SMs in a section of one with {sms}"
+        return f"the bucket is for GPUs with {parts['sms']} SMs, its section for one with {sms}"
     if not isinstance(entry, dict) or not isinstance(entry.get("kernel"), str):
         return f'its entry is {entry!r}; expected {{"kernel": ID}}'
     if unknown := [name for name in entry if name not in _ENTRY]:
@@ -136,7 +136,7 @@ def _nonsense(bucket: str, sms: int, entry: Any, known: dict[str, KernelConfig])
         return f"{kernel.id} does not do {parts['op']} in {parts['dtype']}"
     numbers = {name: entry[name] for name in _ENTRY[1:] if entry.get(name) is not None}
     if numbers and (kernel.op, kernel.arch) != ("fwd", 90):
-        return f"num_splits and pack_gqa are those of Hopper's forward, not of {kernel.id}"
+        return f"only Hopper's forward has num_splits and pack_gqa, not {kernel.id}"
     for name, number in numbers.items():
         if not is_count(number):
             return f"{name} is {number!r}; expected a whole number from 1 to 2^31 - 1"
@@ -153,10 +153,9 @@ def use_calibration(
     """From now on calls and plans of this process prefer the kernels that a file names, with the
     ``num_splits`` and ``pack_gqa`` that it gives.
 
-    It takes the place of what was in use before; a file of which nothing can be used leaves
-    nothing in use. Results stay within their bounds, but their last bits may change with kernel,
-    ``num_splits`` and ``pack_gqa``. Misses go to the logger ``flash_cute`` as warnings. Arguments
-    are :func:`load`'s.
+    It replaces the calibration that was in use, even if no entry of the file can be used. Results
+    stay within their bounds, but their last bits may change with kernel, ``num_splits`` and
+    ``pack_gqa``. Misses go to the logger ``flash_cute`` as warnings. Arguments are :func:`load`'s.
 
     Example::
 
@@ -173,12 +172,12 @@ def use_calibration(
 
 
 def stop_using() -> None:
-    """From now on kernels are chosen by the library's own estimates."""
+    """From now on the library's own estimates choose kernels."""
     torch.ops.flash_cute.set_calibration("")
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """Inside, no thread of this process uses a calibration."""
     before = torch.ops.flash_cute.set_calibration("")
     try:
@@ -188,7 +187,7 @@ def set_aside() -> Iterator[None]:
 
 
 def checked_path(path: str | os.PathLike[str] | None) -> Path:
-    """Where :func:`store` would write; ValueError if it could not."""
+    """The path that :func:`store` writes to; ValueError if it cannot be written."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path is {path!r}; expected a file's name")
     found = default_path() if path is None else Path(path)
@@ -197,7 +196,7 @@ def checked_path(path: str | os.PathLike[str] | None) -> Path:
         folder = next(x for x in (found.parent, *found.absolute().parents) if x.exists())
         can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
         can_write &= not found.exists() or (found.is_file() and os.access(found, os.R_OK))
-    except OSError:  # a folder that may not be searched
+    except OSError:  # no permission to search a folder
         can_write = False
     if not can_write or "\0" in str(found):
         raise ValueError(f"path is {str(found)!r}; expected a file that can be written")
@@ -211,11 +210,11 @@ def checked_path(path: str | os.PathLike[str] | None) -> Path:
 def store(
     gpu: Gpu, buckets: dict[str, dict[str, Any]], path: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Adds buckets to the section of a GPU and this library. Others stay as they are.
+    """Adds buckets to the section of a GPU and this library; keeps all others.
 
-    Writers wait for each other at a lock beside the file, and readers see the old file or the new
-    one, of the same mode. A file that cannot be read is kept as ``NAME.unreadable``, with a number
-    if there is one, and a new one begun. Links are not followed: a link at ``path`` is replaced.
+    Writers wait for a lock file, and readers see the old file or the new one, with the same mode. A
+    file that cannot be parsed is renamed to ``NAME.unreadable``, with a number if that exists, and
+    a new one is written. Links are not followed: a link at ``path`` is replaced.
 
     Raises:
         ValueError: the path cannot be written, or the file would be too large to be read.
@@ -237,8 +236,8 @@ def _add(path: Path, gpu: Gpu, buckets: dict[str, dict[str, Any]]) -> None:
     try:
         sections = _read(path) if path.exists() else {}
     except ValueError as error:
-        _log.warning("calibration begun anew: %s", Miss(str(path), str(error)))
-        files.set_aside(path)
+        _log.warning("calibration file replaced by a new one: %s", Miss(str(path), str(error)))
+        files.rename_unreadable(path)
         sections = {}
     section = sections.setdefault(
         section_name(gpu),
@@ -250,20 +249,20 @@ def _add(path: Path, gpu: Gpu, buckets: dict[str, dict[str, Any]]) -> None:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections; ValueError says why it is no calibration file."""
+    """The sections; ValueError says why it is not a calibration file."""
     try:
         content = json.loads(files.read_text(path))
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
-        raise ValueError(f"no calibration file of version {VERSION}: its version is {version!r}")
+        raise ValueError(f"its version is {version!r}; expected {VERSION}")
     sections = content.get("sections")
     if not isinstance(sections, dict):
         raise ValueError(f"its sections are {sections!r}; expected an object")
     for name, section in sections.items():
         if not _is_section(section):
-            raise ValueError(f"section {name!r} has no texts gpu and library, int sms, and buckets")
+            raise ValueError(f"section {name!r} needs str gpu and library, int sms, and buckets")
     return sections
 
 

@@ -1,4 +1,4 @@
-"""A choice of a kernel and its numbers: what the tuner chooses among, and a calibration names."""
+"""A kernel with num_splits and pack_gqa: the tuner's candidates, and entries of a calibration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel. Of Hopper's forward also into how many parts it cuts the keys, and how many query
-    heads share a tile of queries; None is the library's estimate."""
+    """A kernel, and for Hopper's forward num_splits of the keys, and how many query heads share a
+    tile of queries (pack_gqa); None is the library's estimate."""
 
     kernel: str
     num_splits: int | None = None
@@ -16,14 +16,14 @@ class Choice:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Those that are given, by name."""
+        """num_splits and pack_gqa by name, if they are given."""
         return {name: x for name, x in asdict(self).items() if name != "kernel" and x is not None}
 
     @property
     def entry(self) -> dict[str, str | int]:
-        """What a calibration file holds of it."""
+        """The entry of a calibration file."""
         return {"kernel": self.kernel, **self.numbers}
 
     def __str__(self) -> str:
-        """As lines of ``torch.ops.flash_cute.set_calibration`` have it."""
+        """The format of ``torch.ops.flash_cute.set_calibration``."""
         return " ".join([self.kernel, *(f"{name}={x}" for name, x in self.numbers.items())])

@@ -1,5 +1,5 @@
-"""Files that others may have put there: read up to a size, locked and replaced without following
-links."""
+"""Safe access to files that other users may have created: they are read up to a size, and locked
+and replaced without following links."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MOST_BYTES = 1 << 22  # of a file that is read or written
-_SECONDS = 60.0  # that a writer waits for another
+_SECONDS = 60.0  # timeout of a writer that waits for another
 _STEP = 0.01
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file of at most MOST_BYTES; ValueError says why it is none.
+    """The text of a regular file of at most MOST_BYTES; ValueError for any other.
 
-    The file is opened before it is looked at, so that nobody can put another in its place.
+    The file is opened before it is checked, so that it cannot be exchanged in between.
     """
     with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
         content = file.read(MOST_BYTES + 1)
@@ -30,11 +30,11 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside, no other writer of ``path`` is: they lock ``PATH.lock``, which is never written to,
-    and may be another user's.
+    """Excludes other writers of ``path`` by locking ``PATH.lock``, which is never written to, and
+    may be another user's.
 
     Raises:
-        ValueError: ``PATH.lock`` is a link or no regular file.
+        ValueError: ``PATH.lock`` is a link or not a regular file.
         TimeoutError: another process kept the lock for a minute.
     """
     lock = Path(f"{path}.lock")
@@ -49,8 +49,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def replace(path: Path, text: str) -> None:
-    """Puts a file in place of another, whose mode it gets: readers see the old or the new one. A
-    link is replaced itself; what it points to stays."""
+    """Replaces a file atomically, and keeps its mode. A link is replaced itself, not its target."""
     if len(content := text.encode()) > MOST_BYTES:
         raise ValueError(f"{path} would have {len(content)} bytes; at most {MOST_BYTES} are read")
     name = path.with_name(f".{os.urandom(8).hex()}.tmp")
@@ -68,9 +67,9 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
-def set_aside(path: Path) -> Path:
-    """Renames a file to the first of ``PATH.unreadable``, ``PATH.unreadable2``, ... that nothing
-    has, and says to which."""
+def rename_unreadable(path: Path) -> Path:
+    """Renames a file to the first free name of ``PATH.unreadable``, ``PATH.unreadable2``, ..., and
+    returns that."""
     number = 1
     while os.path.lexists(aside := Path(f"{path}.unreadable{number if number > 1 else ''}")):
         number += 1
@@ -79,8 +78,8 @@ def set_aside(path: Path) -> Path:
 
 
 def _opened_lock(lock: Path) -> int:
-    """Of another user's file a descriptor to read from, which can be locked too, but not on NFS.
-    The system may refuse to create what is there, so that it is not asked to."""
+    """A descriptor of the lock file; read-only for another user's file, which can be locked, too,
+    but not on NFS. An existing file is opened without O_CREAT, which the system may refuse."""
     try:
         return _opened(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except PermissionError:
@@ -90,7 +89,7 @@ def _opened_lock(lock: Path) -> int:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """A descriptor of a regular file. Opening does not wait for the writer of a pipe."""
+    """A descriptor of a regular file; opening a pipe by mistake does not block."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

@@ -1,4 +1,4 @@
-"""Lines of the log of calls: what each call is, and which kernel it runs."""
+"""The log of calls: a line for each, with its problem and its plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
 from flash_cute.ops.typed import FwdCall, FwdKvcacheCall, VarlenFwdCall
 from flash_cute.sparse.lists import TILE
 
-_asked = os.environ.get("FLASH_CUTE_LOG", "")
-if _asked not in ("", "plan"):
-    raise ImportError(f"FLASH_CUTE_LOG is {_asked!r}; expected plan, or nothing")
-_on = _asked == "plan"
+_environment = os.environ.get("FLASH_CUTE_LOG", "")
+if _environment not in ("", "plan"):
+    raise ImportError(f"FLASH_CUTE_LOG is {_environment!r}; expected plan, or nothing")
+_on = _environment == "plan"
 _log = logging.getLogger("flash_cute")
 
 
@@ -31,7 +31,7 @@ def is_on() -> bool:
 
 @contextmanager
 def switched(on: bool = True) -> Iterator[None]:
-    """Inside, calls are logged, or not: in place of ``FLASH_CUTE_LOG``, for all threads.
+    """Inside, calls are logged, or not: overrides ``FLASH_CUTE_LOG`` for all threads.
 
     Example::
 
@@ -52,7 +52,7 @@ def switched(on: bool = True) -> Iterator[None]:
 
 
 def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
-    """Logs a call, and its gradient if one may be asked for."""
+    """Logs a call, and its backward if ``backward``."""
     qkv = (call.q, call.k, call.v)
     for op in ("fwd", "bwd")[: 1 + backward]:
         if call.tile_lists is not None and not call.q.is_cuda:
@@ -72,7 +72,7 @@ def say(
     problem: Callable[[str], kernels.Problem],
     kernel: str | None = None,
 ) -> None:
-    """One line: the problem, and ``kernel`` or the plan of it."""
+    """Logs one line: the problem, and ``kernel`` or the problem's plan."""
     q = qkv[0]
     if not q.is_cuda:
         tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile"
@@ -81,7 +81,7 @@ def say(
         return
     try:
         what = problem(op)
-    except ValueError as error:  # a call without heads, which the op takes
+    except ValueError as error:  # a call without heads, which the op allows
         return _write(f"{op}: {error}")
     try:
         _write(f"{what}: {kernel or kernels.plan(what, q.get_device())}")

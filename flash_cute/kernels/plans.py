@@ -1,4 +1,4 @@
-"""GPUs, kernels and plans as values, and what a call runs: asked of ``csrc/core/``."""
+"""GPUs, kernels and plans as values; ``csrc/core/`` makes the plans."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from flash_cute.native.library import kernels as built_kernels
 
 @dataclass(frozen=True)
 class Gpu:
-    """What of a GPU decides about kernels; ``smem_optin`` is the bytes that one CTA can have.
+    """The properties of a GPU that plans depend on; ``smem_optin`` is the largest shared memory of
+    a CTA in bytes.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1, or the name no text.
+        TypeError, ValueError: a number is not an int >= 1, or the name not a str.
     """
 
     name: str
@@ -61,37 +62,37 @@ class KernelConfig:
 
     id: str
     op: str  # "fwd", "bwd", or "decode": forward over a key/value cache
-    arch: int  # 80 runs on that GPU and newer ones, 90 on Hopper alone
+    arch: int  # 80 runs on sm_80 and newer GPUs, 90 only on Hopper
     dtype: str  # "fp16", "bf16", "tf32", or "tf32x3": fp32 in three products of TF32
     tier: str  # "rich" has softcap, ALiBi, dropout and scales below 0
-    head_dim: int  # the largest that it does
+    head_dim: int  # the largest that it supports
     head_dim_v: int
     block_m: int  # query rows a tile
     block_n: int  # key rows a tile
     stages: int
     warps: int
     threads: int
-    ctas: int  # that an SM is to hold at once
+    ctas: int  # CTAs per SM that the launch bounds ask for
     cluster: int
     smem_bytes: int  # of a CTA
-    tiles: str = "interval"  # that it walks over: side by side ("interval") or of a "list"
-    built: bool = True  # whether the library that is loaded has it
+    tiles: str = "interval"  # key tiles that it visits: consecutive ("interval") or of a "list"
+    built: bool = True  # whether the loaded library has it
 
     @property
     def most_registers(self) -> int:
-        """Of a thread at launch: what the launch bounds allow. Hopper's warps trade theirs then."""
+        """Registers of a thread by the launch bounds; Hopper's warps redistribute them later."""
         return min(255, 65_536 // (self.threads * self.ctas) // 8 * 8)
 
 
 @dataclass(frozen=True)
 class KeyOrder:
-    """In which order Hopper's backward takes tiles of keys, and each of them its queries."""
+    """The order of key tiles in Hopper's backward, and of the query tiles of each."""
 
-    tiles_of_set: int  # that start together
+    tiles_of_set: int  # tiles that start together, as a set
     heads_together: int  # kv heads whose tiles alternate
-    late_first: bool  # late keys
-    heads_inside: bool  # a tile goes through the query heads of a query tile, then to the next one
-    down_and_up: bool  # sets by turns begin with the last queries, and with the first ones
+    late_first: bool  # late keys first
+    heads_inside: bool  # a key tile visits all query heads of a query tile before the next one
+    down_and_up: bool  # sets alternately begin with the last and with the first queries
 
 
 # Fields of a Plan that its line leaves out, or has at its beginning.
@@ -100,8 +101,8 @@ _HIDDEN_FIELDS = ("kernel", "launches", "key_order", "heads_together", "l2_fract
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call runs: the plan of the kernel that makes out, and ``launches``, all kernels and
-    passes in their order."""
+    """What a call runs: the plan of the kernel that computes out, and ``launches``, all kernels and
+    passes in order."""
 
     kernel: KernelConfig
     num_splits: int = 1  # of the keys (backward: of the queries of a tile of keys)
@@ -109,15 +110,15 @@ class Plan:
     heads_together: int | None = None  # Hopper's forward: heads whose tiles of queries alternate
     splits_of_heads: int = 1  # backward: `num_splits` is this times splits_of_queries
     splits_of_queries: int = 1
-    whole_tiles: int = 0  # backward: tiles of keys before those that are split
+    whole_tiles: int = 0  # backward: tiles of keys that are not split, before those that are
     dq_accumulate: str | None = None  # backward: "atomic", "first_stores" or "serialized"
     l2_throttle: bool = False  # Hopper's backward: CTAs that run ahead wait for the others
     key_order: KeyOrder | None = None  # of Hopper's backward
     ctas: int | None = None  # decode
     cluster: int = 1  # decode: CTAs that share the keys of a tile of queries
     l2_fraction: float | None = None  # decode: share of the keys that L2 keeps like other data
-    workspace_bytes: int = 0  # beside the results
-    launches: tuple[str, ...] = ()  # a kernel of backward stands for its own passes, too
+    workspace_bytes: int = 0  # in addition to the results
+    launches: tuple[str, ...] = ()  # backward's own passes are part of its kernel
 
     def __str__(self) -> str:
         rest = [
@@ -130,11 +131,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one kernel: "chosen", "fits" (another is preferred) or "refused"."""
+    """The verdict on one kernel: "chosen", "fits" (another is preferred) or "refused"."""
 
     id: str
     verdict: str
-    reason: str  # in the words of the error that a call raises; empty for the chosen one
+    reason: str  # as in the error that a call raises; empty for the chosen one
 
 
 @cache
@@ -151,10 +152,10 @@ def kernels() -> tuple[KernelConfig, ...]:
 
 
 def gpu(index: int | None = None) -> Gpu:
-    """A GPU that is there; None is the current one.
+    """A GPU of this machine; None is the current one.
 
     Raises:
-        TypeError, ValueError: ``index`` is no int >= 0.
+        TypeError, ValueError: ``index`` is not an int >= 0.
         RuntimeError: there is none, or this build has no CUDA.
 
     Example::
@@ -165,15 +166,15 @@ def gpu(index: int | None = None) -> Gpu:
     if index is not None:
         validate.count("index", index)
     if not has_cuda_kernels():
-        raise RuntimeError("this build of flash_cute has no CUDA, and knows no GPU")
+        raise RuntimeError("this build of flash_cute has no CUDA, and cannot query a GPU")
     index = torch.cuda.current_device() if index is None else index
     facts = json.loads(torch.ops.flash_cute.describe_gpu(index))
     return Gpu(torch.cuda.get_device_name(index), **facts)
 
 
 def ctas_an_sm(kernel: KernelConfig, gpu: Gpu) -> int:
-    """CTAs of a kernel that an SM holds at once by its launch bounds and shared memory; 0 where one
-    has no room, or the GPU is another arch.
+    """CTAs of a kernel that an SM holds at once by its launch bounds and shared memory; 0 if none
+    fits, or the GPU has another arch.
 
     Example::
 
@@ -186,17 +187,17 @@ def ctas_an_sm(kernel: KernelConfig, gpu: Gpu) -> int:
 
 
 def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
-    """What a call of these sizes runs.
+    """The plan of a call with these sizes.
 
     Args:
         problem: the call.
-        gpu: a :class:`Gpu`, a name in :data:`GPUS`, or the index of a GPU that is there; None is
-            the current one, or without one an H100. For a GPU that is there the kernels count that
-            the library has, else all rows of ``csrc/kernels/*/rows.def``.
+        gpu: a :class:`Gpu`, a name in :data:`GPUS`, or the index of a GPU of this machine; None is
+            the current one, or without one an H100. For a GPU of this machine only the library's
+            kernels are considered, else all rows of ``csrc/kernels/*/rows.def``.
 
     Raises:
         ValueError: the GPU is unknown.
-        RuntimeError: no kernel can do it; with the reasons of each.
+        RuntimeError: no kernel supports the problem; with the reasons of each.
 
     Example::
 
@@ -214,9 +215,9 @@ def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
 
 
 def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdict, ...]:
-    """Every kernel of the problem's op, in order of preference: chosen, or why not.
+    """The verdicts on all kernels of the problem's op, in order of preference.
 
-    Arguments and ValueError are :func:`plan`'s; that no kernel is chosen is no error.
+    Arguments and ValueError are :func:`plan`'s; it is not an error if no kernel is chosen.
 
     Example::
 
@@ -231,7 +232,7 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
 
 
 def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
-    """The line under which a calibration names a kernel for such calls: docs/tuning.md.
+    """The bucket of a call, which a calibration maps to a kernel: docs/tuning.md.
 
     Example::
 
@@ -258,7 +259,7 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
 
 
 def as_gpu(gpu: Gpu | str | int) -> Gpu:
-    """A GPU, or that of a name in :data:`GPUS`; ValueError for anything else."""
+    """The GPU, or the one of a name in :data:`GPUS`; ValueError for anything else."""
     found = GPUS.get(gpu) if isinstance(gpu, str) else gpu
     if not isinstance(found, Gpu):
         raise ValueError(f"gpu is {gpu!r}; expected one of {list(GPUS)}, or a Gpu")
@@ -268,14 +269,14 @@ def as_gpu(gpu: Gpu | str | int) -> Gpu:
 def nearest(
     problem: Problem, block_m: int, block_n: int, gpu: Gpu | str | int | None = None
 ) -> str:
-    """Id of the kernel whose tile is nearest to so many query and key rows.
+    """Id of the kernel whose tile is nearest to these numbers of query and key rows.
 
-    Of the kernels that can do the problem those count that are made for its head dims: no narrower
-    one of their arch can. Of these the nearest is the one with the least ``|log2(m / block_m)| +
-    |log2(n / block_n)|``; among equals the planned one, then the first in order of preference.
+    Candidates support the problem, and have the smallest head dims of their arch that do. The
+    nearest has the least ``|log2(m / block_m)| + |log2(n / block_n)|``; among equals the planned
+    one wins, then the first in order of preference.
 
     Raises:
-        TypeError, ValueError: a number of rows is no int >= 1.
+        TypeError, ValueError: a number of rows is not an int >= 1.
         ValueError, RuntimeError: :func:`plan`'s.
 
     Example::
@@ -303,26 +304,26 @@ def nearest(
 
 @contextmanager
 def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) -> Iterator[None]:
-    """Inside, CUDA calls of this thread take kernels with these ids, or raise RuntimeError with the
-    reasons; later so does their backward. Plans and explanations go by it, too. What torch.compile
-    has compiled runs its backward without it. Inside of another ``only``, what is not given stays
-    as it is there. It is left by the thread that entered it, the last one first: not across an
-    ``await`` or a generator's ``yield``.
+    """Inside, CUDA calls of this thread run only kernels with these ids, or raise RuntimeError with
+    the reasons; so does their backward, even afterwards. Plans and explanations obey it, too, but
+    not the backward of code that torch.compile has compiled. Nested in another ``only``, it keeps
+    the other's values for what is not given. Each thread leaves what it entered, the last one
+    first: not across an ``await`` or a generator's ``yield``.
 
     Args:
         ids: of kernels; all if none is given.
-        num_splits: into how many parts kernels of forward cut the keys, in place of their estimate.
-            Results differ in their last bits, and each number is deterministic. Only Hopper's can
-            have more than 1: no more than tiles of keys, and no more than fill two waves.
-        pack_gqa: how many query heads of a group share a tile of queries in kernels of forward, in
-            place of their estimate, which is as many as can: a power of two up to that.
+        num_splits: the number of splits of the keys in kernels of forward, instead of their
+            estimate. Results differ in their last bits, but each number is deterministic. Only
+            Hopper's can have more than 1: at most the number of key tiles, and two waves.
+        pack_gqa: how many query heads of a group share a tile of queries in kernels of forward,
+            instead of their estimate, the largest possible: a power of two up to that.
 
-    Kernels of backward and of decoding cut their work as always. Over a cache either kind may be
-    the choice, those of forward with these numbers. Where either number is given, those of a
-    calibration are not used.
+    Kernels of backward and of decoding keep their own splits. A call over a cache may run either
+    kind, those of forward with these numbers. If one of the numbers is given, a calibration's
+    numbers are not used.
 
     Raises:
-        ValueError: there is no kernel of an id, nothing is given, or a number is no int from 1 on.
+        ValueError: there is no kernel with an id, nothing is given, or a number is not an int >= 1.
 
     Example::
 
@@ -342,10 +343,10 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
     known = [kernel.id for kernel in kernels()]
     if unknown := [i for i in ids if i not in known]:
         raise ValueError(
-            f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Several ids "
-            "are several arguments"
+            f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Pass each id "
+            "as an argument of its own"
         )
-    with limits.limited(limits.inside(ids, num_splits, pack_gqa)):
+    with limits.limited(limits.merge_with_current(ids, num_splits, pack_gqa)):
         yield
 
 

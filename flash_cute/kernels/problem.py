@@ -1,4 +1,4 @@
-"""``kernels.Problem``: a call of attention in sizes, of which kernels are planned."""
+"""``kernels.Problem``: the sizes and options of an attention call, from which plans are made."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Problem:
-    """A call in sizes. ``None`` is: as many heads_k as heads, seqlen_k as seqlen_q, head_dim_v as
-    head_dim, and for totals batch times length.
+    """The sizes and options of a call. ``None`` means heads for heads_k, seqlen_q for seqlen_k,
+    head_dim for head_dim_v, and batch times length for totals.
 
-    ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with seqlen_k the capacity of the
-    cache. fp8 is planned as the 16 bits that it is widened to: see
-    :func:`flash_cute.flash_attn_func`.
+    ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with the cache's capacity as
+    seqlen_k. fp8 has the plan of its 16-bit dtype: see :func:`flash_cute.flash_attn_func`.
 
     Raises:
-        ValueError: a size is no int, negative, or beyond int64; heads are no multiple of heads_k;
-            the op or the dtype is unknown; a flag is no bool, window_size not two ints from -1 on,
-            or softmax_scale no number that fp32 holds; or num_splits and split_size are both given.
+        ValueError: a size is not an int, negative, or beyond int64; heads are not a multiple of
+            heads_k; the op or the dtype is unknown; a flag is not a bool, window_size not two ints
+            >= -1, softmax_scale not a number that fp32 holds; or both num_splits and split_size
+            are given.
 
     Example::
 
@@ -63,7 +63,7 @@ class Problem:
     head_dim_v: int | None = None
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
-    softmax_scale: float = 1.0  # only its sign counts
+    softmax_scale: float = 1.0  # only its sign matters
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
@@ -71,7 +71,7 @@ class Problem:
     lists: bool = False  # sparse; fwd and bwd
     total_q: int | None = None
     total_k: int | None = None
-    unaligned: bool = False  # vectors of q, k and v do not all begin on 16-byte boundaries
+    unaligned: bool = False  # some vectors of q, k and v do not begin on 16-byte boundaries
     deterministic: bool = False  # bwd
     fp32_gradients: bool = False  # bwd: of 16-bit inputs, in buffers of bwd.out
     allow_tf32: bool = False  # fp32
@@ -80,8 +80,8 @@ class Problem:
     return_softmax: bool = False
     sink: bool = False  # bwd
     page_size: int = 0  # fwd and decode; 0: no pages
-    max_blocks: int | None = None  # pages of a sequence; None: as many as seqlen_k takes
-    lengths: bool = False  # decode, as what follows: the device alone knows how long sequences are
+    max_blocks: int | None = None  # pages of a sequence; None: as many as seqlen_k needs
+    lengths: bool = False  # decode, as all below: lengths of sequences are only on the device
     leftpad: bool = False
     append: bool = False
     rotary: bool = False
@@ -136,7 +136,7 @@ class Problem:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, op: str = "fwd", **options: Any) -> Problem:
-        """Of dense q (batch, seqlen_q, heads, dim), k and v; other fields are ``options``."""
+        """The problem of dense q (batch, seqlen_q, heads, dim), k and v, with other fields."""
         return cls(
             op, q.dtype, len(q), q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3],
             v.shape[3], unaligned=not all(map(_is_aligned, (q, k, v))), **options,
@@ -144,8 +144,8 @@ class Problem:
 
     @classmethod
     def of_call(cls, call: Any, op: str | None = None) -> Problem:
-        """Of a call of any attention op (:mod:`flash_cute.ops.typed`); ``op`` "bwd" is the backward
-        of a forward call."""
+        """The problem of a call of any attention op (:mod:`flash_cute.ops.typed`); with ``op``
+        "bwd" that of the backward of a forward call."""
         own = _OP_OF.get(type(call))
         if own is None:
             raise TypeError(
@@ -180,7 +180,7 @@ class Problem:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """Sizes as the benchmarks write them, then what differs from a plain call."""
+        """Sizes as the benchmarks write them, then options that differ from their defaults."""
         name = str(self.dtype).removeprefix("torch.")
         heads_k, seqlen_k = self.heads_k or self.heads, self._seqlen_k
         sizes = (
@@ -207,10 +207,10 @@ class Problem:
         return self.dtype in FP8_DTYPES
 
     def request(self) -> dict[str, Any]:
-        """As the library takes it: what is not a default, by name.
+        """The fields for the library, by name; those with default values are left out.
 
         Raises:
-            ValueError: a field is of another op.
+            ValueError: a field belongs to another op.
         """
         left, right = self.window_size
         given = {
@@ -223,7 +223,7 @@ class Problem:
             if self.op not in ops:
                 own = " and ".join(ops)
                 raise ValueError(
-                    f"{name} is {given[name]!r} and op {self.op!r}; it goes with {own}"
+                    f"{name} is {given[name]!r} and op {self.op!r}; only {own} takes it"
                 )
         for name in ("window_size", "causal", "allow_tf32"):
             given.pop(name, None)
@@ -261,7 +261,7 @@ def _sequences(call: Any, op: str, q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _of_cache(call: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
-    """What calls over a cache have alone, as fields of a Problem."""
+    """The fields of a Problem that only calls over a cache have."""
     rotary = getattr(call, "rotary_cos", None) is not None
     read = (k_cache, v_cache) if rotary else (q, k_cache, v_cache)
     new = getattr(call, "k", None)

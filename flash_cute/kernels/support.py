@@ -1,4 +1,4 @@
-"""What the GPU's kernels can do: the one answer for integrations and layers."""
+"""Whether the GPU's kernels support a call, for integrations and layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash_cute.native.library import has_cuda_kernels
 
 
 class Support(NamedTuple):
-    """Whether the GPU's kernels can do a call: what it runs, or why each of them cannot."""
+    """Whether the GPU's kernels support a call: its plan, or the reasons of each kernel."""
 
     plan: kernels.Plan | None
     reasons: tuple[str, ...] = ()
@@ -24,9 +24,9 @@ class Support(NamedTuple):
 
 
 def supports(call: Any, gpu: kernels.Gpu | str | int | None = None) -> Support:
-    """What :func:`flash_cute.kernels.plan` says, in place of its errors, of a
+    """:func:`flash_cute.kernels.plan` without errors for unsupported calls, of a
     :class:`flash_cute.kernels.Problem`, of its fields by name, or of a call of an attention op
-    (:mod:`flash_cute.ops.typed`). A ``gpu`` that is not there is still an error.
+    (:mod:`flash_cute.ops.typed`). An unknown ``gpu`` is still an error.
 
     Example::
 
@@ -37,7 +37,7 @@ def supports(call: Any, gpu: kernels.Gpu | str | int | None = None) -> Support:
     """
     try:
         problem = _problem_of(call)
-    except ValueError as error:  # of a dtype that no kernel has
+    except ValueError as error:  # no kernel has this dtype
         return Support(None, (str(error),))
     try:
         return Support(kernels.plan(problem, gpu))
@@ -56,8 +56,7 @@ def _problem_of(call: Any) -> kernels.Problem:
 
 @internals.constant_in_graphs
 def has_kernel(dtype: torch.dtype, head_dim: int, gpu: str | int | None = None) -> bool:
-    """Whether a plain call of this dtype and head dim has a kernel, whatever the thread is limited
-    to; asked in each call."""
+    """Whether a plain call of this dtype and head dim has a kernel, ignoring the thread's limit."""
     return _plan((("dtype", dtype), ("head_dim", head_dim)), gpu) is not None
 
 
@@ -66,13 +65,13 @@ def reads_caches_in_place(
     dtype: torch.dtype, head_dim: int, head_dim_v: int, gpu: str | int | None = None
 ) -> bool:
     """Whether calls over a cache of this dtype and these head dims have a kernel that needs no copy
-    of the keys, whatever the thread is limited to."""
+    of the keys, ignoring the thread's limit."""
     sizes = (("head_dim", head_dim), ("head_dim_v", head_dim_v))
     found = _plan((("op", "decode"), ("dtype", dtype), *sizes, ("lengths", True)), gpu)
     return found is not None and "gather_pages" not in found.launches
 
 
-# Behind a function that is a constant in graphs: torch traces what a cache wraps.
+# Called by functions that are constants in graphs: torch would trace into a cached function.
 @lru_cache(maxsize=256)
 def _plan(fields: tuple[tuple[str, Any], ...], gpu: str | int | None) -> kernels.Plan | None:
     if isinstance(gpu, int) and not has_cuda_kernels():

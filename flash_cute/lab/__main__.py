@@ -22,7 +22,7 @@ def list_kernels(_: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Compares every kernel of this build with the fp64 reference; 1 if one is wrong."""
+    """Compares every kernel of this build with the fp64 reference; returns 1 if one is wrong."""
     wrong = 0
     for config in get_kernels_to_build():
         share, used = progression.check_config(config, options.seed), lab.usage(config)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m flash_cute.lab") 
     commands = parser.add_subparsers(required=True)
     listing = commands.add_parser("list", help="the configs of this build")
     listing.set_defaults(run=list_kernels)
-    checking = commands.add_parser("check", help="every kernel beside the fp64 reference")
+    checking = commands.add_parser("check", help="compare every kernel with the fp64 reference")
     checking.add_argument("--seed", type=int, help="of the inputs; by default fresh ones")
     checking.set_defaults(run=check)
     steps = commands.add_parser("progression", help="measure the progression, step by step")

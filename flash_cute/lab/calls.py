@@ -20,10 +20,10 @@ _VECTOR = 8  # elements in 16 bytes
 
 @dataclass(frozen=True)
 class KernelUsage:
-    """What a kernel takes of the current GPU."""
+    """The resources of a kernel on the current GPU."""
 
     registers: int  # a thread
-    local_bytes: int  # a thread: what did not fit into registers
+    local_bytes: int  # a thread: spilled registers
     smem_bytes: int  # a CTA
     ctas_per_sm: int  # that run at once
 
@@ -45,13 +45,12 @@ def forward(
         ``o``, or a new contiguous tensor of q's shape and dtype.
 
     Raises:
-        TypeError: what is given is no config or no tensor, or has another dtype.
+        TypeError: an argument is not a config or a tensor, or has another dtype.
         ValueError: shapes, strides or devices do not fit, the GPU is older than Ampere (compute
             capability 8.0), or the config is not in this build.
-        NotImplementedError: a gradient is wanted; ``flash_cute.flash_attn_func`` has one.
+        NotImplementedError: a gradient is required; ``flash_cute.flash_attn_func`` has one.
 
-    Nothing is written by a call that is refused. The algorithm is FlashAttention-2
-    (arXiv 2307.08691).
+    A call that is refused writes nothing. The algorithm is FlashAttention-2 (arXiv 2307.08691).
 
     Example::
 
@@ -74,12 +73,12 @@ def forward_timed(
     """:func:`forward`, and the kernel's time in milliseconds.
 
     Two CUDA events are recorded right before and after the kernel, on the current stream; the call
-    waits for the second. A kernel that was not used before is loaded before the first. A single
-    time includes what the GPU needs to start a kernel, some microseconds, and its clock is not yet
-    what it is under load: repeat the call and take the median.
+    waits for the second. A new kernel is loaded before the first event. A single time includes the
+    launch latency, some microseconds, and the GPU's clock is lower than under load: repeat the call
+    and take the median.
 
     Raises:
-        RuntimeError: inside of a CUDA graph's capture, where nothing can be waited for.
+        RuntimeError: inside of a CUDA graph's capture, where waiting is not possible.
         TypeError, ValueError, NotImplementedError: as :func:`forward`.
 
     Example::
@@ -99,10 +98,10 @@ def forward_timed(
 
 
 def usage(kernel_cfg: FlashForwardKernelConfig) -> KernelUsage:
-    """What the kernel of ``kernel_cfg`` takes of the current CUDA device.
+    """The resources of the kernel of ``kernel_cfg`` on the current CUDA device.
 
     Raises:
-        TypeError: no config. ValueError: it is not in this build.
+        TypeError: it is not a config. ValueError: it is not in this build.
 
     Example::
 
@@ -120,7 +119,7 @@ def usage(kernel_cfg: FlashForwardKernelConfig) -> KernelUsage:
 def check_call(
     kernel_cfg: FlashForwardKernelConfig, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None
 ) -> None:
-    """All that :func:`forward` refuses, one error each."""
+    """The checks of :func:`forward`."""
     _check_config(kernel_cfg)
     given = {"q": q, "k": k, "v": v} | ({} if o is None else {"o": o})
     for name, x in given.items():
@@ -154,7 +153,7 @@ def _check_config(kernel_cfg: FlashForwardKernelConfig) -> None:
 
 
 def check_dtypes(kernel_cfg: FlashForwardKernelConfig, given: dict[str, Tensor]) -> None:
-    """fp16 or bf16, the config's."""
+    """Checks that all dtypes are the config's."""
     for name, x in given.items():
         if x.dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"{name} is {x.dtype}; the laboratory has fp16 and bf16: cast it")
@@ -168,7 +167,7 @@ def check_dtypes(kernel_cfg: FlashForwardKernelConfig, given: dict[str, Tensor])
 
 
 def check_shapes(kernel_cfg: FlashForwardKernelConfig, given: dict[str, Tensor]) -> None:
-    """One shape, which the config's blocks cover."""
+    """Checks that all shapes are equal, and multiples of the config's blocks."""
     q = given["q"]
     if q.dim() != 4:
         raise ValueError(
@@ -194,7 +193,7 @@ def check_shapes(kernel_cfg: FlashForwardKernelConfig, given: dict[str, Tensor])
 
 
 def check_memory(given: dict[str, Tensor]) -> None:
-    """One device, 16-byte rows, and an output that shares no memory."""
+    """Checks devices, alignment of rows, and that the output shares no memory."""
     q = given["q"]
     for name, x in given.items():
         if x.device != q.device:
@@ -209,13 +208,13 @@ def check_memory(given: dict[str, Tensor]) -> None:
                 f"{name}.contiguous()"
             )
     if "o" in given:
-        validate_ops.own_memory("o", given["o"])
+        validate_ops.check_not_expanded("o", given["o"])
         if not internals.is_fake(q):
             validate_ops.apart({"o": given["o"]}, given)
 
 
 def check_gpu(device: torch.device) -> None:
-    """Ampere or newer."""
+    """Checks that the GPU is Ampere or newer."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The laboratory's kernels as values, and the lists of them.
+"""The configs of the laboratory's kernels, and lists of them.
 
-This is the one place where they are listed. The build runs this file as a script, without torch:
+They are listed only here. The build runs this file as a script, without torch:
 ``python kernel_configs.py progression`` (or ``all``) prints the rows that CMake compiles. Fields,
 rules and names are those of ``csrc/kernels/lab/config.h``.
 """
@@ -82,8 +82,8 @@ class FlashForwardKernelConfig:
             rescaled only where a maximum has risen far; else each block is scaled, its maxima
             subtracted, exponentiated by expf, and all outputs rescaled.
 
-    Values are hashable and can be compared. Any combination can be written down: :meth:`problems`
-    says what keeps one from being built.
+    Configs are hashable and comparable. Any combination is a valid value: :meth:`problems` says why
+    one cannot be built.
 
     Raises:
         TypeError: a field is of another type.
@@ -125,7 +125,7 @@ class FlashForwardKernelConfig:
 
     @property
     def fragment_registers(self) -> int:
-        """Registers that a thread's accumulators and operands take, in the larger product."""
+        """Registers of a thread's accumulators and operands, in the larger product."""
         threads = 32 * self.n_warps
         q_stays = self.Q_mma_load_K_tiles == 0
         ahead = 2 if self.mma_double_buffer_loads else 1
@@ -137,8 +137,8 @@ class FlashForwardKernelConfig:
         return output + scores + max(q + k, (q if q_stays else 0) + v)
 
     def problems(self) -> list[str]:
-        """What keeps a kernel from being made of it; empty if nothing does. ``csrc/kernels/lab``
-        refuses the same in the same words."""
+        """Why a config cannot be built; empty if it can. ``csrc/kernels/lab`` refuses it with the
+        same texts."""
         if self.d_head not in (64, 128):
             return ["d_head must be 64 or 128"]
         if self.n_warps not in (4, 8):
@@ -214,7 +214,7 @@ class FlashForwardKernelConfig:
 
     @classmethod
     def from_short_form(cls, text: str) -> FlashForwardKernelConfig:
-        """The config with this :meth:`short_form`. Raises ValueError for what is none."""
+        """The config with this :meth:`short_form`. Raises ValueError if there is none."""
         match = _SHORT_FORM.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -274,7 +274,7 @@ _SHORT_FORM = re.compile(
     r"load_(?P<q>\d+)_(?P<k>\d+)_(?P<v>\d+)_tiles(?P<buffer>\+buffer)?"
     r"(?P<opt_softmax>\+opt_softmax)?"
 )
-# The first step of the progression: nothing but the algorithm.
+# The first step of the progression: the algorithm without optimizations.
 _PLAIN = FlashForwardKernelConfig(
     DType.BF16, 128, 64, 32, 4, False, False, False, 0, 0, 0, False, False
 )
@@ -291,7 +291,7 @@ _STEPS: tuple[tuple[str, dict[str, object]], ...] = (
     ("twice the queries a warp", {"B_r": 128, "Q_mma_load_K_tiles": 1}),
 )
 PROGRESSION_STEPS = tuple(title for title, _ in _STEPS)
-"""What each config of :func:`get_kernel_progression_configs` adds to the one before."""
+"""The technique that each config of :func:`get_kernel_progression_configs` adds."""
 
 
 def get_kernel_progression_configs(dtype: DType = DType.BF16) -> list[FlashForwardKernelConfig]:
@@ -308,8 +308,8 @@ def get_kernel_progression_configs(dtype: DType = DType.BF16) -> list[FlashForwa
 def get_autotuning_kernel_configs(
     dtypes: Iterable[DType] = (DType.BF16, DType.FP16), all_block_sizes: bool = False
 ) -> list[FlashForwardKernelConfig]:
-    """Fast candidates to choose from by measuring: swizzled, copied ahead and with the optimized
-    softmax, for d_head 64 and 128, over block sizes, tiles of operands and double buffering.
+    """Candidates for autotuning: swizzled, with early copies and the optimized softmax, for d_head
+    64 and 128, over block sizes, tiles of operands and double buffering.
 
     ``all_block_sizes`` adds blocks of 96 and 128 keys, and CTAs of 8 warps.
     """
@@ -333,14 +333,14 @@ def _tuning_configs(
 def get_kernels_to_build(
     which: str | None = None, dtypes: Iterable[DType] = (DType.BF16, DType.FP16)
 ) -> list[FlashForwardKernelConfig]:
-    """The configs that a build has: ``progression``, those of the progression in ``dtypes``; or
-    ``all``, the autotuning ones too. Each is there once.
+    """The distinct configs of a build: ``progression``, those of the progression in ``dtypes``; or
+    ``all``, the autotuning ones, too.
 
-    Without ``which``, those of the library that is loaded; if it was built without CUDA, what the
-    environment variable ``FLASH_CUTE_LAB`` asks of a build, by default ``progression``.
+    Without ``which``, those of the loaded library; if it was built without CUDA, those that the
+    environment variable ``FLASH_CUTE_LAB`` selects for a build, by default ``progression``.
 
     Raises:
-        ValueError: ``which`` names no set.
+        ValueError: ``which`` is not a set.
     """
     if which is None and (built := _built()):
         return [config for config in built if config.dtype in tuple(dtypes)]
@@ -354,7 +354,7 @@ def get_kernels_to_build(
 
 
 def _built() -> list[FlashForwardKernelConfig]:
-    """The configs of the library that is loaded."""
+    """The configs of the loaded library."""
     from flash_cute.native.library import lab_kernels
 
     names = set(lab_kernels())
@@ -363,8 +363,8 @@ def _built() -> list[FlashForwardKernelConfig]:
 
 
 def get_kernel_configs(which: str | None = None) -> list[FlashForwardKernelConfig]:
-    """The set that ``which``, by default the environment variable ``KERNELS``, names:
-    ``progression`` (also without the variable), ``all`` or ``tune``.
+    """The set ``which``, by default that of the environment variable ``KERNELS``: ``progression``
+    (also without the variable), ``all`` or ``tune``.
 
     Only kernels that were built can be run: :func:`get_kernels_to_build`.
 

@@ -1,4 +1,4 @@
-"""The progression measured: what each technique of FlashAttention-2 gives on this GPU."""
+"""Measures the progression: the gain of each technique of FlashAttention-2 on this GPU."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TORCH_FA2 = "torch's FlashAttention-2"
 _MATMUL = "torch.matmul"
 _MATMUL_SIZE = 8192
 _CALLS, _ROUNDS = 10, 9
-_CHECKED_SEQ_LEN = 768  # a multiple of every block, more than one of each
+_CHECKED_SEQ_LEN = 768  # a multiple of every block, at least two of each
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes that are measured; by default 16k tokens of a model of 2048 dims."""
+    """The sizes to measure; by default 16k tokens of a model with 2048 dims."""
 
     batch: int = 4
     seq_len: int = 4096
@@ -45,9 +45,9 @@ class Problem:
 
 
 def check_config(config: FlashForwardKernelConfig, seed: int | None = None) -> float:
-    """Runs a kernel on fresh inputs; its largest error as a share of what rounding allows.
+    """Runs a kernel on new inputs; returns its largest error relative to the rounding bound.
 
-    The output holds NaN beforehand, so that elements that are not written show: as infinity.
+    The output is filled with NaN before, so that missing writes give infinity.
     """
     q, k, v, o = generate_qkvo(2, _CHECKED_SEQ_LEN, 3, config.d_head, config.dtype, "cuda", seed)
     return error_statistics(lab.forward(config, q, k, v, o), q, k, v).of_bound
@@ -62,17 +62,16 @@ def measure_progression(
     """Checks and measures every step of the progression, or the ``configs`` given, on this GPU.
 
     All candidates get the same tensors and take turns, in another order each round; times are
-    medians over ``rounds`` of the median call. Beside the steps there are the library's own sm80
+    medians over ``rounds`` of the median call. For comparison there are the library's own sm80
     kernel, flash-attn 2 if it is installed, torch's FlashAttention-2, and torch.matmul of
-    8192 x 8192 as the roof.
+    8192 x 8192 as an upper bound.
 
     Returns:
-        What :func:`table` and :func:`plot` show, ready for JSON.
+        The input of :func:`table` and :func:`plot`, which can be dumped as JSON.
 
     Raises:
         ValueError: a config is not in this build.
-        RuntimeError: there is no GPU, or a kernel's error is above its bound; nothing is measured
-            then.
+        RuntimeError: there is no GPU, or a kernel's error is above its bound.
     """
     problem = problem or Problem()
     steps = list(configs or get_kernel_progression_configs(dtype))
@@ -118,7 +117,7 @@ def _step(config: FlashForwardKernelConfig, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def _references(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
-    """Other forwards that are here, by name."""
+    """The other forwards that are available, by name."""
     found: dict[str, Callable[[], Any]] = {TORCH_FA2: _torch_flash(q, k, v)}
     sm80 = f"fwd_sm80_{'fp16' if q.dtype == torch.float16 else 'bf16'}_plain_d{q.shape[-1]}x"
     if any(sm80 in kernel for kernel in library.kernels()):
@@ -157,7 +156,7 @@ def _matmul(dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def _take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each candidate, one number a round."""
+    """Milliseconds of each candidate in each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     with torch.no_grad():
@@ -179,7 +178,7 @@ def _rate(times: Sequence[float], flop: int) -> dict[str, float]:
 
 
 def _occupancy(config: FlashForwardKernelConfig) -> float:
-    """Warps that run at once, as a share of those an SM has room for."""
+    """The occupancy: active warps relative to an SM's maximum."""
     room = torch.cuda.get_device_properties().max_threads_per_multi_processor
     return round(lab.usage(config).ctas_per_sm * 32 * config.n_warps / room, 3)
 
@@ -190,7 +189,7 @@ def rival(result: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The steps in Markdown, with what they reach of the others' rates in the same run."""
+    """The steps in Markdown, with their rates relative to the other forwards in the same run."""
     references = {name: result["references"][name]["tflops"] for name in result["references"]}
     compared = [name for name in (PRODUCTION, rival(result), _MATMUL) if name in references]
     header = [

@@ -1,10 +1,10 @@
 """FlashAttention's C++ functions, as PyTorch has them, over the ops of flash_cute.
 
 Names, arguments, their order and the results are those of ``flash_api.h`` in PyTorch
-(``aten/src/ATen/native/transformers/cuda/flash_attn``), for code that calls these. They check as
-the public functions do, and have no autograd: forward's results are backward's arguments. Beyond
-the original they take the CPU, all dtypes and head dims of flash_cute, a head dim of v of its own,
-softcap and dropout together, and ``return_softmax`` without dropout. What differs:
+(``aten/src/ATen/native/transformers/cuda/flash_attn``), for code that calls these. They make the
+checks of the public functions, and have no autograd: forward's results are backward's arguments.
+In addition to the original they support the CPU, all dtypes and head dims of flash_cute, another
+head dim of v, softcap with dropout, and ``return_softmax`` without dropout. Differences:
 
 - ``softmax_lse`` is (heads, total_q) for packed sequences, and -inf for a row that sees no key.
 - ``philox_seed`` and ``philox_offset`` are int64 scalars on q's device, 0 without dropout.

@@ -1,4 +1,4 @@
-"""The one way from the functions of :mod:`flash_cute.mha` to the ops and their out overloads."""
+"""Calls of the ops, and of their out overloads, for the functions of :mod:`flash_cute.mha`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Backward = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def unbounded(side: int) -> int:
-    """A side of the window: each negative number leaves it open."""
+    """A side of the window, with -1 (unbounded) for negative numbers."""
     return -1 if isinstance(side, int) and side < 0 else side
 
 
 def validated(call: Any) -> Any:
-    """The call, of valid shapes, if what its scores become is valid too."""
+    """The call, whose shapes are valid, after a check of its options."""
     validate_options.check(call, batch_of(call), _NAMES)
     if call.q.is_cuda:
         validate.cuda(call.q, call.v)
@@ -39,7 +39,7 @@ def validated(call: Any) -> Any:
 def forward(
     call: FwdCall | VarlenFwdCall, out_: Tensor | None, gen_: torch.Generator | None
 ) -> Forward:
-    """What both functions of forward do after their checks."""
+    """Runs a forward call after its checks."""
     q, k, v = call.q, call.k, call.v
     validate.flag("return_softmax", call.return_softmax)
     if out_ is not None:
@@ -50,7 +50,7 @@ def forward(
     call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(q))
     op = ops.OP_OF[type(call)]
     if out_ is None:
-        with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):  # as with buffers
+        with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):  # as out overloads do
             out, softmax_lse, _, softmax = op(*call)
     else:
         out, (lse_shape, softmax_shape) = out_, _statistics(call)
@@ -78,7 +78,7 @@ def backward(
     given: dict[str, Tensor | None],
     philox: tuple[Tensor | None, Tensor | None],
 ) -> Backward:
-    """The same of backward; ``given`` are its buffers by name, in the order of its results."""
+    """Runs a backward call; ``given`` are its buffers by name, in the order of its results."""
     q, k, v, dout, out, softmax_lse = (
         call.q, call.k, call.v, call.dout, call.out, call.softmax_lse
     )  # fmt: skip
@@ -103,11 +103,11 @@ def backward(
 
 
 def _buffers(given: dict[str, tuple[Tensor, tuple[int, ...]]], read: dict[str, Tensor]) -> None:
-    """Tensors for results, with the shapes that they must have, fit, and lie apart from others."""
+    """Checks the shapes of tensors for results, and that they do not alias other tensors."""
     for name, (x, shape) in given.items():
         validate_ops.buffer(name, x, shape, read["q"].dtype, read["q"].device)
         validate.contiguous_last(name, x)
-    if not torch.compiler.is_compiling():  # torch 2.10 cannot trace it, and the op asks as it runs
+    if not torch.compiler.is_compiling():  # torch 2.10 cannot trace it; the op checks at run time
         validate_ops.apart({name: x for name, (x, _) in given.items()}, read)
 
 
@@ -121,11 +121,11 @@ def _generator(gen_: torch.Generator, q: Tensor, dropout_p: float) -> None:
 
 
 def _state_of(q: Tensor, philox_seed: Tensor | None, philox_offset: Tensor | None) -> Tensor:
-    """The state that forward returned in two parts."""
+    """The dropout state from the seed and the offset that forward returned."""
     parts = []
     for name, x in (("philox_seed", philox_seed), ("philox_offset", philox_offset)):
         if x is None:
-            raise ValueError(f"{name} is None; with dropout it is what forward returned")
+            raise ValueError(f"{name} is None; with dropout give what forward returned")
         validate.tensor(name, x)
         if x.dtype != torch.int64:
             raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int64")

@@ -105,7 +105,7 @@ def mha_varlen_fwd(
         block_table_: int32 (batch, max_blocks), the page ids of each sequence.
         max_seqlen_q: the longest sequence of q; longer ones are cut to it.
         max_seqlen_k: the longest sequence of k, likewise.
-        zero_tensors: rows of no sequence come back 0 (lse: -inf). They do in any case.
+        zero_tensors: rows of no sequence are 0 (lse: -inf), which they are in any case.
 
     The other arguments are :func:`mha_fwd`'s.
 
@@ -232,7 +232,7 @@ def mha_varlen_bwd(
     """The gradients of a call of :func:`mha_varlen_fwd` without pages and ``seqused_k``.
 
     Args:
-        zero_tensors: gradients of rows of no sequence are 0. They are in any case.
+        zero_tensors: gradients of rows of no sequence are 0, which they are in any case.
 
     The other arguments are :func:`mha_bwd`'s and those of the call.
 

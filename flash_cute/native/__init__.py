@@ -1,1 +1,1 @@
-"""The compiled library, and which of its kernels the calls of a thread may take."""
+"""The compiled library, and limits of the kernels that calls of a thread may run."""

@@ -16,11 +16,11 @@ _NAME = "libflash_cute.so"
 
 
 def find() -> Path:
-    """Path of the library: ``$FLASH_CUTE_LIBRARY``, else the one that was installed with the
-    package, else what ``make build`` made in the checkout that the package lies in.
+    """Path of the library: ``$FLASH_CUTE_LIBRARY``, else the one installed with the package, else
+    that of ``make build`` in the package's checkout.
 
     Raises:
-        ImportError: no library is there; the message names every place that was searched.
+        ImportError: there is no library; the message names every place that was searched.
 
     Example::
 
@@ -44,7 +44,7 @@ def find() -> Path:
 
 
 def _places() -> list[Path]:
-    """An editable installation has two folders: the sources', and one for what is compiled."""
+    """Where to search. An editable installation has two folders: of sources, and of binaries."""
     checkout = Path(__file__).resolve().parents[2]
     folders = [*map(Path, sys.modules["flash_cute"].__path__), checkout / "build" / "make"]
     return [folder / _NAME for folder in folders]
@@ -100,5 +100,5 @@ def only(*parts: str) -> Iterator[None]:
     ids = [kernel for kernel in _KERNELS if any(part in kernel for part in parts)]
     if not ids:
         raise ValueError(f"no kernel's id contains any of {parts}; kernels() lists them")
-    with limits.limited(limits.inside(ids)):
+    with limits.limited(limits.merge_with_current(ids)):
         yield

@@ -1,8 +1,8 @@
-"""Which CUDA kernels the calls of a thread may take, and how these cut their work; so does their
-backward, which autograd runs in a thread of its own.
+"""Limits the CUDA kernels that calls of a thread may run, and sets how forward splits its work. A
+limit also holds for the backward of its calls, which autograd runs in another thread.
 
-A limit is text: ids of kernels, one a line, and lines ``num_splits=N`` and ``pack_gqa=N``, which
-ask for that of forward (``csrc/core/limit.h``). Empty text limits nothing."""
+A limit is text: ids of kernels, one a line, and lines ``num_splits=N`` and ``pack_gqa=N`` for
+forward (``csrc/core/limit.h``). Empty text limits nothing."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ _here = threading.local()
 
 
 def current() -> str:
-    """This thread's limit; empty in what torch.compile traces."""
+    """This thread's limit; empty while torch.compile traces."""
     return "" if torch.compiler.is_compiling() else _of_thread()
 
 
-def inside(ids: Sequence[str], num_splits: int | None = None, pack_gqa: int | None = None) -> str:
-    """The limit that these give inside of the current one; what is not given stays as it is."""
+def merge_with_current(
+    ids: Sequence[str], num_splits: int | None = None, pack_gqa: int | None = None
+) -> str:
+    """This thread's limit, with the parts replaced that are given."""
     given = {"num_splits": num_splits, "pack_gqa": pack_gqa}
-    asked = [f"{name}={number}" for name, number in given.items() if number is not None]
+    numbers = [f"{name}={number}" for name, number in given.items() if number is not None]
 
-    def stays(line: str) -> bool:
+    def is_kept(line: str) -> bool:
         name, is_number, _ = line.partition("=")
         return given[name] is None if is_number else not ids
 
-    return "\n".join([*ids, *asked, *filter(stays, _of_thread().splitlines())])
+    return "\n".join([*ids, *numbers, *filter(is_kept, _of_thread().splitlines())])
 
 
 @contextmanager
 def limited(limit: str) -> Iterator[None]:
-    """Inside, calls of this thread keep to the limit, or raise RuntimeError with the reasons; so
-    does their backward, wherever it runs."""
+    """Inside, calls of this thread obey the limit, or raise RuntimeError with the reasons; so does
+    their backward, in any thread."""
     before = _of_thread()
     _limit(limit)
     try:
@@ -45,7 +47,7 @@ def limited(limit: str) -> Iterator[None]:
 
 
 def again(limit: str) -> AbstractContextManager[None]:
-    """The same of the limit that held when a call's forward ran."""
+    """:func:`limited` for a backward, by the limit of its forward."""
     return nullcontext() if limit == current() else limited(limit)
 
 

@@ -1,4 +1,4 @@
-"""A model whose weights are held in as many bits as each needs, under a budget of bytes."""
+"""A model whose weights are stored in few bits, allocated under a budget of bytes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ from flash_cute.precision.plan import (
 )
 from flash_cute.precision.quantize import Layout
 from flash_cute.precision.saving import weights_restored_in_backward
-from flash_cute.precision.sensitivity import Samples, batches, entropy, error_weights, undisturbed
+from flash_cute.precision.sensitivity import (
+    Samples,
+    batches,
+    entropy,
+    error_weights,
+    state_preserved,
+)
 from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
 from flash_cute.utils.model_copies import copied
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """How one weight is held.
+    """How one weight is stored.
 
     - ``blocks``: rows and layout (format, columns that share a scale) of each block of rows.
     - ``bits``: bits a weight, scales included; ``nbytes``: all bytes of it.
@@ -55,7 +61,7 @@ class LayerPrecision:
 
 @dataclass(frozen=True)
 class PrecisionStats:
-    """What a module holds.
+    """The bytes of a module.
 
     - ``base_bytes``: bytes of the model in ``base_precision``, all parameters and buffers.
     - ``stored_bytes``: bytes of all storages that the module holds, scales and all.
@@ -78,27 +84,27 @@ class UltraPrecisionModule(nn.Module):
     Parameters of two dims or more are rounded, each block of their rows to a format of its own,
     1 to 12 bits, fp8 or ``base_precision``, so that all bytes of the module are at most ``1 -
     target_memory_reduction`` of the model's in ``base_precision``. A weight is restored when its
-    layer reads it, let go after it, and restored again in backward. ``model`` is neither changed
-    nor held.
+    layer reads it, freed afterwards, and restored again in backward. ``model`` is neither changed
+    nor referenced.
 
     Packed weights are buffers: they have no gradient, and no optimizer sees them. Inputs and the
-    parameters that are left, biases and norms, have gradients as before. RNNs, weights that have
-    parametrizations, layers that keep tensors beside parameters and buffers (torch's old
-    weight_norm, spectral_norm, pruning), weights that a list holds besides, and weights of fewer
-    than 64 numbers are left as they are.
+    remaining parameters, biases and norms, have gradients as before. Not packed are RNNs, weights
+    with parametrizations, layers with tensors that are neither parameters nor buffers (torch's old
+    weight_norm, spectral_norm, pruning), weights that are also in a list, and weights of fewer than
+    64 numbers.
 
     - ``config``: PrecisionConfig, by default PrecisionConfig().
     - ``calibration``: a tensor, or a sequence of batches, each a tensor or a tuple of arguments,
-      on the device of ``model``. Strategies that need samples and get none make some up, for
+      on the device of ``model``. Strategies that need samples and get none generate them, for
       models that begin with Linear, Embedding or TransformerEncoderLayer.
-    - ``device``: where the copy goes, by default where ``model`` is.
+    - ``device``: of the copy, by default ``model``'s.
 
     ``state_dict`` has the packed form. It can be loaded into a module of the same architecture
     with any other allocation, which it replaces.
 
-    Raises TypeError if ``model`` is no nn.Module, ValueError if the target cannot be met (the
-    message says what can), if weights are not finite, if samples are needed, or if torch has no
-    such device here.
+    Raises TypeError if ``model`` is not an nn.Module, ValueError if the target cannot be met (the
+    message has the largest that can), if weights are not finite, if samples are needed, or if the
+    device is not available.
 
     Bits under a budget follow HAWQ-V3 (Yao et al., 2021, arXiv:2011.10680): a sum of errors, and
     a choice for each layer.
@@ -139,9 +145,9 @@ class UltraPrecisionModule(nn.Module):
         self.model, self._packed, self._measured = packed.model, packed.paths, packed.measured
         if self.config.rounds_inputs:
             round_inputs_of(self.model, self.config)
-            switch_fast_paths_off(self.model)  # they would go past the layers, with nested tensors
+            switch_fast_paths_off(self.model)  # they would bypass the layers, with nested tensors
             if self.config.quantization_mode is QuantizationMode.STATIC and calibration is not None:
-                with undisturbed(self.model), scales_grow(self.model), torch.no_grad():
+                with state_preserved(self.model), scales_grow(self.model), torch.no_grad():
                     for arguments in batches(calibration):
                         self.model(*arguments)
         if device is not None:
@@ -149,13 +155,13 @@ class UltraPrecisionModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain = torch.compiler.is_compiling() or internals.transformed()
-        if plain or not torch.is_grad_enabled():  # transforms know no hooks of saved tensors
+        if plain or not torch.is_grad_enabled():  # transforms do not support saved tensors' hooks
             return self.model(*args, **kwargs)
         with weights_restored_in_backward():
             return self.model(*args, **kwargs)
 
     def get_precision_stats(self) -> PrecisionStats:
-        """Bytes and bits as they are now, counted on the storages."""
+        """The current bytes and bits, counted on the storages."""
         layers = {}
         for name, path in self._packed.items():
             packed = self.get_submodule(path)
@@ -200,8 +206,7 @@ def create_ultra_precision_module(
 
 @dataclass
 class PackedCopy:
-    """A model whose weights are packed, where in it each is, and each's entropy and relative
-    error."""
+    """A model with packed weights, and the path, entropy and relative error of each."""
 
     model: nn.Module
     paths: dict[str, str]
@@ -212,7 +217,7 @@ def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> 
     """Copies a model with weights packed as planned. Paths begin with ``model.``."""
     memo: dict[int, Any] = {}
     names: dict[int, str] = {}
-    for name, weight in weights.items():  # the copy gets an empty parameter for each
+    for name, weight in weights.items():  # the copy has an empty parameter for each
         empty = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
         memo[id(weight)], names[id(empty)] = empty, name
     holder = nn.ModuleDict({"model": copied(model, memo)})
@@ -229,7 +234,7 @@ def packed_copy(model: nn.Module, weights: Mapping[str, Tensor], plan: Plan) -> 
 
 
 def _install(module: nn.Module, key: str, packed: PackedWeight) -> str:
-    """Puts a packed weight in a parameter's place, and says where in the module it is now."""
+    """Replaces a parameter by a packed weight, and returns its path in the module."""
     if isinstance(module, nn.Embedding) and is_plain_embedding(module):
         PackedEmbedding.take_over(module, packed)
         return "packed"

@@ -1,8 +1,8 @@
-"""Which layout each block of rows gets, under a budget of bytes.
+"""Chooses a layout for each block of rows, under a budget of bytes.
 
-A knapsack with several choices an item. Of each block's choices those on the lower convex hull of
-(bytes, error) are taken up in the order of what a byte gains: the best there is for the bytes that
-it takes, and less than one step of one block away from the budget.
+It is a knapsack with several choices per item. Choices on the lower convex hull of (bytes, error)
+of each block are taken in the order of their gain per byte: the result is optimal for the bytes
+that it uses, and less than one step of one block below the budget.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from flash_cute.precision.quantize import Layout
 
 
 class BudgetError(ValueError):
-    """The least bytes that can be had, ``least``, are more than the budget."""
+    """The smallest possible size, ``least`` bytes, is above the budget."""
 
     def __init__(self, least: int, budget: int) -> None:
-        super().__init__(f"the least that can be had is {least} bytes, more than {budget}")
+        super().__init__(f"the smallest choice is {least} bytes, more than {budget}")
         self.least = least
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to store a block: bytes, and the error that it adds to the model's."""
+    """One way to store a block: its bytes, and the error that it adds to the model's."""
 
     layout: Layout
     nbytes: int
@@ -32,8 +32,7 @@ class Choice:
 
 
 def hull(choices: Sequence[Choice]) -> list[Choice]:
-    """Choices on the lower convex hull, from the least bytes on; each gains less a byte than the
-    one before."""
+    """Choices on the lower convex hull, by increasing bytes and decreasing gain per byte."""
     kept: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (c.nbytes, c.error)):
         if kept and choice.error >= kept[-1].error:
@@ -45,7 +44,7 @@ def hull(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def gain(before: Choice, after: Choice) -> float:
-    """Error that a byte more takes away."""
+    """The decrease of the error per additional byte."""
     return (before.error - after.error) / (after.nbytes - before.nbytes)
 
 
@@ -72,7 +71,7 @@ def allocate(blocks: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
 
 
 def uniform(blocks: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
-    """The same layout for every block: of those that fit and that all have, the one with the least
+    """One layout for all blocks: of those that fit and that all blocks have, the one with the least
     error. Raises BudgetError if none fits."""
     tables = [{choice.layout: choice for choice in choices} for choices in blocks]
     shared = set(tables[0]).intersection(*tables[1:]) if tables else set()

@@ -1,4 +1,4 @@
-"""What a model could save, found on a sample without changing the model."""
+"""Finds the bytes that a model could save, on a sample, without changing the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_cute.precision.adaptive import packed_copy
 from flash_cute.precision.allocate import BudgetError
 from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.plan import Plan, base_bytes, budget_for, packable, tabulate
-from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, undisturbed
+from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, state_preserved
 from flash_cute.precision.settings import AllocationStrategy, PrecisionConfig, PrecisionFormat
 from flash_cute.utils.model_copies import copied
 
@@ -31,23 +31,23 @@ def analyze_precision_opportunities(
     """What ``create_ultra_precision_module`` would save if outputs may change by 1 %.
 
     ``sample_input`` is run through the model forward and backward, and through packed copies of it,
-    in eval mode, on ``device``, by default where the model is. The model, its gradients and torch's
-    generators are left as they were.
+    in eval mode, on ``device``, by default the model's. The model, its gradients and torch's
+    generators do not change.
 
     The dict has:
 
     - ``potential_savings``: bytes, against ``base_bytes``: those of the model in FP16.
       ``potential_savings_ratio`` is their fraction.
     - ``measured_error``: of the output on the sample, ``|change| / |output|``.
-    - ``recommendations``: a dict for each weight that is to change, those that save most first:
+    - ``recommendations``: a dict for each weight to pack, those that save most first:
       ``layer`` (its name), ``format`` (such as ``"int5"``; ``"int5+int6"`` for blocks of rows
       that differ), ``bits`` (a weight, scales included), ``saved_bytes``, ``expected_error``
       (the layer's part of the output's error, to first order) and ``entropy`` (bits).
-    - ``config``: what has all of this, with ``calibration=sample_input``.
+    - ``config``: the config with these savings, if ``calibration=sample_input``.
 
     Savings are 0 and recommendations empty if nothing can be saved within 1 %. Raises TypeError if
-    ``model`` is no nn.Module or ``sample_input`` no tensor, ValueError if no output depends on a
-    weight, squares of outputs or gradients are not finite, or torch has no such device here.
+    ``model`` is not an nn.Module or ``sample_input`` not a tensor, ValueError if no output depends
+    on a weight, squares of outputs or gradients are not finite, or the device is not available.
 
     Example::
 
@@ -107,7 +107,7 @@ def _smallest(model: nn.Module, sample: Tensor) -> tuple[PrecisionConfig, Plan, 
 
 
 def _measured_error(model: nn.Module, small: nn.Module, sample: Tensor) -> float:
-    with undisturbed(model), undisturbed(small), torch.no_grad():
+    with state_preserved(model), state_preserved(small), torch.no_grad():
         pairs = list(zip(outputs_of(small(sample)), outputs_of(model(sample)), strict=True))
     change = sum((a.float() - b.float()).square().sum().item() for a, b in pairs)
     return _relative(change, sum(b.float().square().sum().item() for _, b in pairs))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 SCALINGS = ("dynamic", "delayed")
-LARGEST_MARGIN = 32  # e5m2 spans as many powers of two: with more, nothing would be left
+LARGEST_MARGIN = 32  # e5m2 spans as many powers of two: a larger margin would round all to 0
 LARGEST_LOSS_SCALE = 2.0**127  # of fp32
 
 
@@ -43,25 +43,26 @@ class FP8Config:
 
     Args:
         forward_format: format of inputs and weights in all three products. Default E4M3.
-        backward_format: format of the gradient of the output. Default E5M2. Tensor cores multiply
-            no E5M2 by E5M2: a layer of two such formats runs on rounded operands (slowly).
+        backward_format: format of the gradient of the output. Default E5M2. Tensor cores cannot
+            multiply E5M2 by E5M2: with both formats E5M2 a layer multiplies rounded operands in
+            bf16 or fp32 (slowly).
         scaling: "dynamic" (default) takes a tensor's scale from its own largest absolute value,
             "delayed", in training, from the largest of its last ``history_length`` uses. Inputs and
             gradients beyond a delayed scale's range are clamped to the format's largest value;
             weights are not. In evaluation all scales are dynamic.
         history_length: uses that a delayed scale remembers, at least 1. Default 16.
         margin: spare powers of two above the largest value, from 0 to 32. Default 0.
-        skip: names of layers that stay as they are, such as ``("head",)``; a name stands for all
-            that lies in it, and for the other names of the same layers. Default none.
-        loss_scale: what the trainer multiplies losses by at first. Default None: 65536 for models
-            with fp16 parameters, otherwise 1. Overflows halve it, but not below 1. With fp16
-            parameters it grows as it can, otherwise back to what it was at first: without fp16 it
-            is 1 and stays so, unless it is given.
+        skip: names of layers that are not converted, such as ``("head",)``; a name includes its
+            children, and other names of the same layers. Default none.
+        loss_scale: the trainer's first factor of losses. Default None: 65536 for models with fp16
+            parameters, otherwise 1. Overflows halve it, but not below 1. With fp16 parameters it
+            grows without limit, otherwise back to its first value: without fp16 it stays 1 unless
+            it is given.
         growth_interval: steps in a row without overflow after which the loss scale is doubled. At
             least 1. Default 2000, as in torch.amp.GradScaler.
 
     Raises:
-        TypeError: an option is of another type; a bool is no number.
+        TypeError: an option is of another type; a bool is not a number.
         ValueError: an option is out of its range.
 
     Example::
@@ -108,7 +109,7 @@ def checked_config(name: str, given: FP8Config | None) -> FP8Config:
 
 
 def check_whole(name: str, given: Any, least: int, most: float = math.inf) -> None:
-    """Refuses what is no int, or is out of its range."""
+    """Refuses everything but ints in [least, most]."""
     if isinstance(given, bool) or not isinstance(given, int):
         raise TypeError(f"{name} must be an int, not {given!r} ({type(given).__name__})")
     if given < least:
@@ -118,13 +119,13 @@ def check_whole(name: str, given: Any, least: int, most: float = math.inf) -> No
 
 
 def check_number(name: str, given: Any) -> None:
-    """Refuses what is neither int nor float."""
+    """Refuses everything but int and float."""
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise TypeError(f"{name} must be a number, not {given!r} ({type(given).__name__})")
 
 
 def check_positive(name: str, given: Any, largest: float = math.inf) -> None:
-    """Refuses what is no number, not above 0, or above the largest."""
+    """Refuses everything but numbers in (0, largest]."""
     check_number(name, given)
     if not 0 < given <= largest:
         limit = "" if largest == math.inf else f" and at most {largest:.3g}"

@@ -18,15 +18,15 @@ from flash_cute.precision.fp8_scales import FP8Scales
 class FP8MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with fp8 products in its four projections.
 
-    torch's own module never calls its ``out_proj``: it hands that layer's weight to a function, or
+    torch's own module never calls its ``out_proj``: it passes that layer's weight to a function, or
     in eval to a fused kernel. So the module is replaced as a whole. Arguments, results, parameters
-    and their names are torch's. Scores, softmax and the weighted sum of values stay in the
-    precision of the projections' results.
+    and their names are torch's. Scores, softmax and the weighted sum of values have the dtype of
+    the projections' results.
 
     `from_attention` makes it. Raises NotImplementedError for nested tensors.
     """
 
-    in_scales: nn.ModuleList  # of q, k and v; the first alone where they are one tensor
+    in_scales: nn.ModuleList  # of q, k and v; only the first is used if they are one tensor
 
     @classmethod
     def from_attention(
@@ -35,9 +35,9 @@ class FP8MultiheadAttention(nn.MultiheadAttention):
         """The module that holds ``attention``'s own Parameters, in its mode.
 
         Raises:
-            TypeError: it is no nn.MultiheadAttention, or the config no FP8Config.
-            NotImplementedError: it has ``add_bias_kv`` or ``add_zero_attn``, or is more than an
-                nn.MultiheadAttention: hooks, say, or parameters of its own.
+            TypeError: it is not an nn.MultiheadAttention, or the config not an FP8Config.
+            NotImplementedError: it has ``add_bias_kv`` or ``add_zero_attn``, or adds something to
+                nn.MultiheadAttention, such as hooks or parameters.
         """
         if not isinstance(attention, nn.MultiheadAttention):
             kind = type(attention).__name__
@@ -82,7 +82,7 @@ class FP8MultiheadAttention(nn.MultiheadAttention):
         Raises:
             NotImplementedError: nested tensors.
             TypeError: a mask is neither bool nor floating point.
-            ValueError: sizes do not go together; ``is_causal`` without an attn_mask.
+            ValueError: sizes do not match; ``is_causal`` without an attn_mask.
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is a hint: give the attn_mask that it describes")
@@ -96,7 +96,7 @@ class FP8MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)  # fp16 has no room before
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)  # unscaled, fp16 may overflow
             weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
             weights = F.dropout(weights, dropout)
             out = weights @ v
@@ -110,12 +110,12 @@ class FP8MultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(out.flatten(-2)), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuses inputs that do not go together, before anything is computed or remembered."""
+        """Refuses inputs whose sizes do not match, before histories are written."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise NotImplementedError("fp8 attention takes no nested tensors: pad them")
         shapes = [tuple(x.shape) for x in (query, key, value)]
         place = 0 if self.batch_first else 1
-        batch = slice(place, place + (query.dim() == 3))  # none of one sequence
+        batch = slice(place, place + (query.dim() == 3))  # empty for inputs without a batch
         if (
             {query.dim(), key.dim(), value.dim()} not in ({2}, {3})
             or shapes[1][:-1] != shapes[2][:-1]
@@ -167,7 +167,7 @@ class FP8MultiheadAttention(nn.MultiheadAttention):
 
 
 def additive(name: str, mask: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor:
-    """torch's masks, where True hides or a number is added, as numbers."""
+    """torch's masks, in which True hides or a float is added, as floats to add."""
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name} has dtype {mask.dtype}: give a bool or a floating point tensor")
     if tuple(mask.shape) not in shapes:

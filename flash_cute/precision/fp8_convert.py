@@ -20,26 +20,26 @@ from flash_cute.utils.plain_attributes import plain_modules
 def convert_model_to_fp8(
     model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True
 ) -> nn.Module:
-    """Puts an `FP8LinearLayer` in the place of every nn.Linear, whatever its size.
+    """Replaces every nn.Linear, of any size, by an `FP8LinearLayer`.
 
-    Parameters stay the same objects under the same names: an optimizer made before goes on working,
-    tied weights stay tied, and checkpoints fit both ways. nn.MultiheadAttention is replaced as a
-    whole, because it never calls its ``out_proj``: all four projections then have fp8 products.
-    The fused kernels that nn.TransformerEncoder and its layers take in eval are switched off, as
-    they would go past the layers. Attributes that were set on a replaced layer go along.
+    Parameters stay the same objects under the same names: existing optimizers still work, tied
+    weights stay tied, and checkpoints fit both ways. nn.MultiheadAttention is replaced as a whole,
+    because it never calls its ``out_proj``: all four projections then have fp8 products. The fused
+    kernels that nn.TransformerEncoder and its layers use in eval are switched off, as they would
+    bypass the layers. Attributes that were set on a replaced layer are kept.
 
-    Left as they are, with a warning that names them and says why: layers that are more than their
-    class in torch, which would be lost: hooks of any kind (those of `torch.nn.utils.prune`, and of
-    the old weight_norm and spectral_norm, are such), parametrizations, a forward, method, property,
-    parameter, buffer or module of their own, parameters of a subclass of Tensor or of no floating
-    dtype; attention with ``add_bias_kv`` or ``add_zero_attn``; layers in a plain list, tuple or
+    Not converted, with a warning that names them and says why: layers with anything that torch's
+    class lacks and that would be lost: hooks of any kind (as those of `torch.nn.utils.prune`, and
+    of the old weight_norm and spectral_norm), parametrizations, an own forward, method, property,
+    parameter, buffer or module, parameters of a subclass of Tensor or of a dtype that is not
+    floating; attention with ``add_bias_kv`` or ``add_zero_attn``; layers in a plain list, tuple or
     dict, where torch does not see them; and ``in_proj_weight`` of flash_cute's own attention
-    layers, whose ``out_proj`` is converted. Subclasses that have an
-    ``__init__`` alone, and OptimizedLinear, are replaced. Without a warning: what
-    ``fp8_config.skip`` names.
+    layers, whose ``out_proj`` is converted. Subclasses that only define ``__init__``, and
+    OptimizedLinear, are replaced. Layers in ``fp8_config.skip`` are not converted, without a
+    warning.
 
-    A converted model may be converted again: nothing changes, except that a config which is given
-    replaces that of every fp8 layer.
+    A converted model may be converted again: nothing changes, except that a given config replaces
+    that of every fp8 layer.
 
     Args:
         model: any module; layers keep their device, dtype and mode.
@@ -47,13 +47,13 @@ def convert_model_to_fp8(
         inplace: convert ``model`` itself (default), or a deep copy.
 
     Returns:
-        The converted model: ``model`` itself if inplace, unless it is an nn.Linear, which cannot
-        turn into another module: then a new layer with its Parameters.
+        The converted model: ``model`` itself if inplace, unless it is an nn.Linear: then a new
+        layer with its Parameters.
 
     Raises:
-        TypeError: ``model`` is no module, or ``fp8_config`` no FP8Config.
-        ValueError: the model has no nn.Linear besides those that ``skip`` names, a layer is lazy
-            and has no weight yet, or ``skip`` has a name that the model has not.
+        TypeError: ``model`` is not a module, or ``fp8_config`` not an FP8Config.
+        ValueError: the model has no nn.Linear outside of ``skip``, a layer is lazy and has no
+            weight yet, or ``skip`` has a name that the model lacks.
 
     Example::
 
@@ -85,7 +85,7 @@ def convert_model_to_fp8(
 
 
 def layers_to_spare(model: nn.Module, skip: tuple[str, ...]) -> set[nn.Module]:
-    """The modules that ``skip`` names, and all in them, under whatever other names they have."""
+    """The modules that ``skip`` names, and their children."""
     named = dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in skip if name not in named]:
         raise ValueError(f"skip: {type(model).__name__} has no module {', '.join(unknown)}")
@@ -104,7 +104,7 @@ def layers_to_convert(
         if module in done:
             continue
         if isinstance(module, nn.MultiheadAttention):
-            done.update(part for part in module.modules() if part is not module)  # it calls none
+            done.update(x for x in module.modules() if x is not module)  # it calls no child
         if isinstance(module, FP8MultiheadAttention):
             continue
         if isinstance(module, MultiHeadAttention):
@@ -119,8 +119,8 @@ def layers_to_convert(
 
 
 def hidden_layers(model: nn.Module, spared: set[nn.Module]) -> list[str]:
-    """Layers in lists and such, which go on calling them as they are: by attribute, with the
-    reason. Some may be modules of the model besides."""
+    """Layers in plain lists, tuples and dicts, which are not converted: path, class and reason.
+    Some may be registered modules of the model, too."""
     found: dict[str, str] = {}
     for path, module in plain_modules(model):
         if isinstance(module, (nn.Linear, nn.MultiheadAttention)) and module not in spared:
@@ -136,7 +136,7 @@ def refuse_lazy(name: str, module: nn.Module) -> None:
 
 
 def replace(model: nn.Module, chosen: dict[str, nn.Module], config: FP8Config) -> nn.Module:
-    """Puts fp8 modules in the places that are named; returns the root, which may be one of them."""
+    """Replaces the chosen modules by fp8 ones; returns the root, which may be one of them."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in chosen.items():
         if module not in made:
@@ -149,7 +149,7 @@ def replace(model: nn.Module, chosen: dict[str, nn.Module], config: FP8Config) -
 
 
 def fp8_module(module: nn.Module, config: FP8Config) -> nn.Module:
-    """The fp8 module that takes the place of a linear layer or an attention."""
+    """The fp8 module for a linear layer or an attention."""
     if isinstance(module, nn.MultiheadAttention):
         return FP8MultiheadAttention.from_attention(module, config)
     assert isinstance(module, nn.Linear)
@@ -157,7 +157,7 @@ def fp8_module(module: nn.Module, config: FP8Config) -> nn.Module:
 
 
 def reconfigure(model: nn.Module, config: FP8Config, spared: set[nn.Module]) -> None:
-    """Gives another config to layers that are fp8 already, unless they have it or are spared."""
+    """Gives layers that are fp8 already another config, unless they have it or are spared."""
     for module in set(model.modules()) - spared:
         if isinstance(module, (FP8LinearLayer, FP8MultiheadAttention)):
             device = next(module.parameters()).device
@@ -167,7 +167,7 @@ def reconfigure(model: nn.Module, config: FP8Config, spared: set[nn.Module]) -> 
 
 
 def switch_fast_paths_off(model: nn.Module) -> None:
-    """In eval torch's encoder hands weights to a fused kernel, unless these attributes say no."""
+    """Makes torch's encoder call its layers in eval, instead of passing weights to a kernel."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

@@ -24,13 +24,13 @@ from flash_cute.precision.fp8_scales import FP8Scales, largest_of_history
 class _Products(torch.autograd.Function):
     """y = x w^T of rounded x and w; dx = dy w and dw = dy^T x of rounded dy as well.
 
-    Keeps x in fp8 and w as it is, which is the parameter itself; w is rounded again in backward.
+    Saves x in fp8 and the parameter w itself, which is rounded again in backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # (m, k), for its gradient and dtype alone
+        x: Tensor,  # (m, k), only for its gradient and dtype
         w: Tensor,  # (n, k)
         x8: Tensor,
         x_scale: Tensor,
@@ -47,7 +47,7 @@ class _Products(torch.autograd.Function):
         kept_x = (x8, x_scale, x_inverse) if ctx.needs_input_grad[1] else (None,) * 3
         kept_w = (w, w_scale, w_inverse) if ctx.needs_input_grad[0] else (None,) * 3
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.history = history  # not saved: other uses of the layer may write it before backward
+        ctx.history = history  # not by save_for_backward: other calls may write it before backward
         tensor_cores = on_tensor_cores(x.device, formats[0], formats[0])
         rounded_x, rounded_w = Rounded(x8, x_scale, x_inverse), Rounded(w8, w_scale, w_inverse)
         return multiply_rows(rounded_x, rounded_w, out_dtype, tensor_cores, fast=True)
@@ -73,7 +73,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
     """``F.linear(x, weight, bias)`` with fp8 products; the bias is added to the result.
 
     Args:
-        x: (..., k), any floating dtype; outside of autocast that of the weight.
+        x: (..., k), any floating dtype; outside of autocast the weight's.
         weight: (n, k).
         bias: (n,) or None.
         scales: options and histories; they are read and written if ``scales.training``.
@@ -85,7 +85,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
     autocast = has_autocast(device) and torch.is_autocast_enabled(device)
     autocast = autocast and x.dtype != torch.float64
     if not autocast and x.dtype != weight.dtype:
-        raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: convert one or autocast")
+        raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: cast one, or use autocast")
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of {tuple(x.shape)}: the last size must be {weight.shape[1]}")
     config = scales.config
@@ -114,10 +114,10 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
 class FP8LinearLayer(nn.Module):
     """``nn.Linear`` whose matrix products have fp8 operands, each with one scale a tensor.
 
-    There are three a training step: y = x w^T, dx = dy w and dw = dy^T x. x and w are rounded to
-    ``forward_format``, dy to ``backward_format``. Of the input backward keeps the fp8 values alone,
-    a byte an element. Parameters, their names, the bias and its gradient stay in the precision that
-    they have; so do sums of products, and results come in x's dtype, or in autocast's.
+    A training step has three products: y = x w^T, dx = dy w and dw = dy^T x. x and w are rounded to
+    ``forward_format``, dy to ``backward_format``. Backward keeps only the fp8 values of the input,
+    a byte an element. Parameters, the bias and its gradient keep their precision, and results have
+    x's dtype, or autocast's.
 
     On CUDA with compute capability 8.9 or newer the products run on fp8 tensor cores (odd sizes are
     padded with zeros, in fp8). Elsewhere, and for E5M2 by E5M2, operands are rounded to the same
@@ -137,7 +137,7 @@ class FP8LinearLayer(nn.Module):
 
     Raises:
         TypeError: a size, the config or the dtype is of another type; outside of autocast, the
-            input has not the weight's dtype.
+            input's dtype is not the weight's.
         ValueError: a size is below 1; the input's last size is not in_features.
 
     Example::
@@ -168,7 +168,8 @@ class FP8LinearLayer(nn.Module):
             raise TypeError(f"dtype is {dtype}; supported: {', '.join(map(str, DTYPES))}")
         config = checked_config("config", config)
         super().__init__()
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), config)
+        linear = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._share_parameters(linear, config)
 
     @classmethod
     def from_linear(
@@ -177,8 +178,8 @@ class FP8LinearLayer(nn.Module):
         """The layer that holds ``linear``'s own Parameters, in its mode.
 
         Raises:
-            TypeError: it is no nn.Linear, or the config no FP8Config.
-            ValueError: it is more than an nn.Linear: hooks, say, or parameters of its own.
+            TypeError: it is not an nn.Linear, or the config not an FP8Config.
+            ValueError: it adds something to nn.Linear, such as hooks or parameters.
         """
         if not isinstance(linear, (nn.Linear, cls)):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
@@ -186,13 +187,13 @@ class FP8LinearLayer(nn.Module):
             raise ValueError(f"linear {reason}, which an fp8 layer would lose")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._take(linear, checked_config("config", config))
+        layer._share_parameters(linear, checked_config("config", config))
         for name, value in vars(linear).items():
             if not hasattr(layer, name):
                 setattr(layer, name, value)
         return layer.train(linear.training)
 
-    def _take(self, linear: nn.Linear | FP8LinearLayer, config: FP8Config) -> None:
+    def _share_parameters(self, linear: nn.Linear | FP8LinearLayer, config: FP8Config) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scales = FP8Scales(config, linear.weight.device)

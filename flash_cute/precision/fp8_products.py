@@ -27,7 +27,7 @@ class Rounded(NamedTuple):
 
 
 def scale_and_round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in fp8, contiguous; what is too large becomes its largest value."""
+    """``x * scale`` in fp8, contiguous and clamped to fp8's range."""
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype, memory_format=torch.contiguous_format)
 
@@ -40,17 +40,17 @@ def round_to_fp8(
     past: Tensor | None = None,
     clamp: bool = True,
 ) -> Rounded:
-    """Rounds a tensor to fp8, so that its largest absolute value takes the format's.
+    """Rounds a tensor to fp8, scaled so that its largest absolute value becomes the format's.
 
     Args:
         x: any floating dtype and shape.
         dtype: the fp8 format to round to.
         margin: spare powers of two.
-        history: largest absolute values of earlier uses, the last one first, 0 where there
-            was none. The scale follows the largest of them, and ``x`` itself if all are 0. x's own
-            is written into it, unless it is not finite.
+        history: largest absolute values of earlier uses, the last one first, 0 for missing ones.
+            The largest of them gives the scale, or ``x`` itself if all are 0. x's own is written
+            into it, if it is finite.
         past: the largest of the history, if it is known.
-        clamp: whether a history may clamp x. Otherwise the scale leaves room for x.
+        clamp: whether x may be clamped by its history. Otherwise the scale also covers x.
     """
     amax = x.abs().max().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     bound = amax
@@ -59,9 +59,7 @@ def round_to_fp8(
         bound = torch.where(past > 0, past, amax) if clamp else torch.maximum(past, amax)
         finite = torch.where(amax.isfinite(), amax, 0.0)
         history.copy_(torch.cat([finite.view(1), history[:-1]]))
-    least = (
-        1e-30  # keeps scales of tiny tensors finite; no global: graphs would take it as an input
-    )
+    least = 1e-30  # keeps scales of tiny tensors finite; a global would be an input of graphs
     bound = (bound.clamp(min=least) * 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
     most = torch.finfo(dtype).max
     scale = most / bound
@@ -71,8 +69,8 @@ def round_to_fp8(
 
 @constant_in_graphs
 def on_tensor_cores(device: torch.device, a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether a GPU multiplies these formats itself: compute capability 8.9 or newer, and not E5M2
-    by E5M2."""
+    """Whether the GPU's tensor cores multiply these formats: compute capability 8.9 or newer, and
+    not E5M2 by E5M2."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     both_e5m2 = a == b == torch.float8_e5m2
@@ -87,9 +85,9 @@ def multiply_rows(
     Args:
         a, b: contiguous matrices in fp8.
         out_dtype: dtype of the result.
-        tensor_cores: multiply in fp8 on the GPU. Otherwise the fp8 values, which bf16 and fp32
-            hold exactly, are multiplied in these: in bf16 on CUDA for 16-bit results, else in fp32.
-        fast: on tensor cores, whether sums stay in their accumulators, which keep some 14 bits.
+        tensor_cores: multiply in fp8 on the GPU. Otherwise fp8 values are cast, which is exact, and
+            multiplied in bf16 on CUDA for 16-bit results, else in fp32.
+        fast: on tensor cores, whether to sum in their accumulators, which have about 14 bits.
     """
     if tensor_cores and a.data.numel():
         half = out_dtype in (torch.float16, torch.bfloat16)
@@ -112,8 +110,8 @@ def multiply_rows(
 
 
 def _factors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Their product and 1; or, if that is near the ends of fp32's range or beyond, the less of them
-    and the other, which a product of fp8 values takes one after the other."""
+    """(x * y, 1); or, if the product might leave fp32's range, (the smaller, the larger), to be
+    multiplied one after the other."""
     both = x * y
     inside = (both > 1e-30) & (both < 1e30)
     first = torch.where(inside, both, torch.minimum(x, y))
@@ -121,7 +119,7 @@ def _factors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_autocast(device: str) -> bool:
-    """Whether torch knows autocast there. (Its own question breaks graphs in torch 2.11.)"""
+    """Whether torch has autocast for this device; torch's own check breaks graphs in torch 2.11."""
     return device != "meta"
 
 
@@ -132,7 +130,8 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded(x: Tensor, rows: bool) -> Tensor:
-    """An fp8 matrix with zeros behind, up to what tensor cores want: in its rows, or also more."""
+    """An fp8 matrix padded with zeros to multiples that tensor cores need: its columns, and with
+    ``rows`` also its rows."""
     missing = [-size % TENSOR_CORE_MULTIPLE for size in x.shape]
     below = missing[0] if rows else 0
     if not below and not missing[1]:

@@ -1,4 +1,4 @@
-"""Which layers an fp8 layer can stand for: those that are their class in torch and no more."""
+"""Which layers an fp8 layer can replace: those that add nothing to their class in torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_cute.core.linear import OptimizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IN_PROJECTIONS = {f"{name}_proj_weight" for name in ("in", "q", "k", "v")} | {"in_proj_bias"}
-# What a subclass may define and still compute what its base does.
+# Attributes that a subclass may define without changing what its base computes.
 METADATA = {
     "__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__annotations_cache__",
     "__annotate__", "__annotate_func__", "__firstlineno__", "__static_attributes__",
@@ -19,18 +19,18 @@ METADATA = {
 
 
 def reason_to_leave(module: nn.Module) -> str | None:
-    """What a linear layer or an attention has besides what its class in torch has, or what fp8
-    lacks of it; None if nothing."""
+    """Why a linear layer or an attention cannot be replaced: what it adds to torch's class, or a
+    feature that fp8 lacks; None if it can."""
     if isinstance(module, nn.MultiheadAttention):
         return reason_to_leave_attention(module)
     if not isinstance(module, nn.Linear):
-        return "is no nn.Linear"
+        return "is not an nn.Linear"
     base = OptimizedLinear if isinstance(module, OptimizedLinear) else nn.Linear
     return addition(module, base, {"weight", "bias"}, set())
 
 
 def reason_to_leave_attention(module: nn.MultiheadAttention) -> str | None:
-    """The same of an attention and of its output layer."""
+    """:func:`reason_to_leave` for an attention and its output layer."""
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return "has add_bias_kv or add_zero_attn"
     reason = addition(module, nn.MultiheadAttention, IN_PROJECTIONS, {"out_proj"})
@@ -41,9 +41,9 @@ def reason_to_leave_attention(module: nn.MultiheadAttention) -> str | None:
 def addition(
     module: nn.Module, base: type[nn.Module], parameters: set[str], children: set[str]
 ) -> str | None:
-    """What a module has besides these parameters and children, and besides its base class."""
+    """What a module has in addition to these parameters and children, and to its base class."""
     if own := names_below(type(module), base) - METADATA:
-        return f"has a class with {min(own)} of its own"
+        return f"has a class that defines {min(own)}"
     if "forward" in vars(module):
         return "has a forward that is not its class's"
     if internals.has_hooks_of_any_kind(module):
@@ -52,7 +52,7 @@ def addition(
     if own := held.keys() - parameters:
         return f"has a parameter {min(own)}"
     if computed := [x for x in parameters - held.keys() if getattr(module, x, None) is not None]:
-        return f"has a {min(computed)} that is no parameter"
+        return f"has a {min(computed)} that is not a parameter"
     if own := {name for name, _ in module.named_buffers(recurse=False)}:
         return f"has a buffer {min(own)}"
     if own := {name for name, _ in module.named_children()} - children:
@@ -66,6 +66,6 @@ def addition(
 
 
 def names_below(kind: type, base: type) -> set[str]:
-    """What classes define that come before the base when an attribute is looked up."""
+    """The attributes that subclasses of ``base`` define in the MRO of ``kind``."""
     order = kind.__mro__
     return {name for each in order[: order.index(base)] for name in vars(each)}

@@ -1,4 +1,4 @@
-"""What a product in fp8 remembers of earlier uses in training: delayed scaling's histories."""
+"""The histories of delayed scaling: largest absolute values of earlier uses in training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _library.define("fp8_history_max(Tensor history) -> Tensor")
 def _largest(history: Tensor) -> Tensor:
     if internals.in_backward():
         raise NotImplementedError(
-            "delayed scales are not those of forward when a checkpoint computes forward again; use "
+            "a checkpoint computes forward again, with delayed scales that have changed since; use "
             "FP8Config(scaling='dynamic'), or no checkpoint around fp8 layers"
         )
     return history.max()
@@ -30,20 +30,20 @@ torch.library.register_fake(
 
 
 def largest_of_history(history: Tensor | None) -> Tensor | None:
-    """The largest value of a history that forward reads; None of none.
+    """The largest value of a history that forward reads; None without a history.
 
-    An op, so that compiled code refuses to compute forward again in backward, as eager code does.
+    It is an op, so that compiled code refuses to recompute forward in backward, as eager code does.
 
     Raises:
-        NotImplementedError: this is a backward pass: a checkpoint computes forward again.
+        NotImplementedError: called in a backward pass, because a checkpoint recomputes forward.
     """
     return None if history is None else torch.ops.flash_cute.fp8_history_max(history)
 
 
 class FP8Scales(nn.Module):
-    """What one product remembers: nothing, or of delayed scaling the histories, in fp32.
+    """The histories of one product, in fp32; without delayed scaling there are none.
 
-    Histories are buffers that no state_dict holds: after loading one, scales start afresh.
+    Histories are buffers that are not in the state_dict: after loading one, scales start anew.
     """
 
     input_history: Tensor | None
@@ -55,7 +55,7 @@ class FP8Scales(nn.Module):
         self.configure(config, device)
 
     def configure(self, config: FP8Config, device: torch.device) -> None:
-        """Takes other options; histories begin anew."""
+        """Sets other options and clears the histories."""
         self.config = config
         for role in ("input", "weight", "gradient"):
             delayed = config.scaling == "delayed"
@@ -63,8 +63,8 @@ class FP8Scales(nn.Module):
             self.register_buffer(f"{role}_history", history, persistent=False)
 
     def in_use(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Histories of the input, the weight and the gradient in training. In evaluation there are
-        none: weights may have changed since, and what comes from them."""
+        """Histories of the input, the weight and the gradient in training. In evaluation they are
+        None: weights, and values computed from them, may have changed since."""
         if not self.training:
             return None, None, None
         return self.input_history, self.weight_history, self.gradient_history
@@ -75,8 +75,7 @@ class FP8Scales(nn.Module):
             history.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> FP8Scales:
-        """Moves between devices. Histories stay in fp32: fp16 would make infinity of the largest
-        values that a model in fp32 has had."""
+        """Moves between devices. Histories stay in fp32: large values would overflow fp16."""
         for name, history in list(self.named_buffers()):
             moved = fn(history)
             same = moved.dtype == history.dtype
@@ -89,12 +88,12 @@ class FP8Scales(nn.Module):
 
 
 def scales_of(model: nn.Module) -> list[FP8Scales]:
-    """Those of all fp8 products of the model."""
+    """The FP8Scales of all fp8 products of the model."""
     return [module for module in model.modules() if isinstance(module, FP8Scales)]
 
 
 def histories_of(model: nn.Module) -> dict[str, Tensor]:
-    """What delayed scales of a model remember, by name."""
+    """The histories of a model, by name."""
     return {
         f"{name}.{role}": history
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Gradients as an optimizer gets them."""
+"""Finds, unscales and clips gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that a backward pass from here gives gradients: parameters, wherever they are
-    held. What a checkpoint hides, or another formula of the caller's, is not found."""
+    """The leaf tensors that get gradients in a backward pass of the loss. Those inside of a
+    checkpoint or of the caller's autograd.Function are not found."""
     if loss.grad_fn is None:
         yield loss
     left, seen = [loss.grad_fn], set[Node]()
@@ -28,7 +28,8 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 def unscaled(gradients: list[Tensor], scale: float, max_norm: float | None) -> list[Tensor]:
     """Gradients divided by the loss scale, and clipped to a total norm if one is given.
 
-    Those given are not written. Sums of squares are in fp64: finite gradients have a finite norm.
+    The given ones are not written. Sums of squares are in fp64: finite gradients have a finite
+    norm.
     """
     if max_norm is None:
         return gradients if scale == 1 else [gradient / scale for gradient in gradients]
@@ -39,7 +40,7 @@ def unscaled(gradients: list[Tensor], scale: float, max_norm: float | None) -> l
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Their product in fp32 or wider: fp16 has no small factors."""
+    """Their product in fp32 or wider: fp16 cannot hold small factors."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return (gradient.to(wide) * factor.to(gradient.device, wide)).to(gradient.dtype)
 

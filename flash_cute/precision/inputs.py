@@ -1,4 +1,4 @@
-"""Rounding of what goes into layers, to 8 bits, at each call."""
+"""Rounding of layers' inputs to 8 bits at each call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAMES = ("input", "query", "key", "value")
 
 
 class InputRounding(nn.Module):
-    """Rounds a tensor to INT8 or FP8_E4M3, and gives it back in its own dtype.
+    """Rounds a tensor to INT8 or FP8_E4M3, and returns it in its own dtype.
 
     In DYNAMIC mode each token (the last dim; for convolutions each sample) has a scale of its own.
     In STATIC mode there is one, the buffer ``scale``: the largest finite value of calibration, else
-    of the first call that has one, after which larger values are clipped; no call waits for it on
-    the device. Gradients pass as if nothing was rounded.
+    of the first call with one; later calls clip larger values. There is no host synchronisation.
+    Gradients pass the rounding unchanged.
     """
 
     scale: Tensor | None
@@ -55,7 +55,7 @@ class InputRounding(nn.Module):
 
 @contextmanager
 def scales_grow(model: nn.Module) -> Iterator[None]:
-    """Inside, scales become the largest of all calls."""
+    """Inside, static scales grow to the largest value of all calls."""
     roundings = [module for module in model.modules() if isinstance(module, InputRounding)]
     for rounding in roundings:
         rounding.grows = True
@@ -67,8 +67,8 @@ def scales_grow(model: nn.Module) -> Iterator[None]:
 
 
 def round_inputs_of(model: nn.Module, config: PrecisionConfig) -> None:
-    """Makes every Linear, Conv and MultiheadAttention of a model round its inputs, but for the
-    layer inside of a MultiheadAttention, which that never calls."""
+    """Makes every Linear, Conv and MultiheadAttention of a model round its inputs, except the
+    out_proj of MultiheadAttention, which is never called."""
     inside = {
         part
         for module in model.modules()
@@ -86,8 +86,7 @@ def round_inputs_of(model: nn.Module, config: PrecisionConfig) -> None:
 def _round_arguments(
     layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments, rounded. One tensor that is given as query, key and value stays
-    one."""
+    """The layer's arguments, rounded. One tensor passed as query, key and value stays one."""
     rounding = layer.get_submodule("input_rounding")
     count = 3 if isinstance(layer, nn.MultiheadAttention) else 1
     done: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The factor of a loss whose gradients fp16 would lose, and how overflows change it."""
+"""Loss scaling, which keeps small fp16 gradients from underflow."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FP16_LOSS_SCALE = 65536.0
 
 @dataclass
 class LossScale:
-    """Grows and backs off as `torch.amp.GradScaler` does, between a least and a largest value.
+    """A loss scale that grows and backs off as `torch.amp.GradScaler`'s, within bounds.
 
     A batch counts once, however many optimizers step with its gradients.
 
-    - ``value``: of the next loss. ``of_gradients``: what the gradients that are there have.
-    - ``largest``: up to which it grows by itself; ``highest`` is the highest that was given, up to
-      which it comes back.
+    - ``value``: for the next loss. ``of_gradients``: the scale of the present gradients.
+    - ``largest``: the limit of its growth; ``highest`` is the highest value that was set, to which
+      it always returns.
     - ``interval``: batches in a row without overflow after which the value doubles;
       ``good_batches`` are those so far.
     """
@@ -37,25 +37,25 @@ class LossScale:
 
     @classmethod
     def of(cls, model: nn.Module, config: FP8Config) -> LossScale:
-        """65536 at first for fp16 parameters, and as large as it can be; otherwise 1; or, if the
-        config has one, that, which without fp16 parameters is the largest too."""
+        """The config's first value, else 65536 with fp16 parameters and 1 without. Without fp16
+        parameters it does not grow beyond its first value."""
         is_fp16 = any(p.dtype is torch.float16 for p in model.parameters())
         first = config.loss_scale or (FP16_LOSS_SCALE if is_fp16 else 1.0)
         largest = LARGEST_LOSS_SCALE if is_fp16 else first
         return cls(float(first), float(largest), config.growth_interval)
 
     def give(self, value: float) -> None:
-        """Takes a value of the caller's."""
+        """Sets a value of the caller's."""
         self.value, self.highest = float(value), max(self.highest, float(value))
 
     def begin_batch(self) -> float:
-        """What gradients that are there must be multiplied by to have the scale of the next."""
+        """The factor that brings present gradients to the scale of the next loss."""
         factor = self.value / self.of_gradients
         self.of_gradients, self.is_counted = self.value, False
         return factor
 
     def count(self, is_finite: bool) -> None:
-        """Of a step whose gradients were finite, or overflowed."""
+        """Counts a step, whose gradients were finite or overflowed."""
         if not is_finite:
             self.value = min(self.value, max(self.of_gradients / 2, self.least))
             self.good_batches = 0

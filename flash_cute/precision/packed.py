@@ -1,4 +1,4 @@
-"""Modules that hold rounded weights and give them back in the model's dtype when they are used."""
+"""Modules that store rounded weights and restore them to the model's dtype at each use."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def as_bytes(state: Any) -> Tensor:
-    """Plain values as a tensor, uint8 of their JSON: state dicts hold tensors alone."""
+    """Plain values as a uint8 tensor of their JSON: state dicts hold only tensors."""
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def from_bytes(state: Any, name: str, keys: set[str]) -> dict[str, Any]:
-    """The values by these keys; ValueError if it is no such tensor."""
+    """The inverse of :func:`as_bytes`; ValueError unless it holds exactly these keys."""
     try:
         values = json.loads(bytes(state.cpu().tolist()))
         if not isinstance(values, dict) or values.keys() != keys:
             raise ValueError(f"it has {values}, and must have {', '.join(sorted(keys))}")
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} is not what a packed weight saves: {error}") from None
+        raise ValueError(f"{name} is not the state of a packed weight: {error}") from None
     return values
 
 
 class RestoredWeight(Tensor):
-    """What packed codes stand for, computed at each access: ops take it as a tensor, and writing to
+    """A weight restored from packed codes at each access: ops take it as a tensor, and writing to
     it, which would be lost, raises RuntimeError. So do writes to its ``data``."""
 
     __torch_function__ = internals.plain_torch_function  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def _refuse_write(weight: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _writers() -> list[str]:
-    """Methods of tensors that write to them, by torch's names."""
+    """Names of the tensor methods that write to the tensor."""
     harmless = {"requires_grad_", "detach_", "rename_", "share_memory_"}
     named = {x for x in dir(Tensor) if x.endswith("_") and not x.startswith("_")} - harmless
     operators = {x for x in dir(Tensor) if x.startswith("__i") and hasattr(Tensor, f"__{x[3:]}")}
@@ -91,7 +91,7 @@ class PackedRows(nn.Module):
         return Rounded(self.layout, codes, steps, self.zero, self.exponent)
 
     def description(self) -> list[Any]:
-        """What the buffers do not say, as plain values."""
+        """The layout, which the buffers do not have, as plain values."""
         form, group = self.layout.format.value, self.layout.group
         return [form, group, self.zero, self.exponent]
 
@@ -99,9 +99,8 @@ class PackedRows(nn.Module):
 class PackedWeight(nn.Module):
     """A weight in blocks of rows, each in a layout of its own.
 
-    ``PackedWeight(weight, [(rows, layout), ...])`` rounds; ``packed()`` gives the weight back, in
-    its shape and dtype. ``.to(dtype)`` changes the dtype that it is given back in, and nothing that
-    is stored.
+    ``PackedWeight(weight, [(rows, layout), ...])`` rounds; ``packed()`` returns the weight, in its
+    shape and dtype. ``.to(dtype)`` changes the dtype of the returned weight, not what is stored.
     """
 
     def __init__(self, weight: Tensor, blocks: list[tuple[int, Layout]]) -> None:
@@ -125,12 +124,12 @@ class PackedWeight(nn.Module):
         return note_restored(weight, self.forward, self._states)
 
     def _states(self) -> list[tuple[int, int]]:
-        """Of the buffers: which tensors they are, and how often each was written."""
+        """(id, version) of each buffer, which changes if it is replaced or written."""
         return [(id(x), 0 if x.is_inference() else internals.version(x)) for x in self.buffers()]
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of a weight of one block: (*ids.shape, cols). Ids that nn.Embedding refuses, below 0
-        or too large, are refused here, by index_select."""
+        """Rows of a weight of one block: (*ids.shape, cols). Like nn.Embedding it refuses ids below
+        0 or too large, by index_select."""
         (block,) = self._rows()
         found = restore(block.rounded(ids.flatten()), self.cols, self.dtype)
         return found.view(*ids.shape, self.cols)
@@ -147,13 +146,13 @@ class PackedWeight(nn.Module):
         return as_bytes({"shape": list(self.shape), "blocks": blocks})
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing is left to do: the hook before loading has done it."""
+        """Does nothing: the hook before loading has set the layouts."""
 
     def _rows(self) -> list[PackedRows]:
         return [block for block in self.blocks if isinstance(block, PackedRows)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
-        """Moves between devices. A change of dtype is one of the restored weight alone."""
+        """Moves between devices. A change of dtype affects only the restored weight."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         for block in self._rows():
             for name, buffer in list(block.named_buffers()):
@@ -164,7 +163,7 @@ class PackedWeight(nn.Module):
 
 
 def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: blocks get the layouts that were saved, whatever they had."""
+    """Before loading: gives the blocks the saved layouts."""
     saved = state.get(f"{prefix}_extra_state")
     if not isinstance(module, PackedWeight) or saved is None:
         return
@@ -191,8 +190,8 @@ def _shape_blocks_as_saved(module: nn.Module, state: dict[str, Any], prefix: str
 
 
 class PackedEmbedding(nn.Module):
-    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It is the layer
-    that it was made of, with its attributes: ``num_embeddings``, ``embedding_dim``, ..."""
+    """nn.Embedding over a PackedWeight: only rows that are looked up are restored. It keeps the
+    attributes of the original layer: ``num_embeddings``, ``embedding_dim``, ..."""
 
     num_embeddings: int
     embedding_dim: int
@@ -202,7 +201,7 @@ class PackedEmbedding(nn.Module):
 
     @classmethod
     def take_over(cls, embedding: nn.Embedding, packed: PackedWeight) -> None:
-        """Makes a packed one of the embedding itself, whoever else holds it: lists and closures."""
+        """Changes the embedding itself to a packed one: other references to it stay valid."""
         del embedding.weight
         embedding.__class__ = cls  # type: ignore[assignment]
         embedding.packed = packed

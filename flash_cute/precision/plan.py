@@ -1,4 +1,4 @@
-"""From a model and a config to a layout for each block of rows of each weight."""
+"""Chooses a layout for each block of rows of each weight of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flash_cute.precision.settings import (
 )
 from flash_cute.utils.plain_attributes import plain_modules, plain_values
 
-LEAST_SIZE = 64  # weights of fewer numbers are left as they are
+LEAST_SIZE = 64  # weights of fewer numbers are not packed
 BLOCKS = 4  # blocks of rows of a weight, of at least BLOCK_ROWS each
 BLOCK_ROWS = 64
 GROUP = 64  # columns that may share a scale
@@ -46,15 +46,15 @@ class Plan:
 
 def packable(model: nn.Module) -> dict[str, Tensor]:
     """Weights that can be packed, by name: parameters of two dims or more, in fp16 to fp64. A tied
-    weight is there once, by its first name. Left out are those of layers that have parametrizations
-    or keep tensors beside parameters and buffers, which may derive from them (RNNs, torch's old
-    weight_norm, spectral_norm and pruning), and what lists and such hold besides."""
+    weight is there once, by its first name. Left out are weights of layers with parametrizations or
+    with tensors that are neither parameters nor buffers, which may derive from them (RNNs, torch's
+    old weight_norm, spectral_norm and pruning), and weights that are also in plain lists."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"weights must have values, and {name} has none: make them first")
-    beside = {module: list(plain_tensors(module)) for module in model.modules()}
-    kept = {id(x) for held in beside.values() for x in held}
-    for module, held in beside.items():
+            raise ValueError(f"weights must have values, and {name} has none: initialize it first")
+    plain = {module: list(plain_tensors(module)) for module in model.modules()}
+    kept = {id(x) for held in plain.values() for x in held}
+    for module, held in plain.items():
         if held or isinstance(module, (nn.RNNBase, ParametrizationList)):
             kept |= {id(parameter) for parameter in module.parameters(recurse=False)}
     found: dict[str, Tensor] = {
@@ -73,14 +73,13 @@ def packable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are neither parameters nor buffers of a module, nor another module's, but in its
-    attributes, or in their lists, tuples and dicts."""
+    """Tensors in a module's plain attributes, or in their lists, tuples and dicts, that are neither
+    parameters nor buffers of it or of another module."""
     return (value for _, value in plain_values(module) if isinstance(value, Tensor))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether its forward only looks rows up, and nothing is hung on it that another module in its
-    place would not have."""
+    """Whether its forward only looks rows up, and it has nothing that a replacement would lose."""
     return (
         type(module) is nn.Embedding
         and module.max_norm is None
@@ -97,14 +96,14 @@ def tensors(model: nn.Module) -> list[Tensor]:
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
-    """These, and what modules hold beside them: modules, too, that are in lists and such."""
+    """Parameters, buffers, and tensors in plain attributes, also of modules in plain lists."""
     hidden = [module for _, module in plain_modules(model)]
-    beside = (t for module in [*model.modules(), *hidden] for t in plain_tensors(module))
-    return [*tensors(model), *(t for module in hidden for t in tensors(module)), *beside]
+    plain = (t for module in [*model.modules(), *hidden] for t in plain_tensors(module))
+    return [*tensors(model), *(t for module in hidden for t in tensors(module)), *plain]
 
 
 def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:
-    """Bytes of a model whose floating tensors are all in ``base``; of sparse ones the parts."""
+    """Bytes of a model with all floating tensors in ``base``; sparse tensors count by parts."""
     parts = [part for t in tensors(model) for part in internals.parts_of(t.detach())]
     return sum(t.numel() * base.bits // 8 if t.is_floating_point() else t.nbytes for t in parts)
 
@@ -137,7 +136,7 @@ def layouts(weight: Tensor, config: PrecisionConfig, floor: int) -> list[Layout]
 
 
 def _suits_fp16(weight: Tensor) -> bool:
-    """Whether fp16 holds the largest value, and no row would be subnormal in it, or 0."""
+    """Whether fp16 holds the largest value, and no row would become subnormal or 0."""
     if weight.dtype is torch.float16:
         return True
     peaks = as_matrix(weight.detach()).abs().amax(1)
@@ -152,7 +151,7 @@ def block_rows(weight: Tensor, whole: bool) -> list[int]:
 
 
 def squared_error(rows: Tensor, layout: Layout) -> float:
-    """What rounding changes, estimated from evenly spaced rows."""
+    """The squared error of rounding, estimated from evenly spaced rows."""
     sample = rows[:: -(-len(rows) // SAMPLE_ROWS)]
     change = restore(round_rows(sample, layout), rows.shape[1], torch.float32) - sample.float()
     return change.square().sum().item() * len(rows) / len(sample)
@@ -160,8 +159,8 @@ def squared_error(rows: Tensor, layout: Layout) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything that allocation needs: of each block its weight's name, rows and choices, with
-    errors |dW|^2. It serves any budget and any error weights."""
+    """The weight's name, rows and choices of each block, with errors |dW|^2. It serves any budget
+    and any error weights."""
 
     names: list[str]
     rows: list[int]
@@ -169,14 +168,14 @@ class Table:
 
     def plan(self, config: PrecisionConfig, weights: Mapping[str, float], budget: int) -> Plan:
         """The plan with the least error whose weights take at most ``budget`` bytes."""
-        weighed = [
+        weighted = [
             [Choice(c.layout, c.nbytes, c.error * weights[name]) for c in choices]
             for name, choices in zip(self.names, self.choices, strict=True)
         ]
         pick = uniform if config.allocation_strategy is AllocationStrategy.UNIFORM else allocate
         blocks: dict[str, list[tuple[int, Layout]]] = {}
         error: dict[str, float] = {}
-        for name, rows, choice in zip(self.names, self.rows, pick(weighed, budget), strict=True):
+        for name, rows, choice in zip(self.names, self.rows, pick(weighted, budget), strict=True):
             blocks.setdefault(name, []).append((rows, choice.layout))
             error[name] = error.get(name, 0.0) + choice.error
         return Plan(blocks, error)
@@ -212,13 +211,13 @@ def budget_for(model: nn.Module, weights: Mapping[str, Tensor], config: Precisio
     return math.floor(allowed + 1e-6) - others
 
 
-def too_much(model: nn.Module, config: PrecisionConfig, budget: int, least: int) -> ValueError:
-    """The refusal of a target that cannot be met, with what can."""
+def unreachable(model: nn.Module, config: PrecisionConfig, budget: int, least: int) -> ValueError:
+    """The error for a target that cannot be met, with the largest that can."""
     base = base_bytes(model, config.base_precision)
     most = config.target_memory_reduction - (least - budget) / max(base, 1)
     return ValueError(
-        f"target_memory_reduction={config.target_memory_reduction} cannot be met: at most "
-        f"{max(0.0, math.floor(most * 1e4) / 1e4)} can be had of this model with this config"
+        f"target_memory_reduction={config.target_memory_reduction} cannot be met: this config can "
+        f"save at most {max(0.0, math.floor(most * 1e4) / 1e4)} of this model"
     )
 
 
@@ -231,8 +230,8 @@ def make_plan(
     """The plan for a config. Raises ValueError if the target cannot be met."""
     budget = budget_for(model, weights, config)
     if config.rounds_inputs and config.quantization_mode is QuantizationMode.STATIC:
-        budget -= 4 * sum(1 for _ in model.modules())  # a scale a layer, at most
+        budget -= 4 * sum(1 for _ in model.modules())  # at most one scale per layer
     try:
         return tabulate(model, weights, config).plan(config, error_weights, budget)
     except BudgetError as error:
-        raise too_much(model, config, budget, error.least) from None
+        raise unreachable(model, config, budget, error.least) from None

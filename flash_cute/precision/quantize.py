@@ -2,8 +2,8 @@
 
 An ``INTb`` value is ``step * (code - zero)``, code from 0 to 2^b - 1. ``zero`` is either in the
 middle of the codes, so that levels are symmetric, or 2^(b-1), so that 0 is a level. A step is
-shared by a row, or by ``group`` columns of it, and is stored in fp16 over a power of two; in bf16,
-which has more exponents, if steps of a block differ by more than fp16 can tell.
+shared by a row, or by ``group`` columns of it, and is stored in fp16, divided by a power of two; or
+in bf16, if the steps of a block exceed the range of fp16.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from flash_cute.precision.settings import PrecisionFormat
 
 FP8_MAX = 448.0
-LEAST_STEP = 2.0**-11  # of the largest of a block, in fp16: below it steps lose bits
-# Ranges that are tried, as parts of the largest value: few bits gain from clipping.
+LEAST_STEP = 2.0**-11  # relative to a block's largest step: smaller ones lose bits in fp16
+# Ranges to try, relative to the largest value: with few bits clipping lowers the error.
 SHRINKS = {1: (1, 0.5, 0.3), 2: (1, 0.7, 0.5), 3: (1, 0.8, 0.65), 4: (1, 0.9, 0.8), 5: (1, 0.9)}
 
 
@@ -40,7 +40,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rounded rows: what is stored, and what they stand for.
+    """Rounded rows, as they are stored.
 
     - ``codes``: uint8 (rows, bytes) packed, or (rows, cols) of a float dtype.
     - ``steps``: fp16 or bf16 (rows, groups), times 2^exponent; empty for float dtypes.
@@ -54,19 +54,19 @@ class Rounded:
 
 
 def fields(bits: int) -> list[int]:
-    """A width as powers of two, the widest first: 5 is 4 + 1."""
+    """The number of bits as a sum of powers of two, the largest first: 5 is 4 + 1."""
     return [field for field in (8, 4, 2, 1) if bits & field]
 
 
 def packed_width(bits: int, cols: int) -> int:
-    """Bytes that ``cols`` codes take: each field starts at a byte of its own."""
+    """Bytes of ``cols`` packed codes: each field starts at a new byte."""
     return sum(-(-cols * field // 8) for field in fields(bits))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """(rows, cols) int codes below 2^bits as uint8 (rows, packed_width).
 
-    A field of f bits puts 8/f columns into a byte: those that are a row of bytes apart.
+    A byte holds fields of f bits of 8/f columns, whose distance is the number of bytes.
     """
     parts = []
     for field in fields(bits):
@@ -98,8 +98,8 @@ def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
 
 
 def round_rows(weight: Tensor, layout: Layout) -> Rounded:
-    """Rounds (rows, cols) of any float dtype. Steps are those with the least squared error of a
-    few that are tried, after one least-squares step. ``layout.group`` must divide cols."""
+    """Rounds (rows, cols) of any float dtype. A few steps are tried, each improved by least
+    squares, and those with the least squared error are used. ``layout.group`` must divide cols."""
     form = layout.format
     no_steps = torch.empty(0, dtype=torch.float16, device=weight.device)
     if form.dtype is not None and form.bits > 8:
@@ -125,7 +125,7 @@ def round_rows(weight: Tensor, layout: Layout) -> Rounded:
 
 
 def restore(rounded: Rounded, cols: int, dtype: torch.dtype) -> Tensor:
-    """The weights that rounded rows stand for: (rows, cols) in ``dtype``, computed in fp32."""
+    """The weights of rounded rows: (rows, cols) in ``dtype``, computed in fp32."""
     form = rounded.layout.format
     if form.dtype is not None and form.bits > 8:
         return rounded.codes.to(dtype)
@@ -139,24 +139,24 @@ def restore(rounded: Rounded, cols: int, dtype: torch.dtype) -> Tensor:
 
 
 def _exponent(step: float) -> int:
-    """The power of two that stored steps are over: the largest is then about 1."""
+    """The power of two by which stored steps are divided: the largest is then about 1."""
     return max(math.frexp(step)[1], -120)
 
 
 def _step_dtype(peaks: Tensor) -> torch.dtype:
-    """bf16 if steps of these would be subnormal in fp16, or 0, when the largest is about 1."""
+    """bf16 if some steps would be subnormal or 0 in fp16 when the largest is about 1."""
     least = torch.where(peaks > 0, peaks, torch.inf).amin()
     return torch.bfloat16 if bool(least < peaks.amax() * LEAST_STEP) else torch.float16
 
 
 def _stored(steps: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
-    """In bf16 rounded up, as a step that is too small clips the largest value."""
+    """The steps as they are stored; rounded up in bf16, since too small a step clips values."""
     over = steps.double() * 2.0**-exponent
     return (over * (1 + 2**-8) if dtype is torch.bfloat16 else over).to(dtype)
 
 
 def _divisor(steps: Tensor, exponent: int) -> Tensor:
-    """Stored steps in fp32, with 1 for the 0 of groups that are all 0."""
+    """Stored steps in fp32, with 1 instead of 0 for groups that are all 0."""
     values = steps.float() * 2.0**exponent
     return torch.where(values == 0, 1.0, values)
 
@@ -166,7 +166,7 @@ def _codes(groups: Tensor, divisor: Tensor, zero: float, bits: int) -> Tensor:
 
 
 def _first_steps(groups: Tensor, bits: int, zero: float) -> Iterator[Tensor]:
-    """Steps to try, (groups, 1): ranges that just cover the largest value, and narrower ones."""
+    """Steps to try, (groups, 1): for the range of the largest value, and for narrower ones."""
     place = groups.abs().argmax(1, keepdim=True)
     largest = groups.gather(1, place)
     if zero == 2 ** (bits - 1):

@@ -1,4 +1,4 @@
-"""Restored weights are not kept for backward: they are restored again there."""
+"""Keeps restored weights out of memory until backward, which restores them again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _recent: ContextVar[Recent | None] = ContextVar("recently restored weights", def
 
 
 def note_restored(weight: Tensor, restore: Restore, states: Callable[[], Any]) -> Tensor:
-    """Remembers, inside ``weights_restored_in_backward``, how a weight can be had again, as long as
-    ``states()`` of what it comes from is the same."""
+    """Records, inside ``weights_restored_in_backward``, how to restore a weight again, as long as
+    ``states()`` of its source is unchanged."""
     recent = None if torch.compiler.is_compiling() else _recent.get()
     if recent is not None:
         before = states()
 
-        def again() -> Tensor:
+        def restore_again() -> Tensor:
             if states() != before:
                 raise RuntimeError(
                     "packed weights that backward needs were changed or moved since forward, by "
@@ -33,21 +33,21 @@ def note_restored(weight: Tensor, restore: Restore, states: Callable[[], Any]) -
                 )
             return restore()
 
-        recent[weight.untyped_storage()] = version_of(weight), again
+        recent[weight.untyped_storage()] = version_of(weight), restore_again
     return weight
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place; 0 of inference mode, which does not count."""
+    """How often it was written in place; 0 for inference tensors, which do not count it."""
     return 0 if tensor.is_inference() else internals.version(tensor)
 
 
 @contextmanager
 def weights_restored_in_backward() -> Iterator[None]:
-    """Inside, what autograd saves of a restored weight, or of a view of one, is its recipe.
+    """Inside, autograd saves the recipe of a restored weight, or of a view of one, not its values.
 
-    Any other tensor is kept detached: one that an op saves of its own output would hold the op's
-    node of the graph, which holds what is saved, and neither would ever be freed.
+    Any other tensor is saved detached: an op that saves its own output would otherwise make a
+    reference cycle with its graph node, which is never freed.
     """
     recent: Recent = WeakKeyDictionary()
 
@@ -61,7 +61,7 @@ def weights_restored_in_backward() -> Iterator[None]:
 
     def load(saved: Any) -> Tensor:
         if isinstance(saved[0], Tensor):
-            tensor, version = saved  # hooks keep torch from comparing them
+            tensor, version = saved  # with hooks torch does not compare versions
             if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by "

@@ -1,4 +1,4 @@
-"""How much a layer's rounding matters: entropy, and what one run over samples tells.
+"""How much the rounding of a layer matters: by entropy, and by a run over samples.
 
 Every strategy estimates the error of the whole model as a sum over layers of ``weight * |dW|^2``:
 errors of layers add up as long as they are small and independent. Strategies differ in the weight.
@@ -21,7 +21,7 @@ from flash_cute.precision.settings import AllocationStrategy, PrecisionConfig
 Samples = Tensor | Sequence[Any]
 NOISE = 0.05  # of a weight's root mean square, to measure sensitivity with
 PROBES = 4  # random projections of the output, for gradients
-SAMPLED = 2**20  # weights that an entropy is taken of
+SAMPLED = 2**20  # weights that an entropy is computed from
 
 
 def entropy(weight: Tensor) -> float:
@@ -38,7 +38,7 @@ def entropy(weight: Tensor) -> float:
 
 @dataclass
 class Calibration:
-    """What samples tell of a model's weights, by name.
+    """Statistics of samples about a model's weights, by name.
 
     - ``moments``: mean squares of each input channel, of Linear and MultiheadAttention layers.
     - ``gradients``: mean over a weight of its squared derivatives, of random projections of the
@@ -52,8 +52,8 @@ class Calibration:
 
 
 def batches(samples: Samples) -> list[tuple[Any, ...]]:
-    """Arguments of each call of the model. A tensor is one call's only argument; of a sequence,
-    each entry is a call: a tensor, or a tuple of arguments."""
+    """Arguments of each call of the model. A tensor is the argument of one call; each entry of a
+    sequence is a call: a tensor, or a tuple of arguments."""
     calls = [samples] if isinstance(samples, Tensor) else list(samples)
     if not calls:
         raise ValueError("calibration must have at least one batch")
@@ -61,7 +61,7 @@ def batches(samples: Samples) -> list[tuple[Any, ...]]:
 
 
 def outputs_of(result: Any) -> list[Tensor]:
-    """Floating tensors in what a model returned."""
+    """Floating tensors in a model's result."""
     if isinstance(result, Tensor):
         return [result] if result.is_floating_point() else []
     if isinstance(result, Mapping):
@@ -72,7 +72,7 @@ def outputs_of(result: Any) -> list[Tensor]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def state_preserved(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; after it, its modes and torch's generators are as they
     were."""
     modes = {module: module.training for module in model.modules()}
@@ -87,9 +87,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def calibrate(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples) -> Calibration:
-    """Runs the samples, forward and backward. The model is left as it was: no hooks, no grads."""
+    """Runs the samples, forward and backward. The model does not change: no hooks, no grads."""
     found = Calibration()
-    with undisturbed(model), _recorded_inputs(model, weights, found.moments):
+    with state_preserved(model), _recorded_inputs(model, weights, found.moments):
         generator = torch.Generator().manual_seed(0)
         for arguments in batches(samples):
             _add_gradients(model, weights, arguments, generator, found)
@@ -100,7 +100,7 @@ def calibrate(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples)
 
 
 def _check_finite(sizes: Mapping[str, float]) -> None:
-    """Refuses samples that overflow, as every comparison with NaN would be a silent no."""
+    """Refuses samples that overflow, since comparisons with NaN are silently False."""
     if bad := [name for name, size in sizes.items() if not math.isfinite(size)]:
         raise ValueError(
             f"calibration: squares of {bad[0]} are not finite; give samples whose values are, and "
@@ -137,7 +137,7 @@ def _add_gradients(
 def _recorded_inputs(
     model: nn.Module, weights: Mapping[str, Tensor], moments: dict[str, Tensor]
 ) -> Iterator[None]:
-    """Inside, inputs of layers are added up to ``moments``."""
+    """Inside, squares of layers' inputs are added to ``moments``."""
     names = {id(weight): name for name, weight in weights.items()}
     handles = []
     for module in model.modules():
@@ -156,7 +156,7 @@ def _recorded_inputs(
 def _recorder(
     name: str, cols: int, moments: dict[str, Tensor]
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """Of the first argument, by place or by name."""
+    """A hook that records the first argument, positional or by name."""
 
     def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         x = arguments[0] if arguments else named.get("input", named.get("query"))
@@ -172,7 +172,7 @@ def measured(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples) 
     of 5 % of its weights, as rounding to 5 bits would give it, and the samples are run."""
     found: dict[str, float] = {}
     generator = torch.Generator().manual_seed(0)
-    with undisturbed(model), torch.no_grad():
+    with state_preserved(model), torch.no_grad():
         calls = batches(samples)
         right = [outputs_of(model(*arguments)) for arguments in calls]
         for name, weight in weights.items():
@@ -195,7 +195,7 @@ def error_weights(
     config: PrecisionConfig,
     samples: Samples | None,
 ) -> dict[str, float]:
-    """What a squared error of each weight counts, by the config's strategy."""
+    """The factor of each weight's squared error, by the config's strategy."""
     strategy = config.allocation_strategy
     relative = {n: 1 / max(w.float().square().sum().item(), 1e-30) for n, w in weights.items()}
     if strategy is AllocationStrategy.UNIFORM or (
@@ -203,7 +203,7 @@ def error_weights(
     ):
         return relative
     if samples is None:
-        samples = made_up_samples(model)
+        samples = generated_samples(model)
     if strategy is AllocationStrategy.SENSITIVITY:
         return measured(model, weights, samples)
     found = calibrate(model, weights, samples)
@@ -232,14 +232,14 @@ def _by_input(weight: Tensor, moments: Tensor | None, relative: float) -> float:
 
 
 def _normalised(scores: Mapping[str, float]) -> dict[str, float]:
-    """Scores over their geometric mean."""
+    """Scores divided by their geometric mean."""
     logs = {name: math.log(max(score, 1e-30)) for name, score in scores.items()}
     mean = sum(logs.values()) / max(len(logs), 1)
     return {name: math.exp(value - mean) for name, value in logs.items()}
 
 
-def made_up_samples(model: nn.Module) -> Tensor:
-    """Random inputs that suit the model's first layer, for strategies that need some and got none:
+def generated_samples(model: nn.Module) -> Tensor:
+    """Random inputs for the model's first layer, for strategies that need samples and got none:
     (16, in_features) for Linear, (2, 16) token ids for Embedding, (16, 2, d_model) for
     TransformerEncoderLayer and MultiheadAttention. Raises ValueError for other first layers."""
     weight = next(model.parameters())
@@ -259,6 +259,6 @@ def made_up_samples(model: nn.Module) -> Tensor:
         if next(module.children(), None) is None and list(module.parameters()):
             break
     raise ValueError(
-        "this strategy needs samples, and none can be made up for the first layer of "
+        "this strategy needs samples, and none can be generated for the first layer of "
         f"{type(model).__name__}: pass calibration="
     )

@@ -1,4 +1,4 @@
-"""What a user of adaptive precision chooses: formats, strategy, mode and the budget of bytes."""
+"""The settings of adaptive precision: formats, strategy, mode and the budget of bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PrecisionFormat(Enum):
 
     @property
     def bits(self) -> int:
-        """Bits of one number, scales aside."""
+        """Bits of one number, without scales."""
         return {"fp8_e4m3": 8, "bf16": 16, "fp16": 16, "fp32": 32}.get(self.value) or int(
             self.value.removeprefix("int")
         )
@@ -51,12 +51,12 @@ class PrecisionFormat(Enum):
 
 
 class AllocationStrategy(Enum):
-    """What decides which layer gets more bits. docs/adaptive_precision.md has the formulas.
+    """By what layers get more bits. docs/adaptive_precision.md has the formulas.
 
-    - ``UNIFORM``: nothing does. Every layer has the same format, the widest that fits.
+    - ``UNIFORM``: every layer has the same format, the widest that fits.
     - ``ENTROPY_BASED``: the error relative to a layer's weights, and their entropy. It needs no
       data; with calibration, activations and gradients enter by their weights in the config.
-    - ``ACTIVATION_AWARE``: the same error weighed by the mean square of each input channel.
+    - ``ACTIVATION_AWARE``: the same error weighted by the mean square of each input channel.
     - ``GRADIENT_WEIGHTED``: the first-order error of the model's output, by its gradients.
     - ``SENSITIVITY``: the measured error of the output, one layer rounded at a time.
     """
@@ -69,14 +69,13 @@ class AllocationStrategy(Enum):
 
 
 class QuantizationMode(Enum):
-    """How local scales are.
+    """The granularity of scales.
 
-    - ``STATIC``: fixed and coarse. Weights have a scale a channel. Inputs of layers, where
-      ``base_precision`` has 8 bits, have a scale a layer, the largest value of calibration, else of
-      the first call.
-    - ``DYNAMIC``: they follow the values. Weights also may have a scale for every 64 of a row,
-      where it pays. Inputs, where ``base_precision`` has 8 bits, have a scale a token that each
-      call finds.
+    - ``STATIC``: fixed and coarse. Weights have a scale per channel. Inputs of layers, if
+      ``base_precision`` has 8 bits, have a scale per layer, from the largest value of calibration,
+      else of the first call.
+    - ``DYNAMIC``: weights may also have a scale for every 64 of a row, if that lowers the error.
+      Inputs, if ``base_precision`` has 8 bits, have a scale per token, computed in each call.
     - ``WEIGHT_ONLY``: weights as in DYNAMIC; inputs are never rounded.
     """
 
@@ -90,22 +89,22 @@ BASES = ("FP32", "FP16", "BF16", "FP8_E4M3", "INT8")
 
 @dataclass
 class PrecisionConfig:
-    """How many bytes a model may take, and what decides where they go.
+    """The budget of bytes of a model, and how it is allocated.
 
-    - ``base_precision`` (FP16): the format that savings are measured against, and the widest that
-      a weight is held in: FP32, FP16, BF16, FP8_E4M3 or INT8. The 8-bit ones also round the inputs
-      of Linear, Conv and MultiheadAttention layers, as ``quantization_mode`` says.
+    - ``base_precision`` (FP16): the format that savings are measured against, and the widest of
+      stored weights: FP32, FP16, BF16, FP8_E4M3 or INT8. The 8-bit ones also round the inputs of
+      Linear, Conv and MultiheadAttention layers, as ``quantization_mode`` says.
     - ``allocation_strategy`` (ENTROPY_BASED), ``quantization_mode`` (DYNAMIC): see these.
     - ``entropy_threshold`` (1.5 bits, 0 to 8): under ENTROPY_BASED a layer whose weights have more
       entropy than this gets at least this many bits, rounded up.
     - ``target_memory_reduction`` (0.4, 0 to below 1): the fraction of the bytes of the model in
-      ``base_precision`` that must be saved. Everything that the module holds counts.
-    - ``gradient_weight`` (0.3) and ``activation_weight`` (0.4), each 0 to 1: exponents of the
-      gradients' and activations' part in the sensitivity of a layer, under ENTROPY_BASED with
-      calibration; the error relative to the weights has the rest. If both are more than 1 together,
-      they are divided by their sum.
+      ``base_precision`` that must be saved. All tensors of the module count.
+    - ``gradient_weight`` (0.3) and ``activation_weight`` (0.4), each 0 to 1: exponents of gradients
+      and activations in the sensitivity of a layer, under ENTROPY_BASED with calibration; the
+      relative error of the weights has the remaining exponent. If their sum is above 1, they are
+      divided by it.
 
-    A module takes a copy: members that are set later change the next module.
+    A module copies it: later changes affect only modules made afterwards.
 
     Raises TypeError for members of another type, ValueError for numbers out of range.
 

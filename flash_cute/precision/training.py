@@ -31,13 +31,13 @@ def default_loss(output: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy for integer targets, mean squared error for floating ones; in fp32.
 
     Args:
-        output: logits (..., classes), those of one sample (classes,) too, or as cross_entropy takes
-            them (n, classes, ...); for mean squared error any shape.
+        output: logits (..., classes), also (classes,) of one sample, or cross_entropy's layout (n,
+            classes, ...); for mean squared error any shape.
         targets: classes (...) or (n, ...), of an integer dtype; or values of the output's shape.
 
     Raises:
-        TypeError: targets are bool, or one of the two is no tensor.
-        ValueError: the shapes fit neither, or there are no classes.
+        TypeError: targets are bool, or one of the two is not a tensor.
+        ValueError: the shapes fit neither loss, or there are no classes.
     """
     for name, given in (("output", output), ("targets", targets)):
         if not isinstance(given, Tensor):
@@ -66,28 +66,27 @@ def default_loss(output: Tensor, targets: Tensor) -> Tensor:
 class FP8TrainingEngine:
     """Trains a model whose linear layers have fp8 products.
 
-    The model is converted in place as `convert_model_to_fp8` does, its Parameters stay the same
-    objects, and it stays converted. The context manager returns the engine and keeps nothing open.
-    Modes (`train`, `eval`), autocast and the optimizer are the caller's.
+    The model is converted in place by `convert_model_to_fp8`, its Parameters stay the same objects,
+    and it stays converted. The context manager returns the engine and closes nothing. Modes
+    (`train`, `eval`), autocast and the optimizer are the caller's.
 
-    Gradients that are not finite are looked for in `optimizer_step`, which waits for the device
-    once. `training_step` never does.
+    `optimizer_step` checks that gradients are finite, which synchronises with the device once;
+    `training_step` never does.
 
     Args:
         model: an nn.Module with at least one nn.Linear.
-        fp8_config: options. Default ``FP8Config()``; layers that are in fp8 already keep theirs.
+        fp8_config: options. Default ``FP8Config()``; layers that are fp8 already keep theirs.
 
     Raises:
         TypeError, ValueError: as `convert_model_to_fp8`.
 
     Attributes:
         model: the converted model.
-        batches, steps, overflows: calls of `training_step`, steps that were taken, and steps left
-            out.
-        loss_scale: what losses are multiplied by now; ``parameter.grad`` is scaled by it between
-            the two calls of a step. It is 1, and stays so, unless parameters are fp16 when the
-            engine is made or one is given, by the config (`FP8Config`) or by setting it: after
-            overflows it comes back to the highest that was given.
+        batches, steps, overflows: calls of `training_step`, optimizer steps, and skipped steps.
+        loss_scale: the present factor of losses; ``parameter.grad`` is scaled by it between the two
+            calls of a step. It stays 1 unless parameters are fp16 when the engine is made, or one
+            is given, by the config (`FP8Config`) or by setting it: after overflows it returns to
+            the highest that was set.
 
     Example::
 
@@ -114,7 +113,7 @@ class FP8TrainingEngine:
         self._loaded: dict[str, Tensor] = {}  # histories, until the next training_step
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but weak references, which no copy and no file can hold."""
+        """All but weak references, which cannot be pickled."""
         return {name: x for name, x in vars(self).items() if name != "_optimizers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,8 +136,8 @@ class FP8TrainingEngine:
         self._scale.give(value)
 
     def setup_fp8_training(self) -> None:
-        """Converts the linear layers that are not yet in fp8, such as those added since. The
-        constructor and the context do so too."""
+        """Converts the linear layers that are not yet fp8, such as those added since. The
+        constructor and the context manager do so, too."""
         self.model = convert_model_to_fp8(self.model, self.config)
 
     def training_step(
@@ -149,21 +148,21 @@ class FP8TrainingEngine:
         Args:
             inputs: the model's one argument, or a tuple of its arguments. Tensors are moved to the
                 model's device, if all of its parameters are on one.
-            targets: what the loss compares the output with. Integers: classes for cross entropy.
-                Floating point: values for the mean squared error. Moved to the output's device.
-            loss_fn: ``loss_fn(output, targets)``, a scalar, in place of these two.
+            targets: integers are classes for cross entropy, floats values for the mean squared
+                error. They are moved to the output's device.
+            loss_fn: ``loss_fn(output, targets)``, a scalar, instead of these two.
 
         Returns:
             The true loss, unscaled and detached, on the device where it was computed.
 
         Raises:
-            TypeError: the loss is no tensor, or ``loss_fn`` cannot be called.
-            ValueError: targets fit no default loss, or the loss is no scalar.
+            TypeError: the loss is not a tensor, or ``loss_fn`` cannot be called.
+            ValueError: targets fit no default loss, or the loss is not a scalar.
         """
         loss_fn = default_loss if loss_fn is None else loss_fn
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
-        self._take_histories()
+        self._load_histories()
         self._loaded = {}
         devices = {parameter.device for parameter in self.model.parameters()}
         device = devices.pop() if len(devices) == 1 else None
@@ -197,7 +196,7 @@ class FP8TrainingEngine:
             and delayed scales begin anew.
 
         Raises:
-            TypeError: it is no optimizer, or ``max_norm`` no number.
+            TypeError: it is not an optimizer, or ``max_norm`` not a number.
             ValueError: ``max_norm`` is not positive.
             RuntimeError: no parameter has a gradient: `training_step` comes first.
             Exception: what the optimizer raises; gradients are then as before, scaled.
@@ -229,9 +228,9 @@ class FP8TrainingEngine:
         return is_finite
 
     def _rescale(self, loss_fn: LossFunction, loss: Tensor | None = None) -> None:
-        """Gradients that are there already, of an optimizer that steps later than another one, get
-        the loss scale of those to come; so does what delayed scales remember of them. They are of
-        the modules, of every optimizer that stepped, and of what else this loss comes from."""
+        """Rescales existing gradients, and their delayed scales' histories, to the present loss
+        scale: another optimizer may step later. They are gradients of the model, of all optimizers
+        that stepped, and of the leaves of this loss."""
         factor = self._scale.begin_batch()
         if factor == 1:
             return
@@ -247,7 +246,7 @@ class FP8TrainingEngine:
                 scales.gradient_history.mul_(factor).clamp_(max=torch.finfo(torch.float32).max)
 
     def get_training_statistics(self) -> dict[str, Any]:
-        """What happened so far; waits for the device, for the loss.
+        """Statistics of the training so far; synchronises with the device for the loss.
 
         Returns:
             ``steps``: steps taken. ``overflows``: steps left out. ``batches``:
@@ -265,12 +264,12 @@ class FP8TrainingEngine:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a training run needs to go on bit by bit, besides the states of the model and of
-        the optimizer: numbers, and copies of delayed scales' histories. Waits for the device.
+        """What a training run needs to resume bit by bit, in addition to the states of the model
+        and the optimizer: numbers, and copies of histories. Synchronises with the device.
 
-        Gradients are in no state: save after `optimizer_step`.
+        Gradients are not included: save after `optimizer_step`.
         """
-        self._take_histories()
+        self._load_histories()
         histories = histories_of(self.model)
         return {
             "loss_scale": self.loss_scale,
@@ -285,11 +284,10 @@ class FP8TrainingEngine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; the model may be loaded before or after.
+        """Resumes from a `state_dict`; the model may be loaded before or after.
 
         Raises:
-            TypeError, ValueError: the state is not one of a trainer of such a model; nothing is
-                loaded then.
+            TypeError, ValueError: the state is not of a trainer of such a model; nothing is loaded.
         """
         check_state(state, histories_of(self.model))
         loss = state["loss"]
@@ -303,17 +301,17 @@ class FP8TrainingEngine:
         self._scale.highest = max(self._scale.value, state.get("highest_loss_scale", 0.0))
         self.batches, self.steps = state["batches"], state["steps"]
         self.overflows = state["overflows"]
-        self._take_histories()
+        self._load_histories()
 
-    def _take_histories(self) -> None:
-        """Those that were loaded, if any: a model that was loaded since has forgotten its own."""
+    def _load_histories(self) -> None:
+        """Restores loaded histories, if any: loading the model has cleared its histories."""
         present = histories_of(self.model) if self._loaded else {}
         for name in present.keys() & self._loaded.keys():
             present[name].copy_(self._loaded[name])
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All that the optimizer may change, each once."""
+    """The parameters of an optimizer, each once."""
     return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
@@ -324,7 +322,7 @@ def set_gradients(parameters: list[nn.Parameter], gradients: list[Tensor]) -> No
 
 
 def moved(argument: Any, device: torch.device | None) -> Any:
-    """A tensor on that device, if there is one; anything else as it is."""
+    """A tensor moved to the device, if there is one; anything else unchanged."""
     if device is None or not isinstance(argument, Tensor):
         return argument
     return argument.to(device, non_blocking=True)
@@ -346,7 +344,7 @@ def create_fp8_trainer(
 
     Raises:
         TypeError: a format is not an FP8Format, or the model not an nn.Module.
-        ValueError: the model has no nn.Linear, or torch has no such device here; nothing is
+        ValueError: the model has no nn.Linear, or the device is not available; nothing is
             converted then.
 
     Example::

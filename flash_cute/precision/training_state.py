@@ -1,4 +1,4 @@
-"""What a trainer's state must be before any of it is loaded."""
+"""Checks a trainer's state before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flash_cute.precision.formats import (
 )
 
 SCALES = {"loss_scale", "scale_of_gradients", "highest_loss_scale"}
-LATER = {"highest_loss_scale"}  # states of before do not have it
+OPTIONAL_NAMES = {"highest_loss_scale"}  # older states lack it
 COUNTS = ("good_batches", "batches", "steps", "overflows")
 
 
 def check_state(state: Any, histories: dict[str, Tensor]) -> None:
-    """Refuses what is no trainer's state, or one of a model with other histories."""
+    """Refuses everything but a trainer's state for a model with these histories."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a trainer's state_dict, not {type(state).__name__}")
     names = {*SCALES, "loss", "histories", *COUNTS}
-    if state.keys() | LATER != names:
+    if state.keys() | OPTIONAL_NAMES != names:
         raise ValueError(f"state has {sorted(map(str, state))}; expected {sorted(names)}")
     for name in state.keys() & SCALES:
         check_positive(f"state[{name!r}]", state[name], LARGEST_LOSS_SCALE)
@@ -37,7 +37,7 @@ def check_state(state: Any, histories: dict[str, Tensor]) -> None:
 
 
 def check_histories(given: Any, histories: dict[str, Tensor]) -> None:
-    """Refuses what are no tensors, or not those of a model with these histories."""
+    """Refuses everything but the tensors of a model with these histories."""
     if not isinstance(given, Mapping):
         raise TypeError(f"state['histories'] must be a dict of tensors, not {type(given).__name__}")
     for name, x in given.items():

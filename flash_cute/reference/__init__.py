@@ -1,7 +1,7 @@
-"""Attention written down plainly: what every implementation in this library must compute.
+"""The reference of attention, in plain PyTorch: what every implementation here must compute.
 
-It stores the whole matrix of scores, works in fp64 unless told otherwise, runs on every device, and
-autograd through it gives the gradients. For a sequence of seqlen_q queries and seqlen_k keys:
+It stores the whole matrix of scores, works in fp64 by default, runs on every device, and autograd
+gives its gradients. For a sequence of seqlen_q queries and seqlen_k keys:
 
 - Scores are ``s[i, j] = scale * q[i]·k[j]``, with scale ``dim ** -0.5`` by default. Softcap c > 0
   makes them ``c * tanh(s / c)``. Then ALiBi adds ``-slope[head] * |i + shift - j|``, where
@@ -9,28 +9,28 @@ autograd through it gives the gradients. For a sequence of seqlen_q queries and 
   head ``h // (heads / heads_k)``.
 - Query i sees key j iff ``i + shift - left <= j <= i + shift + right``; a negative left or right is
   unbounded, and ``is_causal`` makes right 0.
-- With ``tile_lists`` and ``tile_bits`` it must also be let through by these
-  (:mod:`flash_cute.sparse.lists`): those of its batch entry, or in a packed batch of its sequence,
-  and of its head or kv head, or of the one that there is.
+- With ``tile_lists`` and ``tile_bits`` these must show the pair, too
+  (:mod:`flash_cute.sparse.lists`): the lists of the batch entry (in a packed batch the sequence)
+  and of the head or kv head; a single list is for all.
 - The softmax is over the keys seen, with ``sink[head]`` as one more logit that has no value:
   ``p[i, j] = exp(s[i, j] - softmax_lse[i])``. ``softmax_lse`` is the natural log of the sum of the
-  exponentials, the sink's included. ``row_max`` is the largest score that a row sees, else -inf.
+  exponentials, including the sink's. ``row_max`` is the largest score that a row sees, else -inf.
 - A row that sees no key, or only scores of -inf, has out 0 and zero gradients; its softmax_lse is
   the sink, or -inf without one.
 - nan and inf in what a row sees follow IEEE arithmetic with ``exp(s - max)``: a score of nan or
-  +inf makes the row's out and softmax_lse nan. What a row does not see is selected away, never
-  multiplied by 0, so that its bits do not matter. (Autograd does multiply: the gradients that it
-  takes from here are right for finite inputs.)
+  +inf makes the row's out and softmax_lse nan. Hidden keys are excluded by selection, never by a
+  product with 0, so that their bits do not matter. (Autograd does multiply: its gradients are right
+  for finite inputs.)
 - Dropout zeroes the probabilities that :func:`flash_cute.call.philox.dropout_keep` does not keep
   and multiplies the others by 1 / (1 - the rate), the rate being ``dropout_p`` to the nearest
   65536th (:func:`flash_cute.call.philox.dropout_rate`); with ``dropout_p`` 1, out is 0. softmax_lse
   and row_max are those without dropout. ``softmax`` is the probability before that factor, negative
   where dropout drops it, and 0 where the row does not see the key.
 - Over a key/value cache, see :func:`attention_kvcache`, sequence b reads the rows of its pages
-  (``block_table[b]``), or of row ``cache_batch_idx[b]`` of the cache, b without one, which is then
-  one large page. Its first ``cache_seqlens[b]`` rows are in use, clamped to [0, capacity]. New keys
-  and values go behind them; what does not fit, or falls into a page that does not exist, is
-  dropped. Its keys are the rows from ``cache_leftpad[b]``, clamped to [0, cache_seqlens[b]], on.
+  (``block_table[b]``), or entry ``cache_batch_idx[b]`` of the cache (entry b without it), which is
+  like one large page. Its first ``cache_seqlens[b]`` rows are in use, clamped to [0, capacity]. New
+  keys and values are appended; rows that do not fit, or whose page does not exist, are dropped. Its
+  keys are the rows from ``cache_leftpad[b]``, clamped to [0, cache_seqlens[b]], on.
   A page whose id does not exist reads as zeros.
 - Rotary embedding turns pairs of the first dims of q and of new keys, ``x[2i], x[2i + 1]`` where
   interleaved, else ``x[i], x[i + rotary_dim / 2]``, by the angles whose cos and sin stand in the
@@ -95,7 +95,7 @@ def _scores(
 def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities, log-sum-exp and maximum of the rows of ``scores``, where -inf is hidden."""
     row_max = F.pad(scores, (0, 1), value=-torch.inf).amax(-1)
-    extra = torch.full_like(row_max, -torch.inf)  # the sink's logit, or one that weighs nothing
+    extra = torch.full_like(row_max, -torch.inf)  # the sink's logit; -inf without a sink
     if sink is not None:
         extra = sink.to(scores.dtype)[:, None].expand_as(row_max)
     logits = torch.cat([scores, extra[..., None]], -1)
@@ -285,7 +285,7 @@ def _cache_places(
     k_cache: Tensor, index: int, count: int, page: int | None, block_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first ``count`` rows of sequence ``index`` in a cache: pages, rows in them, and whether
-    the page exists; ``page`` is what stands in place of a table."""
+    the page exists; without a table all rows are in ``page``."""
     pages, page_size = k_cache.shape[:2]
     rows = torch.arange(count, device=k_cache.device)
     if block_table is None:
@@ -317,7 +317,7 @@ def attention_kvcache(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> CachedAttention:
-    """Attention over a key/value cache after new keys and values joined it.
+    """Attention over a key/value cache after k and v are appended to it.
 
     q (batch, seqlen_q, heads, dim), or with ``cu_seqlens_q`` (total_q, heads, dim); caches (batch,
     capacity, heads_k, dim or dim_v), or with ``block_table`` (num_blocks, page_size, heads_k, dim
@@ -382,10 +382,10 @@ def attention_kvcache(
 
 
 def combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """One answer from several over parts of the keys: out (.., dim) and lse (..,) in fp64.
+    """Combines results over parts of the keys: out (.., dim) and lse (..,) in fp64.
 
     ``out_partial`` (parts, .., dim), ``lse_partial`` (parts, ..). Parts with lse -inf saw no key
-    and weigh nothing, whatever they hold.
+    and have weight 0, whatever they hold.
     """
     lse_partial = lse_partial.double()
     lse = torch.logsumexp(lse_partial, 0)

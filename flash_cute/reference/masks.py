@@ -1,7 +1,6 @@
-"""Which keys each query sees, as masks: a part of :mod:`flash_cute.reference`.
+"""Masks of :mod:`flash_cute.reference`: which keys each query sees.
 
-:mod:`flash_cute.sparse.lists` says what lists of tiles hold; here they are read one entry after the
-other.
+:mod:`flash_cute.sparse.lists` defines lists of tiles, which are read here entry by entry.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def visible(
     keys = torch.arange(seqlen_k, device=device)
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     right = 0 if is_causal else window_size_right
-    all_keys = seqlen_q + seqlen_k  # a larger window hides as little, and int64 holds this one
+    all_keys = seqlen_q + seqlen_k  # a window that hides nothing, and cannot overflow int64
     if window_size_left >= 0:
         seen &= keys >= diagonal - min(window_size_left, all_keys)
     if right >= 0:
@@ -34,8 +33,8 @@ def visible(
 
 
 def listed(tile_lists: Tensor, tile_bits: Tensor | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Which keys each query sees by lists that have queries as rows: bool (batch or 1, heads or 1,
-    seqlen_q, seqlen_k). Entries of tiles behind the ends are ignored."""
+    """Which keys each query sees by lists with query tiles as rows: bool (batch or 1, heads or 1,
+    seqlen_q, seqlen_k). Entries of tiles beyond the sequences are ignored."""
     batch, heads, rows = tile_lists.shape[:3]
     seen = torch.zeros(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=tile_lists.device)
     for b, h, i in product(range(batch), range(heads), range(rows)):
@@ -49,7 +48,7 @@ def listed(tile_lists: Tensor, tile_bits: Tensor | None, seqlen_q: int, seqlen_k
 
 
 def _pairs(code: int, tile_bits: Tensor | None, device: torch.device) -> Tensor:
-    """bool (128, 128) of a code."""
+    """The visible pairs of a tile with a code, bool (128, 128)."""
     quadrants = torch.tensor([code & 1, code & 2, code & 4, code & 8], device=device) != 0
     pairs = quadrants.view(2, 2).repeat_interleave(64, 0).repeat_interleave(64, 1)
     if code < 16 or tile_bits is None:

@@ -74,7 +74,7 @@ def _count_of_smallest(inputs: Inputs, softmax_lse: Tensor, row_max: Tensor) -> 
 def check_forward(out: Tensor, softmax_lse: Tensor, oracle: Oracle) -> float:
     """Assert |out - o64| <= u |o64| + 2u P64|V| elementwise, and softmax_lse close to the oracle's.
 
-    What the dtype cannot tell from 0 is allowed on top.
+    Numbers that the dtype rounds to 0 are allowed in addition.
     For fp16 and bf16 u is the rounding unit: sums are fp32, so only P and out are rounded to it. In
     fp32 and fp64 logits and sums are rounded to the same unit; a logit's error is about
     |q||k| softmax_scale units and enters P as a relative error twice (numerator and denominator),
@@ -123,7 +123,7 @@ def check_softmax(got: Tensor, oracle: Oracle) -> float:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """What may become 0: less than the dtype's least subnormal, and subnormals of fp32 and fp64."""
+    """The error of flushing to 0: the dtype's least subnormal, and subnormals of fp32 and fp64."""
     own = torch.finfo(dtype)
     return max(own.tiny * own.eps, torch.finfo(torch.promote_types(dtype, torch.float32)).tiny)
 
@@ -255,7 +255,7 @@ def gradient_floor(
 
 
 def _key_weights(inputs: Inputs) -> Tensor:
-    """Sums of P over the queries that share a key, at least 1: the shape of k without head dim."""
+    """Sums of P over the queries of each key, at least 1, with k's shape without head dim."""
     ones = torch.ones_like(inputs.v[..., :1], dtype=torch.float64, requires_grad=True)
     out = inputs.reference(v=ones, dropout_p=0.0, rng=None)[0]
     if not out.requires_grad:  # no sequence
@@ -295,7 +295,7 @@ class _Graph:
 def _oracle_gradients(
     inputs: Inputs, out: Tensor, with_dlse: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """fp64 gradients, how far they move when they start from `out`, not from the exact out, and
+    """fp64 gradients, their change if they start from `out` instead of the exact out, and
     softmax_lse.
 
     Backward takes rowsum(dout * out) from the out that forward rounded and saved, so that sum is

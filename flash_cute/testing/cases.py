@@ -1,4 +1,4 @@
-"""Random attention problems: a frozen description, and the tensors that it stands for."""
+"""Random attention problems: a frozen description, and its tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What dense and varlen cases share. `alibi` is "", "heads" or "batch": the slopes' shape.
+    """The fields of dense and varlen cases. `alibi` is "", "heads" or "batch": the slopes' shape.
 
     `spread` scales q, hence the standard deviation of the logits (about 1 by default). `sparse` is
     "", or what visible tiles are: "whole", "halves" (quadrants of them), or "pairs" (some with a
@@ -76,8 +76,8 @@ class VarlenCase(Problem):
     """Sequences of several lengths in one tensor, q (total_q, heads, dim).
 
     `rows_before` and `rows_after` rows of q, k and v belong to no sequence. `used_q` and `used_k`
-    cut sequences short. With `page_size`, k and v are pages in random order, found through a table.
-    `max_seqlen` replaces the longest length that is announced, for both sides.
+    cut sequences short. With `page_size`, k and v are pages in random order, with a block_table.
+    `max_seqlen` replaces max_seqlen_q and max_seqlen_k.
     """
 
     lengths_q: tuple[int, ...] = (64, 0, 1, 33)
@@ -92,7 +92,7 @@ class VarlenCase(Problem):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one case, and the ways to compute with them.
+    """The tensors of one case, and calls of the op and of the oracle with them.
 
     `options` are the arguments that fwd, bwd and the reference share, `lengths` those that only
     varlen problems have (empty for a dense one), `lists` those that only sparse ones have. `dlse`
@@ -154,7 +154,7 @@ class Inputs:
         return self.lists | {"tile_lists": lists, "tile_ranks": ranks}
 
     def attend(self, **extra: Any) -> Any:
-        """What the public function answers; dropout's seed is its own, not `rng`."""
+        """The result of the public function; it draws its own dropout state, not `rng`."""
         call: Callable[..., Any]
         call = flash_cute.flash_attn_varlen_func if self.lengths else flash_cute.flash_attn_func
         options = {name: x for name, x in self.options.items() if name != "rng"}
@@ -165,7 +165,7 @@ class Inputs:
     def reference(
         self, dtype: torch.dtype | None = torch.float64, **changes: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The oracle's answer; `changes` replaces q, k, v or any option."""
+        """The oracle's result; `changes` replaces q, k, v or any option."""
         call: Callable[..., Any] = reference.attention
         if self.lengths:
             call = reference.attention_varlen
@@ -247,7 +247,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 
 def unsupported_on_cuda(case: Case | VarlenCase) -> str | None:
-    """The word that names the first feature of `case` without a CUDA kernel, if there is one."""
+    """The name of the first feature of `case` without a CUDA kernel, if there is one."""
     if case.dtype not in validate.CUDA_DTYPES:
         return str(case.dtype).removeprefix("torch.")
     if max(case.dim, case.dim_v or 0) > validate.CUDA_MAX_HEAD_DIM:
@@ -258,7 +258,7 @@ def unsupported_on_cuda(case: Case | VarlenCase) -> str | None:
 
 
 def _row_shapes(case: Case | VarlenCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of q and of k in front of (heads, dim)."""
+    """The dimensions of q and of k before (heads, dim)."""
     if isinstance(case, Case):
         return (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
     extra = case.rows_before + case.rows_after

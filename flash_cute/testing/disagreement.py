@@ -3,10 +3,10 @@
     python -m flash_cute.testing.disagreement                    # two processes over gloo
     python -m flash_cute.testing.disagreement --device cuda      # two GPUs over NCCL
 
-Each case is a call that the second rank makes in another way, with every strategy. Values on a GPU
-are compared without waiting for it, so what differs is told by the next call. At last one rank
-alone runs backward, which is an error within the groups' timeout. The exit status is 1 if a case
-is wrong.
+Each case is a call that the second rank makes with other arguments, with every strategy. Values on
+a GPU are compared without waiting for it, so the next call reports their difference. In the last
+case only one rank runs backward, which is an error within the groups' timeout. The exit status is 1
+if a case is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flash_cute.testing.ranks import Raised, Ranks
 STRATEGIES = ("all_gather", "ring", "ulysses")
 HEADS, DIM, SEQLEN = 4, 64, 256
 
-# What the second rank does, and what the message of all says.
+# The second rank's difference, and a part of all ranks' message.
 CASES = {
     "return_lse": "return_lse True",
     "values of slopes": "alibi_slopes",
@@ -38,7 +38,7 @@ CASES = {
     "backward during forward": "backward of cp_attention",
     "lengths of caches": "cache_seqlens",
 }
-SECONDS = 10.0  # until a rank is no longer waited for
+SECONDS = 10.0  # the timeout of waits for another rank
 
 
 def _made(cp: ContextParallel, plan: Plan, device: str) -> Tensor:
@@ -47,8 +47,8 @@ def _made(cp: ContextParallel, plan: Plan, device: str) -> Tensor:
 
 
 def one_differs(case: str, strategy: str, device: str) -> None:
-    """Makes the call of a case, of which the second rank's is another one; then, where values on a
-    GPU differed, a call that is right."""
+    """Makes the call of a case, with a difference on the second rank; after a difference of values
+    on a GPU also a right call."""
     is_other = dist.get_rank() == 1
     cp = context(strategy, "contiguous", 1, device)
     plan = cp.plan(SEQLEN)
@@ -78,7 +78,7 @@ def one_differs(case: str, strategy: str, device: str) -> None:
             q, q, q, plan, **options, softcap=2.0 if case == "softcap" and is_other else 0.0,
             return_lse=case == "return_lse" and is_other,
         )  # fmt: skip
-    if device == "cuda":  # by now the host can have what differs
+    if device == "cuda":  # gives the host time to get the difference
         torch.cuda.synchronize()
         cp_attention(q.detach(), q.detach(), q.detach(), plan)
 
@@ -92,7 +92,7 @@ def _decode(cp: ContextParallel, q: Tensor, length: int, device: str) -> None:
 
 
 def backward_alone(strategy: str, device: str) -> float:
-    """The second rank alone runs backward; seconds that each was busy."""
+    """Only the second rank runs backward; returns the seconds that each rank was busy."""
     cp = ContextParallel(strategy=strategy)  # with the timeout of all ranks' group
     plan = cp.plan(SEQLEN)
     q = _made(cp, plan, device).requires_grad_()
@@ -110,7 +110,7 @@ def backward_alone(strategy: str, device: str) -> float:
 
 
 def wrong_of(case: str, outcomes: list[Any]) -> str:
-    """What is wrong with the ranks' outcomes; "" if nothing is."""
+    """The error in the ranks' outcomes, or ""."""
     if not all(isinstance(x, Raised) and x.kind == "ValueError" for x in outcomes):
         return f"not every rank raised a ValueError: {outcomes}"
     if len({x.message for x in outcomes}) > 1:

@@ -1,4 +1,4 @@
-"""Attention that ranks share beside one process in fp64: every strategy, layout and mask.
+"""Compares attention over ranks with one process in fp64: every strategy, layout and mask.
 
     python -m flash_cute.testing.distributed                     # pairs of values, on 1 to 4 ranks
     python -m flash_cute.testing.distributed --full --ranks 2    # all of them, minutes
@@ -73,17 +73,17 @@ FACTORS: dict[str, Sequence[Any]] = {
     "deterministic": [False, True],
     "of_lse": [False, True],
 }
-# What the full grid crosses; the rest keeps to its pairs.
+# The factors of the full grid; the others only cover their pairs.
 CROSSED = ("strategy", "layout", "documents", "window", "alibi")
 
 
 def impossible(pair: Any) -> bool:
-    """Dropout is ulysses's alone."""
+    """Whether a pair cannot occur: only ulysses has dropout."""
     return pair.get("dropout_p", 0) > 0 and pair.get("strategy", "ulysses") != "ulysses"
 
 
 def cases(full: bool = False) -> list[Case]:
-    """Few in which all pairs of values meet; or the whole grid of CROSSED, the rest in turns."""
+    """A few cases that cover all pairs of values; or the whole grid of CROSSED, others in turn."""
     rows = pairwise(FACTORS, impossible)
     if full:
         rest = {name: x for name, x in FACTORS.items() if name not in CROSSED}
@@ -102,14 +102,14 @@ def cases(full: bool = False) -> list[Case]:
 
 
 def longer(case: Case, factor: int = 50) -> Case:
-    """The case with documents and windows of sizes that are used."""
+    """The case with documents and windows of realistic sizes."""
     left, right = (factor * n if n > 0 else n for n in case.window)
     documents = tuple(factor * n for n in case.documents)
     return replace(case, documents=documents, window=(left, right))
 
 
 def inputs(case: Case, seed: int, dims: tuple[int, int] = (DIM, DIM_V)) -> dict[str, Tensor]:
-    """Of the whole batch, fp64 on the CPU, the same on each rank; ``dims`` of q and k, and of v."""
+    """The whole batch in fp64 on the CPU, the same on each rank; ``dims`` are q's and v's."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -153,7 +153,7 @@ def _gradients(
 
 
 def expected(case: Case, made: dict[str, Tensor]) -> Results:
-    """By the reference, which stores all scores."""
+    """The results of the reference, which stores all scores."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = {
@@ -189,7 +189,7 @@ def _arguments(case: Case, rest: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def alone(case: Case, made: dict[str, Tensor]) -> Results:
-    """By flash_cute's functions, of one process."""
+    """The results of flash_cute's functions in one process."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor) -> tuple[Tensor, Tensor]:
         options = _arguments(case, rest)
@@ -204,7 +204,7 @@ def alone(case: Case, made: dict[str, Tensor]) -> Results:
 
 
 def shared(case: Case, cp: ContextParallel, plan: Plan, made: dict[str, Tensor]) -> Results:
-    """By all ranks, put together again."""
+    """The results of all ranks, gathered."""
     dim = 0 if plan.packed else 1
     mine = {
         name: cp.shard(x, plan, dim) if name in ("q", "k", "v", "dout") else x
@@ -249,8 +249,8 @@ def relative(found: Tensor, true: Tensor) -> float:
     return off if math.isfinite(off) else math.inf
 
 
-# What one process is taken to be off by at least, as a share: fp32's order of sums. Of dsink, one
-# number a head, which of two sums of rounding errors is larger is chance: one rounding of bf16.
+# The least error that one process is assumed to have, relative: fp32's order of sums. dsink has one
+# number a head, and which of two sums of rounding errors is larger is chance: one rounding of bf16.
 LEAST = {"dsink": 2**-8}
 LEAST_OF_OTHERS = 1e-6
 
@@ -258,7 +258,7 @@ LEAST_OF_OTHERS = 1e-6
 def ratios(
     case: Case, cp: ContextParallel, plan: Plan, made: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Root mean square errors of each result in ``dtype``, over those of one process."""
+    """Root mean square errors of each result in ``dtype``, relative to those of one process."""
     low = {
         name: x.to(dtype) if name in ("q", "k", "v", "dout") else
         x.float() if x.is_floating_point() else x
@@ -276,12 +276,12 @@ def ratios(
     }
 
 
-# --- many of them --------------------------------------------------------------------------------
+# --- many cases ----------------------------------------------------------------------------------
 
 
 @cache
 def mesh(device: str) -> DeviceMesh:
-    """Of two dimensions, over all ranks."""
+    """A mesh of two dimensions, over all ranks."""
     ranks = dist.get_world_size()
     inner = 2 if ranks % 2 == 0 else 1
     return init_device_mesh(device, (ranks // inner, inner), mesh_dim_names=("ring", "ulysses"))
@@ -289,7 +289,7 @@ def mesh(device: str) -> DeviceMesh:
 
 @cache
 def context(strategy: str, layout: str, head_groups: int, device: str) -> ContextParallel:
-    """One of each kind is enough for a process."""
+    """A ContextParallel, cached: one of each kind is enough for a process."""
     return ContextParallel(
         mesh(device) if strategy == "two_dimensional" else None,
         strategy=strategy, layout=layout, head_groups=head_groups, timeout=TIMEOUT,
@@ -297,14 +297,14 @@ def context(strategy: str, layout: str, head_groups: int, device: str) -> Contex
 
 
 def plan_of_case(case: Case, cp: ContextParallel, block: int) -> Plan:
-    """Of a dense batch of one document, or of packed ones."""
+    """The plan of a dense batch of one document, or of packed ones."""
     if len(case.documents) == 1:
         return cp.plan(case.documents[0], window_size=case.window, block=block)
     return cp.plan(cu_seqlens=offsets(case.documents), window_size=case.window, block=block)
 
 
 def check(case: Case, seed: int, device: str) -> dict[str, float]:
-    """Errors of each result: on the CPU in fp64; on CUDA in bf16, over those of one GPU."""
+    """Errors of each result: on the CPU in fp64; on CUDA in bf16, relative to those of one GPU."""
     cp = context(case.strategy, case.layout, case.head_groups, device)
     if device == "cpu":
         made = inputs(case, seed)
@@ -325,7 +325,7 @@ BOUND_OF_SEVERAL = 1.5
 
 
 def bound(case: Case, name: str, device: str) -> float:
-    """What the error of a result may be, in the units of :func:`check`."""
+    """The bound of a result's error, in the units of :func:`check`."""
     if device == "cpu":
         return BOUND_OF_DSINK if name == "dsink" else BOUNDS["cpu"]
     merged = name == "out" and case.strategy in ("ring", "two_dimensional")
@@ -338,7 +338,7 @@ def bound(case: Case, name: str, device: str) -> float:
 def check_all(
     todo: list[Case], device: str, seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What failed on this rank, and the largest error of each result."""
+    """The failures on this rank, and the largest error of each result."""
     failures, worst = [], dict[str, float]()
     for i, case in enumerate(todo):
         errors = check(case, seed + i, device)

@@ -1,13 +1,13 @@
 """Random trials of all features against the oracle: ``python -m flash_cute.testing.fuzz``.
 
-``--cases N --seed S`` says which trials, ``--seconds T`` when to stop. Each failure prints a line:
-the command that repeats it, and what was wrong. The exit status is 1 then. ``--json PATH`` writes
-what was found.
+``--cases N --seed S`` selects trials, ``--seconds T`` is their limit of time. Each failure prints a
+line: the command that repeats it, and its error. The exit status is 1 then. ``--json PATH`` writes
+the failures.
 
-``--systems`` tries what is built of the ops instead: layers, fp8 and its trainer, adaptive
-precision, fusion, and ranks (``--systems ranks decode`` these alone). Cases run in processes of
-their own, ``--ranks`` says in groups of how many; one that takes longer than ``--seconds-a-case``
-is killed and counts as a failure.
+``--systems`` tries the systems above the ops instead: layers, fp8 and its trainer, adaptive
+precision, fusion, and ranks (``--systems ranks decode``: only these). Cases run in processes of
+their own, in groups of ``--ranks`` sizes; one that takes longer than ``--seconds-a-case`` is killed
+and counts as a failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _QUIET_S = 10.0  # between two lines of progress
 
 @dataclass
 class Tally:
-    """What a run has found so far: a line of each failure, and `worst`, the largest error, as a
+    """The results of a run so far: a line for each failure, and `worst`, the largest error, as a
     fraction of its bound."""
 
     done: int = 0
@@ -100,7 +100,7 @@ def progress(total: int | None) -> Iterator[Progress]:
 
 
 def trials(seed: int, device: str) -> Iterator[Trial]:
-    """Trials that the device can do; equal seeds give equal ones."""
+    """Trials that the device supports; equal seeds give equal ones."""
     for number in itertools.count():
         trial = draw(random.Random(f"{seed}/{number}"))
         if device == "cpu" or unsupported_on_cuda(trial.case) is None:
@@ -115,7 +115,7 @@ class OfSystem:
     runner: Runner
 
     def run(self, device: str) -> float:
-        """The largest error, as a fraction of its bound. Raises AssertionError of what is wrong."""
+        """The largest error, as a fraction of its bound. Raises AssertionError for a failure."""
         found = self.runner.run(self.trial)
         assert not found.failures, "; ".join(found.failures[:5])
         return found.worst
@@ -133,7 +133,7 @@ def system_trials(
 
 
 def fuzz(chosen: Iterable[Any], device: str, seconds: float, to: Progress) -> Tally:
-    """Runs trials until they or the seconds are over, or the device takes no more work."""
+    """Runs trials until they or the seconds are over, or the device fails."""
     tally, end = Tally(), time.monotonic() + seconds
     for trial in chosen:
         if time.monotonic() >= end:

@@ -1,4 +1,4 @@
-"""What tests need to know of a kernel by its id."""
+"""Properties of kernels, parsed from their ids, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ID = re.compile(
 
 
 class Kernel(NamedTuple):
-    """One kernel of the library; `precision` is its dtype, or the way it computes fp32."""
+    """One kernel of the library; `precision` is its dtype, or how it computes fp32."""
 
     id: str
     op: str
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
 
     @property
     def walks_lists(self) -> bool:
-        """Whether it does sparse calls alone."""
+        """Whether it is for sparse calls."""
         return self.id.endswith("_list")
 
     @property
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 
     @property
     def other_op(self) -> str:
-        """The op that a test of this one needs too."""
+        """The other op that a test of this one needs."""
         return "bwd" if self.op == "fwd" else "fwd"
 
 
@@ -72,15 +72,15 @@ def forward_families(device: torch.device) -> list[str]:
 
 
 def decode_choices() -> list[str]:
-    """What ids of decoding's kernels begin with: of all, and of those that every GPU has, where
-    this one has others, too, which do most small problems."""
+    """Beginnings of the ids of decode kernels: of all, and, if this GPU has its own that do most
+    small problems, of those that every GPU has."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     others = any(kernel.startswith("decode_sm90_") for kernel in library.kernels())
     return ["decode_", "decode_sm80_"] if hopper and others else ["decode_"]
 
 
 def parse(kernel: str) -> Kernel:
-    """What a kernel's id says. Raises ValueError for what is none."""
+    """The kernel with this id. Raises ValueError if there is none."""
     match = _ID.fullmatch(kernel)
     if match is None:
         raise ValueError(f"{kernel!r} is no kernel's id")

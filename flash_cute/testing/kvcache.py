@@ -24,9 +24,9 @@ class CacheCase(Problem):
     """Sequences whose first `lengths` rows are in the cache; the cache's other rows are NaN.
 
     `seqlens_q` is one length for all, or one a sequence (packed queries); so is `seqlens_new`, the
-    rows that join. With `page_size` the cache is pages in random order. `rotary` is "",
+    appended rows. With `page_size` the cache is pages in random order. `rotary` is "",
     "interleaved" or "halves". `batch_idx` puts sequences into random rows of a larger cache.
-    `packed_cache`: K and V of a row lie beside each other in one tensor.
+    `packed_cache`: K and V of a row are adjacent in one tensor.
     """
 
     lengths: tuple[int, ...] = (33, 0, 130)
@@ -174,8 +174,8 @@ def make_cache_inputs(case: CacheCase, device: torch.device | str, seed: int = 0
 def check(inputs: CacheInputs) -> tuple[Tensor, Tensor]:
     """Runs the op, and asserts out, softmax_lse and the caches against the oracle.
 
-    Values in the cache are the given ones, bit by bit; so are keys, unless rotary embedding, which
-    may round the other way, turned them. Raises AssertionError with the worst coordinate.
+    Values in the cache are the given ones, bit by bit; so are keys without rotary embedding, whose
+    rounding may differ. Raises AssertionError with the worst coordinate.
     """
     oracle, expected = cache_oracle(inputs)
     ran = inputs.fresh()
@@ -194,7 +194,7 @@ def check(inputs: CacheInputs) -> tuple[Tensor, Tensor]:
 
 
 def cache_oracle(inputs: CacheInputs) -> tuple[bounds.Oracle, reference.CachedAttention]:
-    """The oracle of :mod:`flash_cute.testing.bounds` for a cache, and the reference's answer."""
+    """The oracle of :mod:`flash_cute.testing.bounds` for a cache, and the reference's result."""
     dtype = inputs["q"].dtype
 
     def values(change: Any, **options: Any) -> reference.CachedAttention:
@@ -225,7 +225,7 @@ def cache_oracle(inputs: CacheInputs) -> tuple[bounds.Oracle, reference.CachedAt
 
 
 def unsupported_on_cuda(case: CacheCase) -> str | None:
-    """The word that names the first feature of `case` without a CUDA kernel, if there is one."""
+    """The name of the first feature of `case` without a CUDA kernel, if there is one."""
     if case.dtype not in validate_kvcache.KVCACHE_CUDA_DTYPES:
         return "dtype"
     dims = (case.dim, case.dim_v or case.dim)

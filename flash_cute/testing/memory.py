@@ -1,4 +1,4 @@
-"""Memory that shows what a kernel failed to write, or wrote where it should not."""
+"""Memory that detects missing writes of a kernel, and writes outside of its tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GuardedTensor:
         return inner[:, : shape[-1]].view(tuple(shape))
 
     def check(self, name: str) -> None:
-        """Assert that every canary is alive.
+        """Assert that no canary was overwritten.
 
         Raises:
             AssertionError: names the first element outside of the tensor that was written.
@@ -60,7 +60,7 @@ class GuardedTensor:
 
 
 def fill_freed_memory(device: torch.device | str) -> None:
-    """Leave NaN in the memory that the next allocations of any size on a CUDA `device` get."""
+    """Fill the memory of the next allocations of any size on a CUDA `device` with NaN."""
     sizes = [2**exponent for exponent in range(9, 21)]
     blocks = [
         torch.full((size // 4,), float("nan"), device=device) for size in sizes for _ in range(8)
@@ -71,7 +71,7 @@ def fill_freed_memory(device: torch.device | str) -> None:
 
 @contextmanager
 def uninitialized_is_nan() -> Iterator[None]:
-    """Have torch fill `empty` tensors with NaN; algorithms that are not deterministic only warn."""
+    """Make torch fill `empty` tensors with NaN; nondeterministic algorithms only warn."""
     switch: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""Few combinations in which every pair of values of any two factors meets."""
+"""Pairwise testing: few combinations that cover every pair of values of any two factors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Choice = tuple[int, int]  # a factor and one of its values, by their places
+Choice = tuple[int, int]  # indices of a factor and of one of its values
 
 
 def pairwise(
     factors: Mapping[str, Sequence[Any]],
     excluded: Callable[[Mapping[str, Any]], bool] = lambda pair: False,
 ) -> list[dict[str, Any]]:
-    """Rows of one value a factor that together hold all pairs of values; the same ones always.
+    """Rows of one value per factor that together cover all pairs of values; deterministic.
 
-    `excluded` gets pairs {factor: value, other factor: value}; those for which it is true occur in
-    no row. Greedy: a row begins with the first pair that no row has yet, and takes from each other
-    factor the value that adds most new pairs, of several that with most pairs left.
+    `excluded` gets pairs {factor: value, other factor: value}; if it is true they occur in no row.
+    Greedy: a row begins with the first missing pair, and takes from each other factor the value
+    that adds most new pairs, and among equals the one with most missing pairs.
 
     Raises:
-        ValueError: a factor has no value that may stand beside those of a row.
+        ValueError: every value of a factor is excluded by those of a row.
     """
     names = list(factors)
 
@@ -43,7 +43,7 @@ def pairwise(
             ]
             if not fits:
                 taken = {names[f]: factors[names[f]][value] for f, value in row.items()}
-                raise ValueError(f"{name}: no value may stand beside {taken}")
+                raise ValueError(f"{name}: every value is excluded by {taken}")
             gains = [
                 (sum(_ordered(one, other) in new for other in row.items()), left[one])
                 for one in fits

@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 
 class Ranks:
     """``ranks`` processes, on the CPU over gloo, or with a GPU each over NCCL; 0 is one process
-    without a group. ``patience`` is how many seconds an answer may take, ``method`` how processes
-    start: "forkserver", which imports once for all, where many are started.
+    without a group. ``patience`` is the timeout of a result in seconds, ``method`` how processes
+    start: "forkserver" imports once for many processes.
 
     Example::
 
@@ -54,7 +54,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What the function returns on each rank.
+        """The function's result on each rank.
 
         Raises:
             RuntimeError: it raised on some, with their tracebacks, or a rank gave no answer.
@@ -66,7 +66,7 @@ class Ranks:
         return results
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The same, with :class:`Raised` for ranks on which it raised, or that are gone."""
+        """:meth:`run`, with :class:`Raised` for ranks on which it raised, or that have ended."""
         for pipe in self._pipes:
             pipe.send((function, args))
         end = time.monotonic() + self.patience
@@ -81,7 +81,7 @@ class Ranks:
         return Raised("TimeoutError", "no answer", "")
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends the processes, at once if they take longer than that each."""
+        """Ends the processes, and kills those that take longer than ``seconds``."""
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
@@ -130,4 +130,4 @@ def _serve(pipe: Any, rank: int, ranks: int, store: str, device: str, seconds: f
         except Exception as error:
             result = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(result)
-    os.kill(os.getpid(), signal.SIGKILL)  # a group whose other ranks are gone would wait for them
+    os.kill(os.getpid(), signal.SIGKILL)  # a normal exit would wait for ranks that have ended

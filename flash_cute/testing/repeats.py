@@ -1,7 +1,7 @@
-"""The same calls many times, with equal bits every time: ``python -m flash_cute.testing.repeats``.
+"""Checks that repeated calls give the same bits: ``python -m flash_cute.testing.repeats``.
 
-It prints, as JSON, how often each call was repeated and how often anything differed from the first
-time. The exit status is 1 then.
+It prints as JSON how often each call was repeated, and how many repeats differed from the first
+call. The exit status is 1 if any did.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHED = CacheCase(
 
 
 def calls(device: str) -> dict[str, Callable[[], list[Tensor]]]:
-    """The calls by name: each returns all that is the same every time."""
+    """The calls by name; each returns its results that must be repeatable."""
     cache = make_cache_inputs(CACHED, device)
     found: dict[str, Callable[[], list[Tensor]]] = {"cached": lambda: list(cache.run())}
     for name, case in CASES.items():
@@ -63,7 +63,7 @@ def backward(inputs: Inputs, out: Tensor, lse: Tensor) -> list[Tensor]:
 
 
 def differences(call: Callable[[], list[Tensor]], times: int) -> int:
-    """How many of so many repeats differ from the first call; compared without a wait for it."""
+    """How many of ``times`` repeats differ from the first call, compared on the device."""
     expected = [_bits(x) for x in call()]
     different = torch.zeros((), dtype=torch.int64, device=expected[0].device)
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""One problem, checked whole: forward, what it can return besides, backward, repeats."""
+"""All checks of one problem: forward, its optional results, backward, repeats."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flash_cute.testing.kernels import forward_families
 def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False) -> float:
     """Assert that the op under test is right on `inputs`, forward and, without pages, backward.
 
-    `with_dlse` adds a gradient of softmax_lse. What must be repeatable is computed twice.
+    `with_dlse` adds a gradient of softmax_lse. Repeatable results are computed twice.
 
     Returns:
         The largest error, as a fraction of its bound.
 
     Raises:
-        AssertionError: what is wrong, from `flash_cute.testing.bounds`.
+        AssertionError: from `flash_cute.testing.bounds`.
     """
     out, lse, row_max, softmax = inputs.forward(
         return_row_max=True, return_softmax=not inputs.lists
@@ -43,7 +43,7 @@ def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False)
 
 
 def verify_families(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False) -> float:
-    """`verify`, and again with every older family of kernels that a newer GPU would pass over."""
+    """`verify`, also with every older family of kernels, which a newer GPU would not use."""
     ratio = verify(inputs, with_dlse, deterministic)
     has_families = inputs.q.is_cuda and not inputs.lists
     for family in forward_families(inputs.q.device)[:-1] if has_families else ():

@@ -1,8 +1,8 @@
-"""Attention of (B, H, N, D) whose tile the caller chooses: ``Br`` query rows, ``Bc`` key columns.
+"""Attention of (B, H, N, D) with the caller's tile: ``Br`` query rows, ``Bc`` key columns.
 
 Softmax over ``q k^T / sqrt(D)``, without a mask (FlashAttention, arXiv 2205.14135). Any ``Bc, Br``
->= 1 gives the right result, whether they divide N or not; no N x N scores
-are held, but those of a tile, or of a few small ones.
+>= 1 gives the right result, whether they divide N or not; only the scores of a tile, or of a few
+small ones, are in memory.
 
 - On the CPU they are the tile. A step takes several small tiles (:mod:`flash_cute.cpu.streaming`).
 - On CUDA tiles are built in: the kernel with the nearest tile runs, of those that are made for the

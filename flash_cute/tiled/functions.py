@@ -1,4 +1,4 @@
-"""Forward, backward and the module of attention whose tile the caller chooses."""
+"""Forward, backward and the module of attention with a tile that the caller chooses."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ def flash_attention_forward(
         Bc: key columns of a tile.
         Br: query rows of a tile.
         use_half: compute in float16, whatever the dtype of the tensors.
-        return_stats: also return what :func:`flash_attention_backward` takes.
+        return_stats: also return the l and m that :func:`flash_attention_backward` needs.
 
     Returns:
         O (B, H, N, D) in Q's dtype. With ``return_stats`` (O, l, m), l and m (B, H, N), fp32 (fp64
-        for float64): of each row the sum of exp(scores - m), and the largest score m. These two are
-        constants for autograd.
+        for float64): for each row the sum of exp(scores - m), and the largest score m, both without
+        gradients.
 
     Raises:
-        TypeError, ValueError: tensors or sizes that do not fit; on CUDA a tile that is larger than
-            shared memory.
-        NotImplementedError: what CUDA has no kernel for: float64, head dims above 256; and from
-            the gradient of a gradient.
+        TypeError, ValueError: wrong tensors or sizes; on CUDA a tile that is larger than shared
+            memory.
+        NotImplementedError: on CUDA float64, and head dims above 256; and double backward.
 
     Example::
 
@@ -78,8 +77,8 @@ def flash_attention_backward(
         Q, K, V: forward's arguments.
         O: its result, (B, H, N, D).
         dO: the gradient of O.
-        l, m: row sums and row maxima, (B, H, N), of ``return_stats=True``. Only m + log(l) counts:
-            a log-sum-exp as m goes with ones as l.
+        l, m: row sums and row maxima, (B, H, N), of ``return_stats=True``. Only m + log(l) is used:
+            m may be a log-sum-exp with ones as l.
         Bc, Br, use_half: as for forward. On CUDA the nearest of the backward kernels runs.
 
     Returns:
@@ -125,7 +124,7 @@ class FlashAttention(nn.Module):
         use_half: compute in float16.
 
     Raises:
-        TypeError, ValueError: ``bc`` or ``br`` is no int >= 1.
+        TypeError, ValueError: ``bc`` or ``br`` is not an int >= 1.
 
     Example::
 
@@ -173,8 +172,8 @@ class FlashAttention(nn.Module):
 def kernel_of(Q: Tensor, Bc: int = DEFAULT_BLOCK, Br: int = DEFAULT_BLOCK, op: str = "fwd") -> str:
     """Id of the CUDA kernel that a call with (B, H, N, D) tensors like Q and this tile runs.
 
-    ``op`` is "fwd" or "bwd". Without a GPU the answer is that of an H100, and a tile may be larger
-    than its shared memory.
+    ``op`` is "fwd" or "bwd". Without a GPU it is that of an H100, and a tile may exceed its shared
+    memory.
 
     Example::
 
@@ -195,7 +194,7 @@ def _computed(tensors: tuple[Tensor, ...], use_half: bool) -> tuple[Tensor, ...]
 
 
 def _checked(tensors: dict[str, Tensor], bc: int, br: int, use_half: bool) -> streaming.Tile:
-    """The tile of a call, once its arguments are right."""
+    """The tile of a call, after checks of its arguments."""
     check_sizes(Bc=bc, Br=br)
     validate.flag("use_half", use_half)
     q = tensors["Q"]

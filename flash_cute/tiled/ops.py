@@ -1,7 +1,7 @@
-"""The ops ``tiled_fwd`` and ``tiled_bwd``: attention of (B, H, N, D) over tiles of the caller's.
+"""The ops ``tiled_fwd`` and ``tiled_bwd``: attention of (B, H, N, D) with the caller's tile.
 
-Each is one node of a graph, whatever the number of tiles, and of lengths that change. Their
-functions are in :mod:`flash_cute.tiled`.
+Each is one node of a graph, for any number of tiles and dynamic lengths. Their functions are in
+:mod:`flash_cute.tiled`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ bwd = torch.ops.flash_cute.tiled_bwd.default
 Results = tuple[Tensor | None, ...]
 
 
-# --- what they compute ---------------------------------------------------------------------------
+# --- implementations -----------------------------------------------------------------------------
 
 
 @internals.without_autograd
 def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bool) -> Results:
-    """O (B, H, N, D) in q's dtype and the log-sum-exp of its rows (B, H, N); with ``return_stats``
-    also the sums of exp(scores - m) and the maxima m."""
+    """O (B, H, N, D) in q's dtype and its log-sum-exps (B, H, N); with ``return_stats`` also the
+    sums of exp(scores - m) and the maxima m."""
     tile = streaming.Tile(rows, keys)
     if not q.is_cuda:
         with torch.autocast("cpu", enabled=False):
@@ -53,7 +53,7 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, rows: int, keys: int, return_stats: bo
             sums, maxima = sums.squeeze(-1), maxima.squeeze(-1)
             lse = maxima + sums.log()
         return (out.to(q.dtype), lse, *((sums, maxima) if return_stats else (None, None)))
-    _check_room(q, tile)
+    _check_tile_fits(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     precision = ops.allow_tf32(q)
     with kernels.only(kernel(qkv, "fwd", tile)):
@@ -77,7 +77,7 @@ def _bwd(
                 lse.flatten(0, 1).unsqueeze(-1), q.shape[-1] ** -0.5, tile,
             )  # fmt: skip
         return tuple(x.unflatten(0, q.shape[:2]).to(q.dtype) for x in gradients)
-    _check_room(q, tile)
+    _check_tile_fits(q, tile)
     qkv = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -87,7 +87,7 @@ def _bwd(
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
 
 
-def _check_room(q: Tensor, tile: streaming.Tile) -> None:
+def _check_tile_fits(q: Tensor, tile: streaming.Tile) -> None:
     """Refuses a tile that is larger than the shared memory of q's GPU."""
     there = _shared_memory(q.get_device())
     check_shared_memory(tile.keys, tile.rows, q.shape[-1], q.element_size(), there)
@@ -116,7 +116,7 @@ def kernel(qkv: tuple[Tensor, Tensor, Tensor], op: str, tile: streaming.Tile) ->
 
 @lru_cache(maxsize=256)
 def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, limit: str) -> str:
-    """kernels.nearest(), which takes a millisecond, under a limit of the thread that holds."""
+    """kernels.nearest(), which takes a millisecond, cached by the thread's limit."""
     return kernels.nearest(problem, tile.rows, tile.keys, gpu)
 
 
@@ -124,7 +124,7 @@ def _nearest(problem: kernels.Problem, tile: streaming.Tile, gpu: int | None, li
 
 
 def _like(x: Tensor) -> Tensor:
-    """A new tensor of x's shape; CUDA's kernels lay them out as (B, N, H, D)."""
+    """A new tensor of x's shape; on CUDA its memory layout is (B, N, H, D)."""
     if x.device.type != "cuda":
         return x.new_empty(x.shape)
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)

@@ -8,18 +8,18 @@ from flash_cute import kernels
 from flash_cute.call import validate
 
 DEFAULT_BLOCK = 32  # of Bc and Br
-MOST_SIZE = 2**29 - 1  # that a problem of the library may have
+MOST_SIZE = 2**29 - 1  # limit of the library's problems
 
 
 def get_optimal_block_sizes(
     sequence_length: int, head_dim: int, use_half: bool = False
 ) -> tuple[int, int]:
-    """(Bc, Br) of the kernel that a forward call would run if the library chose.
+    """(Bc, Br) of the forward kernel that the library prefers.
 
-    The choice is :func:`flash_cute.kernels.plan`'s for the current GPU, or an H100 where there is
-    none, with heads enough to fill it. Sizes are no larger than N, as long as the kernel that is
-    nearest to them remains the same: in float32 it does, as one kernel serves all lengths of a head
-    dim. Head dims above 256, which CUDA does not do, get the sizes of 256.
+    The choice is :func:`flash_cute.kernels.plan`'s for the current GPU, or an H100 if there is
+    none, with enough heads to fill it. Sizes are at most N if the same kernel is still nearest, as
+    in float32, which has one kernel for all lengths of a head dim. Head dims above 256, which CUDA
+    does not support, get the sizes of 256.
 
     Args:
         sequence_length: N.
@@ -27,7 +27,7 @@ def get_optimal_block_sizes(
         use_half: of float16 tensors; else of float32.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
+        TypeError, ValueError: a number is not an int >= 1, or above 2^29 - 1.
 
     Example::
 
@@ -61,13 +61,13 @@ def estimate_memory_usage(
         use_half: of float16 tensors; else of float32.
 
     Returns:
-        ``input_memory`` (Q, K and V), ``internal_memory`` (the log-sum-exps, and where keys are cut
-        into parts their results), ``output_memory`` (O) and ``total_memory``, their sum, in bytes;
-        ``total_memory_mb`` in units of 2^20 bytes. The total is what
-        ``torch.cuda.max_memory_allocated()`` grows by.
+        ``input_memory`` (Q, K and V), ``internal_memory`` (the log-sum-exps, and partial results if
+        keys are split), ``output_memory`` (O) and ``total_memory``, their sum, in bytes;
+        ``total_memory_mb`` in units of 2^20 bytes. ``torch.cuda.max_memory_allocated()`` grows by
+        the total.
 
     Raises:
-        TypeError, ValueError: a number is no int >= 1, or above 2^29 - 1.
+        TypeError, ValueError: a number is not an int >= 1, or above 2^29 - 1.
 
     Example::
 
@@ -102,7 +102,7 @@ def estimate_memory_usage(
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuses what is no int >= 1."""
+    """Refuses everything but ints >= 1."""
     for name, size in sizes.items():
         validate.count(name, size, 1)
 
@@ -110,11 +110,11 @@ def check_sizes(**sizes: int) -> None:
 def _check_limit(**sizes: int) -> None:
     for name, size in sizes.items():
         if size > MOST_SIZE:
-            raise ValueError(f"{name} is {size}; the library counts up to {MOST_SIZE}")
+            raise ValueError(f"{name} is {size}; at most {MOST_SIZE} is supported")
 
 
 def check_shared_memory(bc: int, br: int, head_dim: int, element: int, there: int) -> None:
-    """Refuses a pair whose tiles, Br rows of Q, and Bc of K and of V, have no room."""
+    """Refuses a pair whose tiles, Br rows of Q and Bc of K and of V, exceed shared memory."""
     row = head_dim * element
     needed = row * (br + 2 * bc)
     if needed <= there:
@@ -123,6 +123,6 @@ def check_shared_memory(bc: int, br: int, head_dim: int, element: int, there: in
     largest_bc = max(1, min(bc, rows * bc // (br + 2 * bc), (rows - 1) // 2))
     raise ValueError(
         f"Bc={bc}, Br={br} needs {needed} bytes of shared memory for tiles of Q, K and V with head "
-        f"dim {head_dim}, and the GPU has {there} a CTA; the largest pair of such a shape is "
+        f"dim {head_dim}, and the GPU has {there} per CTA; the largest pair of this shape is "
         f"Bc={largest_bc}, Br={min(br, rows - 2 * largest_bc)}"
     )

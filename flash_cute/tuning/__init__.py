@@ -1,6 +1,6 @@
-"""Measuring which kernel is the fastest for calls of some sizes, and using what was measured.
+"""Measures which kernel is the fastest for calls of some sizes, and writes a calibration file.
 
-docs/tuning.md tells how. Nothing here runs unless it is called.
+docs/tuning.md explains it. Nothing here runs by itself.
 """
 
 from flash_cute.kernels.calibration import Loaded, Miss, load, use_calibration

@@ -1,4 +1,4 @@
-"""Measure, derive rules, judge them on other shapes, and write what pays."""
+"""The tuner: measures kernels, derives rules, validates them on other shapes, and writes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flash_cute.tuning.clock import Clock, CudaClock, check_plain
 from flash_cute.tuning.report import Report
 
 _log = logging.getLogger("flash_cute")
-_VALIDATION, _UNSEEN = 5 / 4, 23 / 16  # times the lengths of what is fitted
-_SHORT = 64  # lengths below stay as they are
+_VALIDATION, _UNSEEN = 5 / 4, 23 / 16  # factors of the fitted problems' lengths
+_SHORT = 64  # shorter lengths are not scaled
 
 
 def autotune(
@@ -34,41 +34,40 @@ def autotune(
     gpu: Gpu | str | None = None,
     progress: Callable[[int, int, Problem], None] | None = None,
 ) -> Report:
-    """Measures every kernel that can do the problems, and writes a calibration file if it pays.
+    """Measures all kernels that support the problems, and writes a calibration file if that pays.
 
-    Where the usual kernel of a forward has few tiles, it and its alternatives are also measured
-    with the values of ``num_splits`` and ``pack_gqa`` that they can have: powers of two.
+    If the default kernel of a forward has few tiles, it and its alternatives are also measured with
+    their possible values of ``num_splits`` and ``pack_gqa``: powers of two.
 
-    Calls use the file after :func:`flash_cute.kernels.use_calibration`, never by themselves. While
-    this runs, no call of this process uses a calibration, and :func:`flash_cute.kernels.only`
-    around it holds for nothing.
+    Calls use the file only after :func:`flash_cute.kernels.use_calibration`. While this runs, no
+    call of this process uses a calibration, and :func:`flash_cute.kernels.only` around it has no
+    effect.
 
     Args:
         problems: dense calls, full or causal, to which rules are fitted.
-        validation: shapes that decide which rules are kept. By default the same with lengths times
-            5/4, or divided by that where times leads to another bucket.
-        unseen: shapes that the report is about, and that decide whether the file is written. By
-            default lengths times 23/16. Shapes that stand in ``problems`` or ``validation`` are
-            left out.
+        validation: shapes that decide which rules are kept. By default the problems with lengths
+            times 5/4, or divided by it if the product is in another bucket.
+        unseen: shapes of the report, which decide whether the file is written. By default lengths
+            times 23/16. Shapes in ``problems`` or ``validation`` are left out.
         path: the file; by default ``$FLASH_CUTE_CALIBRATION``, or
-            ``~/.cache/flash_cute/calibration.json``. What it holds of other buckets stays.
-        rounds: turns of each choice, interleaved; the median counts.
-        clock: where times come from; by default :class:`flash_cute.tuning.clock.CudaClock`.
-        gpu: what the times of another clock are of: a :class:`flash_cute.kernels.Gpu`, or a name in
+            ``~/.cache/flash_cute/calibration.json``. Its other buckets are kept.
+        rounds: turns of each choice, interleaved; the median is used.
+        clock: the source of times; by default :class:`flash_cute.tuning.clock.CudaClock`.
+        gpu: the GPU of another clock's times: a :class:`flash_cute.kernels.Gpu`, or a name in
             ``flash_cute.kernels.GPUS``.
-        progress: called with problems done, their number, and the problem that is next.
+        progress: called with the number of finished problems, of all problems, and the next one.
 
     Returns:
-        A :class:`flash_cute.tuning.Report`; ``print`` shows it. Where the file could not be written
-        in the end, as another process keeps it locked, say, its ``not_written`` says why, and so
+        A :class:`flash_cute.tuning.Report`; ``print`` shows it. If the file could not be written in
+        the end, for instance because another process locked it, ``not_written`` says why, and so
         does the logger ``flash_cute``.
 
     Raises:
-        RuntimeError: there is no GPU, and no clock is given; or no kernel can do a problem.
+        RuntimeError: there is no GPU, and no clock is given; or no kernel supports a problem.
         NotImplementedError: a problem has options that the tuner does not measure.
-        ValueError: there is no problem, or something else than problems; rounds is below 1;
-            ``path`` cannot be written; ``gpu`` is unknown, or does not go with ``clock``; or the
-            clock gave a time that is not above 0.
+        ValueError: there is no problem, or something other than problems; rounds is below 1;
+            ``path`` cannot be written; ``gpu`` is unknown, or given without ``clock``; or the clock
+            gave a time that is not above 0.
 
     Example::
 
@@ -94,7 +93,7 @@ def autotune(
     for problem in everything:
         check_plain(problem)
     measured = []
-    with calibration.set_aside(), limits.limited(""):
+    with calibration.suspended(), limits.limited(""):
         for done, problem in enumerate(everything):
             if progress:
                 progress(done, len(everything), problem)
@@ -112,7 +111,7 @@ def autotune(
     buckets = {bucket: choice.entry for bucket, choice in found.items()}
     try:
         return replace(report, path=calibration.store(facts, buckets, path))
-    except (TimeoutError, ValueError) as error:  # what was measured is not lost
+    except (TimeoutError, ValueError) as error:  # the report keeps the measurements
         _log.warning("calibration not written: %s", error)
         return replace(report, not_written=str(error))
 
@@ -130,9 +129,9 @@ def _check_problems(**given: Sequence[Problem] | None) -> None:
 def _measure(problem: Problem, clock: Clock, gpu: Gpu | str | None, rounds: int) -> rules.Measured:
     default = kernels.plan(problem, gpu).kernel.id
     fitting = [row.id for row in kernels.explain(problem, gpu) if row.verdict != "refused"]
-    # Over a cache a kernel of forward is a candidate where it is the default alone.
+    # Over a cache a kernel of forward is a candidate only if it is the default.
     ids = [i for i in fitting if i == default or i.startswith(problem.op)]
-    choices = {Choice(i): Choice(i) for i in ids}  # each, and the choice that is measured for it
+    choices = {Choice(i): Choice(i) for i in ids}  # choice: the equivalent one that is measured
     if problem.op == "fwd":
         for i in _alternatives(default, ids):
             choices |= _with_numbers(problem, i, gpu)
@@ -144,7 +143,7 @@ def _measure(problem: Problem, clock: Clock, gpu: Gpu | str | None, rounds: int)
 
 
 def _alternatives(default: str, ids: Sequence[str]) -> list[str]:
-    """Kernels for Hopper that differ from the usual one in the rows of their tiles alone."""
+    """Kernels for Hopper that differ from the default one only in the rows of their tiles."""
     by_id = {kernel.id: kernel for kernel in kernels.kernels()}
 
     def kind(i: str) -> tuple[object, ...]:
@@ -155,8 +154,8 @@ def _alternatives(default: str, ids: Sequence[str]) -> list[str]:
 
 
 def _with_numbers(problem: Problem, kernel: str, gpu: Gpu | str | None) -> dict[Choice, Choice]:
-    """The kernel with each number that it can have for a forward, from 1 on in powers of two, and
-    the choice that is measured for it: where it is the estimate's, the kernel alone."""
+    """The kernel with each possible num_splits and pack_gqa for a forward, powers of two from 1 on,
+    and the choice that is measured for it: the kernel alone if the numbers are its estimate."""
     with kernels.only(kernel):
         estimate = kernels.plan(problem, gpu)
     found: dict[Choice, Choice] = {}
@@ -166,7 +165,7 @@ def _with_numbers(problem: Problem, kernel: str, gpu: Gpu | str | None) -> dict[
             try:
                 with kernels.only(kernel, **choice.numbers):
                     plan = kernels.plan(problem, gpu)
-            except RuntimeError:  # nor can it have more
+            except RuntimeError:  # larger numbers are not possible either
                 break
             found[choice] = Choice(kernel) if plan == estimate else choice
     return found

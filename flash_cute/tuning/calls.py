@@ -1,4 +1,4 @@
-"""One call of a kind and size that is measured: by the tuner, and under ncu."""
+"""Makes a call of given sizes to measure, for the tuner and for ncu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def call_of(
     op: str, dtype: str, batch: int, heads: int, heads_k: int, seqlen_q: int, seqlen_k: int,
     head_dim: int, head_dim_v: int, causal: bool, device: str = "cuda",
 ) -> Callable[[], Any]:  # fmt: skip
-    """A call on standard normal inputs: of forward, of the backward op, or over a cache."""
+    """A call on standard normal inputs: of forward, of backward, or over a cache."""
 
     def random(rows: int, count: int, dim: int) -> torch.Tensor:
         return torch.randn(batch, rows, count, dim, device=device).to(getattr(torch, dtype))

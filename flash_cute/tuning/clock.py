@@ -1,4 +1,4 @@
-"""Where the tuner's times come from."""
+"""The source of the tuner's times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flash_cute.native import library
 from flash_cute.tuning.calls import call_of
 from flash_cute.utils.timing import time_calls
 
-_REPLAYS = 3  # of a turn: its time is their median
+_REPLAYS = 3  # per turn; its time is their median
 
 
 class Clock(Protocol):
-    """Times choices; :class:`CudaClock`, or a made-up one in tests."""
+    """Times choices: :class:`CudaClock`, or a fake one in tests."""
 
     def measure(
         self, problem: Problem, choices: Sequence[Choice], rounds: int
@@ -28,9 +28,9 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """CUDA events around replays of a CUDA graph of ``calls`` calls, on the current GPU: what the
-    host takes for a call does not count. In each round every choice has its turn, in an order that
-    moves on by one, so that clocks and temperature are the same for all.
+    """CUDA events around replays of a CUDA graph of ``calls`` calls, on the current GPU: host time
+    is not included. In each round every choice has a turn, in an order that rotates by one, so that
+    clocks and temperature are the same for all.
 
     Raises:
         RuntimeError: there is no GPU, or the library has no kernels for it.
@@ -55,7 +55,7 @@ class CudaClock:
             problem.seqlen_q if problem.seqlen_k is None else problem.seqlen_k, problem.head_dim,
             problem.head_dim_v or problem.head_dim, problem.causal,
         )  # fmt: skip
-        # A kernel of forward over a cache is taken in place of one of decoding: those stay allowed.
+        # A kernel of forward over a cache replaces one of decoding: decoding's stay allowed.
         rest = [kernel.id for kernel in kernels.kernels() if kernel.op == problem.op == "decode"]
         graphs, pool = {}, torch.cuda.graph_pool_handle()
         for choice in choices:
@@ -72,11 +72,11 @@ class CudaClock:
 
 
 def _captured(call: Callable[[], Any], calls: int, pool: Any) -> torch.cuda.CUDAGraph:
-    """Graphs of a pool share memory: they run one after the other, and nobody reads results."""
+    """A graph of calls. Graphs share a memory pool: they run one by one, and results are unused."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()  # what only a first call does is no part of the graph
+        call()  # warms up before the capture
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         for _ in range(calls):
             call()
@@ -85,7 +85,7 @@ def _captured(call: Callable[[], Any], calls: int, pool: Any) -> torch.cuda.CUDA
 
 
 def check_plain(problem: Problem) -> None:
-    """Raises NotImplementedError unless the problem is one that the tuner can make inputs for."""
+    """Raises NotImplementedError unless the tuner can make inputs for the problem."""
     sizes = ("op", "dtype", "batch", "heads", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
              "head_dim_v", "causal")  # fmt: skip
     plain = Problem(**{name: getattr(problem, name) for name in sizes})

@@ -1,4 +1,4 @@
-"""What tuning found: times before and after, on shapes that nothing was fitted to."""
+"""The report of tuning: times before and after, on shapes that rules were not fitted to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from flash_cute.kernels import Problem
 from flash_cute.kernels.choice import Choice
 
-LEAST_GAIN = 1.01  # geomean of the speedups, below which nothing is changed
-WORST = 0.98  # speedup of any shape, below which nothing is changed
+LEAST_GAIN = 1.01  # the least geomean of speedups with which rules are written
+WORST = 0.98  # the least speedup of any shape with which rules are written
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One shape with the choice of the library's estimates, and with the calibrated one."""
+    """One shape with the default choice, and with the calibrated one."""
 
     problem: Problem
     before: Choice
@@ -42,14 +42,14 @@ def pays(speedups: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """``rules`` are choices by bucket; ``gains`` are of shapes that they were not fitted to."""
+    """``rules`` are choices by bucket; ``gains`` are for shapes that they were not fitted to."""
 
     rules: dict[str, Choice]
     gains: tuple[Gain, ...]
     measured: int  # problems
     seconds: float  # that tuning took
-    path: Path | None  # the file that was written; None if nothing was, as it does not pay
-    not_written: str | None = None  # why nothing was, though it pays
+    path: Path | None  # the written file; None if nothing was written
+    not_written: str | None = None  # why nothing was written although it pays
 
     @property
     def geomean(self) -> float:

@@ -1,4 +1,4 @@
-"""From measurements to few rules: a choice by bucket, kept where other shapes gain by it too."""
+"""Derives rules, a choice by bucket, from measurements; kept if other shapes gain by them, too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flash_cute.kernels import Problem
 from flash_cute.kernels.choice import Choice
 from flash_cute.tuning.report import LEAST_GAIN, WORST, Gain, geomean, pays
 
-REST = " | "  # what follows may be left out of a bucket
+REST = " | "  # a coarse bucket ends before it
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A problem, and the median milliseconds of each choice that can do it."""
+    """A problem, and the median milliseconds of each choice that supports it."""
 
     problem: Problem
     bucket: str
@@ -27,8 +27,8 @@ class Measured:
         return self.bucket.partition(REST)[0]
 
     def taken(self, choice: Choice) -> Choice:
-        """What a rule leads to: where the problem cannot have its numbers, the kernel with its own
-        estimates; where the kernel cannot do the problem, the default."""
+        """The effective choice of a rule: the kernel with its own estimates if its numbers are not
+        possible, the default if the kernel does not support the problem."""
         return next(x for x in (choice, Choice(choice.kernel), self.default) if x in self.times_ms)
 
     def speedup(self, choice: Choice) -> float:
@@ -36,10 +36,10 @@ class Measured:
 
 
 def derive(fitted: Sequence[Measured], validation: Sequence[Measured]) -> dict[str, Choice]:
-    """Rules that pay (report.pays) on validation, and make nothing fitted slower than WORST.
+    """Rules that pay (report.pays) on validation, and slow no fitted problem down below WORST.
 
-    A coarse bucket gets a rule if several buckets in it were fitted. A bucket of its own does not
-    repeat what the coarse one says.
+    A coarse bucket gets a rule if several buckets in it were fitted. A full bucket gets none if it
+    would repeat the coarse one's.
     """
     rules: dict[str, Choice] = {}
     groups: dict[str, list[Measured]] = defaultdict(list)
@@ -58,7 +58,8 @@ def derive(fitted: Sequence[Measured], validation: Sequence[Measured]) -> dict[s
 
 
 def _best(fitted: Sequence[Measured], checks: Sequence[Measured]) -> Choice | None:
-    """Numbers must gain LEAST_GAIN over estimates, as rules must: those suit more calls."""
+    """The best choice; one with numbers must gain LEAST_GAIN over the estimates, which suit more
+    calls."""
     choices = {c for x in fitted for c in x.times_ms if c.kernel.startswith(x.problem.op)}
     gains = {
         c: geomean(x.speedup(c) for x in fitted) / (LEAST_GAIN if c.numbers else 1)
@@ -72,7 +73,7 @@ def _best(fitted: Sequence[Measured], checks: Sequence[Measured]) -> Choice | No
 
 
 def apply(rules: dict[str, Choice], measured: Measured) -> Gain:
-    """What the rules do to a problem, as csrc/core/calibration.cpp applies them."""
+    """The choice of the rules for a problem, applied as in csrc/core/calibration.cpp."""
     rule = rules.get(measured.bucket) or rules.get(measured.coarse) or measured.default
     choice, times = measured.taken(rule), measured.times_ms
     return Gain(measured.problem, measured.default, choice, times[measured.default], times[choice])

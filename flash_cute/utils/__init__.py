@@ -1,1 +1,1 @@
-"""Tools beside the kernels: validation of layers, timing. Each is imported by its own path."""
+"""Validation of layers, and timing. Each tool is imported by its own path."""

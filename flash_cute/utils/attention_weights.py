@@ -1,4 +1,4 @@
-"""Multi-head attention from a layer's own weights, in fp64: what its output must equal."""
+"""The reference of an attention layer: multi-head attention from its own weights, in fp64."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NAMES = (  # of separate projections: query, key, value, output
 
 
 def projections_of(named: Mapping[str, Tensor]) -> list[Projection] | None:
-    """(weight, bias) of query, key, value and output, of a layer's parameters by name or of what
-    else has their names and shapes, such as gradients. None if there are others, or names are not
-    those of torch's or of usual layers."""
+    """(weight, bias) of query, key, value and output, from a layer's parameters by name, or from
+    tensors with their names and shapes, such as gradients. None if there are other parameters, or
+    the names are not known."""
     marks = ("in_proj_weight", "q_proj.weight")
     firsts = [name for name in named if name.endswith(marks)]
     if len(firsts) != 1:
@@ -55,7 +55,7 @@ def _separate(own: dict[str, Tensor]) -> list[Projection] | None:
 
 
 def _if_all(left: dict[str, Tensor], found: list[Projection]) -> list[Projection] | None:
-    """What was found, if the layer has nothing else."""
+    """The projections, if the layer has no other parameters."""
     return None if left else found
 
 
@@ -71,7 +71,7 @@ def attend(x: Tensor, projections: list[Projection], num_heads: int, causal: boo
     k, v = (y.repeat_interleave(num_heads // y.shape[1], 1) for y in (k, v))
     columns = torch.arange(x.shape[1], device=x.device)
     heads = []
-    for rows in columns.split(_ROWS):  # so that scores of long sequences are not all there
+    for rows in columns.split(_ROWS):  # bounds the memory of long sequences' scores
         scores = q[:, :, rows] @ k.transpose(-1, -2) * head_dim**-0.5
         if causal:
             scores = scores.masked_fill(columns > rows[:, None], float("-inf"))

@@ -1,4 +1,4 @@
-"""How any layer is called with one tensor, and where its weights are."""
+"""Calls any layer with one tensor, and finds the device and dtype of its weights."""
 
 from __future__ import annotations
 

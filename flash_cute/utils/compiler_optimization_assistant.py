@@ -21,7 +21,7 @@ def benchmark_attention_performance(
         model: takes one tensor; nn.MultiheadAttention gets it as query, key and value.
         input_shape: the input's shape, (batch, seqlen, width) for attention. Its values are normal,
             in the dtype and on the device of the model's parameters.
-        num_trials: calls that are timed, each on its own, after 3 that are not.
+        num_trials: calls that are timed one by one, after 3 warm-up calls.
 
     Returns:
         A dict: ``avg_latency``, ``median_latency``, ``min_latency`` and ``p95_latency`` in
@@ -30,7 +30,7 @@ def benchmark_attention_performance(
         CUDA events on CUDA, and of the wall clock on the CPU.
 
     Raises:
-        TypeError: ``model`` is no nn.Module, ``num_trials`` no int, or ``input_shape`` no ints.
+        TypeError: ``model`` is not an nn.Module, ``num_trials`` or a size is not an int.
         ValueError: ``num_trials`` is less than 1, or ``input_shape`` has no sizes or one below 1.
 
     Example::
@@ -55,7 +55,7 @@ def benchmark_attention_performance(
     if not shape or any(size < 1 for size in shape):
         raise ValueError(f"input_shape is {shape}; expected sizes of at least 1")
     device, dtype = device_and_dtype(model)
-    generator = torch.Generator(device).manual_seed(0)  # the global one is left alone
+    generator = torch.Generator(device).manual_seed(0)  # the global one does not change
     x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     with torch.no_grad():
         timing = time_calls(lambda: call(model, x), num_trials, device)

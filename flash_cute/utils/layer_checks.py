@@ -13,7 +13,7 @@ from flash_cute.utils.tolerance import Tolerance, with_signs
 
 Run = Callable[[Tensor], Tensor]
 Equality = Callable[[str, Tensor, Tensor], None]
-"""Raises AssertionError, with the name of what is compared."""
+"""Raises AssertionError with the first argument's name unless the tensors are equal."""
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _STEPS = (1e-5, 1e-4)  # of a parameter's root mean square, for differences in fp64
@@ -32,7 +32,7 @@ def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 def without_dropout(layer: nn.Module) -> nn.Module:
-    """The layer, of which no probability of dropout is left: modules', and numbers of its name."""
+    """The layer with all dropout switched off: of modules, and of attributes named dropout."""
     for module in layer.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
@@ -59,14 +59,14 @@ def check_finite(name: str, x: Tensor) -> None:
 
 
 def check_lengths(run: Run, inputs: Sequence[Tensor], width: int, equal: Equality) -> None:
-    """Right shapes and finite, repeatable values, each of which follows its own input."""
+    """Outputs have the right shapes, are finite and repeatable, and depend on their own input."""
     check_shapes(run, inputs, width)
     for x in inputs:
         out = run(x)
         check_finite(f"the output of {tuple(x.shape)}", out)
         equal(f"a second output of {tuple(x.shape)}", run(x), out)
         noise = normal(x.shape, x.device, x.dtype).flip(0, -1)
-        # One sum of few bits may be what it was, by chance or beside a bias; several are not.
+        # One sum in a short dtype may stay the same by chance, or by a large bias; several do not.
         changed = [(run(x + 4**n * noise.roll(n)) != out).any(-1) for n in range(4)]
         count = int((~torch.stack(changed).any(0)).sum())
         expect(count == 0, f"{count} rows of the output of {tuple(x.shape)} ignore their input")
@@ -85,13 +85,13 @@ def check_modes(layer: nn.Module, run: Run, x: Tensor, equal: Equality) -> None:
 
 
 def check_layouts(run: Run, inputs: Sequence[Tensor], equal: Equality) -> None:
-    """Views give what the same values give in contiguous memory."""
+    """Outputs of views equal those of contiguous copies."""
     for x in inputs:
         equal(f"the output of strides {x.stride()}", run(x), run(x.contiguous()))
 
 
 def check_batch(run: Run, x: Tensor, tolerance: Tolerance, chunk: int = 1) -> None:
-    """Entries alone, or a few together, give what they give beside others."""
+    """Outputs of batch entries do not depend on the other entries."""
     out = run(x)
     typical = tolerance.typical(out[:chunk], lambda draw: run(with_signs(x, draw)))
     for i in range(0, len(x), chunk):
@@ -100,7 +100,7 @@ def check_batch(run: Run, x: Tensor, tolerance: Tolerance, chunk: int = 1) -> No
 
 
 def check_attends(run: Run, x: Tensor) -> None:
-    """The last token, which any mask lets see the others, changes with them."""
+    """The last token's output depends on the other tokens, under any mask."""
     other = torch.cat([x[:, :-1].flip(-1), x[:, -1:]], dim=1)
     change = (run(other)[:, -1] - run(x)[:, -1]).abs().max()
     expect(bool(change > 0), "the last token's output does not depend on other tokens")
@@ -116,7 +116,7 @@ def check_affine(run: Run, pair: Tensor, tolerance: Tolerance) -> None:
 
 
 def check_gradients(layer: nn.Module, run: Run, x: Tensor) -> None:
-    """They are there and finite, of the input and of every parameter that requires one."""
+    """The input and every parameter that requires grad get finite gradients."""
     x = x.clone().requires_grad_()
     out = run(x)
     expect(out.requires_grad, "the output has no gradient")
@@ -132,8 +132,8 @@ def check_gradients(layer: nn.Module, run: Run, x: Tensor) -> None:
 
 
 def check_differences(layer: nn.Module, run_of: Callable[[nn.Module], Run], x: Tensor) -> None:
-    """Gradients are quotients of differences, in evaluation and in training without dropout, of a
-    copy in fp64. Passed over are layers that refuse fp64, and functions that are not smooth."""
+    """Gradients equal finite differences of a copy in fp64, in evaluation and in training without
+    dropout. Layers that refuse fp64, and functions that are not smooth, are skipped."""
     for training in (False, True):
         exact = without_dropout(copied(layer).double()).train(training)
         run = run_of(exact)

@@ -1,5 +1,5 @@
-"""Whether a layer's results and gradients are those of its own weights in fp64, in every situation
-that a layer meets: sizes, layouts, magnitudes, modes, dtypes."""
+"""Compares a layer's results and gradients with a reference of its own weights in fp64, for many
+sizes, layouts, magnitudes, modes and dtypes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYOUTS = ("transposed", "by columns", "strided", "expanded", "offset")
 
 @dataclass(frozen=True)
 class Reference:
-    """What a layer must compute: ``forward(x, weights)`` in fp64, and how what has the names and
-    shapes of its parameters falls into parts of one magnitude, (weight, bias or None) by name."""
+    """What a layer must compute: ``forward(x, weights)`` in fp64; and a function that splits its
+    parameters, or their gradients, into parts of one magnitude, (weight, bias or None) by name."""
 
     forward: Callable[[Tensor, Weights], Tensor]
     parts: Callable[[Weights], dict[str, tuple[Tensor, Tensor | None]]]
@@ -30,7 +30,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Trial:
-    """A situation: the input's shape, layout and magnitude, and whether gradients are compared."""
+    """A trial: the input's shape, layout and magnitude, and whether gradients are compared."""
 
     shape: tuple[int, ...]
     layout: str = "contiguous"
@@ -51,7 +51,7 @@ class Trial:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values in other memory; all entries are the first if it is expanded."""
+    """The same values in another memory layout; an expanded one repeats the first entry."""
     if layout == "transposed":
         return x.transpose(0, -2).contiguous().transpose(0, -2)
     if layout == "by columns":
@@ -66,8 +66,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def trials_of(
     base: tuple[int, ...], others: Iterable[Trial], dtype: torch.dtype, rounds: bool
 ) -> list[Trial]:
-    """Of the layer's own dtype in evaluation, then in training, then in other dtypes. ``base`` is
-    the first. Large inputs, whose scores rounding spreads, are left to layers that do not round."""
+    """Trials in the layer's own dtype in evaluation, then in training, then in other dtypes.
+    ``base`` is the first. Layers that round get no large inputs, whose scores amplify rounding."""
     exact = dtype in (torch.float64, torch.float32) and not rounds
     own = [Trial(base), *(Trial(base, layout) for layout in LAYOUTS), *others]
     own += [Trial(base, scale=scale) for scale in ((4.0, 0.01) if exact else (0.01,))]
@@ -82,7 +82,7 @@ def check_values(
     layer: nn.Module, run_of: Callable[[nn.Module], Run], trials: list[Trial],
     references: list[Reference], tolerance: Tolerance,
 ) -> str | None:  # fmt: skip
-    """One of the references must hold in all trials. Returns why none was tried, or None."""
+    """Checks that one reference holds in all trials. Returns why none was tried, or None."""
     if not references:
         return "the layer's weights are not recognised"
     failures = []
@@ -102,8 +102,8 @@ def compare(
     layer: nn.Module, run_of: Callable[[nn.Module], Run], trial: Trial, reference: Reference,
     tolerance: Tolerance,
 ) -> None:  # fmt: skip
-    """Raises AssertionError unless output and gradients are the reference's. Passed over are dtypes
-    that the layer refuses, and training if it is random for other reasons than dropout."""
+    """Raises AssertionError unless output and gradients are the reference's. Skips dtypes that the
+    layer refuses, and training if it is random for other reasons than dropout."""
     first = next(p for p in layer.parameters() if p.is_floating_point())
     dtype = trial.dtype or first.dtype
     if trial.training or trial.dtype is not None:
@@ -122,7 +122,7 @@ def compare(
         return
     ideal = results(reference.forward, x, weights, trial, exact=True)
 
-    def equal(name: str, of: Callable[[Results], Tensor | None], beside: float = 0.0) -> None:
+    def equal(name: str, of: Callable[[Results], Tensor | None], related: float = 0.0) -> None:
         def alike(draw: torch.Generator) -> Tensor:
             found = of(results(reference.forward, x, weights, trial, exact=True, signs=draw))
             assert found is not None
@@ -130,7 +130,7 @@ def compare(
 
         mine, right = of(given), of(ideal)
         if mine is not None and right is not None:
-            tolerance.equal(name, mine, right, beside, tolerance.typical(right, alike))
+            tolerance.equal(name, mine, right, related, tolerance.typical(right, alike))
 
     equal(f"the output of {trial}", lambda found: found.out)
     if trial.gradients:
@@ -149,8 +149,8 @@ def results(
     run: Callable[..., Tensor], x: Tensor, weights: Weights, trial: Trial, exact: bool = False,
     signs: torch.Generator | None = None,
 ) -> Results:  # fmt: skip
-    """Output and gradients; if ``exact``, of a function of fp64 copies of input and weights; of an
-    input and a gradient with random signs, if they are to be drawn."""
+    """Output and gradients; if ``exact``, with fp64 copies of input and weights; with a generator
+    ``signs``, input and gradient get random signs."""
     wanted = [name for name, p in weights.items() if p.requires_grad]
     dtype = x.dtype
     x = x if signs is None else with_signs(x, signs)
@@ -164,7 +164,7 @@ def results(
         return Results(out.detach(), None, {})
     expect(out.requires_grad, "the output has no gradient")
     grad_out = normal(tuple(out.shape), out.device, dtype).to(out.dtype)
-    if trial.layout != "contiguous":  # as sum().backward() gives it, but in its last dimension
+    if trial.layout != "contiguous":  # expanded, as sum() makes it, but in the last dimension
         grad_out = grad_out[:1].expand(out.shape)
     grad_out = grad_out if signs is None else with_signs(grad_out, signs)
     found = torch.autograd.grad(
@@ -176,8 +176,8 @@ def results(
 def _compare_parts(
     trial: Trial, ideal: Weights, reference: Reference, equal: Callable[..., None]
 ) -> None:
-    """Each projection on its own, as their gradients differ in size; but gradients that cancel to
-    nothing, as those of a bias of keys do, are measured by the others."""
+    """Compares each projection separately, as their gradients differ in size; but gradients that
+    cancel to 0, as the key bias's does, are measured relative to the others."""
     right = reference.parts(ideal)
     largest = max(
         (largest_of(t) for pair in right.values() for t in pair if t is not None),

@@ -1,4 +1,4 @@
-"""Deep copies of models, which torch refuses if a module keeps a result of its last forward."""
+"""Deep copies of models; torch refuses them if a module keeps a result of its last forward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def copied(model: T, memo: dict[int, Any] | None = None) -> T:
-    """``copy.deepcopy(model, memo)``, in which results that anything in a model keeps, attributes,
-    lists, buffers or other objects, are copied as values, without the graph that made them."""
+    """``copy.deepcopy(model, memo)``, which copies stored results (in attributes, lists, buffers or
+    other objects) as values, without their autograd graph."""
     with _ResultsAsValues():
         return copy.deepcopy(model, memo)
 
 
 class _ResultsAsValues(TorchFunctionMode):
-    """Inside, tensors that torch's own deep copy refuses have one: results, compressed layouts."""
+    """Inside, tensors can be deep-copied that torch refuses: results, compressed layouts."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:

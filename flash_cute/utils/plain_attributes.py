@@ -1,4 +1,4 @@
-"""What a module holds where torch does not look: in plain attributes, lists, tuples and dicts."""
+"""Finds values and modules that torch does not see: in plain attributes, lists, tuples, dicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(attribute, value) of what is no parameter, buffer or module of its, and of what is in its
-    attributes' lists, tuples, sets and dicts."""
+    """(attribute, value) of a module's plain attributes, and of the entries of lists, tuples, sets
+    and dicts in them."""
     left = [(name, x) for name, x in vars(module).items() if name not in _REGISTERED]
     seen: set[int] = set()
     while left:
@@ -25,8 +25,8 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path of the attribute, module) of modules that such values are or have inside, each once.
-    Those that are a module of the model under another name are there, too."""
+    """(path of the attribute, module) of modules in plain attributes, and of their children, each
+    once. Some may be registered in the model under another name."""
     left = list(model.named_modules())
     seen: set[nn.Module] = set()
     while left:

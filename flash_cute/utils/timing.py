@@ -1,4 +1,4 @@
-"""How long a call takes: CUDA events on CUDA, the wall clock on the CPU."""
+"""Times calls by CUDA events on CUDA, and by the wall clock on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Timing:
         return min(self.times_ms)
 
     def percentile(self, share: float) -> float:
-        """The least time that ``share`` of the calls do not exceed, ``share`` in (0, 1]."""
+        """The time that the fraction ``share``, in (0, 1], of the calls does not exceed."""
         return sorted(self.times_ms)[math.ceil(share * len(self.times_ms)) - 1]
 
 
@@ -43,8 +43,8 @@ def time_calls(
 ) -> Timing:
     """Times ``calls`` calls of ``run`` one by one, after ``warmup`` calls that do not count.
 
-    On CUDA the calls are queued without waiting for each other, so a time is the device's, or the
-    host's where that is slower.
+    On CUDA the calls are queued without synchronisation, so a time is the device's, or the host's
+    if that is slower.
     """
     for _ in range(warmup):
         run()

@@ -1,4 +1,4 @@
-"""Whether a layer does what attention, or a linear layer, must do."""
+"""Validates attention layers and linear layers."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _PARTS = ("query ", "key ", "value ", "output ")
 _LINEAR = {"weight", "bias"}
 
 Check = Callable[[], str | None]
-"""Raises AssertionError if it fails; returns why it was left out, or None."""
+"""Raises AssertionError if it fails; returns why it was skipped, or None."""
 
 
 class ComponentValidator:
-    """Runs layers, and checks what comes out: sizes, finite values, gradients, values.
+    """Runs layers, and checks their outputs: sizes, finite values, gradients, values.
 
-    A layer is validated as a copy in evaluation mode, so that its parameters, gradients and mode,
-    and torch's random state, are as before. Autocast is off then, and products of fp32 are whole,
-    whatever ``torch.set_float32_matmul_precision`` says.
+    It validates a copy of a layer in evaluation mode, so that the layer's parameters, gradients and
+    mode, and torch's random state, do not change. Autocast is off, and fp32 products are in full
+    precision, whatever ``torch.set_float32_matmul_precision``.
 
     Args:
-        device: where copies run; None is the device of each layer's parameters.
+        device: of the copies; None is the device of each layer's parameters.
 
     Raises:
-        ValueError: torch has no such device here.
+        ValueError: the device is not available.
 
     Example::
 
@@ -74,23 +74,22 @@ class ComponentValidator:
         The checks: ``sizes`` (d_model is a multiple of num_heads, and the layer has no others),
         ``shape`` and ``dtype`` of the output, other ``lengths``, up to 515 tokens, ``finite``
         values, ``repeatable`` outputs, ``modes`` (the same without gradients; nothing is written
-        to), ``layouts`` of the input, ``gradients`` (of the input and of every parameter: there and
-        finite, the input's not 0), ``batch`` (entries do not see each other), ``attends`` (tokens
-        see each other), and ``values``: outputs and all gradients equal softmax attention, full or
-        causal, of the layer's own weights in fp64. They are compared for up to 2,100 tokens and 70
-        sequences, in evaluation and without dropout in training, in fp64, fp32, bf16 and fp16 as
-        far as the layer takes them. Weights are found if they are the layer's only parameters
-        and bear the names of nn.MultiheadAttention, or ``q_proj, k_proj, v_proj, out_proj``; heads
-        of keys may be fewer. Values of other layers are not compared, nor of those that have a
-        ``sparsity_ratio`` above 0, a window, a softcap or a ``softmax_scale``: their gradients are
-        held to quotients of differences, but with a ``sparsity_ratio``. Layers that round to fp8
-        may be off by 0.4 of the largest element.
+        to), ``layouts`` of the input, ``gradients`` (of the input and every parameter: they exist
+        and are finite, the input's is not 0), ``batch`` (entries do not affect each other),
+        ``attends`` (tokens affect each other), and ``values``: outputs and all gradients equal
+        softmax attention, full or causal, with the layer's own weights in fp64. They are compared
+        for up to 2,100 tokens and 70 sequences, in evaluation and without dropout in training, in
+        those of fp64, fp32, bf16 and fp16 that the layer supports. Weights are recognised if they
+        are the layer's only parameters, named as in nn.MultiheadAttention, or ``q_proj, k_proj,
+        v_proj, out_proj``; there may be fewer kv heads. Values of other layers are not compared,
+        nor of layers with a ``sparsity_ratio`` above 0, a window, a softcap or a ``softmax_scale``:
+        their gradients are compared with finite differences, except with a ``sparsity_ratio``.
+        Layers that round to fp8 may be off by 0.4 of the largest element.
 
         Args:
-            attention_layer: takes one tensor; nn.MultiheadAttention itself and outputs that are
-                tuples are understood.
+            attention_layer: takes one tensor; or nn.MultiheadAttention. Outputs may be tuples.
             d_model: width of input and output.
-            num_heads: heads that share it.
+            num_heads: the layer's heads.
 
         Returns:
             A dict: ``passed``, bool; ``checks``, a dict of ``{"passed": bool or None, "detail":
@@ -98,7 +97,7 @@ class ComponentValidator:
             str; ``component``, ``device`` and ``dtype``, str.
 
         Raises:
-            TypeError, ValueError: the layer is no nn.Module, or a size no int of at least 1.
+            TypeError, ValueError: the layer is not an nn.Module, or a size not an int >= 1.
         """
         _check_counts(d_model=d_model, num_heads=num_heads)
         layer, device, dtype = self._copy(attention_layer)
@@ -129,13 +128,13 @@ class ComponentValidator:
 
         The checks: ``shape`` and ``dtype`` of the output, inputs of other ``lengths`` and numbers
         of dimensions, ``finite`` values, ``repeatable`` outputs, ``modes``, ``layouts``,
-        ``gradients`` (of the input and of every parameter), ``batch`` (each of 300 rows is what it
-        is among four), and ``values``: outputs and all gradients equal ``x @ weight.T + bias`` in
-        fp64, up to 4,100 rows (gradients: 630), if ``weight`` (out_features, in_features) and
-        ``bias`` are the layer's only parameters; of other layers gradients are held to quotients of
-        differences. All must be ``affine`` in x. Layers that round to fp8 may be off by 0.4 of the
-        largest element, those that round to bf16 by 0.06; of fewer than 64 elements, whose sums may
-        cancel, of the largest that inputs with other signs give.
+        ``gradients`` (of the input and of every parameter), ``batch`` (each of 300 rows has the
+        result that it has among four), and ``values``: outputs and all gradients equal ``x @
+        weight.T + bias`` in fp64, up to 4,100 rows (gradients: 630), if ``weight`` (out_features,
+        in_features) and ``bias`` are the layer's only parameters; gradients of other layers are
+        compared with finite differences. All must be ``affine`` in x. Layers that round to fp8 may
+        be off by 0.4 of the largest element, those that round to bf16 by 0.06; with fewer than 64
+        elements, whose sums may cancel, of the largest one for inputs with other signs.
 
         Returns:
             A dict as :meth:`validate_attention_component`'s.
@@ -183,7 +182,7 @@ def _check_counts(**sizes: int) -> None:
 
 
 def _run_of(layer: nn.Module) -> Run:
-    """The layer on (batch, seqlen, d_model), or on rows."""
+    """Calls the layer on (batch, seqlen, d_model), or on rows."""
 
     def run(x: Tensor) -> Tensor:
         if getattr(layer, "batch_first", True):
@@ -202,7 +201,7 @@ def _results(
     references: list[Reference],
     trials: list[Trial],
 ) -> dict[str, Any]:
-    """The checks that all components share, and ``more``."""
+    """Runs the checks that all components share, and ``more``."""
     run, tolerance = _run_of(layer), Tolerance.of(layer)
     equal = tolerance.equal
     views = [laid_out(x, layout) for layout in LAYOUTS]
@@ -234,7 +233,7 @@ def _results(
 def _outcome(check: Check) -> dict[str, Any]:
     try:
         left_out = check()
-    except Exception as error:  # whatever a broken layer raises is a failure of its own
+    except Exception as error:  # any error of a broken layer fails the check
         return {"passed": False, "detail": f"{type(error).__name__}: {error}"}
     if left_out is not None:
         return {"passed": None, "detail": left_out}
@@ -254,8 +253,8 @@ def _check_batches(run: Run, few: Tensor, many: Tensor, tolerance: Tolerance) ->
 
 
 def _check_gradients(layer: nn.Module, run: Run, x: Tensor, compared: bool) -> None:
-    """There and finite; those that no reference tells are quotients of differences, but of layers
-    that round, or choose keys by their scores: these are not smooth."""
+    """Gradients exist and are finite; without a reference they equal finite differences, unless the
+    layer rounds, or chooses keys by their scores, which is not smooth."""
     generic.check_gradients(layer, run, x)
     chooses = any(bool(getattr(m, "sparsity_ratio", 0)) for m in layer.modules())
     if not compared and not chooses and Tolerance.of(layer).least == 0:
@@ -263,7 +262,7 @@ def _check_gradients(layer: nn.Module, run: Run, x: Tensor, compared: bool) -> N
 
 
 def _attention_references(layer: nn.Module, num_heads: int) -> list[Reference]:
-    """Full and causal attention of the layer's weights; nothing if they are not recognised."""
+    """Full and causal attention with the layer's weights; empty if they are not recognised."""
     weights = dict(layer.named_parameters())
     if projections_of(weights) is None or any(map(_has_rules, layer.modules())):
         return []
@@ -287,7 +286,7 @@ def _parts_of_attention(named: Weights) -> dict[str, tuple[Tensor, Tensor | None
 
 
 def _has_rules(module: nn.Module) -> bool:
-    """Whether a layer of flash_cute says that its scores are not those of plain attention."""
+    """Whether a layer of flash_cute has options with which it is not plain attention."""
     score = getattr(module, "score", None)
     rules = score if isinstance(score, dict) else {}
     return (
@@ -299,7 +298,7 @@ def _has_rules(module: nn.Module) -> bool:
 
 
 def _linear_references(layer: nn.Module, in_features: int, out_features: int) -> list[Reference]:
-    """Of a layer whose only parameters are ``weight`` and, perhaps, ``bias``."""
+    """The reference of a layer whose only parameters are ``weight`` and maybe ``bias``."""
     named = dict(layer.named_parameters())
     weight = named.get("weight")
     if weight is None or weight.shape != (out_features, in_features) or named.keys() - _LINEAR:

@@ -54,7 +54,7 @@ def test_options_of_flash_cute_exist():
         assert missing == [], words
 
 
-def test_a_block_that_fails_is_told(tmp_path, monkeypatch, capsys):
+def test_a_failing_block_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(try_commands, "PAGES", ("page.md",))
     monkeypatch.setattr(try_commands, "ROOT", tmp_path)
     page = tmp_path / "page.md"
@@ -75,6 +75,6 @@ def test_files_that_git_tracks_are_copied(tmp_path):
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= len(listed.splitlines())
 
 
-def test_it_says_what_it_takes():
+def test_help_lists_the_options():
     command = [sys.executable, ROOT / "tools" / "try_commands.py", "--help"]
     assert "--gpu" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

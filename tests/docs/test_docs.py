@@ -126,7 +126,7 @@ def test_tables_of_several_gpus_are_those_of_their_json():
         assert "\n".join(table(json.loads(file.read_text())["rows"], ranks)) in page
 
 
-def test_every_result_stands_behind_something():
+def test_every_result_on_the_page_has_a_record():
     text = "".join((ROOT / page).read_text() for page in PAGES)
     results = sorted((ROOT / "benchmarks" / "results").iterdir())
     assert [p.name for p in results if f"benchmarks/results/{p.name})" not in text] == []

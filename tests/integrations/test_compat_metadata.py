@@ -49,7 +49,7 @@ def test_it_is_found_between_install_and_uninstall_if_asked():
     assert "flash_attn" not in importlib.metadata.packages_distributions()
 
 
-def test_what_else_is_asked_of_a_distribution():
+def test_other_queries_of_the_distribution():
     compat.install(metadata=True)
     it = importlib.metadata.distribution("flash-attn")
     assert it.metadata["Name"] == "flash-attn" and it.version == flash_attn.__version__

@@ -325,7 +325,7 @@ def test_on_cuda(cuda, dtype, dropout_p):
 
 
 @pytest.mark.parametrize("name", ["seqused_k", "alibi_slopes"])
-def test_arguments_that_backward_is_not_told_of(device, name):
+def test_arguments_that_aten_does_not_pass_to_backward(device, name):
     """Their gradients would be those of a call without them."""
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     q = torch.randn(18, 4, 16, dtype=dtype, device=device, requires_grad=True)

@@ -51,7 +51,7 @@ def test_no_backend_is_switched_off_or_on(off):
         ([EFFICIENT, FLASH, CUDNN, MATH, OTHER], [EFFICIENT, FLASH, CUDNN, MATH, OTHER]),
     ],
 )
-def test_flash_attention_is_asked_before_cudnn(order, expected):
+def test_flash_attention_is_tried_before_cudnn(order, expected):
     """And the others as before: what it does not take goes where torch would send it."""
     internals.settle_sdp_order()
     internals.set_sdp_order(order)

@@ -245,7 +245,7 @@ class TestRefusals:
         def attend(q):
             return integration.attention(layer, q, q, q, None)[0]
 
-        with pytest.raises(Exception, match="does not tell attention its sliding window"):
+        with pytest.raises(Exception, match="does not pass its sliding window"):
             attend(torch.randn(1, 4, 9, 8))
 
     def test_models_without_flash_attention(self):

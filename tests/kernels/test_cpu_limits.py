@@ -13,7 +13,7 @@ from cpu_oracle import assert_bounded, qkv, randn
 from flash_cute import reference
 from flash_cute.cpu import odd, plain, streaming, tiles, varlen
 from flash_cute.cpu.kvcache import Place, Rotary
-from flash_cute.cpu.odd import Odd, is_usual
+from flash_cute.cpu.odd import NonFinite, is_in_range
 from flash_cute.ops.typed import FwdCall
 
 
@@ -80,13 +80,13 @@ def test_any_rule_takes_tiles(rule):
 
 @pytest.mark.parametrize("value", [2.0**50, -(2.0**50), 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_numbers_up_to_2_to_the_50_are_usual(value: float, dtype: torch.dtype):
+def test_numbers_up_to_2_to_the_50_are_in_range(value: float, dtype: torch.dtype):
     x = torch.zeros(2, 3, 1, 4, dtype=dtype)
     x[1, 2, 0, 3] = value
-    assert is_usual(x) and Odd.of(False, (x,), x, x) is None
+    assert is_in_range(x) and NonFinite.of(False, (x,), x, x) is None
     x[1, 2, 0, 3] = value * (1 + 2.0**-7) if abs(value) > 1 else math.nan
-    assert not is_usual(x)
-    found = Odd.of(False, (x,), torch.zeros_like(x), torch.zeros_like(x))
+    assert not is_in_range(x)
+    found = NonFinite.of(False, (x,), torch.zeros_like(x), torch.zeros_like(x))
     assert found is not None and found.row.nonzero().tolist() == [[1, 2, 0]]
 
 
@@ -99,13 +99,13 @@ GRAIN = odd._GRAIN
 def test_every_element_is_looked_at(size: int):
     """However many there are: the first and the last, and those beside each border."""
     x = torch.zeros(size)
-    assert is_usual(x)
+    assert is_in_range(x)
     step = GRAIN - 1
     places = {0, size - 1, size // 2, *(i for n in range(1, 9) for i in (n * step - 1, n * step))}
     for place in sorted(i for i in places if i < size):
         for bad in (math.nan, -math.inf, 2.0**51):
             x[place] = bad
-            assert not is_usual(x) and not is_usual(x.view(1, -1).T)
+            assert not is_in_range(x) and not is_in_range(x.view(1, -1).T)
         x[place] = 0
 
 

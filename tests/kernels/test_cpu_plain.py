@@ -132,7 +132,7 @@ def test_a_gradient_of_lse_takes_tiles(calls):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 1e38])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize(("heads", "causal"), [(2, False), (2, True), (4, True)])
-def test_odd_numbers_follow_the_oracle(where, poison, heads, causal):
+def test_non_finite_numbers_follow_the_oracle(where, poison, heads, causal):
     """NaN, infinities and overflow where IEEE arithmetic over visible pairs has them; all else has
     the bits that it has where the odd row holds 0."""
     tensors = dict(zip("qkv", qkv(2, 48, 48, heads=heads), strict=True))
@@ -162,7 +162,7 @@ def test_odd_numbers_follow_the_oracle(where, poison, heads, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_odd_gradients_and_statistics_stay_in_their_rows(causal):
+def test_non_finite_gradients_and_statistics_stay_in_their_rows(causal):
     """A dout that is not finite, and a row that forward says saw nothing."""
     q, k, v = qkv(2, 40, 40)
     out, lse, *_ = cpu_calls.fwd(q, k, v, is_causal=causal)

@@ -193,7 +193,7 @@ def test_the_largest_numbers_of_hidden_keys_reach_nothing(cuda, value, allow_tf3
         torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_a_nan_of_the_gpu_stays_one_beside_infinity(cuda):
+def test_a_nan_on_the_gpu_stays_nan_with_infinities(cuda):
     inputs = make_inputs(Case(seqlen_q=64, seqlen_k=64), cuda)
     made = torch.zeros(1, device=cuda) / torch.zeros(1, device=cuda)
     v = inputs.v.clone()

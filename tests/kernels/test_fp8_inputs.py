@@ -284,7 +284,7 @@ BAD = {
     "no fp8": (
         dict.fromkeys("qkv", torch.bfloat16) | {"k_descale": 1.0},
         ValueError,
-        "descales and out_dtype go with fp8 q and k",
+        "descales and out_dtype need fp8 q and k",
     ),
     "out_dtype": ({"out_dtype": torch.float64}, TypeError, "out_dtype is torch.float64"),
     "a string": ({"q_descale": "1"}, TypeError, "q_descale is str"),

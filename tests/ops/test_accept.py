@@ -84,7 +84,7 @@ def test_names_of_sinks(device, function, name):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_hints_and_features_that_are_not_asked_for(device, function):
+def test_hints_and_disabled_features_are_accepted(device, function):
     arguments = good_arguments(function, device)
     hints = {"num_splits": 1, "pack_gqa": None, "sm_margin": 0, "q_descale": None, "qv": None}
     out, lse = call(function, arguments, **hints, return_softmax_lse=True)

@@ -17,7 +17,7 @@ CALLS = {
     "varlen_kvpacked_func": flash_cute.flash_attn_varlen_kvpacked_func,
 }
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "lengths": ({"cu_seqlens_q": (5, 3, 0)}, r"cu_seqlens_q\[0\] is 5; .*cumsum.*said once"),
+    "lengths": ({"cu_seqlens_q": (5, 3, 0)}, r"cu_seqlens_q\[0\] is 5; .*cumsum.*given once"),
     "lengths of keys": ({"cu_seqlens_k": (5, 3, 0)}, r"cu_seqlens_k\[0\] is 5; .*cumsum"),
     "lengths behind 0": ({"cu_seqlens_q": (0, 3, 5)}, r"cu_seqlens_q sums up to the 8 rows"),
     "falling lengths": ({"cu_seqlens_k": (0, 5, 3)}, r"cu_seqlens_k\[1:3\] is \[5, 3\]; .*ascend"),
@@ -25,22 +25,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seqlens_q": (0, 5, 9)},
         r"cu_seqlens_q\[1:3\] is \[5, 9\]; .*\[0, 8\]",
     ),
-    "cut": ({"max_seqlen_q": 4}, r"cu_seqlens_q\[0:2\] is \[0, 5\]; max_seqlen_q says 4"),
-    "cut keys": ({"max_seqlen_k": 3}, r"\[0:2\] is \[0, 5\]; max_seqlen_k says 3"),
+    "cut": ({"max_seqlen_q": 4}, r"cu_seqlens_q\[0:2\] is \[0, 5\]; max_seqlen_q is 4, which"),
+    "cut keys": ({"max_seqlen_k": 3}, r"\[0:2\] is \[0, 5\]; max_seqlen_k is 3, which"),
     "used": ({"seqused_k": (6, 3)}, r"seqused_k\[0\] is 6; sequence 0 has 5 rows"),
 }
 RIGHT: dict[str, dict[str, Any]] = {
     "as they are": {},
     "padding": {"cu_seqlens_q": (0, 5, 7)},
-    "padding that is said": {"cu_seqlens_q": (0, 3, 5), "zero_tensors": True},
+    "declared padding": {"cu_seqlens_q": (0, 3, 5), "zero_tensors": True},
     "longer": {"max_seqlen_q": 8, "max_seqlen_k": 2**20},
     "none": {"cu_seqlens_q": (0, 0, 8), "max_seqlen_q": 8},
 }
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_said(monkeypatch):
-    monkeypatch.setattr(check, "_told", set())
+def nothing_was_warned_of(monkeypatch):
+    monkeypatch.setattr(check, "_warned", set())
     with check.switched(False):
         yield
 
@@ -53,11 +53,11 @@ def changed(function: str, changes: dict[str, Any], device: str = "cpu") -> dict
     return good_arguments(function, device) | tensors
 
 
-def said(call: Any, **arguments: Any) -> list[warnings.WarningMessage]:
+def warned(call: Any, **arguments: Any) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(**arguments)
-    return [x for x in caught if "said once" in str(x.message)]
+    return [x for x in caught if "given once" in str(x.message)]
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["direct", "validated"])
@@ -69,11 +69,11 @@ def test_once(name, function, options):
     arguments = changed(function, changes) | options
     with pytest.warns(UserWarning, match=text) as caught:
         CALLS[function](**arguments)
-    (one,) = [x for x in caught if "said once" in str(x.message)]
+    (one,) = [x for x in caught if "given once" in str(x.message)]
     assert one.filename == __file__
-    assert said(CALLS[function], **arguments) == []
+    assert warned(CALLS[function], **arguments) == []
     other = changed(function, WRONG["cut" if "cut" not in name else "lengths"][0])
-    assert len(said(CALLS[function], **other)) == 1
+    assert len(warned(CALLS[function], **other)) == 1
 
 
 def test_sequences_of_all():
@@ -81,29 +81,29 @@ def test_sequences_of_all():
     arguments = changed("varlen_qkvpacked_func", {"cu_seqlens": (5, 3, 0)})
     with pytest.warns(UserWarning, match=r"cu_seqlens\[0\] is 5"):
         call(**arguments)
-    assert said(call, **changed("varlen_qkvpacked_func", {"cu_seqlens": (4, 1, 3)})) == []
+    assert warned(call, **changed("varlen_qkvpacked_func", {"cu_seqlens": (4, 1, 3)})) == []
 
 
 @pytest.mark.parametrize("function", CALLS)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not_warned_of(name, function):
-    assert said(CALLS[function], **changed(function, RIGHT[name])) == []
+    assert warned(CALLS[function], **changed(function, RIGHT[name])) == []
 
 
 def test_pages():
     """Of queries alone: offsets of keys say how many rows of the pages count."""
     arguments = changed("varlen_func", {"cu_seqlens_k": (0, 3, 5)})
     arguments |= pages(arguments)
-    assert said(flash_cute.flash_attn_varlen_func, **arguments) == []
+    assert warned(flash_cute.flash_attn_varlen_func, **arguments) == []
     arguments["max_seqlen_q"] = 3
-    assert len(said(flash_cute.flash_attn_varlen_func, **arguments)) == 1
+    assert len(warned(flash_cute.flash_attn_varlen_func, **arguments)) == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"cu_seqlens_q": (5, 3, 0)}, r"cu_seqlens_q\[0\] is 5; .*cumsum"),
-        ({"max_seqlen_q": 4}, r"\[0, 5\]; max_seqlen_q says 4"),
+        ({"max_seqlen_q": 4}, r"\[0, 5\]; max_seqlen_q is 4, which"),
         ({"cu_seqlens_k_new": (1, 2, 3)}, r"cu_seqlens_k_new\[0\] is 1; .*cumsum"),
     ],
 )
@@ -122,17 +122,17 @@ def test_over_a_cache(changes, text):
                 arguments[name] = torch.tensor(x, dtype=INT32)
         flash_cute.flash_attn_with_kvcache(a["q"], cache, cache.clone(), new, new, **arguments)
 
-    assert said(call) == said(call, cu_seqlens_k_new=(0, 1, 2)) == []
+    assert warned(call) == warned(call, cu_seqlens_k_new=(0, 1, 2)) == []
     with pytest.warns(UserWarning, match=text):
         call(**changes)
-    assert said(call, **changes) == []
+    assert warned(call, **changes) == []
 
 
 def test_not_in_graphs():
     call = torch.compile(flash_cute.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
     arguments = changed("varlen_func", WRONG["lengths"][0])
-    assert said(call, **arguments) == []
-    assert len(said(flash_cute.flash_attn_varlen_func, **arguments)) == 1
+    assert warned(call, **arguments) == []
+    assert len(warned(flash_cute.flash_attn_varlen_func, **arguments)) == 1
 
 
 def test_not_under_vmap():
@@ -144,17 +144,17 @@ def test_not_under_vmap():
             torch.stack([a["q"]] * 2)
         )
 
-    assert said(batched) == []
+    assert warned(batched) == []
 
 
 def test_not_on_cuda(cuda):
     for name in WRONG:
         arguments = changed("varlen_func", WRONG[name][0], cuda)
-        assert said(flash_cute.flash_attn_varlen_func, **arguments) == []
+        assert warned(flash_cute.flash_attn_varlen_func, **arguments) == []
 
 
 def test_checks_that_are_on_refuse_instead():
     arguments = changed("varlen_func", WRONG["cut"][0])
-    with check.switched(), pytest.raises(ValueError, match="max_seqlen_q says 4"):
+    with check.switched(), pytest.raises(ValueError, match="max_seqlen_q is 4, which"):
         flash_cute.flash_attn_varlen_func(**arguments)
-    assert len(said(flash_cute.flash_attn_varlen_func, **arguments)) == 1
+    assert len(warned(flash_cute.flash_attn_varlen_func, **arguments)) == 1

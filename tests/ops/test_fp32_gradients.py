@@ -76,7 +76,7 @@ def test_opcheck(make, name):
     torch.library.opcheck(op, saved, named)
 
 
-def test_a_mix_is_an_error_which_says_what_each_is():
+def test_mixed_gradient_dtypes_raise_with_each_dtype():
     q = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
     lse = torch.zeros(1, 2, 8)
     bwd = torch.ops.flash_cute.bwd.out

@@ -202,7 +202,7 @@ LATER: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("function", "name", "message"), LATER, ids=lambda x: x[:12])
-def test_every_tensor_is_asked_where_it_is(device, function, name, message):
+def test_every_tensor_on_another_device_is_refused(device, function, name, message):
     """The later ones too, and the message says where each is."""
     arguments = good_arguments(function, device)
     x = arguments.get(name, torch.ones(2, dtype=INT32, device=device))
@@ -214,7 +214,7 @@ def test_every_tensor_is_asked_where_it_is(device, function, name, message):
 @pytest.mark.parametrize(
     "name", ["cache_seqlens", "cache_leftpad", "cache_batch_idx", "rotary_seqlens"]
 )
-def test_every_vector_of_a_cache_is_asked(device, name):
+def test_every_vector_of_a_cache_on_another_device_is_refused(device, name):
     tables = torch.ones(8, 4, dtype=BF16, device=device)
     lengths = torch.ones(2, dtype=INT32, device=device)
     arguments = cache(device, cache_seqlens=lengths, rotary_cos=tables, rotary_sin=tables)

@@ -39,7 +39,7 @@ def gradients(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_subclass_has_gradients_of_its_own(device, name):
+def test_gradients_of_a_subclass_have_its_type(device, name):
     """A tensor that holds two: each has the gradient that it has alone."""
     function, first = packed_call(name, device)
     _, second = packed_call(name, device, seed=1)

@@ -45,7 +45,7 @@ def test_types_of_the_functions_are_of_their_signatures():
     assert signatures.is_current(), "python tools/signatures.py --write"
 
 
-def test_changes_of_a_schema_are_told_apart():
+def test_changes_of_a_schema_are_classified():
     old = "flash_cute::f(Tensor q, int n=1, *, Tensor? out=None) -> Tensor"
     assert takes(old, old)
     assert takes(old.replace("n=1", "n=1, bool b=False"), old)

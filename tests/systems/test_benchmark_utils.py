@@ -40,7 +40,7 @@ def test_sleeping_models_take_what_they_sleep(milliseconds: float):
     assert results["tokens_per_second"] == pytest.approx(6e3 / results["median_latency"])
 
 
-def test_each_number_is_what_its_name_says():
+def test_reported_numbers_match_their_names():
     """One call in four sleeps 20 ms, the others 4: a mean of 8, a median and a least of 4."""
     results = benchmark_attention_performance(Sleeper(4, 4, 4, 20), (2, 3, 8), 40)
     assert 4 <= results["min_latency"] <= results["median_latency"] < 8 <= results["avg_latency"]

@@ -61,7 +61,7 @@ def test_every_linear_and_the_same_parameters(make):
     make().load_state_dict(model.state_dict())
 
 
-def test_an_optimizer_made_before_goes_on(device):
+def test_an_existing_optimizer_still_works(device):
     model = mlp(16, 32, 4, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     convert_model_to_fp8(model)

@@ -37,7 +37,7 @@ def run(trainer, optimizer, batches):
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("stop", range(2, 9))
-def test_a_run_goes_on_bit_by_bit(dtype, scaling, stop):
+def test_a_resumed_run_is_bitwise_equal(dtype, scaling, stop):
     """In whatever order the states are loaded."""
     torch.manual_seed(1)
     batches = [
@@ -123,7 +123,7 @@ def test_a_state_that_is_refused_changes_nothing(name, bad):
     assert all(map(torch.equal, kept, gradients))
 
 
-def test_a_loss_in_fp64_is_resumed_whole():
+def test_an_fp64_loss_is_resumed_exactly():
     trainer, _ = new(torch.float64, "dynamic")
     trainer.training_step(torch.randn(6, 8).double(), None, lambda out, _: out.square().sum() / 3)
     other, _ = new(torch.float64, "dynamic")
@@ -132,7 +132,7 @@ def test_a_loss_in_fp64_is_resumed_whole():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_of_a_trainer_goes_on_alone(copied):
+def test_a_copied_trainer_is_independent(copied):
     trainer, optimizer = new(torch.float16, "delayed")
     batches = [(torch.randn(6, 8).half(), torch.randn(6, 4).half()) for _ in range(4)]
     run(trainer, optimizer, batches[:2])

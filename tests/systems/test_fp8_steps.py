@@ -359,7 +359,7 @@ def test_steps_are_the_calls_of_the_optimizer():
     assert len(calls) == 3 and trainer.overflows == 2 and trainer.batches == 5
 
 
-def test_a_parameter_that_stands_twice_is_unscaled_once():
+def test_a_duplicated_parameter_is_unscaled_once():
     model = mlp(4, 4)
     trainer = FP8TrainingEngine(model, FP8Config(loss_scale=16.0))
     weight, bias = model.parameters()

@@ -345,7 +345,7 @@ def test_formats_in_the_documents_order():
 
 
 @pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda:99"), "xpu:77", "abacus"])
-def test_a_device_that_is_not_there_is_refused_before_anything_is_converted(device):
+def test_an_unavailable_device_is_refused_before_conversion(device):
     model = mlp(4, 8, 4)
     layers = list(model)
     with pytest.raises(ValueError, match="device is "):
@@ -354,7 +354,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_converted(devi
     assert all(type(layer) in (nn.Linear, nn.GELU) for layer in model)
 
 
-def test_a_batch_goes_where_the_model_is():
+def test_a_batch_moves_to_the_model_device():
     model = nn.Linear(8, 4, device="meta")
     trainer = create_fp8_trainer(model)
     loss = trainer.training_step((torch.ones(2, 8),), torch.zeros(2, 4))

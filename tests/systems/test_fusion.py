@@ -161,7 +161,7 @@ def test_masks_that_kernels_have(name, monkeypatch):
 @pytest.mark.parametrize("name", masks(False, "cpu"))
 def test_sdpa_takes_masks_and_none_where_kernels_do_not(name, monkeypatch):
     """As for head dims that no kernel has."""
-    monkeypatch.setattr(attention_step, "kernels_take", lambda _: False)
+    monkeypatch.setattr(attention_step, "kernels_support", lambda _: False)
     layer = encoder_layer()
     fused = create_unified_attention_fusion(layer)
     assert_same(layer, fused, tokens(layer))

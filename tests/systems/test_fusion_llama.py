@@ -116,9 +116,9 @@ def changed(change) -> LlamaBlock:
     "change, reason",
     [
         (lambda b: setattr(b.self_attn, "q_norm", nn.Identity()), "q_norm"),
-        (lambda b: setattr(b.mlp, "act_fn", nn.GELU()), "act_fn is no SiLU"),
+        (lambda b: setattr(b.mlp, "act_fn", nn.GELU()), "act_fn is not SiLU"),
         (lambda b: setattr(b.self_attn, "sliding_window", 4), "sliding window"),
-        (lambda b: setattr(b.self_attn, "is_causal", None), "is_causal is no bool"),
+        (lambda b: setattr(b.self_attn, "is_causal", None), "is_causal is not a bool"),
         (lambda b: setattr(b, "input_layernorm", nn.LayerNorm(WIDTH)), "input_layernorm does not"),
         (lambda b: b.mlp.up_proj.register_forward_hook(lambda *_: None), "hooks of mlp.up_proj"),
     ],

@@ -98,5 +98,5 @@ def test_a_call_looks_once_at_the_parts_of_each_layer(monkeypatch):
             assert fused(x) is x and fused.last_call == "one CUDA graph"
             assert looked == list(fused.model.layers)
         fused.model.layers[1].norm1.register_forward_hook(lambda *_: None)
-        reason, _ = fused.graphs.look_at(fused.model.simplified(x))
+        reason, _ = fused.graphs.check_call(fused.model.simplified(x))
     assert reason == "a part of the model was changed, and is called"

@@ -162,14 +162,14 @@ def test_the_batch_that_fits_does(monkeypatch: pytest.MonkeyPatch):
         assert 0.75 * there < states + allocator_peak(step) <= there
 
 
-def test_what_cannot_be_run_is_said_not_to_be_measured(monkeypatch: pytest.MonkeyPatch):
+def test_a_warning_says_why_a_model_is_not_measured(monkeypatch: pytest.MonkeyPatch):
     model, x = AttentionLayer(64, 4), torch.ones(1, 512, 64)
     hal = HardwareAbstractionLayer([])
     measured = hal.estimate_memory_usage(model, 4, x)
     monkeypatch.setattr(layer, "available_memory", lambda device: 2**23)
-    with pytest.warns(RuntimeWarning, match="AttentionLayer is not measured, as there is no room"):
+    with pytest.warns(RuntimeWarning, match="AttentionLayer cannot be run to measure it, as there"):
         assert hal.estimate_memory_usage(model, 4, x) < 0.5 * measured
-    with pytest.warns(RuntimeWarning, match="is not in the estimate"):
+    with pytest.warns(RuntimeWarning, match="the estimate lacks memory"):
         assert hal.get_optimal_batch_size(model, x) < 8
 
 
@@ -235,7 +235,9 @@ def test_long_steps_are_not_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "MEASURED_FLOPS", 0.99 * flops * sum(batch) / threads)
     assert memory.batches_to_measure(memory.Cost(fixed, 1.0, 0.0, flops), 2**40) is None
     monkeypatch.setattr(memory, "measured_on_cpu", None)  # not called
-    with pytest.warns(RuntimeWarning, match="not measured, as a sample takes .* operations"):
+    with pytest.warns(
+        RuntimeWarning, match="cannot be run to measure it, as a sample takes .* operations"
+    ):
         assert hal.estimate_memory_usage(model, 4, x) == pytest.approx(measured, rel=0.3)
     with pytest.warns(RuntimeWarning, match="too many for an estimate"):
         assert hal.get_optimal_batch_size(model, x) > 8

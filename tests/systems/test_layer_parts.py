@@ -118,12 +118,12 @@ def test_dropout_over_devices_is_refused_in_training_alone():
     assert torch.equal(layer.eval()(x), plain(x))
 
 
-def test_devices_are_used_in_turns():
+def test_fewer_devices_are_used_in_turn():
     config = AttentionConfig(D, HEADS, "context_parallel", context_parallel_size=5)
     mesh = ContextParallelAttention(config, ["meta", "cpu"]).device_mesh
     assert [device.type for device in mesh] == ["meta", "cpu", "meta", "cpu", "meta"]
     for given in ([], ["cpu"] * 6):
-        message = f"device_mesh has {len(given)} devices; context_parallel_size is 5"
+        message = f"device_mesh has {len(given)} devices; expected 1 to context_parallel_size, 5"
         with pytest.raises(ValueError, match=message):
             ContextParallelAttention(config, given)
     with pytest.raises(TypeError, match="device_mesh is 'cpu'; expected a list of devices"):

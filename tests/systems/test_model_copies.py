@@ -59,7 +59,7 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("how", HOW)
-def test_a_model_that_keeps_a_result_is_taken(how: str, use: str):
+def test_a_model_that_keeps_a_result_can_be_fused(how: str, use: str):
     model = Keeps(how)
     out = model(SAMPLE)
     with warnings.catch_warnings():

@@ -108,7 +108,7 @@ def test_nothing_to_save_and_refusals():
 
 @pytest.mark.parametrize("call", [analyze_precision_opportunities, create_ultra_precision_module])
 @pytest.mark.parametrize("device", ["cuda:99", torch.device("xpu:77"), "abacus"])
-def test_a_device_that_is_not_there_is_refused_before_the_model_runs(call, device):
+def test_an_unavailable_device_is_refused_before_the_model_runs(call, device):
     model, x = Counted(), sample(8, 64).float()
     Counted.seen = 0  # type: ignore[attr-defined]
     given = {"calibration": x} if call is create_ultra_precision_module else {"sample_input": x}

@@ -298,7 +298,7 @@ def calibrated(**fields: Any) -> UltraPrecisionModule:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_every_field_changes_what_is_held(fields: dict[str, Any]):
+def test_every_config_field_changes_the_packed_model(fields: dict[str, Any]):
     model, x = outlier_inputs()
     changed = PrecisionConfig(**{"target_memory_reduction": 0.7, **fields})
     small = create_ultra_precision_module(model, changed, calibration=x)
@@ -406,7 +406,7 @@ def test_calibrated_strategies_know_which_layer_matters(strategy: AllocationStra
         (
             lambda m: create_ultra_precision_module(nn.LayerNorm(64), config()),
             ValueError,
-            "at most 0.0 can",
+            "at most 0.0 of",
         ),
         (
             lambda m: create_ultra_precision_module(m, config(), calibration=[]),

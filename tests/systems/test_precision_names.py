@@ -82,7 +82,7 @@ class Sums(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["list", "tuple in a dict", "methods", "calls", "an object"])
-def test_embeddings_that_are_held_besides_are_the_packed_ones(how: str):
+def test_other_references_to_an_embedding_see_the_packed_one(how: str):
     model, ids = Sums(how), torch.randint(50, (3, 5))
     small = packed(model)
     assert 0 < error(small(ids), model(ids)) < 0.01

@@ -57,13 +57,13 @@ def test_state_dicts_hold_tensors_alone():
     assert other.get_precision_stats() == small.get_precision_stats()
 
 
-def test_a_state_that_is_none_is_refused():
+def test_an_invalid_state_is_refused():
     small = packed(Words())
     for wrong in ({"shape": [1]}, torch.ones(3), torch.tensor([255, 1], dtype=torch.uint8)):
         state = small.state_dict()
         name = next(n for n in state if n.endswith("packed._extra_state"))
         state[name] = wrong
-        with pytest.raises(ValueError, match="is not what a packed weight saves"):
+        with pytest.raises(ValueError, match="is not the state of a packed weight"):
             small.load_state_dict(state)
 
 
@@ -75,13 +75,13 @@ def test_values_that_lack_a_part_are_refused_and_change_nothing(name: str, wrong
     state = small.state_dict()
     key = next(n for n in state if n.endswith(name))
     state[key] = as_bytes(wrong)
-    with pytest.raises(ValueError, match="is not what a packed weight saves: it has"):
+    with pytest.raises(ValueError, match="is not the state of a packed weight: it has"):
         small.load_state_dict(state)
     assert torch.equal(small(ids), before) and small.get_precision_stats() == stats
 
 
 @pytest.mark.parametrize("name", ["codes", "steps"])
-def test_codes_that_are_not_there_are_refused(name: str):
+def test_missing_codes_are_refused(name: str):
     small, ids = packed(Words()), torch.arange(5)
     before, state = small(ids), small.state_dict()
     del state[next(n for n in state if n.endswith(f"packed.blocks.0.{name}"))]

@@ -275,14 +275,16 @@ def test_errors_are_estimated_from_evenly_spaced_rows(rows: int):
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "entropy_based"])
-def test_the_most_that_a_refusal_names_can_be_had(strategy: str):
+def test_the_largest_target_in_the_error_can_be_met(strategy: str):
     model, chosen = encoder(), {"allocation_strategy": AllocationStrategy(strategy)}
-    with pytest.raises(ValueError, match=r"=0\.99 cannot be met: at most") as refusal:
+    with pytest.raises(
+        ValueError, match=r"=0\.99 cannot be met: this config can save at"
+    ) as refusal:
         create_ultra_precision_module(model, config(0.99, **chosen))
     most = float(re.search(r"at most (\d\.\d+)", str(refusal.value)).group(1))
     small = create_ultra_precision_module(model, config(most, **chosen))
     assert most <= 1 - reachable_bytes(small) / model_bytes(model) < most + 2e-4
-    with pytest.raises(ValueError, match=f"at most {most} can be had"):
+    with pytest.raises(ValueError, match=f"can save at most {most} of this"):
         create_ultra_precision_module(model, config(most + 2e-4, **chosen))
 
 

@@ -15,10 +15,10 @@ from flash_cute.precision.sensitivity import (
     calibrate,
     entropy,
     error_weights,
-    made_up_samples,
+    generated_samples,
     measured,
     outputs_of,
-    undisturbed,
+    state_preserved,
 )
 
 
@@ -160,22 +160,22 @@ def test_layers_whose_inputs_are_not_seen_count_relative_to_weights():
     ids=["linear", "embedding", "encoder"],
 )
 def test_samples_are_made_up_for_the_first_layer(model: nn.Module, shape: tuple[int, ...]):
-    found = made_up_samples(model)
-    assert found.shape == shape and torch.equal(found, made_up_samples(model))
+    found = generated_samples(model)
+    assert found.shape == shape and torch.equal(found, generated_samples(model))
     if isinstance(model, nn.Embedding):
         assert found.min() >= 0 and found.max() < 7 and len(found.unique()) > 3
     else:
         assert found.dtype == torch.float32 and 0.7 < found.std() < 1.3
     model(found)
     with pytest.raises(ValueError, match="the first layer of Conv1d: pass calibration="):
-        made_up_samples(nn.Conv1d(4, 4, 3))
+        generated_samples(nn.Conv1d(4, 4, 3))
 
 
 def test_modes_and_generators_are_as_before_an_error_too():
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(4))
     model[1].eval()
     before = torch.get_rng_state()
-    with pytest.raises(KeyError), undisturbed(model):
+    with pytest.raises(KeyError), state_preserved(model):
         assert not any(module.training for module in model.modules())
         torch.rand(3)
         raise KeyError

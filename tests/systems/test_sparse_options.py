@@ -73,13 +73,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "threshold_0": ({"threshold": 0.0}, ValueError, "threshold is 0.0"),
     "threshold_str": ({"threshold": "x"}, TypeError, "threshold is str"),
     "threshold_static": (
-        {"threshold": 0.9, "pattern": "strided"}, ValueError, "and sparse_pattern .*STRIDED; of:",
+        {"threshold": 0.9, "pattern": "strided"}, ValueError, "with sparse_pattern .*STRIDED; use",
     ),
-    "both": ({"threshold": 0.9, "sparsity_ratio": 0.5}, ValueError, "give either"),
+    "both": ({"threshold": 0.9, "sparsity_ratio": 0.5}, ValueError, "give one of them"),
     "stride": ({"stride": 3}, ValueError, "stride is 3; supported: 1, 2, 4, 8"),
-    "stride_of": ({"stride": 8, "pattern": "random"}, ValueError, "stride is 8, and .*RANDOM"),
+    "stride_of": ({"stride": 8, "pattern": "random"}, ValueError, "stride is 8 with .*RANDOM"),
     "seed": ({"seed": 1.0, "pattern": "random"}, TypeError, "seed is float"),
-    "seed_of": ({"seed": 1}, ValueError, "seed is 1, and .*; it belongs to .*RANDOM"),
+    "seed_of": ({"seed": 1}, ValueError, "seed is 1 with .*; only .*RANDOM takes it"),
     "mask_of": ({"block_mask": BLOCKS}, ValueError, "block_mask is given, and .*DYNAMIC"),
 }  # fmt: skip
 BAD_MASKS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -239,7 +239,7 @@ def test_narrow_layers_whose_sums_cancel_pass(name: str, sizes: tuple[int, int])
         assert results["passed"], results["failures"]
 
 
-def test_a_small_weight_beside_a_large_bias_is_no_weight_that_is_ignored():
+def test_a_small_weight_with_a_large_bias_counts_as_used():
     layer = nn.Linear(1, 1).bfloat16()
     layer.weight.data.fill_(0.01)
     layer.bias.data.fill_(1.0)
@@ -312,7 +312,7 @@ def test_validates_under_no_grad_and_without_a_device():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="device is cuda:99; torch has here"):
+    with pytest.raises(ValueError, match="device is cuda:99; available here"):
         ComponentValidator(device=torch.device("cuda", 99))
     with pytest.raises(TypeError, match="expected an nn"):
         ComponentValidator().validate_linear_component(linear, 8, 5)  # type: ignore[arg-type]

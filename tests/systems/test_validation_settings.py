@@ -65,7 +65,7 @@ def test_right_layers_pass_and_wrong_ones_fail_under_any_setting(setting: str, d
         assert torch.get_float32_matmul_precision() == setting
 
 
-def test_a_more_general_choice_goes_on_to_hold():
+def test_a_more_general_precision_setting_still_applies():
     torch.backends.fp32_precision = "tf32"
     ComponentValidator("cpu").validate_linear_component(nn.Linear(8, 8), 8, 8)
     torch.backends.fp32_precision = "ieee"

@@ -33,7 +33,7 @@ def test_a_kernel_that_is_faster_is_written_and_used(tmp_path):
     assert WINNER not in before.values() or len(set(before.values())) > 1
 
 
-def test_a_file_that_stays_locked_does_not_cost_what_was_measured(tmp_path, monkeypatch, caplog):
+def test_a_locked_file_does_not_lose_the_measurements(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(files, "_SECONDS", 0.05)
     with files.locked(tmp_path / "calibration.json"):
         report, path = tuned(tmp_path, cost_with(0.8))
@@ -43,7 +43,7 @@ def test_a_file_that_stays_locked_does_not_cost_what_was_measured(tmp_path, monk
     assert str(report).endswith(f"nothing written: {report.not_written}")
 
 
-def test_a_path_that_fails_in_the_end_does_not_cost_what_was_measured(tmp_path):
+def test_a_failed_write_does_not_lose_the_measurements(tmp_path):
     clock = MadeUpClock(cost_with(0.8))
     path = tmp_path / (252 * "n")
     report = flash_cute.autotune(SHAPES, clock=clock, gpu="h100", path=path)
@@ -174,7 +174,7 @@ def test_parts_and_shared_tiles_are_measured_where_tiles_are_few(tmp_path):
         replace(FEW_QUERIES[0], dtype=torch.float32),
     ],
 )
-def test_elsewhere_kernels_alone_are_measured(problem, tmp_path):
+def test_only_hopper_forward_is_measured_with_numbers(problem, tmp_path):
     assert all(choice.numbers == {} for choice in measured_of(problem, tmp_path))
 
 

@@ -39,7 +39,7 @@ def test_missing_rivals_are_reported_with_a_reason(monkeypatch, tmp_path):
     assert missing["fa3fp8"].startswith("ModuleNotFoundError: No module named 'fa3_fwd_interface'")
 
 
-def test_what_a_candidate_lacks_is_told_apart_from_what_breaks():
+def test_missing_features_are_told_from_errors():
     class Lacking:
         version = "1"
 
@@ -72,7 +72,7 @@ def test_what_a_candidate_lacks_is_told_apart_from_what_breaks():
     assert backward["candidates"]["a"]["message"] == "RuntimeError: CUDA error: misaligned address"
 
 
-def test_kernels_that_are_not_there_are_missing():
+def test_unknown_kernels_are_reported_missing():
     candidates, missing = rivals.load([rivals.OURS, "flash_cute:sm75"], CPU, kernels="fwd_sm70")
     assert not candidates
     assert "no kernel's id contains any of ('fwd_sm70',)" in missing[rivals.OURS]

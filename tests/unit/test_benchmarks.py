@@ -132,7 +132,7 @@ def test_cases_of_no_suite_are_measured_by_their_names():
         attention.parse(["--device", "cpu", "--case", "bf16 b3"])
 
 
-def test_kernels_asked_for_are_the_ones_measured(monkeypatch):
+def test_requested_kernels_are_measured(monkeypatch):
     asked = []
 
     @contextmanager

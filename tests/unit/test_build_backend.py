@@ -41,7 +41,7 @@ def backend(monkeypatch):
         ("", "", ["nvcc", "nvidia-smi"], True),
     ],
 )
-def test_a_build_asks_for_what_is_missing(
+def test_a_build_requires_only_missing_packages(
     backend, monkeypatch, asked, archs, tools, wanted, has_torch
 ):
     monkeypatch.setenv("FLASH_CUTE_BUILD", asked)

@@ -154,7 +154,7 @@ def test_options_of_another_op_are_told_in_a_line(words, gpu):
     assert found.exit_code == 2 and "it goes with" in found.output
 
 
-def test_info_is_what_a_bug_report_needs(narrow):
+def test_info_has_the_facts_of_a_bug_report(narrow):
     text = narrow("info")
     built = sum(kernel.built for kernel in kernels.kernels())
     assert f"built: {built} of {len(kernels.kernels())}" in text

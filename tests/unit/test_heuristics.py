@@ -95,7 +95,7 @@ def test_parts_of_keys(sizes, options, expected):
     assert plan("fwd", *sizes, **options).num_splits in expected
 
 
-def test_no_part_is_without_keys_of_its_own():
+def test_every_split_has_keys():
     draw = random.Random(11)
     for _ in range(500):
         sizes = (draw.randint(1, 4), draw.randint(1, 16), draw.randint(1, 600))
@@ -107,7 +107,7 @@ def test_no_part_is_without_keys_of_its_own():
         assert 1 <= found.num_splits <= max(1, -(-seqlen_k // found.kernel.block_n))
 
 
-def test_any_sizes_have_a_kernel_and_sequences_end_to_end_none_with_clusters():
+def test_any_sizes_have_a_kernel_and_packed_sequences_none_with_clusters():
     """Hopper's, if there are queries and keys, and tiles are not much wider than heads."""
     draw = random.Random(7)
     for _ in range(500):
@@ -209,7 +209,7 @@ def paced(*sizes, **options):
     return plan("bwd", *sizes, **options).l2_throttle
 
 
-def test_pace_of_long_ways_alone():
+def test_only_long_walks_are_throttled():
     """More than 64 MB of queries, dO and sums of dQ for the heads of a group; the same for all."""
     sizes = (1, 64, 8, 8193, 8192, 128, 128)
     assert paced(*sizes)

@@ -1,4 +1,4 @@
-"""What ``import flash_cute`` loads beside torch: next to nothing."""
+"""What ``import flash_cute`` loads in addition to torch: next to nothing."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_an_error_of_a_limit_names_the_kernels_that_it_keeps_from_the_call():
     assert [line.split(":")[0].strip() for line in lines[: len(fitting)]] == fitting
 
 
-def test_an_error_of_a_limit_to_some_kernels_says_what_keeps_these_from_the_call():
+def test_an_error_under_a_limit_has_the_reasons_of_its_kernels():
     rows = k.explain(A_CALL, "h100")
     fits = next(row for row in rows if row.verdict != "refused")
     refuses = next(row for row in rows if row.verdict == "refused")
@@ -320,7 +320,7 @@ def test_older_gpus_have_neither():
             k.plan(FEW_QUERIES, "a100")
 
 
-def test_a_limit_inside_of_another_keeps_what_it_does_not_name():
+def test_a_nested_limit_keeps_values_that_it_does_not_set():
     free = k.plan(FEW_QUERIES, "h100")
     rows = k.explain(FEW_QUERIES, "h100")
     other = next(x.id for x in rows if x.verdict == "fits" and "_sm90_" in x.id)
@@ -357,7 +357,7 @@ def test_backward_and_decoding_cut_their_work_as_always():
             assert k.plan(problem, "h100") == free
 
 
-def test_a_forward_over_a_cache_has_what_is_asked_for():
+def test_a_forward_over_a_cache_obeys_overrides():
     chunk = k.Problem("decode", heads=32, heads_k=8, seqlen_q=100, seqlen_k=8192)
     assert k.plan(chunk, "h100").kernel.op == "fwd"
     with k.only(num_splits=3):

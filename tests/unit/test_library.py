@@ -95,7 +95,7 @@ def test_an_error_of_cuda_code_is_a_runtime_error(cuda):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_errors_pass_where_the_cpp_runtime_is_inside(tmp_path):
+def test_errors_pass_a_statically_linked_cpp_runtime(tmp_path):
     """As compilers with a prefix of their own link it, which have no shared one on the path."""
     torch_path = Path(torch.__file__).parent
     listed = (ROOT / "CMakeLists.txt").read_text().split("add_library(", 1)[1].split(")")[0]

@@ -122,7 +122,7 @@ def find(root: Path, line: str) -> mutants.Mutant:
     return next(mutant for mutant in draw(root) if line in mutant.after)
 
 
-def test_a_run_tells_what_was_noticed_and_leaves_the_checkout_as_it_is(root):
+def test_a_run_reports_noticed_mutants_and_keeps_the_checkout(root):
     settings = mutation.Settings(["package"], 60, {"package/": ["test_module.py"]}, [])
     drawn = [find(root, "return x - to"), find(root, "to: int = 2")]
     session = root / "build/results.jsonl"

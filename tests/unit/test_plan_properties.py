@@ -44,7 +44,7 @@ def problems(draw: st.DrawFn) -> k.Problem:
     problems().filter(lambda problem: problem.op == "fwd"),
     st.integers(1, 70), st.integers(1, 9), st.sampled_from(["h100", "a100"]),
 )  # fmt: skip
-def test_a_plan_of_forward_has_what_is_asked_for(problem, num_splits, pack_gqa, gpu):
+def test_a_plan_of_forward_obeys_overrides(problem, num_splits, pack_gqa, gpu):
     try:
         free = k.plan(problem, gpu)
     except RuntimeError:

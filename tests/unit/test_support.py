@@ -103,7 +103,7 @@ def test_kernels_of_both_launches_are_chosen(flag):
 
 
 def test_a_field_of_another_op_is_named():
-    with pytest.raises(ValueError, match="page_size is 16 and op 'bwd'; it goes with fwd and dec"):
+    with pytest.raises(ValueError, match="page_size is 16 and op 'bwd'; only fwd and decode take"):
         kernels.plan(kernels.Problem("bwd", page_size=16), "h100")
     with pytest.raises(TypeError, match="call is a str; expected a call of an attention op"):
         kernels.supports("x", "h100")

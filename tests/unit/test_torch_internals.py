@@ -261,7 +261,7 @@ def test_apply_formula(cube):
     assert (out, *pullback(torch.tensor(1.0)), *torch.autograd.grad(out, x)) == (8, 12, 12)
 
 
-def test_fakes_are_told_from_tensors():
+def test_fake_tensors_are_recognised():
     with FakeTensorMode():
         assert internals.is_fake(torch.ones(2))
         seen = []
@@ -356,7 +356,7 @@ def test_below_a_dispatch_key():
         assert (x @ x).dtype == torch.bfloat16
 
 
-def test_plain_tensors_are_told_from_others():
+def test_plain_tensors_are_recognised():
     x = torch.ones(2)
     assert internals.are_plain([x, None, torch.nn.Parameter(x)])
     assert not internals.are_plain([x, TwoTensor(x, x)])
@@ -432,7 +432,7 @@ def test_copies_of_modules_are_called_in_their_own_place():
     assert module.forward.__self__ is module and module._compiled_call_impl is not None
 
 
-def test_hooks_of_all_modules_are_told():
+def test_global_module_hooks_are_found():
     register = torch.nn.modules.module.register_module_forward_hook
     assert not internals.has_global_hooks()
     with register(lambda *_: None):
@@ -462,7 +462,7 @@ def test_versions_count_writes():
     assert internals.version(x) == before + 1
 
 
-def test_backward_is_told_from_forward():
+def test_backward_passes_are_recognised():
     found = []
 
     class Identity(torch.autograd.Function):

@@ -42,7 +42,7 @@ def test_the_newest_of_versions(tool, versions, expected):
 
 
 @pytest.mark.parametrize(
-    ("offered", "cached", "expected"),
+    ("newest_from_pip", "cached", "expected"),
     [
         ("2.14.1", [], "2.14.1"),
         ("2.14.1", ["2.10.0"], "2.14.1"),
@@ -51,19 +51,19 @@ def test_the_newest_of_versions(tool, versions, expected):
     ],
 )
 def test_newest_is_of_pip_or_of_the_cache(
-    tool, monkeypatch, tmp_path, capsys, offered, cached, expected
+    tool, monkeypatch, tmp_path, capsys, newest_from_pip, cached, expected
 ):
-    monkeypatch.setattr(tool, "offered", lambda: offered)
+    monkeypatch.setattr(tool, "newest_from_pip", lambda: newest_from_pip)
     for version in cached:
         folder(tmp_path, version)
     (tmp_path / "making-2.99.0").mkdir()
     assert tool.find_newest(tmp_path) == expected
     told = capsys.readouterr().out
-    assert expected in told and ("pip finds no torch" in told) == (offered is None)
+    assert expected in told and ("pip finds no torch" in told) == (newest_from_pip is None)
 
 
 def test_without_pip_and_cache_there_is_no_newest(tool, monkeypatch, tmp_path):
-    monkeypatch.setattr(tool, "offered", lambda: None)
+    monkeypatch.setattr(tool, "newest_from_pip", lambda: None)
     with pytest.raises(SystemExit, match="the cache holds none"):
         tool.find_newest(tmp_path)
 
@@ -72,41 +72,41 @@ def test_an_environment_is_made_once(tool, monkeypatch, tmp_path):
     """What was left half made is thrown away, what is broken is made again."""
     filled = []
 
-    def fill(environment, version):
+    def make_environment(environment, version):
         environment.mkdir()
         (environment / "new").touch()
         filled.append(version)
 
-    monkeypatch.setattr(tool, "fill", fill)
-    monkeypatch.setattr(tool, "is_whole", lambda environment, _: (environment / "new").exists())
+    monkeypatch.setattr(tool, "make_environment", make_environment)
+    monkeypatch.setattr(tool, "is_usable", lambda environment, _: (environment / "new").exists())
     broken = folder(tmp_path, "2.10.0")
     (tmp_path / "making-2.10.0").mkdir()
-    assert tool.provide(tmp_path, "2.10.0") == tool.provide(tmp_path, "2.10.0") == broken
+    assert tool.prepare(tmp_path, "2.10.0") == tool.prepare(tmp_path, "2.10.0") == broken
     assert filled == ["2.10.0"]
     assert tool.cached(tmp_path) == ["2.10.0"] and not list(tmp_path.glob("making-*"))
 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_environment_that_cannot_be_made_is_none(tool, monkeypatch, tmp_path, raises):
-    def fill(environment, version):
+    def make_environment(environment, version):
         environment.mkdir()
         if raises:
             raise subprocess.CalledProcessError(1, "pip")
 
-    monkeypatch.setattr(tool, "fill", fill)
+    monkeypatch.setattr(tool, "make_environment", make_environment)
     with pytest.raises(SystemExit, match=r"torch 2\.10\.0: its environment"):
-        tool.provide(tmp_path, "2.10.0")
+        tool.prepare(tmp_path, "2.10.0")
     assert tool.cached(tmp_path) == []
 
 
-def test_an_environment_without_torch_is_not_whole(tool, tmp_path):
-    assert not tool.is_whole(tmp_path, "2.10.0")
+def test_an_environment_without_torch_is_not_usable(tool, tmp_path):
+    assert not tool.is_usable(tmp_path, "2.10.0")
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
     for prints, expected in (("2.10.0+cu128", True), ("2.13.0", False), ("", False)):
         python.write_text(f"#!/bin/sh\necho {prints}\n")
         python.chmod(0o755)
-        assert tool.is_whole(tmp_path, "2.10.0") == expected
+        assert tool.is_usable(tmp_path, "2.10.0") == expected
 
 
 def test_what_compiles_and_transforms_is_run_on_other_releases(tool):

@@ -46,7 +46,7 @@ def test_a_call_runs_the_calibrated_kernel(cuda):
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
-def test_a_cache_of_an_odd_head_dim_takes_nothing_that_was_measured_of_forward(cuda):
+def test_a_calibration_of_forward_does_not_apply_to_a_gathered_cache(cuda):
     """Its keys are laid out anew for forward; results must not depend on the batch, buckets do."""
     q = torch.randn(1, 64, 8, 100, device=cuda, dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 900, 8, 100, device=cuda, dtype=torch.bfloat16)

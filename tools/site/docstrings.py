@@ -1,4 +1,4 @@
-"""A hook of mkdocs: docstrings in the site have neither roles nor double colons of Sphinx."""
+"""A hook of mkdocs: removes roles and double colons of Sphinx from docstrings in the site."""
 
 from __future__ import annotations
 

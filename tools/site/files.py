@@ -1,8 +1,8 @@
-"""A hook of mkdocs: the site holds the files of the repository that its pages link to.
+"""A hook of mkdocs: copies files of the repository that pages link to into the site.
 
-Pages of docs/ link to files beside docs/ as GitHub shows them. Each such file is copied to the
-folder ``repository`` of the site, links of copied Markdown followed as well, and the links of all
-pages are written anew. What mkdocs then cannot find is a warning.
+Pages of docs/ link to files outside of docs/, as on GitHub. Each such file is copied to the folder
+``repository`` of the site, also those that copied Markdown links to, and all links are rewritten.
+mkdocs warns of broken links.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _linked(source: str) -> Iterator[str]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds what pages link to, and what that links to."""
+    """Adds the files that pages link to, and those that these link to."""
     sources = [_source(file.src_uri) for file in files.documentation_pages()]
     known = set(sources)
     while sources:
@@ -66,7 +66,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to where files lie in the site."""
+    """Rewrites links to the files' paths in the site."""
     uri = page.file.src_uri
 
     def anew(match: re.Match[str]) -> str:
@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if target is None:
             return match[0]
         place = posixpath.relpath(_place(target), posixpath.dirname(uri) or ".")
-        if before != "](":  # HTML is not mkdocs' to follow: from the page's own address
+        if before != "](":  # mkdocs does not rewrite HTML: the link is relative to the page
             place = posixpath.relpath(_place(target), page.url or ".")
         return before + place + link[len(link.partition("#")[0]) :]
 

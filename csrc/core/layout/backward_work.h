@@ -12,11 +12,11 @@ namespace flash_cute {
 template <QueryTiles Tiles>
 class BackwardWork {
  public:
-  int cut;  // number of the tile among those that are split, or negative
+  int cut;  // index of the tile among the split tiles, or negative
   int split;
   KeyTile tile;
   SeqInfo seq;
-  Tiles queries;  // that see some of the keys, those of the split
+  Tiles queries;  // the split's query tiles that see some of the keys
   int heads, first_head;  // query heads: how many, and the first
   uint32_t steps_until_end = 0;  // of the CTA, from its start to this tile's end (2-CTA backward)
   bool has_unfinished = false;  // the previous tile's dV, dK and last dQ are still to be stored
@@ -37,7 +37,7 @@ class BackwardWork {
   }
 
  private:
-  // `behind`: the number relative to the first tile that is split.
+  // `behind`: the index of the work, counted from the first tile that is split.
   FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number, int behind)
       : cut(behind < 0 || !p.sums_of_splits ? -1 : splits.div(behind)),
         split(cut < 0 ? 0 : behind - cut * splits.value),

@@ -1,4 +1,4 @@
-// Where a sequence lies in a key/value cache; index tensors may hold any values.
+// The rows of a sequence in a key/value cache, safe for any values in the index tensors.
 #pragma once
 
 #include "core/layout/seq.h"

@@ -1,4 +1,4 @@
-// Flash-decoding's scheduler: which CTA takes which keys, worked out on the device, where alone lengths are known.
+// Flash-decoding's scheduler: it assigns keys to CTAs, on the device, since only there lengths are known.
 //
 // A work tile is a tile of query rows of one kv head of one sequence (pack_gqa: all query heads of a query side by
 // side). Its keys come in blocks, and blocks in quanta. Every kv head has equally many CTAs, which do the same for each
@@ -36,12 +36,12 @@ struct Quanta {
   }
 };
 
-// Consecutive quanta that each CTA of a head takes. SMs differ in memory bandwidth: for uniform batches with much to
-// read, tail CTAs with small chunks follow those that run at once, for SMs that finish early.
+// The consecutive quanta of each CTA of a head. SMs differ in memory bandwidth: large uniform batches also have tail
+// CTAs with small chunks, which start when SMs finish early.
 struct CtaChunks {
   static constexpr int kOneSplit = 2;  // work tiles of so few quanta are not split
   static constexpr int kSplitCost = 3;  // a split costs about as much as so many quanta
-  static constexpr int kIdle = 16;  // of so many SMs one may idle without loss of bandwidth
+  static constexpr int kIdle = 16;  // one in so many SMs may idle without loss of bandwidth
 
   bool even;  // no num_splits, no split_size
   int per_head;  // quanta
@@ -53,7 +53,7 @@ struct CtaChunks {
     return detail::at_most(cta, full_ctas) * size + detail::at_least(cta - full_ctas, 0) * tail;
   }
 
-  // What the host has planned for a uniform batch.
+  // The chunks that the host has planned for a uniform batch.
   FC_HOST_DEVICE static CtaChunks foreseen(const DecodeParams& p) {
     const UniformBatch& uniform = p.uniform;
     return {p.even_splits(), p.fwd.batch * uniform.per_sequence.value, uniform.chunk.value, uniform.full_ctas,
@@ -101,7 +101,7 @@ struct KvSplit {
   int index = 0;  // among them
 };
 
-// A sequence, and its first quantum of a head.
+// A sequence, and its first quantum among those of a head.
 struct Place {
   int b, first;
 };
@@ -110,8 +110,8 @@ struct Place {
 template <int kBlockM, int kBlockN>
 class SplitIterator {
  public:
-  // `from`: the sequence of the CTA's first quantum, or an earlier one. Consecutive CTAs have the same number, each for
-  // another head.
+  // `from`: the sequence of the CTA's first quantum, or an earlier one. Consecutive CTAs serve different heads, with
+  // the same index.
   FC_HOST_DEVICE SplitIterator(const DecodeParams& p, const CtaChunks& chunks, int cta, Place from)
       : chunks_(chunks),
         number_(p.heads_k.div(cta)),

@@ -1,4 +1,4 @@
-// Tiles of keys that the lists of a sparse call name, a kind of KvTiles.
+// The tiles of keys in a sparse call's list, a kind of KvTiles.
 #pragma once
 
 #include "core/layout/kv_tiles.h"
@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-// What the band shows to queries [row, row + rows): to some of them, and to all.
+// The keys that the band shows to some, and to all, of the queries [row, row + rows).
 struct ShownKeys {
   RowSpan some, all;
 
@@ -17,7 +17,7 @@ struct ShownKeys {
   }
 };
 
-// The entries of a tile of queries, of whom some see `keys`.
+// The entries of a tile of queries, some of which see `keys`.
 FC_HOST_DEVICE TileList key_list(const FwdProblem& p, const QueryTile& tile, RowSpan keys) {
   return {p.lists,
           tile.batch,
@@ -58,7 +58,7 @@ struct KvList : TileRange {
 };
 static_assert(KvTiles<KvList<64>>);
 
-// The same for a CTA's groups of queries.
+// Listed tiles for a CTA's groups of queries.
 template <int kBlockN, int kGroups>
 struct SharedKvList {
   static_assert(64 * kGroups == kTileSide, "a tile of queries is one of the lists'");

@@ -1,5 +1,5 @@
-// Tiles of keys that tiles of queries walk over, by numbers that go down: last keys first, so that the tile that ends
-// with the sequence comes before the others. Every role of a forward kernel walks the same value.
+// The tiles of keys that tiles of queries visit, by decreasing number: the last keys come first, so that the partial
+// tile at the sequence's end is first. All roles of a forward kernel iterate over the same value.
 #pragma once
 
 #include <concepts>
@@ -9,8 +9,8 @@
 
 namespace flash_cute {
 
-// A range of numbers; of each tile the first key, and whether every query of the walk sees all of it. Copies that only
-// move start at past_keys(), and go on by step(n) to tile n.
+// A range of tile numbers; for each tile its first key, and whether every query sees all of it. Copies with a moving
+// address start at past_keys(), and move by step(n) to tile n.
 template <class Tiles>
 concept KvTiles = std::derived_from<Tiles, TileRange> && requires(const Tiles& tiles, int n) {
   { tiles.first_key(n) } -> std::same_as<int>;
@@ -19,8 +19,8 @@ concept KvTiles = std::derived_from<Tiles, TileRange> && requires(const Tiles& t
   { tiles.step(n) } -> std::same_as<int>;
 };
 
-// Tiles [0, count) that a CTA loads for several groups of queries, as far as `keys` go. Each group walks over those that
-// it sees, of_group(), and may see the first half of its last one alone.
+// Tiles [0, count) that a CTA loads for several groups of queries, up to the end of `keys`. Each group visits those
+// that it sees, of_group(), and may see only the first half of its last one.
 template <class Tiles>
 concept SharedKvTiles = requires(const Tiles& tiles, int n, int group) {
   { tiles.keys } -> std::convertible_to<RowSpan>;
@@ -30,12 +30,12 @@ concept SharedKvTiles = requires(const Tiles& tiles, int n, int group) {
   { tiles.ends_in_half(group) } -> std::same_as<bool>;
 };
 
-// Tiles side by side, number 0 from key `origin` on.
+// Consecutive tiles; tile 0 starts at key `origin`.
 template <int kBlockN>
 struct KvInterval : TileRange {
   int origin;
 
-  // Those that some of `rows` queries see.
+  // The tiles that some of `rows` queries see.
   FC_HOST_DEVICE static KvInterval of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
     return {key_tiles(seq, p.band, tile.row, rows, kBlockN), 0};
   }
@@ -54,7 +54,7 @@ struct QueryGroups {
   int rows_of_head;  // rows of the tile that each of its pack_gqa heads has
 };
 
-// Tiles side by side, number 0 from the split's first key on that some query of the cluster sees.
+// Consecutive tiles; tile 0 starts at the split's first key that some query of the cluster sees.
 template <int kBlockN, int kGroups>
 struct SharedKvInterval {
   RowSpan keys;

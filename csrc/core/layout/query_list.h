@@ -1,4 +1,4 @@
-// Tiles of queries that the lists of a sparse call name, a kind of QueryTiles.
+// The tiles of queries in a sparse call's list, a kind of QueryTiles.
 #pragma once
 
 #include "core/layout/query_tiles.h"
@@ -51,7 +51,7 @@ struct QueryList : TileRange {
   };
   FC_HOST_DEVICE Turn turn(int n) const { return {index(n), ranks[n / kParts]}; }
 
-  // Not known: sums of dQ start from zeros.
+  // It is not known, so sums of dQ start from zeros.
   FC_HOST_DEVICE static bool any_adds(const FwdProblem&, const SeqInfo&, const QueryTile&) { return false; }
 };
 static_assert(QueryTiles<QueryList<64, 128>>);

@@ -1,4 +1,4 @@
-// Tiles of queries that a tile of keys walks over in backward, and its turn among the tiles that add to their dQ.
+// The tiles of queries that a tile of keys visits in backward, and its turn among the tiles that add to their dQ.
 #pragma once
 
 #include <concepts>
@@ -32,10 +32,10 @@ struct KeyTile {
   }
 };
 
-// A range of numbers; of each tile the number in its sequence and the first query, whether every query sees all the
-// keys, and the turn of the keys at its semaphore of dQ: which one, by the first tile that shares it, and how many tiles
-// of keys come before. A kind also makes the tiles of some keys, and tells whether any keys are known to add to a tile of
-// queries.
+// A range of tile numbers; for each tile its index in the sequence and its first query, whether every query sees all
+// the keys, and the keys' turn at its dQ semaphore: which semaphore, by the first tile that shares it, and how many
+// tiles of keys come before. A kind also makes the tiles of some keys, and says whether some keys certainly add to a
+// query tile.
 template <class Tiles>
 concept QueryTiles =
     std::derived_from<Tiles, TileRange> && requires(const Tiles& tiles, int n, const FwdProblem& p, const SeqInfo& seq,
@@ -49,10 +49,10 @@ concept QueryTiles =
       { Tiles::any_adds(p, seq, queries) } -> std::same_as<bool>;
     };
 
-// Tiles side by side, of kBlockM queries each. kTogether of them share a semaphore.
+// Consecutive tiles of kBlockM queries. kTogether of them share a semaphore.
 template <int kBlockM, int kBlockN, int kTogether = 1>
 struct QueryInterval : TileRange {
-  // Those that see some of the keys.
+  // The tiles that see some of the keys.
   FC_HOST_DEVICE static QueryInterval of(const FwdProblem& p, const SeqInfo& seq, const KeyTile& keys) {
     return {query_tiles(seq, p.band, keys.row, kBlockN, kBlockM)};
   }
@@ -80,8 +80,8 @@ static_assert(QueryTiles<QueryInterval<64, 128>>);
 struct QueryStep {
   int head, m;
 
-  // The next one with late tiles first. Under a band an early tile of keys then ends with the queries that later ones
-  // start with, and semaphores rarely wait.
+  // The next step, with late tiles first. Under a band an early tile of keys then ends with the queries with which
+  // later ones start, and semaphores rarely wait.
   FC_HOST_DEVICE QueryStep next(const TileRange& tiles) const {
     return m > tiles.begin ? QueryStep{head, m - 1} : QueryStep{head + 1, tiles.end - 1};
   }

@@ -1,4 +1,4 @@
-// Where one sequence of a batch lies and how long it is, safe against any values in the index tensors.
+// The offset and length of one sequence of a batch, safe for any values in the index tensors.
 #pragma once
 
 #include <cstdint>

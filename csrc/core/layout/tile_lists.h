@@ -1,4 +1,4 @@
-// A list of TileLists, as kernels walk it: safe against any values, with the tiles that the band hides left out.
+// A kernel's view of one list of TileLists: safe for any values, without the tiles that the band hides.
 #pragma once
 
 #include "core/layout/tiles.h"
@@ -7,13 +7,13 @@ namespace flash_cute {
 
 constexpr int kTileSide = 128;  // queries, and keys, of a tile of TileLists
 
-// Which pairs of a tile a list lets through: its quadrants of 64 queries x 64 keys, a bit each, queries before keys; and
-// of those that have one what a token mask leaves.
+// The visible pairs of a listed tile: a bit for each quadrant of 64 queries x 64 keys, queries before keys, and the
+// token mask, if the tile has one.
 struct TileCode {
   static constexpr int kQuadrants = 4, kWhole = 15;
   int value;
 
-  // The quadrants of some queries, or of some keys, of a tile: of a half, or of both.
+  // The quadrants of some queries, or of some keys, of a tile: of one half, or of both.
   FC_HOST_DEVICE static int of_queries(int first, int count) {
     return count > 64 ? kWhole : first < 64 ? 0b0011 : 0b1100;
   }
@@ -30,7 +30,7 @@ struct TileCode {
   }
 };
 
-// The entries of one tile that lie in tiles [first, past), of `all` that a sequence has at most.
+// The entries of a list for tiles [first, past) of the sequence's `all` tiles.
 struct TileList {
   const TileEntry* entries;
   int count;
@@ -55,7 +55,7 @@ struct TileList {
   FC_HOST_DEVICE TileCode code(int i) const { return {entries[i].code}; }
 
  private:
-  // How many entries' tiles lie before `tile`.
+  // How many entries have tiles before `tile`.
   FC_HOST_DEVICE int before(int tile) const {
     int low = 0, high = count;
     while (low < high) {

@@ -1,4 +1,4 @@
-// Which tiles of a band are visible, and which of them need a mask.
+// The visible tiles of a band, and those of them that need a mask.
 #pragma once
 
 #include "core/layout/seq.h"

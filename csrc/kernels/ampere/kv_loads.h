@@ -1,4 +1,4 @@
-// When a forward loop over tiles of keys, from the last one down, copies them: two stages, or one.
+// Copies tiles of keys in a forward loop from the last one down, with two stages or one.
 #pragma once
 
 #include "kernels/ampere/tile_io.h"
@@ -12,7 +12,7 @@ struct KvLoads {
   const LoadK& load_k;
   const LoadV& load_v;
 
-  // With whatever else has been loaded.
+  // Commits it together with all earlier copies.
   CUTE_DEVICE void start(int last) const {
     load_k(last, 0);
     if constexpr (kStages == 2) load_v(last, 0);

@@ -32,7 +32,7 @@ struct Share {
   static constexpr int kTogether = kPieces % 2 == 0 ? 2 : 1;
   using Tile = Layout<Shape<_16, Int<kWarps>, Int<kTogether>>, Stride<_1, Int<16 * kTogether>, _16>>;
 
-  // Where a warp's first piece starts, and how far from there its piece i does.
+  // The start of a warp's first piece, and the distance of its piece i from there.
   static constexpr CUTE_HOST_DEVICE int first(int warp) { return 16 * kTogether * warp; }
   static constexpr CUTE_HOST_DEVICE int offset(int i) {
     return 16 * (i / kTogether * kTogether * kWarps + i % kTogether);
@@ -67,7 +67,7 @@ CUTE_DEVICE void ldmatrix(uint32_t* r, uint32_t address) {
   }
 }
 
-// Which row of a piece of 16 x 16 a lane names to ldmatrix, and from which column on: A takes the four matrices down
+// The row and the first column of a 16 x 16 piece that a lane addresses for ldmatrix: A orders the four matrices along
 // the outer dimension first, B along K first.
 template <Side kSide, bool kTransposed>
 CUTE_DEVICE std::pair<uint32_t, uint32_t> lane_place() {

@@ -22,7 +22,7 @@ CUTE_DEVICE void cp_async_16(uint32_t shared, const void* global, int valid) {
 
 // L2 policy of loads: `fraction` of them with evict_normal, the rest with evict_first.
 CUTE_DEVICE uint64_t l2_policy(float fraction) {
-  constexpr float kLeast = 0x1p-5f;  // none is not a share
+  constexpr float kLeast = 0x1p-5f;  // the policy's fraction must not be 0
   uint64_t none, some;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(none));
   asm("createpolicy.fractional.L2::evict_normal.L2::evict_first.b64 %0, %1;"
@@ -49,8 +49,8 @@ template <int kRows, int kCols>
 using SharedLayout =
     decltype(tile_to_shape(SwizzleAtom<atom_columns(kCols, kElementBytes)>{}, Shape<Int<kRows>, Int<kCols>>{}));
 
-// The value, from where the compiler cannot see how to compute it again: it then stays in its register, instead of
-// being computed anew in every iteration. All lanes of a warp call this together.
+// Hides how a value was computed from the compiler, so that it stays in a register instead of being recomputed in every
+// iteration. All lanes of a warp call this together.
 CUTE_DEVICE uint32_t pin(uint32_t value) {
   return __shfl_sync(0xffffffff, value, threadIdx.x % 32);
 }
@@ -76,8 +76,8 @@ CUTE_DEVICE int elements_there(int row, int col, RowSpan span, int cols) {
   return span.first <= row && row < span.last ? min(max(cols - col, 0), kVector) : 0;
 }
 
-// Starts the copy of a tile that may not exist whole, or not in vectors, with zeros for what does not. The tile starts
-// at `row`; this thread's first vector goes from `from` to `to`.
+// Starts the copy of a tile that may be partial or unaligned, with zeros for missing elements. The tile starts at
+// `row`; this thread's first vector goes from `from` to `to`.
 template <class Element, int kThreads, int kRows, int kCols>
 CUTE_DEVICE void load_ragged(uint32_t to, const Element* from, int64_t stride, bool vectors, int row, RowSpan span,
                              int cols, int thread) {
@@ -120,7 +120,7 @@ class TileCopy {
                 (offset + row + T::row(thread)) * m.row + T::col(thread)),
         tile_row_(row) {}
 
-  // Goes on to the tile that starts `rows` further.
+  // Moves to the tile that starts `rows` further.
   CUTE_DEVICE void move(int rows) {
     global_ += rows * stride_;
     tile_row_ += rows;
@@ -146,7 +146,7 @@ class TileCopy {
     }
   }
 
-  // Writes what exists of the tile from shared memory.
+  // Writes the existing part of the tile from shared memory.
   CUTE_DEVICE void store() const {
     Element* to = global_;
     const int row = tile_row_ + T::row(threadIdx.x), col = T::col(threadIdx.x);

@@ -36,7 +36,7 @@ class ScoreGradients {
     if (!full) hide(first_query, s, dp);
   }
 
-  // The same of the Plain tier in two steps: P in place of S, then dS in place of dP.
+  // For the Plain tier in two steps: P replaces S, then dS replaces dP.
   template <class Scores>
   CUTE_DEVICE void probabilities(Scores s, const float* lse_log2, int first_query, bool full) const {
     exponentiate(s, lse_log2, p_.softmax_scale * kLog2e);

@@ -1,4 +1,4 @@
-// What the Rich tier does to the scores and weights of a tile in forward.
+// The Rich tier's rules for scores and weights of a tile in forward.
 #pragma once
 
 #include "core/problem.h"
@@ -41,7 +41,7 @@ class ForwardRules {
         is_causal_(p.band.right == 0),
         slope_(slope_of(p.rules, batch, head)) {}
 
-  // Both on a tile, without the factor scale_log2().
+  // Applies both to a tile, without the factor scale_log2().
   template <class Scores, class Coordinates>
   CUTE_DEVICE void apply(Scores&& scores, const Coordinates& at, int row, int col) const {
     if (adds_in_units()) add_bias(scores, at, row, col);
@@ -50,7 +50,7 @@ class ForwardRules {
         [&](int r) { return distance(at, r, row, col); });
   }
 
-  // What scores are still multiplied by after apply().
+  // The factor of scores that apply() leaves to the softmax.
   CUTE_DEVICE float scale_log2() const { return rule_scale_log2(mod_, biased_ && !adds_in_units()); }
 
  private:
@@ -85,7 +85,7 @@ class ForwardRules {
     }
   }
 
-  // Of row r from this thread's first key.
+  // The distance of row r's query from this thread's first key.
   template <class Coordinates>
   CUTE_DEVICE static float distance(const Coordinates& at, int r, int row, int col) {
     return float(row + get<0>(at(r, 0)) - col - get<1>(at(0, 0)));

@@ -1,4 +1,4 @@
-// What a list hides of a tile that it names: quadrants, and the pairs that a token mask leaves out.
+// Masks the pairs of a listed tile that are hidden: by quadrants, and by a token mask.
 #pragma once
 
 #include "core/layout/kv_list.h"
@@ -6,11 +6,11 @@
 
 namespace flash_cute {
 
-// Without lists nothing.
+// Does nothing without lists.
 template <class Tiles, class Scores, class Coordinates>
 CUTE_DEVICE void hide_unlisted(const Tiles&, const TileLists&, int, int, Scores&&, const Coordinates&) {}
 
-// Of tile n, whose queries start at row `row` of the tile of the list. Scores (rows,columns) of hidden pairs become -inf.
+// Sets scores (rows,columns) of hidden pairs to -inf, in tile n; its queries start at row `row` of the listed tile.
 template <int kBlockN, class Scores, class Coordinates>
 CUTE_DEVICE void hide_unlisted(const KvList<kBlockN>& tiles, const TileLists& lists, int n, int row, Scores&& scores,
                                const Coordinates& at) {

@@ -1,4 +1,4 @@
-// Which keys a query sees inside a tile.
+// Masks the keys of a tile that queries do not see.
 #pragma once
 
 #include "kernels/common/fragment.h"
@@ -33,7 +33,7 @@ struct BandMask {
     hide_from(scores, [&](int r) { return row + get<0>(at(r, 0)); }, col + get<1>(at(0, 0)));
   }
 
-  // The same where row r is that of query_of(r), and this thread's columns from key `first` on.
+  // The same for rows with queries query_of(r), and this thread's columns from key `first` on.
   template <class Scores, class Query>
   CUTE_DEVICE void hide_from(Scores&& scores, Query query_of, int first) const {
     constexpr int kColumns = decltype(size<1>(scores))::value, kBits = 32;

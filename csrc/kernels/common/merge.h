@@ -44,7 +44,7 @@ class MergedRow {
     for (int e = 0; e < kWidth; ++e) outputs[e] *= damping_, outputs[e] *= inverse;
     return outputs;
   }
-  // The same undivided, relative to 2^reference; without a sink.
+  // The same without the division, relative to 2^reference, and without a sink.
   template <int kWidth, class From>
   CUTE_DEVICE auto undivided(From from) const {
     cutlass::Array<float, kWidth> outputs;

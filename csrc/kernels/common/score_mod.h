@@ -1,4 +1,4 @@
-// What rules make of a score, and what of its gradient: their only arithmetic on a GPU. flash_cute/reference.py has the
+// The rules' arithmetic on scores and their gradients, in one place for the GPU. flash_cute/reference/ has the
 // definitions.
 #pragma once
 
@@ -53,9 +53,9 @@ struct Softcap {
     const float large = 1.f - __fdividef(2.f, 1.f + exp2_approx(2.f * kLog2e * x));
     return fabsf(x) <= SmallTanh::kSmall ? SmallTanh(1.f)(x) * x : large;
   }
-  // The same to the last bits of fp32.
+  // tanh(x) to the last bits of fp32.
   CUTE_DEVICE static float value_fp32(float x) { return tanhf(x); }
-  // Of value(x) by x.
+  // The derivative of value(x).
   CUTE_DEVICE static float derivative(float value) { return 1.f - value * value; }
 };
 
@@ -123,7 +123,7 @@ struct SoftmaxCap {
   SmallTanh weight{0.f};  // times the softmax's scale
   float most_weight = 0.f;  // the largest weight: at score 0
 
-  // Not if the row max is an output: it must be exact.
+  // It is off if the row max is an output, which must be exact.
   static SoftmaxCap of(const FwdProblem& p) {
     constexpr float kMost = kHuge / 2;  // times 1 / ln 2 still below kHuge
     const ElementRule& rule = p.rules.element;
@@ -149,12 +149,12 @@ struct Alibi {
   CUTE_DEVICE static float value(float score, float slope, float distance) { return score - slope * distance; }
 };
 
-// ALiBi's slope of a head, 0 where there is none.
+// ALiBi's slope of a head, 0 without ALiBi.
 CUTE_DEVICE float slope_of(const ScoreRules& rules, int batch, int head) {
   return rules.alibi == nullptr ? 0.f : rules.alibi[batch * rules.alibi_batch + head];
 }
 
-// One logit a head beside those of the keys; -inf weighs nothing.
+// The sink's logit of a head; -inf has no weight.
 CUTE_DEVICE float sink_of(const Sink& sink, int head) {
   switch (sink.element) {
     case Sink::Element::FP32:

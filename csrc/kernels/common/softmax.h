@@ -43,7 +43,7 @@ struct RowSum {
   float reference, value;
 };
 
-// A sink beside a row of keys, both as base-2^unit logarithms. Relative to the larger, keys weigh damping^2 (two
+// A sink and a row of keys, both as base-2^unit logarithms. Relative to the larger, keys weigh damping^2 (two
 // factors, as the square may underflow) and the sink `weight`.
 struct SinkWeight {
   float top, damping, weight;
@@ -141,7 +141,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same for a whole tile in two steps: first exponents of all columns and weights of the first ones, with
+  // Weights of a whole tile in two steps: first exponents of all columns and weights of the first ones, with
   // factor(score) applied; then the rest.
   template <class Scores, class Factor>
   CUTE_DEVICE void begin_exponentials(Scores&& scores, int columns, const Factor& factor) {
@@ -205,7 +205,7 @@ struct OnlineSoftmax {
     for (int c = 0; c < size<1>(output); ++c) output(r, c) *= total.inverse;
   }
 
-  // Both for all rows; gives their LSE.
+  // Finalizes and normalizes all rows; returns their LSE.
   template <class Output>
   CUTE_DEVICE auto finish(Output&& output, float sink, float factor) {
     cutlass::Array<float, kRows> lse;

@@ -1,4 +1,4 @@
-// The kinds of tiles that kernels walk over, by their config. Producers and consumers name them through these alone.
+// The kinds of tiles that kernels visit, by their config. Producers and consumers use only these aliases.
 #pragma once
 
 #include <type_traits>
@@ -31,13 +31,13 @@ struct TilesOfKind<TileKind::List> {
   using Query = QueryList<kQueries, kKeys>;
 };
 
-// Of keys, for a tile of queries; in Hopper's forward, for all groups of queries of a CTA.
+// The tiles of keys for a tile of queries; in Hopper's forward for all groups of queries of a CTA.
 template <KernelConfig C, int kKeys = C.block_n>
 using KvTilesOf = typename TilesOfKind<C.tiles>::template Kv<kKeys>;
 template <KernelConfig C, int kGroups>
 using SharedKvTilesOf = typename TilesOfKind<C.tiles>::template SharedKv<C.block_n, kGroups>;
 
-// Of queries, for the tile of keys of a CTA or a cluster. kTogether tiles share a semaphore of dQ.
+// The tiles of queries for the tile of keys of a CTA or a cluster. kTogether tiles share a semaphore of dQ.
 template <KernelConfig C, int kTogether = 1>
 using QueryTilesOf = typename TilesOfKind<C.tiles>::template Query<C.block_m, C.block_n * C.cluster, kTogether>;
 

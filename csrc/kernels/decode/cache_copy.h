@@ -58,7 +58,7 @@ class CacheCopy {
   }
 
  private:
-  // How threads cover a tile: as many side by side as an atom has vectors.
+  // The threads' layout on a tile: a row of them spans an atom's vectors.
   template <int kWidth>
   struct Threads {
     static constexpr int kAtom = atom_columns(kWidth, kElementBytes);
@@ -124,7 +124,7 @@ class CacheCopy {
     v_.template load<kCount>(p_.fwd.v, first, bytes, from, policy_);
   }
 
-  // Where a row of the sequence lies, if `wanted`.
+  // The page and the row in it of a row of the sequence; no page unless `wanted`.
   CUTE_DEVICE PageRow place_of(int row, bool wanted) const {
     return {wanted ? existing(page_of(row)) : -1, row_of_page(row)};
   }

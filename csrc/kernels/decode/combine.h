@@ -18,7 +18,7 @@ struct Row {
         head(split.head_k * p.group.value + split.row + row - query * p.group.value) {}
 };
 
-// Where a row's results go: to the output tensors, or to the split's slot in the workspace.
+// The destination of a row's results: the output tensors, or the split's slot in the workspace.
 template <KernelConfig C>
 class RowDestination {
  public:
@@ -100,8 +100,8 @@ CUTE_DEVICE void combine_splits(const DecodeParams& p, const KvSplit& split) {
   }
 }
 
-// Combines what the teams of a CTA left of a split. Columns of all rows are spread over all threads. Each thread's
-// first address is worked out in the constructor, before the barrier at which most wait for the last team.
+// Combines the results of a CTA's teams for a split. Columns of all rows are spread over all threads. Each thread's
+// first address is computed in the constructor, before the barrier at which most wait for the last team.
 template <KernelConfig C>
 class TeamMerge {
   static constexpr int kTogether = 2, kAcross = C.head_dim_v / kTogether;

@@ -9,7 +9,7 @@ namespace flash_cute::decode {
 
 using namespace ampere;
 
-// The splits of this CTA, worked out by one warp.
+// The splits of this CTA, computed by one warp.
 template <KernelConfig C>
 CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeParams& p) {
   constexpr int kLanes = 32;
@@ -43,7 +43,7 @@ CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeParams& p) {
   return SplitsOf<C>(p, chunks, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
 }
 
-// A split without the blocks that none of its queries sees; at least one block stays.
+// A split without the blocks that none of its queries sees, but with at least one block.
 template <KernelConfig C>
 CUTE_DEVICE VisibleSplit visible_of(const DecodeParams& p, KvSplit split) {
   const RowSpan queries = queries_of(p, split, C.block_m);
@@ -54,14 +54,14 @@ CUTE_DEVICE VisibleSplit visible_of(const DecodeParams& p, KvSplit split) {
   return {split, keys};
 }
 
-// How many of a CTA's first blocks to prefetch into L2, by measurement. For few blocks the copies are as early. CTAs
+// The number of a CTA's first blocks to prefetch into L2, by measurement. For few blocks the copies are as early. CTAs
 // start in order while the previous kernel ends; early ones would disturb its last reads.
 template <KernelConfig C>
 struct PrefetchDepth {
   static constexpr int kOfSome = 3, kEarly = C.ctas == 1 ? 2 : 1, kLate = 3 * kEarly;
   static constexpr int kMost = std::max(kOfSome, kLate);
 
-  // Of so many blocks.
+  // The number of blocks to prefetch, of so many.
   CUTE_DEVICE static int of(const DecodeParams& p, int blocks) {
     constexpr int kFew = 6, kMany = 12;
     if (blocks < kFew) return 0;
@@ -87,7 +87,7 @@ CUTE_DEVICE void prefetch_kv_l2(const DecodeParams& p, const VisibleSplit& fed, 
   auto page_of = [&](int i) {
     if (key_of(i) >= last) return -1;
     if (pages.ids == nullptr) return split.b;
-    // Read from L2 as it is now, bypassing L1, which would keep it.
+    // Reads from L2, bypassing L1, which might hold an old value.
     return __ldcg(pages.ids + split.b * pages.batch + p.page_size.div(row_of(i)));
   };
   int page[kLoads];

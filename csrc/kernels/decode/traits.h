@@ -1,4 +1,4 @@
-// What the steps of decode share: MMA types and shared memory.
+// MMA types and shared memory of decode's steps.
 #pragma once
 
 #include "core/workspace.h"
@@ -25,7 +25,7 @@ CUTE_DEVICE RowSpan queries_of(const DecodeParams& p, const KvSplit& split, int 
   return {p.group.div(split.row), min(p.group.div(split.row + block_m - 1) + 1, split.seq.q.length)};
 }
 
-// Rows of the tile that the work tile has.
+// The number of valid rows of the work tile.
 CUTE_DEVICE int rows_of(const DecodeParams& p, const KvSplit& split, int block_m) {
   return min(split.seq.q.length * p.group.value - split.row, block_m);
 }

@@ -38,7 +38,7 @@ struct Pipeline {
     }
   }
 
-  // Whether the next wait would return at once. Asking early hides the latency of the answer.
+  // Whether the next wait would return at once. An early test hides its latency.
   CUTE_DEVICE bool consumer_test_wait(const PipelineState<kStages>& at) const {
     return full[at.stage()].test_wait(at.phase());
   }

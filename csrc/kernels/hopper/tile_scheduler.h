@@ -14,7 +14,7 @@ struct TileCounter {
   unsigned* counter;  // 0 before and after the kernel
   int tiles;
   int given;  // tiles that are taken by grid index: one per CTA, or none
-  unsigned last;  // the counter before its last increment, which wraps it to 0 for the next launch
+  unsigned last;  // the counter's last value, after which an increment wraps it to 0 for the next launch
 
   static TileCounter of(int64_t tiles, int64_t takers, bool in_order) {
     const int64_t given = in_order ? 0 : takers;

@@ -12,7 +12,7 @@ namespace flash_cute::hopper {
 
 using namespace cute;
 
-// Whether a tile lies in atoms of 128 bytes of columns, else of 64.
+// Whether a tile's swizzle atoms have 128 bytes of columns, else 64.
 template <class Element, int kCols>
 constexpr bool kWholeAtom = atom_columns(kCols, sizeof(Element)) * sizeof(Element) == 128;
 
@@ -95,7 +95,7 @@ CUTE_DEVICE void start_sum(Accumulator& acc, const AddProducts& add_products) {
   if constexpr (kFirst == GMMA::ScaleOut::One) {
     warpgroup_fence_operand(acc);
   } else {
-    clear(acc);  // so that its registers are free until now
+    clear(acc);  // tells the compiler that its registers are free before
   }
   warpgroup_arrive();
   add_products();

@@ -77,7 +77,7 @@ class BlockCopy {
   const Element* global_;
 };
 
-// After it what this CTA's threads have loaded is visible to all of them, and none still reads what it read before.
+// After this barrier the loads of all threads of the CTA are visible to all, and none still reads earlier data.
 template <bool kAsync>
 CUTE_DEVICE void arrive() {
   if constexpr (kAsync) cp_async_wait<0>();

@@ -1,5 +1,5 @@
-// What distinguishes one kernel of the laboratory from another. flash_cute/lab/kernel_configs.py has the same fields,
-// rules and names, and is where configs are listed.
+// The config of a kernel of the laboratory. flash_cute/lab/kernel_configs.py has the same fields, rules and names, and
+// lists all configs.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ struct FlashForwardKernelConfig {
   bool optimized_softmax;  // one FFMA and one exp2 a score, outputs rescaled only where a maximum rose far
 
   constexpr int threads() const { return 32 * n_warps; }
-  // CTAs of an SM that registers must leave room for, 0: as the compiler finds best. It finds three for plain kernels,
-  // too, and spills 8 bytes if it is told to.
+  // CTAs per SM that registers must leave room for; 0: the compiler chooses. It chooses three for plain kernels, too,
+  // and spills 8 bytes if three are required.
   constexpr int ctas() const { return !optimized_softmax ? 0 : n_warps == 8 ? 1 : B_r == 64 ? 3 : 2; }
   constexpr int smem_bytes() const { return (B_r + 2 * B_c) * d_head * 2; }
 
@@ -65,7 +65,7 @@ namespace flash_cute::lab {
 constexpr int kMostFragmentRegisters = 224;  // addresses, pointers and softmax take the others of 255
 constexpr int kMostSharedMemory = 99 * 1024;  // of a CTA on every GPU since sm_80
 
-// Refuses a config that no kernel can be made of; the words are those of kernel_configs.py.
+// Refuses a config that cannot be built, with the texts of kernel_configs.py.
 template <FlashForwardKernelConfig C>
 constexpr bool check_config() {
   static_assert(C.dtype == DType::FP16 || C.dtype == DType::BF16, "dtype must be FP16 or BF16");

@@ -18,10 +18,10 @@ struct ForwardKernelArgs {
   float softmax_scale;
 };
 
-// What a kernel takes of the current GPU.
+// The resources of a kernel on the current GPU.
 struct Usage {
   int registers;    // a thread
-  int local_bytes;  // a thread: what did not fit into registers
+  int local_bytes;  // a thread: spilled registers
   int ctas_per_sm;  // that run at once
 };
 
@@ -29,7 +29,7 @@ struct Usage {
 template <FlashForwardKernelConfig C>
 cudaError_t launch(const ForwardKernelArgs& args, cudaStream_t stream);
 
-// Loads the kernel C, and says what it takes.
+// Loads the kernel C, and returns its resources.
 template <FlashForwardKernelConfig C>
 cudaError_t usage(Usage& result);
 
@@ -39,7 +39,7 @@ struct Kernel {
   cudaError_t (*usage)(Usage&);
 };
 
-// In the order of kernel_configs.py.
+// All kernels, in the order of kernel_configs.py.
 const std::vector<Kernel>& kernels();
 
 // The kernel of this name; throws std::runtime_error if this build has none.

@@ -1,4 +1,4 @@
-// Online softmax as it is written down, step by step; OnlineSoftmax (kernels/common/softmax.h) is the optimized one.
+// Online softmax step by step, as in the paper; OnlineSoftmax (kernels/common/softmax.h) is the optimized one.
 #pragma once
 
 #include "kernels/common/softmax.h"

@@ -33,7 +33,7 @@ struct Movers {
   int64_t ctas() const { return ((rows << bits_of_row) + kThreads - 1) / kThreads; }
 };
 
-// What a thread moves: pairs from `pair` on.
+// A thread's item: pairs from `pair` on.
 struct Item {
   int64_t row;
   int head, pair;
@@ -48,7 +48,7 @@ struct Item {
   }
 };
 
-// Where a row comes from: `row` of the tensor's b, and of sequence b's own rows the one at `place`.
+// The source of a row: `row` in batch entry b of the tensor, the row at `place` of sequence b.
 struct Source {
   bool exists = false;
   int b;
@@ -69,13 +69,13 @@ __device__ Source source_of(const DecodeProblem& p, bool is_query, int row) {
   return {true, b, rows.offset + place, place};
 }
 
-// Where it goes to, and the position by which it is rotated.
+// The destination of a row, and its rotary position.
 struct Target {
   bool exists = false;
   int64_t batch, row, position;
 };
 
-// Of a new row of keys or values.
+// The destination of a new row of keys or values.
 __device__ Target joins_at(const DecodeProblem& p, const Source& from) {
   const FwdProblem& f = p.fwd;
   const int used = rows_in_use(p, from.b);
@@ -87,7 +87,7 @@ __device__ Target joins_at(const DecodeProblem& p, const Source& from) {
   return {true, page, row % f.pages.size, start + from.place};
 }
 
-// Of a row of queries.
+// The destination of a row of queries.
 __device__ Target rotates_at(const DecodeProblem& p, const Source& from) {
   const int64_t start = p.rotary.from == nullptr ? rows_in_use(p, from.b) : p.rotary.from[from.b];
   return {true, from.b, from.row, start + (p.rotary.steps ? from.place : 0)};
@@ -130,10 +130,10 @@ __device__ void count_keys(const DecodeProblem& p) {
 
 struct AllMovers {
   Movers of[kKinds];
-  bool are_early;  // at work before the kernel before has ended, and so is the next kernel
+  bool are_early;  // CTAs start before the previous kernel has ended, and let the next one start early
 };
 
-// Moves an item to its place, if it has one, or goes all the way but for that.
+// Moves an item to its destination; without one it does everything but the store.
 template <class Element, int kWidth>
 __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool arrives) {
   const bool is_query = kind == kQueries;
@@ -150,7 +150,7 @@ __device__ void move(const DecodeProblem& p, int kind, const Item& item, bool ar
   const bool apart = rotates && !p.rotary.interleaved;
   const int first = apart ? item.pair : 2 * item.pair, second = first + (apart ? p.rotary.half : kWidth);
   const int64_t in = source.b * from.batch + source.row * from.row + item.head * from.head;
-  // The row is on its way while its place is looked up, and the place while the row is rotated.
+  // The row is loaded while its destination is looked up, and that while the row is rotated.
   const bool is_pair = kWidth > 1 || second < (kind == kValues ? f.head_dim_v : f.head_dim);
   Vector<Element, kWidth> x[2] = {vector_at<Element, kWidth>(from.ptr, in + first), {}};
   if (is_pair) x[1] = vector_at<Element, kWidth>(from.ptr, in + second);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int pass = movers.are_early ? 0 : 1; pass < 2; ++pass) {
     const bool arrives = pass == 1;
     if (arrives) {
-      // After this what comes before has ended, and so it has for the next kernel when that starts.
+      // After this wait all previous kernels have ended, also for the next kernel when that starts.
       wait_on_dependent_grids();
       launch_dependent_grids();
     }
@@ -202,7 +202,7 @@ bool can_move(const DecodeProblem& p, int width) {
 
 template <class Element, int kWidth>
 cudaError_t launch(const DecodeProblem& p, cudaStream_t stream, int next_ctas) {
-  constexpr int kShare = 16;  // of the CTAs of the next kernel: those whose room is taken here end later than others
+  constexpr int kShare = 16;  // at most 1 / 16 of the next kernel's CTAs may start late because of this pass
   const FwdProblem& f = p.fwd;
   AllMovers movers{{Movers::of(p.added.total, f.heads_k, f.head_dim, kWidth),
                     Movers::of(p.added.total, f.heads_k, f.head_dim_v, kWidth),

@@ -1,4 +1,4 @@
-// Keys and values that lie in pages, for kernels that read none, or none of this kind.
+// Copies keys and values out of pages, for kernels that cannot read them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,11 +7,11 @@
 
 namespace flash_cute {
 
-// Keys of each sequence in pages: as many as it uses, or else its step in the offsets, at most `longest`.
+// The number of keys of each sequence in pages: seqused, or else the difference of its offsets, at most `longest`.
 cudaError_t count_paged_keys(const int* cu_k, const int* used_k, int batch, int longest, int* lengths,
                              cudaStream_t stream);
 
-// Where a sequence's keys and values are laid end to end, from row 0 of the batch on.
+// The contiguous tensors for a batch's keys and values.
 struct GatheredKeys {
   TensorView k, v;
   int rows;  // that each sequence has room for

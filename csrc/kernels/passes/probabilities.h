@@ -1,4 +1,4 @@
-// The signed probabilities that return_softmax asks for: made to be studied, not to be fast.
+// The signed probabilities of return_softmax, for study; they are not fast.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// Makes the lists of TileLists, in ascending order: from a table of codes, or of the other side's lists.
+// Makes the lists of TileLists, in ascending order, from a table of codes, or from the other side's lists.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,8 @@ struct TileCodes {
   int rows, columns;
 };
 
-// Lists of a table's rows: [tables, rows, 1 + capacity], zeros behind the last entry. What does not fit is left out.
+// Lists of a table's rows: [tables, rows, 1 + capacity], zeros after the last entry. Entries beyond capacity are
+// dropped.
 cudaError_t lists_of_rows(const TileCodes& codes, TileEntry* lists, int capacity, cudaStream_t stream);
 
 // Lists of its columns, each with room for all rows: [tables, columns, 1 + rows]; and for each entry its number in the

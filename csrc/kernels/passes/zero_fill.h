@@ -1,5 +1,5 @@
-// Rows that belong to no sequence: their outputs are 0, and their statistics those of a row that sees no key,
-// whatever the index tensors say.
+// Fills rows that belong to no sequence: their outputs become 0, their statistics those of a row that sees no key, for
+// any values in the index tensors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace flash_cute {
 
-// Writes nothing where sequences lie end to end and are used whole: it then only reads the index tensors.
+// Writes nothing if sequences are contiguous and used whole: it then only reads the index tensors.
 cudaError_t zero_fill(const FwdProblem& p, cudaStream_t stream);
 cudaError_t zero_fill(const BwdProblem& p, cudaStream_t stream);
 

@@ -122,7 +122,7 @@ class StepLoader {
   static constexpr int kVectors = C.block_m / 4;
   static_assert(2 * kVectors <= C.threads());
 
-  // As TileCopy, with its question whether the tile is there whole answered.
+  // A TileCopy that already knows which tiles are whole.
   template <int kCols>
   CUTE_DEVICE void copy(Element* shared, const TensorView& m, int head, int row, int cols, bool whole) const {
     using T = TileThreads<C.threads(), C.block_m, kCols>;
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
       semaphore.wait(turn.rank(p.fwd, seq, tile));
     }
     DqSums<C>(p, dq_row).add(tQrdQ);
-    // What P and dS of other warps add to dV and dK.
+    // The contributions of other warps' P and dS to dV and dK.
     CUTE_UNROLL
     for (int i = 1; i < T::kAcross; ++i) {
       const uint32_t first = (across + i) % T::kAcross * T::kSteps;

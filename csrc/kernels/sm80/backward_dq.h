@@ -38,7 +38,7 @@ struct DqTraits {
 template <KernelConfig C>
 class DqSums {
  public:
-  // Of the tile whose first row is `row` of all padded rows of all heads.
+  // The sums of the tile whose first row is `row`, among the padded rows of all heads.
   CUTE_DEVICE DqSums(const BwdParams& p, int64_t row)
       : mine_(p.dq_accum + row * C.head_dim + threadIdx.x * kTogether) {}
 

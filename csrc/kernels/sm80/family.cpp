@@ -36,11 +36,11 @@ void Sm80Family::refuse(Refusal& refusal, const KernelConfig&, const DecodeProbl
   refusal.dropout = problem.fwd.rules.rng != nullptr;
 }
 
-// One set of all tiles: those of so many heads alternate as have a number of tiles together.
+// One set of all tiles; the tiles of so many heads alternate that they have a certain number of tiles together.
 static KeyOrder key_order(const KernelConfig& config, const BwdProblem& p) {
   if (p.fwd.seqlen_k == 0 || p.fwd.heads == 0) return {};  // no tiles
   const int tiles = (p.fwd.seqlen_k + config.block_n - 1) / config.block_n;
-  // Where sums are deterministic, tiles that start together wait for each other, and more heads are worth their misses.
+  // With deterministic sums, tiles that start together wait for each other, and more heads are worth their L2 misses.
   return {.heads_together = p.deterministic ? config.block_n / 2
                                             : std::max(1, kCard.backward.alternating_tiles / std::max(1, tiles))};
 }

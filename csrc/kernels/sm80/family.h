@@ -1,4 +1,4 @@
-// The family for Ampere and later: what core asks about its rows.
+// The family for Ampere and later.
 #pragma once
 
 #include "core/family.h"

@@ -1,4 +1,4 @@
-// What a kernel for Ampere and later takes and has, by its config. For kernels and for core's questions (family.h).
+// The resources of a kernel for Ampere and later, by its config; for kernels and family.h.
 #pragma once
 
 #include <algorithm>

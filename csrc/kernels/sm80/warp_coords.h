@@ -1,4 +1,4 @@
-// Where scores of backward lie in the registers of mma.sync: transposed, keys by queries.
+// The layout of backward's scores in the registers of mma.sync: transposed, keys by queries.
 #pragma once
 
 #include "kernels/ampere/mma.h"
@@ -7,7 +7,7 @@ namespace flash_cute::sm80 {
 
 using namespace ampere;
 
-// Where this thread's elements are in a tile of scores, kKeys x kQueries, which kDown x kAcross warps share.
+// The coordinates of this thread's elements in a tile of scores, kKeys x kQueries, shared by kDown x kAcross warps.
 template <int kKeys, int kQueries, int kDown, int kAcross>
 struct WarpCoords {
   using Keys = Share<kKeys / (16 * kDown), kDown>;

@@ -1,4 +1,4 @@
-// What the roles of the 2-CTA backward share: MMA types and shared memory.
+// MMA types and shared memory of the roles of the 2-CTA backward.
 #pragma once
 
 #include "kernels/sm90/backward_traits.h"

@@ -79,7 +79,7 @@ CUTE_DEVICE auto operand_b(Mma mma, int group, Buffers& buffers, Layout layout) 
   });
 }
 
-// Hands on a consumer warpgroup's gradients: dQ of each step, dV and dK of each key tile.
+// Passes a consumer warpgroup's gradients to the storing threads: dQ of each step, dV and dK of each key tile.
 template <KernelConfig C>
 struct GradientSender {
   using T = BackwardTraits<C>;
@@ -125,7 +125,7 @@ struct GradientSender {
     pipeline_dq().producer_acquire({steps});
     send_gradient<true>(tile, rounded);
   }
-  // Then dK.
+  // dK, after dV.
   template <class Rounded>
   CUTE_DEVICE void send_dk(uint32_t tile, Rounded& rounded) const {
     send_gradient<false>(tile, rounded);
@@ -134,7 +134,7 @@ struct GradientSender {
   // After this wait dV and dK of the tile have been stored.
   CUTE_DEVICE void wait_sent(uint32_t tile) const { pipeline_out().producer_acquire({2 * tile + 2}); }
 
-  // Both, and waits until they have been stored.
+  // Sends both, and waits until they have been stored.
   template <class Keys, class Values>
   CUTE_DEVICE void send_gradients(uint32_t tile, uint32_t steps, Keys& tKrdK, Values& tVrdV) const {
     scale_gradients(tKrdK, tVrdV);
@@ -177,7 +177,7 @@ struct GradientSender {
   }
 };
 
-// What a step of a key tile finds.
+// The kinds of steps of a key tile.
 enum class StepKind {
   Alone,  // first step, nothing left of the previous tile
   Next,  // first step, which also finishes the previous tile
@@ -229,11 +229,11 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.pipeline_ds.consumer_wait(at, ds_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dq, tQsdS(at.stage()), tQsK(tile % 2), tQrdQ);
   };
-  // Score rules need the registers that early answers and an unfinished tile would take.
-  constexpr bool kAsksAhead = !C.rich(), kFinishesBeside = !C.rich();
+  // Score rules need the registers that early barrier tests and an unfinished tile would take.
+  constexpr bool kTestsBarriersEarly = !C.rich(), kOverlapsEpilogue = !C.rich();
   bool q_is_full = false;
   // One step of a tile; returns whether it was the last.
-  auto add = [&](auto place) __attribute__((always_inline)) {
+  auto mainloop_step = [&](auto place) __attribute__((always_inline)) {
     constexpr bool kFirst = place != StepKind::Inside, kHasBefore = place != StepKind::Alone;
     constexpr bool kFinishes = place == StepKind::Next;
     constexpr auto kSum = kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
@@ -246,15 +246,15 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     if constexpr (kFirst) storage.pipeline_k.consumer_wait({tile});
     storage.pipeline_q.consumer_wait(at, q_is_full);
     if (kFirst && !holds_ping_pong) ping_pong_wait();
-    const bool dout_is_full = kAsksAhead && storage.pipeline_dout.consumer_test_wait(at);
+    const bool dout_is_full = kTestsBarriersEarly && storage.pipeline_dout.consumer_test_wait(at);
     start_product<GMMA::ScaleOut::Zero>(mma_s, tSsK(tile % 2), tSsQ(stage), tSrS);
     if constexpr (kFirst) storage.pipeline_v.consumer_wait({tile});
     storage.pipeline_dout.consumer_wait(at, dout_is_full);
     start_product<GMMA::ScaleOut::Zero>(mma_dp, tSsV(0), tSsdO(stage), tSrdP);
     ping_pong_arrive();
     if constexpr (kFinishes) sender.send_dv(tile - 1, at.count, tVrV);
-    const bool ds_is_empty = kAsksAhead && storage.pipeline_ds.producer_test_acquire(at_ds);
-    const bool ds_is_full = kAsksAhead && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
+    const bool ds_is_empty = kTestsBarriersEarly && storage.pipeline_ds.producer_test_acquire(at_ds);
+    const bool ds_is_full = kTestsBarriersEarly && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
     const StepOf<C>& step = storage.steps[stage];
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
     if constexpr (!T::kManyQueries) warpgroup_fence_operand(tSrdP);
@@ -287,7 +287,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
     ping_pong_wait();
     if constexpr (kFinishes) sender.send_dk(tile - 1, tKrK);
-    const bool room = kAsksAhead && kHasBefore && sender.pipeline_dq().producer_test_acquire(at_ds);
+    const bool room = kTestsBarriersEarly && kHasBefore && sender.pipeline_dq().producer_test_acquire(at_ds);
     start_product<kSum>(mma_dk, as_register_operand(tSrdS), tKsQ(stage), tKrdK);
     wait_products<1>(tVrdV);
     storage.pipeline_dout.consumer_release(at);
@@ -299,7 +299,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
       }
       sender.send_dq(before, room, tQrdQ);
     }
-    q_is_full = kAsksAhead && storage.pipeline_q.consumer_test_wait({at.count + 1});
+    q_is_full = kTestsBarriersEarly && storage.pipeline_q.consumer_test_wait({at.count + 1});
     const bool is_last = step.last;
     wait_products<0>(tKrdK);
     storage.pipeline_q.consumer_release(at);
@@ -321,22 +321,22 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     storage.pipeline_work.consumer_wait({tile});
     const WorkOf<C>& work = storage.work[tile % 2];
     const bool ends = work.tile.row < 0, is_empty = ends || work.queries.empty();
-    const bool finishes_beside =
-        kFinishesBeside && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].cut < 0;
-    if (work.has_unfinished && !finishes_beside) finish();
+    const bool overlaps_epilogue =
+        kOverlapsEpilogue && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].cut < 0;
+    if (work.has_unfinished && !overlaps_epilogue) finish();
     if (ends) return;
     if (is_empty) {  // no query sees these keys
       sender.send_zeros(tile, at.count, tKrdK, tVrdV);
       continue;
     }
     bool is_last = false;
-    if (finishes_beside) {
-      if constexpr (kFinishesBeside) is_last = add(cute::C<StepKind::Next>{});
+    if (overlaps_epilogue) {
+      if constexpr (kOverlapsEpilogue) is_last = mainloop_step(cute::C<StepKind::Next>{});
     } else {
-      is_last = add(cute::C<StepKind::Alone>{});
+      is_last = mainloop_step(cute::C<StepKind::Alone>{});
     }
     CUTE_NO_UNROLL
-    while (!is_last) is_last = add(cute::C<StepKind::Inside>{});
+    while (!is_last) is_last = mainloop_step(cute::C<StepKind::Inside>{});
     // The next tile's keys arrive after both warpgroups' first step of this one. A warpgroup without a second step must
     // pass the ping-pong on, or the other could not start.
     holds_ping_pong = work.steps() > 1;

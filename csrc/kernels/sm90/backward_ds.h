@@ -5,7 +5,7 @@
 
 namespace flash_cute::sm90 {
 
-// Addresses of a thread's stores of dS, worked out once. A tiled copy would recompute them with about 50 instructions
+// Addresses of a thread's stores of dS, computed once. A tiled copy would recompute them with about 50 instructions
 // in each step of 550.
 template <KernelConfig C>
 class DsStore {
@@ -59,7 +59,7 @@ class DsStore {
   }
 
  private:
-  // The address in a step of 16 queries of what is at `first` in the first one.
+  // The address in a later step of 16 queries that corresponds to `first` in the first step.
   CUTE_HOST_DEVICE static constexpr uint32_t in_step(int step, uint32_t first) {
     static_assert(T::kManyQueries || C.block_m == 64, "queries are an atom's width");
     return T::kManyQueries ? first + step * 16 * kRowBytes : first ^ (step * 2 * kVectorBytes);

@@ -85,8 +85,8 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
   QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
-  if (p.fwd.lists.on()) splits = {};  // nobody knows how long lists are
-  if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles go the same way
+  if (p.fwd.lists.on()) splits = {};  // the lengths of lists are not known
+  if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles are split, or none
   const bool l2_throttle = needs_l2_throttle(config, p, gpu);
   const DqAccumulate order = dq_accumulate(config, p, l2_throttle);
   return {.splits = splits,

@@ -1,4 +1,4 @@
-// What the roles of Hopper's backward share: parameters, work, MMA types and shared memory.
+// Parameters, work, MMA types and shared memory of the roles of Hopper's backward.
 #pragma once
 
 #include "core/layout/backward_work.h"
@@ -104,7 +104,7 @@ struct BackwardTraits {
                 "no wgmma of so many columns: units.cmake");
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
-  // Where a warpgroup's sums of dQ lie, in accumulator order: four numbers of a thread, then those of the next thread.
+  // The address of a warpgroup's sums of dQ, in accumulator order: four numbers of a thread, then of the next thread.
   CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int group) {
     return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
   }

@@ -25,8 +25,8 @@ struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {
     alignas(128) typename Base::Element q[C.block_m * C.head_dim];
     typename Base::Tile kv[C.stages][Base::kTeams];
     alignas(16) RowSum sums[C.block_m][Base::kTeams];
-    // What the cluster's CTAs send here: their sums, and the columns of O that this CTA combines, those of CTA i from i
-    // * columns on. `handed_over` counts the bytes.
+    // The data that the cluster's CTAs send here: their sums, and the columns of O that this CTA combines, those of CTA
+    // i from i * columns on. `handed_over` counts the bytes.
     alignas(16) RowSum sums_of_ctas[C.block_m][C.cluster];
     alignas(16) float outputs[C.block_m][2 * C.head_dim_v];  // fewer than twice as many CTAs send as combine
     cutlass::arch::ClusterTransactionBarrier handed_over;
@@ -48,7 +48,7 @@ struct ClusterRank {
   CUTE_DEVICE int columns() const { return 1 << column_bits; }
 };
 
-// The CTA's split of the keys, in the form that sm80's functions take, and the keys that its queries see.
+// The CTA's split of the keys, as sm80's functions need it, and the keys that its queries see.
 template <KernelConfig C>
 CUTE_DEVICE decode::VisibleSplit split_of_cta(const DecodeParams& p, const ClusterRank& place) {
   const int tile = p.heads_k.div(place.work_tile);  // over all sequences

@@ -1,4 +1,4 @@
-// The family for Hopper: what core asks about its rows. Its kernels run on sm_90 alone.
+// The family for Hopper. Its kernels only run on sm_90.
 #pragma once
 
 #include "core/family.h"

@@ -20,7 +20,7 @@ struct PingPong {
   }
   // After this barrier the warpgroup may issue products.
   CUTE_DEVICE void wait() const { cutlass::arch::NamedBarrier::sync(256, T::kPingPongBarrier + group); }
-  // The next warpgroup may.
+  // Lets the next warpgroup issue.
   CUTE_DEVICE void arrive() const {
     cutlass::arch::NamedBarrier::arrive(256, T::kPingPongBarrier + (group + 1) % T::kGroups);
   }
@@ -78,7 +78,7 @@ CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Outp
   tma_store_fence();
 }
 
-// Where a consumer warpgroup is in the pipelines of keys, values and dropout's masks, over all its work tiles.
+// A consumer warpgroup's states of the pipelines of keys, values and dropout's masks, over all its work tiles.
 template <KernelConfig C>
 struct KeyPipelines {
   using T = ForwardTraits<C>;
@@ -215,7 +215,7 @@ struct WarpRows {
   }
 };
 
-// In place of whether a tile is masked: its list says so.
+// Instead of a flag whether a tile is masked: its list has it.
 struct AsListed {};
 
 // A consumer warpgroup: 64 rows of every work tile of the CTA.

@@ -1,4 +1,4 @@
-// What the roles of Hopper's forward share: parameters, work tiles, MMA types and shared memory.
+// Parameters, work tiles, MMA types and shared memory of the roles of Hopper's forward.
 #pragma once
 
 #include "core/workspace.h"
@@ -33,8 +33,8 @@ struct ForwardParams {
 template <SharedKvTiles Tiles>
 struct WorkTile {
   QueryTile tile;
-  int split;  // of its keys
-  int head_k;  // of keys
+  int split;  // index of the split of its keys
+  int head_k;  // kv head
   SeqInfo seq;
   Tiles tiles;  // of the split, that some row of the cluster sees; its groups are the warpgroups
 

@@ -1,4 +1,4 @@
-// Into how many splits backward cuts its work.
+// The number of splits in backward.
 #include <algorithm>
 #include <numeric>
 

@@ -1,4 +1,4 @@
-// What keeps Hopper's kernels from a problem.
+// Why Hopper's kernels do not support a problem.
 #include <cstdint>
 #include <initializer_list>
 
@@ -19,7 +19,7 @@ bool addressable(const TensorView& m, DType dtype, int64_t rows, int heads, int 
          fits(m.head, heads) && fits(m.batch, batch);
 }
 
-// Whether it can address all of the tensors with rows of queries and of keys that a kernel gives it.
+// Whether TMA can address all tensors with rows of queries and of keys that a kernel accesses.
 bool addressable(const FwdProblem& p, std::initializer_list<TensorView> queries,
                  std::initializer_list<TensorView> keys) {
   auto all = [&](std::initializer_list<TensorView> tensors, bool dense, int64_t longest, int64_t total, int heads) {

@@ -1,5 +1,4 @@
-// What a kernel for Hopper takes and has, by its config: threads, buffers, shared memory. For kernels and for core's
-// questions (family.h).
+// The resources of a kernel for Hopper, by its config: threads, buffers, shared memory; for kernels and family.h.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@ constexpr int kBookkeeping = 1024;             // bytes of barriers and work des
 constexpr int kSwizzled = 1024;                // alignment of swizzled tiles
 constexpr int kDecodeBookkeeping = 3072;       // bytes of split descriptions and of row sums
 
-// Forward: an extra warpgroup generates the dropout mask. Beside two consumer warpgroups only: a third leaves no
+// Forward: an extra warpgroup generates the dropout mask. Only with two consumer warpgroups: a third leaves no
 // registers, and O must take fewer than the 128 registers of kernel start.
 constexpr bool has_mask_warpgroup(const KernelConfig& c) {
   return c.op == Op::Fwd && c.rich() && c.warps == 8 && c.head_dim_v < 256;
@@ -23,7 +22,7 @@ constexpr bool has_dropout(const KernelConfig& c) {
   return c.rich() && (c.op == Op::Bwd || has_mask_warpgroup(c));
 }
 
-// Those that issue MMA, those of the producer warpgroup, and of the mask warpgroup.
+// Threads of the warps that issue MMA, of the producer warpgroup, and of the mask warpgroup.
 constexpr int threads(const KernelConfig& c) {
   const int serving_warps = c.op == Op::Decode ? 0 : has_mask_warpgroup(c) ? 8 : 4;
   return (c.warps + serving_warps) * 32;
@@ -45,7 +44,7 @@ constexpr bool two_cta(const KernelConfig& c) {
   return c.cluster > 1;
 }
 
-// Backward: columns of the sums of dQ. The 2-CTA backward has 64 of 192 twice.
+// Backward: columns of the sums of dQ. The 2-CTA backward with 192 columns has two partial sums of 64 of them.
 constexpr int dq_columns(const KernelConfig& c) {
   return two_cta(c) ? 256 : c.head_dim;
 }

@@ -1,4 +1,4 @@
-// Gradients that the caller wants in fp32.
+// Stores gradients in fp32.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,8 +9,8 @@ namespace flash_cute::sm90 {
 
 using namespace cute;
 
-// Writes an accumulator, whose elements are at the coordinates `at` of a tile, as far as they exist. The tile begins at
-// row `row` of its sequence, and at column `col`.
+// Writes the existing elements of an accumulator, at the coordinates `at` of a tile. The tile begins at row `row` of
+// its sequence, and at column `col`.
 template <class Accumulator, class Coordinates>
 CUTE_DEVICE void store_unrounded(const Accumulator& acc, const Coordinates& at, const TensorView& m,
                                  const SeqSpan& span, int row, int head, int batch, int col, int cols) {

@@ -1,4 +1,4 @@
-"""Fusion of whole transformer blocks: fewer kernels a block, or one launch a call."""
+"""Fusion of whole transformer blocks: fewer kernels per block, or one launch per call."""
 
 from flash_cute.attention.fusion.benchmark import (
     FusionPerformanceStats,

@@ -14,9 +14,9 @@ from flash_cute.kernels import support
 def attend_packed(qkv: Tensor, visible: Visible, dropout_p: float, rng: Tensor | None) -> Tensor:
     """Attention of qkv (batch, seqlen, 3, heads, dim): (batch, seqlen, heads, dim).
 
-    ``rng`` int64 (2,) drops the same wherever kernels run; SDPA draws from torch's generator.
+    Dropout of flash_cute's kernels depends on ``rng``, int64 (2,); SDPA uses torch's generator.
     """
-    if visible.bias is None and visible.order is None and kernels_take(qkv):
+    if visible.bias is None and visible.order is None and kernels_support(qkv):
         return flash_attn_qkvpacked_func(qkv, dropout_p, causal=visible.causal, rng=rng)
     q, k, v = qkv.unbind(2)
     return attend(q, k, v, visible, dropout_p, rng)
@@ -31,8 +31,8 @@ def attend(
     rng: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
-    """The same of q (batch, seqlen, heads, dim), k and v (batch, seqlen, heads_k, dim)."""
-    if visible.bias is not None or not kernels_take(q):
+    """Attention of q (batch, seqlen, heads, dim), k and v (batch, seqlen, heads_k, dim)."""
+    if visible.bias is not None or not kernels_support(q):
         return _sdpa(q, k, v, visible, dropout_p, scale)
     if visible.order is None:
         return flash_attn_func(q, k, v, dropout_p, scale, visible.causal, rng=rng)
@@ -48,8 +48,8 @@ def attend(
     return out.view(batch, seqlen, *out.shape[1:])
 
 
-def kernels_take(q: Tensor) -> bool:
-    """Whether flash_cute attends tensors of this device, dtype and head dim."""
+def kernels_support(q: Tensor) -> bool:
+    """Whether flash_cute supports q's device, dtype and head dim."""
     if not q.is_cuda:
         return q.device.type == "cpu"
     return support.has_kernel(q.dtype, q.shape[-1], q.get_device())

@@ -1,4 +1,4 @@
-"""What fusion saves: launches and time of two models on one input."""
+"""Compares the launches and the time of a model and its fused form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash_cute.attention.fusion.graphs import drops
 
 _WARM_UPS = 3
 _HOST_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
-_NO_KERNELS = ("Memcpy", "Memset", "Activity Buffer")
+_NOT_KERNELS = ("Memcpy", "Memset", "Activity Buffer")
 _LIBRARIES = ("aten::", "flash_cute::")
 _VIEWS = frozenset(
     f"aten::{name}"
@@ -34,22 +34,22 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class FusionPerformanceStats:
-    """What :func:`benchmark_fusion_performance` measured of one forward.
+    """The measurements of :func:`benchmark_fusion_performance`, for one forward.
 
     Args:
         baseline_ms, fused_ms: medians over the runs.
-        baseline_kernel_launches, fused_kernel_launches: kernels that ran on the GPU, copies and
-            fills of memory left out; on the CPU operators of torch that compute, copies and fills
-            included, and those that flash_cute's operators call, which is more than eager has.
+        baseline_kernel_launches, fused_kernel_launches: kernels that ran on the GPU, without memory
+            copies and fills; on the CPU torch's operators that compute, copies and fills included,
+            also those that flash_cute's operators call.
         baseline_host_launches, fused_host_launches: launches by the host, of kernels or of whole
             graphs; on the CPU as above.
         max_difference: largest absolute difference of the two outputs; None if dropout is active,
-            or an output is no tensor.
+            or an output is not a tensor.
         num_runs: runs of each model that were timed.
         device: "cuda" or "cpu".
 
     ``speedup`` is the baseline's time over fused's, ``launch_reduction`` the share of the
-    baseline's kernel launches that fused does not have, below 0 if it has more.
+    baseline's kernel launches that fusion saves, negative if it has more.
     """
 
     baseline_ms: float
@@ -76,16 +76,15 @@ def benchmark_fusion_performance(
     input_data: Tensor,
     num_runs: int = 100,
 ) -> FusionPerformanceStats:
-    """Times and counts one forward of two models, in turns.
+    """Times one forward of two models, in turns, and counts its launches.
 
     Modes are the caller's: gradients are recorded unless it is under ``torch.no_grad()``, and each
-    model is in training mode or not as it is. Nothing of the models changes, nor the state of
-    torch's generators.
+    model stays in its training mode. Neither the models nor the state of torch's generators change.
 
     Args:
         baseline_model, fused_model: called as ``model(input_data)``.
         input_data: on the models' device.
-        num_runs: runs of each model that are timed, after 3 that warm up; one more is profiled.
+        num_runs: timed runs of each model, after 3 warm-up runs; one more is profiled.
 
     Returns:
         Medians in ms, by CUDA events on CUDA and by the clock on the CPU, and launches as
@@ -166,13 +165,13 @@ def count_launches(model: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, tupl
         operators = sum(_operators(e) for e in events if e.cpu_parent is None)
         return out, (operators, operators)
     on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    kernels = [e for e in on_gpu if not e.name.startswith(_NO_KERNELS)]
+    kernels = [e for e in on_gpu if not e.name.startswith(_NOT_KERNELS)]
     host = [e for e in events if e.device_type == DeviceType.CPU]
     return out, (len(kernels), sum(e.name.startswith(_HOST_LAUNCHES) for e in host))
 
 
 def _operators(event: Any) -> int:
-    """Operators that compute and call no other that does, of an event on the CPU."""
+    """The number of innermost operators that compute in a CPU event of the profiler."""
     called = sum(map(_operators, event.cpu_children))
     return called or int(event.name.startswith(_LIBRARIES) and event.name not in _VIEWS)
 

@@ -1,4 +1,4 @@
-"""What is fused, and how far."""
+"""The options of fusion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OptimizationLevel(Enum):
 
     - CONSERVATIVE: attention by flash_cute; all else by torch's own ops.
     - BALANCED: also one kernel for dropout, residual and norm, and one for activation and dropout.
-    - AGGRESSIVE: also one launch of a CUDA graph a call, where no gradient is wanted.
+    - AGGRESSIVE: also one CUDA graph launch a call, if no gradient is required.
     """
 
     CONSERVATIVE = "conservative"
@@ -37,9 +37,9 @@ STEPS = {
 
 
 @dataclass(frozen=True)
-class Means:
-    """By which means the steps of a call run: ``own`` kernels or torch's ops; ``save_memory``: the
-    activation is computed again in backward."""
+class StepOptions:
+    """How the steps of a call run: by ``own`` kernels or torch's ops; with ``save_memory`` backward
+    recomputes the activation."""
 
     own: bool
     save_memory: bool
@@ -57,10 +57,10 @@ class FusionConfig:
             inside, and the input is cast to the parameters' dtype. Nothing is ever rounded to
             fp16 or bf16 outside of autocast.
         enable_memory_optimization: the feed-forward step saves one hidden tensor for backward (two
-            for a gated one), and computes the activation again. False saves it. Without effect at
+            if gated), and recomputes the activation. False saves it. Without effect at
             CONSERVATIVE and under torch.compile, which decides by itself.
-        target_sequence_length: tokens. At AGGRESSIVE the graphs of the last 32 kinds of input of
-            this length are kept; of other lengths, the last 4.
+        target_sequence_length: tokens. AGGRESSIVE keeps the graphs of the last 32 kinds of input of
+            this length, and of the last 4 of other lengths.
 
     Raises:
         TypeError, ValueError: a field is of another type, or the length is below 1.
@@ -102,5 +102,5 @@ class FusionConfig:
 
     @property
     def own_kernels(self) -> bool:
-        """Whether steps beside attention have kernels of their own."""
+        """Whether steps other than attention run by fused kernels."""
         return self.optimization_level is not OptimizationLevel.CONSERVATIVE

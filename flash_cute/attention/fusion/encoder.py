@@ -38,8 +38,8 @@ _PARTS = [(attrgetter(name), kinds) for name, kinds in _KINDS.items()]
 
 
 class FusedEncoderLayer(FusedBlock):
-    """What nn.TransformerEncoderLayer computes, of its own parts. A part that is not plain any more
-    is called."""
+    """nn.TransformerEncoderLayer with fused steps. A submodule that is no longer plain is called
+    instead of fused."""
 
     self_attn: Any
     linear1: Any
@@ -84,7 +84,7 @@ class FusedEncoderLayer(FusedBlock):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> dict[str, Any]:
-        """A call's arguments by name, without a mask that is the causal one."""
+        """A call's arguments by name; a causal mask is replaced by ``is_causal``."""
         causal = bool(is_causal) or (src_mask is not None and masks.is_causal_mask(src_mask))
         return {
             "src": src,
@@ -99,18 +99,18 @@ class FusedEncoderLayer(FusedBlock):
         return src.shape[0 if src.dim() == 2 else 1 - self.batch_dim]
 
     def frozen(self) -> Any:
-        """What a CUDA graph of it would freeze; None if a part is to be called by the host."""
+        """The numbers that a CUDA graph would freeze; None if a submodule must be called."""
         activation = self.activation
         plain = all([is_plain(part(self), *kinds) for part, kinds in _PARTS])
         if isinstance(activation, nn.Module):
             plain = plain and is_plain(activation, type(activation))
-        if not plain or internals.has_global_hooks() or not _takes_packed(self.self_attn):
+        if not plain or internals.has_global_hooks() or not _projects_packed(self.self_attn):
             return None
         heads = self.self_attn.num_heads
         return (heads, self.norm_first, activation, self.norm1.eps, self.norm2.eps)
 
     def size(self, name: str) -> Any:
-        """What self_attn says of itself, or said when it was fused if it is no longer that."""
+        """An attribute of self_attn, or its value at fusion if self_attn was replaced."""
         return getattr(self.self_attn, name, self.sizes[name])
 
     @property
@@ -118,8 +118,8 @@ class FusedEncoderLayer(FusedBlock):
         return 0 if self.size("batch_first") else 1
 
     def _seeds(self, x: Tensor) -> Any:
-        """Of attention (2), of the dropouts behind it, in the middle, and at the end, drawn by one
-        kernel: int64 (SEEDS,), or as many None if nothing is dropped."""
+        """Seeds for attention (2) and for the dropouts after attention, in the feed-forward step
+        and at the end, drawn by one kernel: int64 (SEEDS,), or SEEDS times None without dropout."""
         parts = (self.self_attn, self.dropout, self.dropout1, self.dropout2)
         return steps.draw_seeds(x, SEEDS) if any(map(drops, parts)) else (None,) * SEEDS
 
@@ -135,7 +135,7 @@ class FusedEncoderLayer(FusedBlock):
         """Attention of x, its sum with the residual, and the norm that follows."""
         attn = self.self_attn
         last = (self.dropout1, norm, seeds[2], keep_sum)
-        if not self.fusion.fuses("attention") or not _takes_packed(attn):
+        if not self.fusion.fuses("attention") or not _projects_packed(attn):
             return self._add_norm(residual, self._attend_by_module(x, visible), *last)
         qkv = F.linear(x, attn.in_proj_weight, attn.in_proj_bias)
         qkv = qkv.view(*x.shape[:2], 3, attn.num_heads, attn.head_dim)
@@ -146,7 +146,7 @@ class FusedEncoderLayer(FusedBlock):
         if self._fuses_norm(self.dropout1, norm) and is_plain(attn.out_proj, *LINEARS):
             return steps.linear_add_norm(
                 residual, out, attn.out_proj, steps.Norm.of(norm, rms=False), _p(self.dropout1),
-                seeds[2], self.means, keep_sum,
+                seeds[2], self.step_options, keep_sum,
             )  # fmt: skip
         return self._add_norm(residual, attn.out_proj(out), *last)
 
@@ -170,13 +170,13 @@ class FusedEncoderLayer(FusedBlock):
         """Dropout of y, the sum, and the norm that follows."""
         if self._fuses_norm(dropout, norm):
             of = steps.Norm.of(norm, rms=False)
-            return steps.add_norm(x, y, of, _p(dropout), seed, self.means, keep_sum)
+            return steps.add_norm(x, y, of, _p(dropout), seed, self.step_options, keep_sum)
         total = x + dropout(y)
         return total, norm(total)
 
     def _add(self, x: Tensor, y: Tensor, seed: Any) -> Tensor:
         if self.fusion.fuses("norm") and is_plain(self.dropout2, nn.Dropout):
-            return steps.add(x, y, _p(self.dropout2), seed, self.means)
+            return steps.add(x, y, _p(self.dropout2), seed, self.step_options)
         return x + self.dropout2(y)
 
     def _feed_forward(self, x: Tensor, seed: Any) -> Tensor:
@@ -187,24 +187,24 @@ class FusedEncoderLayer(FusedBlock):
         if not self.fusion.fuses("ffn") or not plain:
             return second(self.dropout(activation(first(x))))
         hidden = steps.Hidden(first.weight, first.bias, second.weight, second.bias, activation)
-        return steps.feed_forward(x, hidden, _p(self.dropout), seed, self.means)
+        return steps.feed_forward(x, hidden, _p(self.dropout), seed, self.step_options)
 
 
 def _p(dropout: Any) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-def _takes_packed(attn: Any) -> bool:
-    """Whether attention is a plain one that projects q, k and v by one product of one input."""
+def _projects_packed(attn: Any) -> bool:
+    """Whether attention is plain, and projects q, k and v by one product of one input."""
     plain = is_plain(attn, nn.MultiheadAttention) and attn.in_proj_weight is not None
     return plain and attn.bias_k is None and not attn.add_zero_attn
 
 
 class FusedEncoder(FusedBlock):
-    """What nn.TransformerEncoder computes: its layers are called, and read each mask once together.
+    """nn.TransformerEncoder with fused layers, which read each mask once.
 
-    Padded positions get what the layers give them, also where nn.TransformerEncoder's fast path
-    writes zeros.
+    Padded positions hold the layers' outputs, even if nn.TransformerEncoder's fast path would write
+    zeros.
     """
 
     layers: Any
@@ -233,7 +233,7 @@ class FusedEncoder(FusedBlock):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> dict[str, Any]:
-        """As the layers'."""
+        """See :meth:`FusedEncoderLayer.simplified`."""
         causal = bool(is_causal) or (mask is not None and masks.is_causal_mask(mask))
         return {
             "src": src,
@@ -243,7 +243,7 @@ class FusedEncoder(FusedBlock):
         }
 
     def frozen(self) -> Any:
-        """As a layer's."""
+        """See :meth:`FusedEncoderLayer.frozen`."""
         layers = list(self.layers)
         parts = [*layers, *(() if self.norm is None else (self.norm,))]
         if any(internals.has_hooks(x) or "forward" in vars(x) for x in parts):
@@ -260,7 +260,7 @@ class FusedEncoder(FusedBlock):
 def read_masks(
     layer: FusedEncoderLayer, src: Tensor, mask: Any, padding: Any, is_causal: bool
 ) -> masks.Visible:
-    """What the queries of src see. ValueError for another width or number of dimensions."""
+    """The masks of src as one value. ValueError for another width or number of dimensions."""
     width = layer.size("embed_dim")
     if src.dim() not in (2, 3) or src.shape[-1] != width:
         raise ValueError(
@@ -290,7 +290,7 @@ class EncoderLayerAdapter:
         for name, kinds in _KINDS.items():
             if (reason := difference(module.get_submodule(name), *kinds)) is not None:
                 return f"{name} {reason}"
-        if not _takes_packed(module.self_attn):
+        if not _projects_packed(module.self_attn):
             return "self_attn has kdim, vdim, bias_k or add_zero_attn"
         if module.norm1.weight is None or module.norm2.weight is None:
             return "a norm has no weight"
@@ -304,7 +304,7 @@ class EncoderLayerAdapter:
 
 
 def _own_methods(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    """What a module does in the place of what torch's class of its kind does, of some methods."""
+    """Why a module that overrides one of these methods is left; None if it overrides none."""
     for base in (nn.TransformerEncoderLayer, nn.TransformerEncoder):
         for name in names if isinstance(module, base) else ():
             if getattr(type(module), name) is not getattr(base, name):

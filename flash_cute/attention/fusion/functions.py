@@ -1,6 +1,6 @@
-"""The fused steps with their gradients. What each saves for backward stands beside it.
+"""The fused steps with their gradients, and what each saves for backward.
 
-Gradients of gradients are refused.
+Double backward is refused.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def _triton_kernels() -> ModuleType | None:
 
 
 def kernels_for(x: Tensor) -> ModuleType | None:
-    """The module with the kernels of the fused steps; None where torch's ops serve better: inside
-    of torch.compile, which fuses them itself, of torch.func, for fakes, and on CUDA without
-    Triton."""
+    """The module with the kernels of the fused steps; None if torch's ops should run instead:
+    inside of torch.compile, which fuses them itself, and of torch.func, for fake tensors, and on
+    CUDA without Triton."""
     if torch.compiler.is_compiling() or internals.in_transform() or internals.is_fake(x):
         return None
     if x.device.type == "cpu":
@@ -41,15 +41,14 @@ def kernels_for(x: Tensor) -> ModuleType | None:
 
 @cache
 def linear_kernels() -> Any:
-    """The module with ``linear_add_norm``, to be asked for where :func:`kernels_for` gives Triton's
-    kernels."""
+    """The module with ``linear_add_norm``, if :func:`kernels_for` returned Triton's kernels."""
     from flash_cute.attention.fusion import kernels_triton_linear
 
     return kernels_triton_linear
 
 
-def as_it_lies(x: Tensor) -> Tensor:
-    """x (outer, inner, width), with the outer two dimensions in the order of memory."""
+def in_memory_order(x: Tensor) -> Tensor:
+    """x (outer, inner, width), the outer two dimensions transposed if memory has that order."""
     return x.transpose(0, 1) if x.stride(0) < x.stride(1) else x
 
 
@@ -90,7 +89,7 @@ class Gate(torch.autograd.Function):
 
 class AddNorm(torch.autograd.Function):
     """(sum, norm(sum)) of sum = x + dropout(y); the sum is None unless ``keep_sum``. Saved: x and
-    y, or the sum; a mean and a factor a row; the seed."""
+    y, or the sum; mean and rstd of each row; the seed."""
 
     @staticmethod
     def forward(
@@ -107,7 +106,7 @@ class AddNorm(torch.autograd.Function):
         ctx.kernels, ctx.dtypes = kernels_for(x), (x.dtype, y.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
         dtype = torch.promote_types(x.dtype, y.dtype)
-        if torch.is_autocast_enabled(x.device.type):  # under which norms give their own dtype
+        if torch.is_autocast_enabled(x.device.type):  # norms then return their weight's dtype
             dtype = torch.promote_types(dtype, weight.dtype)
         total, out, mean, rstd = ctx.kernels.add_norm(
             x, y, weight, bias, eps, ctx.rms, ctx.p, seed, keep_sum, dtype
@@ -136,7 +135,7 @@ class AddNorm(torch.autograd.Function):
 
 class LinearAddNorm(torch.autograd.Function):
     """:class:`AddNorm` of x and linear(a), x (outer, inner, width), a (outer, inner, depth), by one
-    kernel. Saved: the sum, a and the weights; a mean and a factor a row; the seed."""
+    kernel. Saved: the sum, a and the weights; mean and rstd of each row; the seed."""
 
     @staticmethod
     def forward(
@@ -170,8 +169,8 @@ class LinearAddNorm(torch.autograd.Function):
         total, a, w, weight, mean, rstd, seed = ctx.saved_tensors
         d_out = torch.zeros_like(total) if d_out is None else d_out
         x_dtype, b_dtype, bias_dtype = ctx.dtypes
-        # The gradient of the product lies as a does, so that both are matrices without a copy.
-        rows = as_it_lies(a)
+        # The gradient of the product has a's memory order: both are matrices without a copy.
+        rows = in_memory_order(a)
         y_like = torch.empty(*rows.shape[:-1], w.shape[0], dtype=a.dtype, device="meta")
         y_like = y_like.transpose(0, 1) if rows is not a else y_like
         dx, dy, d_weight, d_bias = ctx.kernels.add_norm_backward(
@@ -190,8 +189,8 @@ class LinearAddNorm(torch.autograd.Function):
 class FeedForward(torch.autograd.Function):
     """linear(dropout(activation(linear(x)))).
 
-    Saved: x, the weights, the seed, and one hidden tensor: what the activation takes, or for relu
-    what it gives. The rest is computed again in backward.
+    Saved: x, the weights, the seed, and one hidden tensor: the activation's input, for relu its
+    output. Backward recomputes the rest.
     """
 
     @staticmethod
@@ -230,7 +229,7 @@ class FeedForward(torch.autograd.Function):
             hidden = kept if name == "relu" else ctx.kernels.activate(kept, None, name, p, seed)
             dw2 = grad.t() @ hidden
         db2 = grad.sum(0) if ctx.has_bias[1] and needs[4] else None
-        # For relu what it gives is above 0 where what it takes is.
+        # relu's output is above 0 exactly if its input is.
         dh = ctx.kernels.activate_backward(grad @ w2, kept, name, p, seed)
         dw1 = dh.t() @ rows if needs[1] else None
         db1 = dh.sum(0) if ctx.has_bias[0] and needs[2] else None
@@ -239,7 +238,7 @@ class FeedForward(torch.autograd.Function):
 
 
 class GateLinear(torch.autograd.Function):
-    """linear(gate(x)). Saved: x and the weight; the gate's result is computed again in backward."""
+    """linear(gate(x)). Saved: x and the weight; backward recomputes the gate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, name: str) -> Tensor:
@@ -281,8 +280,8 @@ class Rotate(torch.autograd.Function):
 
 
 class Products(torch.autograd.Function):
-    """Several linear(x) of one x, side by side in one tensor: of weights, then of as many biases
-    or None. Saved: x and the weights."""
+    """Several linear(x) of one x, concatenated; arguments are the weights, then the biases, each a
+    tensor or None. Saved: x and the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> Tensor:

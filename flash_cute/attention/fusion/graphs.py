@@ -1,4 +1,4 @@
-"""One launch a call: CUDA graphs of a forward, kept for the inputs that were seen last."""
+"""CUDA graphs of a forward, kept for the most recent kinds of input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM_UPS = 3
 
 
 class Recent(Generic[T]):
-    """The last few values by key, and of those stored as ``pinned`` the last ``PINNED``."""
+    """A cache of the last ``size`` values by key, and of the last ``PINNED`` pinned ones."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,7 +28,7 @@ class Recent(Generic[T]):
         self.pinned: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable) -> T | None:
-        """The value, which is the last used one from now on; None if it is not there."""
+        """The value, marked as used last; None if it is not there."""
         for kept in (self.pinned, self.values):
             if key in kept:
                 kept.move_to_end(key)
@@ -36,28 +36,28 @@ class Recent(Generic[T]):
         return None
 
     def put(self, key: Hashable, value: T, pinned: bool) -> None:
-        """Keeps a value; of those pinned, or of the others, the one longest unused goes."""
+        """Stores a value; drops the least recently used one, pinned or not as the new one is."""
         kept, size = (self.pinned, PINNED) if pinned else (self.values, self.size)
         kept[key] = value
         if len(kept) > size:
             kept.popitem(last=False)
 
     def clear(self) -> None:
-        """Keeps nothing."""
+        """Drops all values."""
         self.values.clear()
         self.pinned.clear()
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, the buffers that it reads, and the one that it writes."""
+    """A graph with its input and output buffers."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     output: Tensor
 
     def replay(self, tensors: list[Tensor]) -> Tensor:
-        """The output of the graph for these inputs, in memory of its own."""
+        """The output of the graph for these inputs, as a new tensor."""
         for buffer, x in zip(self.inputs, tensors, strict=True):
             buffer.copy_(x)
         self.graph.replay()
@@ -68,10 +68,10 @@ class Graphs:
     """Captures a model's forward at the first call with each kind of inputs, then replays it.
 
     Args:
-        model: returns one tensor. ``model.frozen()``, if it has that, are the numbers that a graph
-            would freeze, and None if a part of it is to be called by the host.
-        seqlen: of inputs of this length the last ``PINNED`` graphs are kept, of others the last
-            ``KEPT``.
+        model: returns one tensor. ``model.frozen()``, if it exists, returns the numbers that a
+            graph would freeze, or None if a submodule must be called.
+        seqlen: the last ``PINNED`` graphs of inputs of this length are kept, and the last ``KEPT``
+            of other lengths.
     """
 
     def __init__(self, model: nn.Module, seqlen: int) -> None:
@@ -85,8 +85,8 @@ class Graphs:
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "seqlen": self.seqlen, "recent": Recent(KEPT), "addresses": ()}
 
-    def look_at(self, call: dict[str, Any]) -> tuple[str | None, Any]:
-        """Why a call cannot be one launch, or None and what its graph freezes."""
+    def check_call(self, call: dict[str, Any]) -> tuple[str | None, Any]:
+        """(reason, None) if a call cannot be one launch, else (None, what its graph freezes)."""
         reason = self._refusal(call)
         frozen = None if reason is not None else self._frozen()
         if reason is None and frozen is None:
@@ -107,17 +107,17 @@ class Graphs:
             return "dropout is active"
         if internals.has_hooks(self.model):
             return "the model has hooks, which are called"
-        return "another graph is captured" if torch.cuda.is_current_stream_capturing() else None
+        return "it is being captured" if torch.cuda.is_current_stream_capturing() else None
 
     def _frozen(self) -> Any:
         return self.model.frozen() if hasattr(self.model, "frozen") else ()  # type: ignore[operator]
 
     def run(self, call: dict[str, Any], seqlen: int, frozen: Any) -> Tensor:
-        """model(**call), of seqlen tokens, by one graph; ``frozen`` is :meth:`look_at`'s."""
+        """model(**call), of seqlen tokens, by one graph; ``frozen`` is :meth:`check_call`'s."""
         tensors, rest = flatten(call)
         state = (*self.model.parameters(), *self.model.buffers())
         addresses = tuple(x.data_ptr() for x in state)
-        if addresses != self.addresses:  # what was captured reads the old ones
+        if addresses != self.addresses:  # captured graphs read the old addresses
             self.recent.clear()
             self.addresses = addresses
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
@@ -147,7 +147,7 @@ class Graphs:
                     self.model(**static)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # No cache of autocast: what it holds may be freed while the graph still reads it.
+            # No autocast cache: its tensors may be freed while the graph still reads them.
             with (
                 torch.autocast("cuda", cache_enabled=False, **_autocast()),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -162,7 +162,7 @@ def _autocast() -> dict[str, Any]:
 
 
 def drops(module: Any) -> bool:
-    """Whether a module drops something now."""
+    """Whether a module has active dropout."""
     if isinstance(module, nn.MultiheadAttention):
         return module.training and module.dropout > 0
     p = getattr(module, "attention_dropout", getattr(module, "p", 0.0))
@@ -170,7 +170,7 @@ def drops(module: Any) -> bool:
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Any]:
-    """The tensors in nested tuples, lists and dicts, and the rest, which can be compared."""
+    """The tensors in nested tuples, lists and dicts, and a comparable key of everything else."""
     tensors: list[Tensor] = []
 
     def take(x: Tensor) -> str:
@@ -181,7 +181,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Any]:
 
 
 def replace(value: Any, change: Any) -> Any:
-    """A copy with ``change(x)`` in the place of each tensor x."""
+    """A copy with each tensor x replaced by ``change(x)``."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):

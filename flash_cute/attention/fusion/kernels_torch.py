@@ -1,8 +1,7 @@
-"""What the kernels of the fused steps compute, in torch's ops: they run where Triton does not.
+"""The kernels of the fused steps in torch's ops, for devices without Triton.
 
 Each function has a namesake with the same arguments in kernels_triton.py. Sums and norms are in
-fp32, in fp64 for fp64. Which elements dropout keeps is a function of the seed alone, here and there
-another one.
+fp32, in fp64 for fp64. Dropout is a function of the seed, but another one than in Triton.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def activate(x: Tensor, residual: Tensor | None, name: str, p: float, seed: Tens
 
 
 def activate_backward(grad: Tensor, x: Tensor, name: str, p: float, seed: Tensor | None) -> Tensor:
-    """The gradient of x; for "identity" x gives the dtype alone."""
+    """The gradient of x; for "identity" only x's dtype is used."""
     grad = dropped(grad, p, seed)
     if name == "identity":
         return grad.to(x.dtype)
@@ -119,8 +118,8 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, y, weight and bias.
 
-    ``y`` None: x is the sum that forward gave. ``grad_sum`` is the gradient of that. ``y_like`` has
-    y's dtype and strides.
+    If ``y`` is None, x is the sum that forward returned. ``grad_sum`` is the sum's gradient.
+    ``y_like`` has y's dtype and strides.
     """
     dtype = wide(x)
     total = x.to(dtype) if y is None else x.to(dtype) + dropped(y, p, seed)
@@ -149,7 +148,7 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv, of those of the rotated heads and of v."""
+    """The gradient of qkv, from the gradients of the rotated heads and of v."""
     dqk = torch.cat((dq, dk), dim=2)
     cos, sin = (x[:, :, None].to(dqk.dtype) for x in (cos, sin))
     first, second = (dqk * sin).chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """The kernels of the fused steps on CUDA, in Triton: kernels_torch.py says what each computes.
 
-Every kernel reads its inputs and writes its outputs once, and computes in fp32. Dropout keeps
-element (row, column) by Philox of (seed, row, column): backward asks again, nothing is stored.
+Every kernel reads its inputs and writes its outputs once, and computes in fp32. Dropout of element
+(row, column) is Philox of (seed, row, column): backward recomputes it, nothing is stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "rotate",
     "rotate_backward",
 ]
-_FLAT = 1024  # elements of a program where rows do not matter
+_FLAT = 1024  # elements per program of elementwise kernels
 
 
 # --- device functions ----------------------------------------------------------------------------
@@ -31,8 +31,7 @@ _FLAT = 1024  # elements of a program where rows do not matter
 
 @triton.jit
 def dropped(x, seed, row, p, scale, BLOCK: tl.constexpr):
-    """x (BLOCK,) of a row, or (rows, BLOCK) of rows (rows, 1): some elements 0, the others times
-    scale."""
+    """Dropout of x: (BLOCK,) of one row, or (rows, BLOCK) with ``row`` (rows, 1)."""
     zero = tl.arange(0, BLOCK // 4) * 0 + row * 0
     group = tl.arange(0, BLOCK // 4) + zero
     r0, r1, r2, r3 = tl.philox(tl.load(seed), group, zero + row, zero, zero)
@@ -121,7 +120,7 @@ def activate(x: Tensor, residual: Tensor | None, name: str, p: float, seed: Tens
 
 
 def activate_backward(grad: Tensor, x: Tensor, name: str, p: float, seed: Tensor | None) -> Tensor:
-    """The gradient of x; for "identity" x gives the dtype alone."""
+    """The gradient of x; for "identity" only x's dtype is used."""
     grad, x = grad.contiguous(), x.contiguous()
     dx = torch.empty_like(grad, dtype=x.dtype)
     launch(
@@ -180,7 +179,7 @@ def gate_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
 
 @triton.jit
 def _place(row, inner, outer_stride, inner_stride):
-    """Where a row begins: rows are (outer, inner)."""
+    """The offset of a row; rows are (outer, inner)."""
     outer = row // inner
     return outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
 
@@ -317,7 +316,7 @@ def add_norm_backward(
     grad = grad.contiguous()
     grad_sum = None if grad_sum is None else grad_sum.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dy = torch.empty_like(y_like, device=x.device)  # its strides, if no two elements share a place
+    dy = torch.empty_like(y_like, device=x.device)  # keeps the strides unless they overlap
     if dy.dim() != 3 or dy.stride(-1) != 1:
         dy = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     same = not drops(p, seed) and dy.dtype == dx.dtype and dy.stride() == dx.stride()
@@ -358,16 +357,16 @@ def _warps(block: int) -> int:
 
 
 def sms(x: Tensor) -> int:
-    """SMs of x's GPU; 1 where kernels are interpreted."""
+    """SMs of x's GPU; 1 if kernels are interpreted."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
 def _programs(x: Tensor) -> int:
-    """Of the backward of a norm: each sums the weights' gradients over its rows."""
+    """Programs of the backward of a norm; each sums the weights' gradients over its rows."""
     return 4 * sms(x)
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """(outer, inner, width) with rows that lie in one piece; of 3 dimensions any strides."""
+    """x as (outer, inner, width) with contiguous rows; 3 dimensions keep their strides."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])

@@ -1,6 +1,6 @@
-"""A product with dropout, residual and norm behind it in one kernel, in Triton.
+"""A product followed by dropout, residual and norm in one kernel, in Triton.
 
-A program holds whole rows of the product, so that it can norm them before they leave the chip.
+A program holds whole rows of the product, so that it can normalise them in registers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flash_cute.attention.fusion.kernels_triton import block_of, dropped, drops,
 from flash_cute.attention.fusion.kernels_triton_rotary import launch
 
 MAX_WIDTH = 512  # of a row: more columns of fp32 sums do not fit into a program's registers
-FASTER_WIDTH = 256  # one kernel takes 10 us where two take 12, of 512 columns 22 for 18 (H100)
-MAX_ROWS = 8192  # from there on cuBLAS and a norm of its own are faster
+FASTER_WIDTH = 256  # one kernel takes 10 us, two take 12; with 512 columns 22 and 18 (H100)
+MAX_ROWS = 8192  # with more rows cuBLAS and a separate norm are faster
 _DEPTH = 64  # of a step of the product
 _STAGES = 2
 _SHARED_BYTES = 2 * _STAGES * _DEPTH * (64 + MAX_WIDTH)
@@ -71,9 +71,9 @@ def _linear_add_norm_kernel(
 
 
 def takes(x: Tensor, a: Tensor, w: Tensor) -> bool:
-    """Whether one kernel does it: 16-bit products of at most ``MAX_WIDTH`` columns and ``MAX_ROWS``
-    rows, on a GPU with enough shared memory a block (A100, H100). In a CUDA graph, where a launch
-    costs nothing, only up to ``FASTER_WIDTH`` columns."""
+    """Whether one kernel supports it: 16-bit products of at most ``MAX_WIDTH`` columns and
+    ``MAX_ROWS`` rows, on a GPU with enough shared memory a block (A100, H100). In a CUDA graph,
+    whose launches cost nothing, only up to ``FASTER_WIDTH`` columns."""
     if a.dtype not in (torch.float16, torch.bfloat16) or a.dtype != w.dtype:
         return False
     width = FASTER_WIDTH if x.is_cuda and torch.cuda.is_current_stream_capturing() else MAX_WIDTH
@@ -113,7 +113,7 @@ def linear_add_norm(
         total = out.new_empty(x.shape, dtype=torch.promote_types(x.dtype, a.dtype))
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = rstd if rms else torch.empty_like(rstd)
-    # As many rows a program as still give every SM one.
+    # The most rows per program that still give every SM a program.
     at_once = 16 if rows <= 16 * sms(x) else 32 if rows <= 32 * sms(x) else 64
     launch(
         _linear_add_norm_kernel, (triton.cdiv(rows, at_once),),

@@ -13,7 +13,7 @@ _ROTATED = 2048  # elements of a program
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
-    """Runs a kernel on x's device, which Triton takes to be the current one."""
+    """Runs a kernel on x's device: Triton uses the current one."""
     if 0 in grid:
         return
     if x.is_cuda and x.device.index != torch.cuda.current_device():
@@ -119,7 +119,7 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv, of those of the rotated heads and of v."""
+    """The gradient of qkv, from the gradients of the rotated heads and of v."""
     batch, seqlen, heads, dim = dq.shape
     heads_k, cos, sin = dk.shape[2], cos.contiguous(), sin.contiguous()
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))

@@ -39,8 +39,8 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class FusedLlamaBlock(FusedBlock):
-    """What the block computes, of its own parts. A part that is not what was recognised any more is
-    called: self_attn with keyword arguments, or by the block's own forward if it takes no such."""
+    """A Llama block with fused steps. A submodule that was changed since is called instead:
+    self_attn with keyword arguments, or by the block's own forward if it does not accept them."""
 
     input_layernorm: Any
     self_attn: Any
@@ -53,12 +53,12 @@ class FusedLlamaBlock(FusedBlock):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The block's own arguments: hidden_states (batch, seqlen, width); position_embeddings
-        (cos, sin), each (batch or 1, seqlen, head_dim), None rotates nothing; attention_mask None
-        is ``self_attn.is_causal``'s, else (batch or 1, heads or 1, seqlen, seqlen), bool with True
-        where a query sees a key, or added. Returns hidden_states.
+        (cos, sin), each (batch or 1, seqlen, head_dim), or None for no rotation; attention_mask
+        (batch or 1, heads or 1, seqlen, seqlen), bool with True if a query sees a key, or a float
+        that is added; None means ``self_attn.is_causal``. Returns hidden_states.
 
-        Where attention is fused, NotImplementedError for a key/value cache, for what is not known,
-        and for masks of another attn_implementation of Hugging Face than "eager" and "sdpa".
+        With fused attention: NotImplementedError for a key/value cache, for unknown arguments, and
+        for masks of Hugging Face's attn_implementations other than "eager" and "sdpa".
         """
         x, given = hidden_states, self._by_name(args, kwargs)
         fuses = self.fusion.fuses("attention")
@@ -76,9 +76,9 @@ class FusedLlamaBlock(FusedBlock):
         else:
             y = self.self_attn(hidden_states=self.input_layernorm(x), **given)
             y = y[0] if isinstance(y, tuple) else y
-        if self.fusion.fuses("norm") and self._is_still("post_attention_layernorm"):
+        if self.fusion.fuses("norm") and self._is_unchanged("post_attention_layernorm"):
             norm = steps.Norm.of(self.post_attention_layernorm, rms=True)
-            x, normal = steps.add_norm(x, y, norm, 0.0, None, self.means, keep_sum=True)
+            x, normal = steps.add_norm(x, y, norm, 0.0, None, self.step_options, keep_sum=True)
         else:
             x = x + y
             normal = self.post_attention_layernorm(x)
@@ -89,12 +89,12 @@ class FusedLlamaBlock(FusedBlock):
         return {"hidden_states": hidden_states, **self._by_name(args, kwargs)}
 
     def frozen(self) -> Any:
-        """What a CUDA graph of it would freeze; None if a part is to be called by the host."""
+        """The numbers that a CUDA graph would freeze; None if a submodule must be called."""
         linears = [part(self) for part in _PARTS]
-        still = all(map(self._is_still, self.recognised)) and _is_silu(self.mlp.act_fn)
-        if not still or not are_plain(linears, nn.Linear) or internals.has_global_hooks():
+        unchanged = all(map(self._is_unchanged, self.recognised)) and _is_silu(self.mlp.act_fn)
+        if not unchanged or not are_plain(linears, nn.Linear) or internals.has_global_hooks():
             return None
-        return ()  # what is still recognised has the same numbers
+        return ()  # unchanged submodules have the same numbers
 
     def seqlen_of(self, call: dict[str, Any]) -> int:
         """Tokens a sequence of such a call."""
@@ -108,13 +108,13 @@ class FusedLlamaBlock(FusedBlock):
             )
         return {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
 
-    def _is_still(self, name: str) -> bool:
-        return self.recognised[name].is_still(getattr(self, name))
+    def _is_unchanged(self, name: str) -> bool:
+        return self.recognised[name].is_unchanged(getattr(self, name))
 
     def _takes(self, x: Tensor, given: dict[str, Any]) -> bool:
-        """Whether the fused form takes a call: attention is what was recognised, and positions are
-        for whole heads."""
-        if not self._is_still("self_attn"):
+        """Whether the fused form supports a call: attention is unchanged, and position embeddings
+        cover whole heads."""
+        if not self._is_unchanged("self_attn"):
             return False
         position = given.get("position_embeddings")
         if position is None:
@@ -124,7 +124,7 @@ class FusedLlamaBlock(FusedBlock):
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         norm = getattr(self, name)
-        return steps.Norm.of(norm, rms=True)(x) if self._is_still(name) else norm(x)
+        return steps.Norm.of(norm, rms=True)(x) if self._is_unchanged(name) else norm(x)
 
     def _attend(self, x: Tensor, visible: masks.Visible, given: dict[str, Any]) -> Tensor:
         attn = self.self_attn
@@ -134,7 +134,7 @@ class FusedLlamaBlock(FusedBlock):
         qkv = qkv.unflatten(-1, (heads + 2 * heads_k, dim))
         if position is None:
             q, k, v = qkv.split((heads, heads_k, heads_k), dim=2)
-        elif self.means.own and kernels_for(qkv) is not None:
+        elif self.step_options.own and kernels_for(qkv) is not None:
             q, k, v = Rotate.apply(qkv, *position, heads, heads_k)
         else:
             qk, v = qkv.split((heads + heads_k, heads_k), dim=2)
@@ -147,14 +147,20 @@ class FusedLlamaBlock(FusedBlock):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         mlp = self.mlp
-        if not self.fusion.fuses("ffn") or not self._is_still("mlp") or not _is_silu(mlp.act_fn):
+        if (
+            not self.fusion.fuses("ffn")
+            or not self._is_unchanged("mlp")
+            or not _is_silu(mlp.act_fn)
+        ):
             return mlp(x)
-        return steps.gated(x, [mlp.gate_proj, mlp.up_proj], mlp.down_proj, F.silu, self.means)
+        return steps.gated(
+            x, [mlp.gate_proj, mlp.up_proj], mlp.down_proj, F.silu, self.step_options
+        )
 
 
 def _refuse(given: dict[str, Any], attn: Any, defaults: dict[str, Any]) -> None:
-    """What a block is given, and may not leave out: all but its forward's defaults, and what says
-    "no"."""
+    """Refuses arguments that a fused block would ignore, unless they have their defaults or are
+    switched off."""
     implementation = _implementation(attn)
     if implementation not in _IMPLEMENTATIONS:
         raise NotImplementedError(_other_masks(implementation))
@@ -169,10 +175,10 @@ def _refuse(given: dict[str, Any], attn: Any, defaults: dict[str, Any]) -> None:
                 f"{name}: a fused block has no key/value cache; call with use_cache=False"
             )
         kind = type(value).__name__
-        raise NotImplementedError(f"{name} is {kind}: a fused block takes no such")
+        raise NotImplementedError(f"{name} is {kind}, which a fused block does not support")
 
 
-# position_ids are for attentions that were refused; the last two are for caches.
+# Ignored arguments: position_ids are for attentions that are refused, the last two for caches.
 _ARGUMENTS = (
     "attention_mask", "position_ids", "position_embeddings", "cache_position", "use_cache",
 )  # fmt: skip
@@ -189,14 +195,14 @@ def _is_silu(activation: Any) -> bool:
 
 
 def _implementation(attn: Any) -> str | None:
-    """Which masks a model of Hugging Face makes for its attention; None if it is none of these."""
+    """The attn_implementation of a Hugging Face model, which decides its masks; else None."""
     return getattr(getattr(attn, "config", None), "_attn_implementation", None)
 
 
 def _other_masks(implementation: str | None) -> str:
     return (
-        f"attn_implementation is {implementation!r}, whose masks a fused block does not take; "
-        "set_attn_implementation('sdpa') first"
+        f"attn_implementation is {implementation!r}, whose masks a fused block does not "
+        "support; set_attn_implementation('sdpa') first"
     )
 
 
@@ -205,7 +211,7 @@ def _visible(given: dict[str, Any], attn: Any, x: Tensor) -> masks.Visible:
     if mask is None:
         is_causal = given.get("is_causal")
         is_causal = attn.is_causal if is_causal is None else is_causal
-        # Hugging Face's "eager" hides nothing by itself, whatever it is told.
+        # Hugging Face's "eager" ignores is_causal: without a mask it hides nothing.
         return masks.Visible(causal=bool(is_causal) and _implementation(attn) != "eager")
     if mask.dim() != 4:
         raise NotImplementedError(
@@ -218,8 +224,8 @@ def _visible(given: dict[str, Any], attn: Any, x: Tensor) -> masks.Visible:
 
 
 class LlamaAdapter:
-    """Recognises a block by its parts, named as Hugging Face's LlamaDecoderLayer names them, and by
-    what its forward does."""
+    """Recognises a block by its submodules, named as in Hugging Face's LlamaDecoderLayer, and by
+    what its forward computes."""
 
     name = (
         "a block of Llama's shape (input_layernorm, self_attn with q_proj, k_proj, v_proj, o_proj, "
@@ -266,7 +272,7 @@ def _fused(module: Any, config: FusionConfig) -> Any:
 
 
 def _other_parts(module: Any) -> str | None:
-    """What a block has besides the parts of Llama's, or in their place."""
+    """The first difference of a block's submodules from Llama's; None if there is none."""
     attn, mlp = module.self_attn, module.mlp
     for part, names in (
         (module, _BLOCK),
@@ -277,27 +283,27 @@ def _other_parts(module: Any) -> str | None:
             return f"it has also {sorted(more)}"
     for name in _LINEARS:
         if type(module.get_submodule(name)) is not nn.Linear:
-            return f"{name} is no plain nn.Linear"
+            return f"{name} is not a plain nn.Linear"
     if any(p.is_meta or internals.is_fake(p) for p in module.parameters()):
-        return "its parameters have no values, so that nothing says what it computes"
+        return "its parameters have no values, so what it computes cannot be checked"
     return None
 
 
 def _other_attributes(module: Any) -> str | None:
-    """What a block says of itself that Llama's does not."""
+    """The first attribute of a block that differs from Llama's; None if there is none."""
     attn, act = module.self_attn, getattr(module.mlp, "act_fn", None)
     dim = getattr(attn, "head_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        return "self_attn.head_dim is no int, 1 or more"
+        return "self_attn.head_dim is not a positive int"
     widths = [getattr(attn, name).out_features for name in _QKV]
     if any(width % dim for width in widths) or widths[0] % widths[1] or widths[1] != widths[2]:
-        return f"the widths {widths} of q, k and v are no heads of head_dim {dim}"
+        return f"the widths {widths} of q, k and v do not make heads of head_dim {dim}"
     if not isinstance(getattr(attn, "is_causal", None), bool):
-        return "self_attn.is_causal is no bool"
+        return "self_attn.is_causal is not a bool"
     if getattr(attn, "sliding_window", None) is not None:
         return "self_attn has a sliding window"
     if not (act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation")):
-        return "mlp.act_fn is no SiLU"
+        return "mlp.act_fn is not SiLU"
     for name in _NORMS:
         if not _is_rms_norm(getattr(module, name)):
             return f"{name} does not compute weight * x / rms(x)"
@@ -307,7 +313,7 @@ def _other_attributes(module: Any) -> str | None:
 
 
 def _other_state(module: Any) -> str | None:
-    """Parameters and buffers that a block has besides Llama's, or of another kind."""
+    """The first difference of a block's parameters and buffers from Llama's; None if none."""
     known = {f"{name}.{kind}" for name in _LINEARS for kind in ("weight", "bias")}
     known |= {f"{name}.weight" for name in _NORMS}
     state = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
@@ -316,7 +322,7 @@ def _other_state(module: Any) -> str | None:
     for name in (*_LINEARS, *_NORMS):
         part = module.get_submodule(name)
         if not is_plain(part, type(part)):
-            return f"{name} has weights that are no ordinary tensors"
+            return f"{name} has weights that are not ordinary tensors"
     return None
 
 
@@ -328,7 +334,7 @@ def _own_method(module: Any) -> str | None:
 
 
 def _is_rms_norm(module: Any) -> bool:
-    """Whether a norm is torch's RMSNorm, with the eps that it names, by what it computes."""
+    """Whether a norm computes what torch's RMSNorm with its eps does."""
     weight = getattr(module, "weight", None)
     has_eps = any(hasattr(module, name) for name in ("variance_epsilon", "eps"))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not has_eps:

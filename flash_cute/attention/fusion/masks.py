@@ -1,4 +1,4 @@
-"""Which keys a query sees: torch's three ways to say it, read once a call."""
+"""The three mask arguments of torch's encoder layers, read once a call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Visible:
     Args:
         causal: query i sees keys up to i.
         bias: (batch or 1, heads or 1, seqlen, seqlen), added to scores, -inf hides; None adds none.
-        order: int64 (batch, seqlen): the keys of each sequence, those that take part in front;
-            None if all do. Then ``bias`` is None and ``causal`` False.
+        order: int64 (batch, seqlen): the keys of each sequence, those that take part first; None if
+            all do. With an order ``bias`` is None and ``causal`` False.
         lengths: int32 (batch,): how many take part.
         mask, padding: as they were given.
     """
@@ -66,7 +66,7 @@ def read(
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Inside, masks that are read again are what they were; none of them may be freed or change."""
+    """Inside, each mask is read once; none of them may be freed or changed."""
     token = _read.set({})
     try:
         yield
@@ -116,11 +116,11 @@ def later_keys(like: Tensor, seqlen: int) -> Tensor:
 
 
 def is_causal_mask(mask: Tensor) -> bool:
-    """Whether a mask hides what lies after a query, and nothing else.
+    """Whether a mask hides the keys after each query, and nothing else.
 
-    On the CPU its values are read. On CUDA the host waits for them, so they are read once for as
-    long as it is the same tensor in the same memory, unchanged but by ``.data``, whose writes torch
-    does not count. Inside of torch.compile and of a CUDA graph nothing is read: False.
+    On the CPU its values are read. On CUDA that synchronises the host, so they are read again only
+    if the tensor, its memory or its version changes; torch does not count writes through ``.data``.
+    Inside of torch.compile and of a CUDA graph nothing is read: False.
     """
     if mask.dim() != 2 or torch.compiler.is_compiling() or _is_capturing(mask):
         return False

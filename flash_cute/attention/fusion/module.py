@@ -1,4 +1,4 @@
-"""A model with its blocks fused."""
+"""A model with fused blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash_cute.attention.fusion.graphs import Graphs
 from flash_cute.attention.fusion.graphs import replace as replace_tensors
 from flash_cute.attention.fusion.llama import LlamaAdapter
 from flash_cute.attention.fusion.parts import FusedBlock, own_method
-from flash_cute.attention.fusion.remembered import remembering
+from flash_cute.attention.fusion.remembered import caching_trials
 from flash_cute.attention.fusion.trial import fixed_settings, is_out_of_memory
 
 
@@ -27,16 +27,16 @@ class BlockAdapter(Protocol):
     name: str
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether it is of this kind."""
+        """Whether a module is of this kind."""
 
     def refusal(self, module: nn.Module) -> str | None:
-        """What keeps a module of this kind from being fused; None if nothing does."""
+        """Why a module of this kind cannot be fused; None if it can."""
 
     def fuse(self, module: nn.Module, config: FusionConfig) -> nn.Module:
-        """The fused block, of the module's own submodules, under their names; an exception leaves
-        the module as it is. Its attribute ``fused_steps`` names the steps; its method
-        ``simplified``, if it has one, takes a call's arguments and gives them by name, with nothing
-        left for forward to read on the host."""
+        """The fused block, with the module's own submodules under their names; an exception leaves
+        the module unfused. Its attribute ``fused_steps`` names the steps; its method
+        ``simplified``, if it has one, turns a call's arguments into keywords whose values forward
+        need not read on the host."""
 
 
 _RECORDED = ("output_hidden_states", "output_attentions")
@@ -46,23 +46,22 @@ ADAPTERS: list[BlockAdapter] = [EncoderAdapter(), EncoderLayerAdapter(), LlamaAd
 class UnifiedAttentionFusion(nn.Module):
     """A model that computes what ``model`` does, with fused blocks.
 
-    The model is left as it is. Its parameters and buffers are shared: they are the same objects, so
-    an optimizer of one trains the other. Submodules, parameters and keys of ``state_dict`` have the
-    model's names. What modules do besides, training mode and hooks, is not shared. A part that is
-    changed later (hooks, adapters, other modules, wrappers) is called from then on. Gradients of
-    gradients are refused.
+    The model is not changed. Its parameters and buffers are shared objects, so an optimizer of one
+    trains the other. Submodules, parameters and keys of ``state_dict`` have the model's names.
+    Training mode and hooks are not shared. A submodule that is changed later (hooks, adapters,
+    other modules, wrappers) is called from then on. Double backward is refused.
 
     Args:
         model: is, or holds, blocks of a kind in ``flash_cute.attention.fusion.ADAPTERS``.
         config: None is ``FusionConfig()``.
 
     Attributes:
-        report: {name of a block: what is fused of it, or why it is left}.
+        report: {name of a block: which steps are fused, or why it is left}.
         last_call: how the last call ran.
-        model: the model's copy that has the fused blocks.
+        model: the copy of the model with fused blocks.
 
     Raises:
-        NotImplementedError: no block can be fused; the message says why, and what can be.
+        NotImplementedError: no block can be fused; the message says why, and which kinds can be.
 
     Example::
 
@@ -85,26 +84,26 @@ class UnifiedAttentionFusion(nn.Module):
         self.config = FusionConfig() if config is None else replace(config)
         self.report: dict[str, str] = {}
         self.last_call = "no call so far"
-        with remembering():
+        with caching_trials():
             fused = self._fused(shared_copy(model), "", {})
         if not any(text.startswith("fused") for text in self.report.values()):
             raise NotImplementedError(_refusal(model, self.report))
         internals.share_members(self, fused)
-        self.__dict__["model"] = fused  # no submodule: its members are this module's own
+        self.__dict__["model"] = fused  # not a submodule: its children are this module's own
         self.training = model.training
         self.graphs = self._graphs()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own arguments, and what it returns.
+        """The model's own arguments and results.
 
         NotImplementedError for ``output_hidden_states`` and ``output_attentions`` of Hugging Face's
-        models, which record them in blocks that were replaced.
+        models, whose recording blocks were replaced.
         """
         for name in _RECORDED:
-            asked = kwargs.get(name)
-            if asked is None:
-                asked = getattr(getattr(self.model, "config", None), name, False)
-            if asked:
+            requested = kwargs.get(name)
+            if requested is None:
+                requested = getattr(getattr(self.model, "config", None), name, False)
+            if requested:
                 raise NotImplementedError(f"{name}: fused blocks record nothing")
         if not torch.compiler.is_compiling():
             vars(self.model).update(internals.former_parameters(self))
@@ -117,7 +116,7 @@ class UnifiedAttentionFusion(nn.Module):
                 self.last_call = "separate launches"
                 return self.model(*args, **kwargs)
             call = self.model.simplified(*args, **kwargs)
-            reason, frozen = self.graphs.look_at(call)
+            reason, frozen = self.graphs.check_call(call)
             if reason is not None:
                 self.last_call = f"separate launches: {reason}"
                 return self.model(**call)
@@ -160,7 +159,7 @@ class UnifiedAttentionFusion(nn.Module):
         return replica
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint where a submodule is found that is called "model"."""
+        """Tells torch.distributed.checkpoint where to find a submodule that is named "model"."""
         return {"model": "_whole"} if "model" in internals.children(self) else {}
 
     @property
@@ -170,10 +169,10 @@ class UnifiedAttentionFusion(nn.Module):
     def _fused(
         self, module: nn.Module, name: str, done: dict[int, nn.Module], unless: str = ""
     ) -> nn.Module:
-        """The fused form of a block, or the module itself with what it holds fused; ``unless`` says
-        what may keep a fused block from being called."""
+        """The fused form of a block, or the module with its children fused; ``unless`` is a text
+        about methods that may bypass a fused block."""
         with fixed_settings():
-            fused, text = _attempt(module, self.config)
+            fused, text = _try_fuse(module, self.config)
         if text is not None:
             self.report[name] = text + unless * (fused is not None)
         if fused is not None:
@@ -196,7 +195,7 @@ class UnifiedAttentionFusion(nn.Module):
         return torch.autocast(next(self.parameters()).device.type, enabled=False)
 
     def _cast(self, values: Any) -> Any:
-        """Tensors of ordinary floats in the dtype of the first parameter that has one."""
+        """Casts ordinary floats to the dtype of the first parameter with such a dtype."""
         dtype = next((p.dtype for p in self.parameters() if p.dtype in _FLOATS), None)
 
         def cast(x: Tensor) -> Tensor:
@@ -208,8 +207,8 @@ class UnifiedAttentionFusion(nn.Module):
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
-    """The fused form of a module, or None, and what became of it; twice None if it is no block."""
+def _try_fuse(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None, str | None]:
+    """(fused form or None, report) of a module; (None, None) if it is not a block."""
     try:
         adapter = next((adapter for adapter in ADAPTERS if adapter.matches(module)), None)
         if adapter is None:
@@ -222,7 +221,7 @@ def _attempt(module: nn.Module, config: FusionConfig) -> tuple[nn.Module | None,
             return fused, f"fused: {', '.join(fused.fused_steps)}"
     except NotImplementedError as error:
         reason = str(error)
-    except Exception as error:  # a block of a kind that the adapter did not expect
+    except Exception as error:  # a block that the adapter did not expect
         if is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"
@@ -234,7 +233,7 @@ def create_unified_attention_fusion(
     fusion_strategy: FusionStrategy = FusionStrategy.FULL_BLOCK,
     optimization_level: OptimizationLevel = OptimizationLevel.BALANCED,
 ) -> UnifiedAttentionFusion:
-    """:class:`UnifiedAttentionFusion` with these two options, the others being FusionConfig's.
+    """:class:`UnifiedAttentionFusion` with these two options, and FusionConfig's other defaults.
 
     Example::
 
@@ -251,8 +250,8 @@ def create_unified_attention_fusion(
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the tree of modules, with the same parameters and buffers. What has several names
-    has one copy under all of them."""
+    """A copy of the tree of modules that shares parameters and buffers. A module with several names
+    is copied once."""
     copies: dict[int, nn.Module] = {}
 
     def copy(module: nn.Module) -> nn.Module:

@@ -1,8 +1,8 @@
-"""Which operators the forward of a block of Llama's shape has, by the shapes that they give.
+"""Compares the operators of a block's forward with those of a Llama block, and their shapes.
 
-Numbers do not show what happens at other lengths, or by chance. So operators are recorded, of
-tensors on the device "meta", at many lengths: a mask of its own, a dropout, keys that are cut, or a
-branch is an operator that a known block lacks, or another shape.
+Equal numbers do not rule out another behaviour at other lengths, or at random. So operators are
+recorded on the device "meta" at many lengths: an additional mask, dropout, cut of the keys, or
+branch shows as an operator that a Llama block lacks, or as another shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute.attention.fusion import remembered
 
 Sizes = tuple[int, int]  # batch and tokens
-_REFERENCE = (1009, 8209)  # primes, so that the sizes in a shape tell where they come from
+_REFERENCE = (1009, 8209)  # primes, which identify batch and tokens in a shape
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = ((1, 3), (2, 130), (2, 131101), (3, 67), (1, 1031))
 _RUNS: list[tuple[torch.dtype, bool, Sizes]] = [
@@ -45,8 +45,8 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Operator:
-    """One that was called: the shapes of its results (of attention, dropout and norms those of what
-    they take), the numbers that it was given, and with what probability it drops."""
+    """A recorded call: the shapes of its results (for attention, dropout and norms those of the
+    inputs), the numbers among its arguments, and its dropout probability."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ class Operator:
 
 
 def difference(block: Any) -> str | None:
-    """What a block does that Llama's does not, or not always; None if there is no such."""
+    """How a block's operators differ from Llama's, at some length; None if they do not."""
     attn = block.self_attn
     heads = attn.q_proj.out_features // attn.head_dim
     p = float(getattr(attn, "attention_dropout", 0.0))
@@ -77,13 +77,13 @@ def difference(block: Any) -> str | None:
 
 
 def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Any:
-    """A copy with other parameters, made of the module's."""
+    """A copy with each parameter replaced by ``make`` of it."""
     weights = {id(p): nn.Parameter(make(p)) for p in module.parameters()}
     return remembered.watch(copy.deepcopy(module, weights))
 
 
 def record(block: Any, sizes: Sizes, masked: bool) -> list[Operator]:
-    """The operators of one call, views and copies aside."""
+    """The operators of one call, without views and copies."""
     weight, (batch, seqlen) = block.self_attn.q_proj.weight, sizes
     kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     with nullcontext() if block.training else torch.no_grad():
@@ -114,7 +114,7 @@ class _Recorder(internals.DispatchMode):
 
 
 class _Whole(TorchFunctionMode):
-    """Has attention, dropout and norms recorded as one operator each, whatever they consist of."""
+    """Records attention, dropout and norms as one operator each."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def _sdpa(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> None:
-    """The signature of F.scaled_dot_product_attention, which is not written in Python."""
+    """The signature of F.scaled_dot_product_attention, which has none in Python."""
 
 
 _SIGNATURES = {
@@ -168,7 +168,7 @@ def _numbers(args: Any) -> tuple[float, ...]:
 
 
 def _unknown(found: list[Operator], p: float, scores: tuple[int, ...]) -> str | None:
-    """What is none of a Llama block's, whose one dropout, with probability p, is of its scores."""
+    """The first operator that a Llama block lacks; its one dropout has probability p, of scores."""
     for operator in found:
         if operator.name not in _COMPUTE:
             return f"it has the operator {operator.name}, which a Llama block lacks"
@@ -181,7 +181,7 @@ def _unknown(found: list[Operator], p: float, scores: tuple[int, ...]) -> str | 
 
 
 def _at(shapes: tuple[tuple[int, ...], ...], sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the reference, of another batch and number of tokens."""
+    """Shapes of the reference call, with another batch and number of tokens."""
 
     def moved(size: int) -> int:
         factor = 1

@@ -1,7 +1,7 @@
-"""Parts of a fused block: whether one still does what its class does, asked at each call.
+"""Submodules of a fused block: whether each is still plain, checked at each call.
 
-Only then may its weights be read in place of a call. Hooks, adapters, quantisation, checkpoint and
-sharding wrappers, parametrizations and pruning all change what is looked at here.
+Only then may its weights be read instead of calling it. Hooks, adapters, quantisation, checkpoint
+and sharding wrappers, parametrizations and pruning are all found here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from flash_cute import _torch_internals as internals
-from flash_cute.attention.fusion.config import STEPS, FusionConfig, Means
+from flash_cute.attention.fusion.config import STEPS, FusionConfig, StepOptions
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _WEIGHTS = (nn.Parameter, Tensor, internals.FakeTensor)
@@ -41,7 +41,7 @@ def are_plain(parts: Iterable[Any], *kinds: type[nn.Module]) -> bool:
 
 
 def difference(part: Any, *kinds: type[nn.Module]) -> str | None:
-    """What a part is that :func:`is_plain` refuses, in words; None if it is plain."""
+    """Why :func:`is_plain` refuses a submodule; None if it is plain."""
     if type(part) not in kinds:
         wanted = " or ".join(sorted({kind.__name__ for kind in kinds[:1]}))
         return f"is {type(part).__name__}, not torch's {wanted}"
@@ -49,16 +49,16 @@ def difference(part: Any, *kinds: type[nn.Module]) -> str | None:
         return None
     if internals.has_hooks(part):
         return "has hooks, which would not be called"
-    return "has a forward that is not its class's, or weights that are no ordinary tensors"
+    return "has a forward that is not its class's, or weights that are not ordinary tensors"
 
 
 @dataclass
 class Recognised:
-    """A module whose computation was recognised by trial, as it was then.
+    """A module whose computation was recognised by trial, and its state at that time.
 
     Args:
         module: itself.
-        attributes: what it was set to, its children and its mode aside.
+        attributes: its attributes, without its children and its mode.
     """
 
     module: nn.Module
@@ -68,8 +68,8 @@ class Recognised:
     def of(module: nn.Module) -> Recognised:
         return Recognised(module, _attributes(module))
 
-    def is_still(self, module: Any) -> bool:
-        """Whether ``module`` is the same one, unchanged, but for its children."""
+    def is_unchanged(self, module: Any) -> bool:
+        """Whether ``module`` is the same one and unchanged, apart from its children."""
         if module is not self.module or not is_plain(module, type(self.module)):
             return False
         state = vars(module)
@@ -77,28 +77,27 @@ class Recognised:
             now = state.get(name, state)
             if now is not before and not (type(before) in _NUMBERS and now == before):
                 return False
-        return len(state) == len(self.attributes) + _SETTINGS
+        return len(state) == len(self.attributes) + len(_MODULE_ATTRIBUTES)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _MODULE}
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
-_MODULE = frozenset(vars(nn.Module()))
-_SETTINGS = len(_MODULE)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class FusedBlock:
-    """The base of what is mixed into the class of a block: its copy then is fused, and a call that
-    the fused form does not take goes to the block's own forward."""
+    """The base of the mixins for fused copies of blocks: a call that the fused form does not
+    support goes to the block's own forward."""
 
     fusion: FusionConfig
     derived_from: ClassVar[tuple[type, type]]
 
     @property
-    def means(self) -> Means:
-        """By which means its steps run."""
-        return Means(self.fusion.own_kernels, self.fusion.enable_memory_optimization)
+    def step_options(self) -> StepOptions:
+        """How its steps run."""
+        return StepOptions(self.fusion.own_kernels, self.fusion.enable_memory_optimization)
 
     @property
     def fused_steps(self) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ class FusedBlock:
 
 
 def fused_copy(block: nn.Module, mixin: type[FusedBlock], config: FusionConfig) -> Any:
-    """A copy of a block, with the same parts, of a class that is derived from its own."""
+    """A copy of a block with the same submodules, of a class derived from the block's."""
     copy: Any = internals.copy_of(block)
     bases: Any = (mixin, type(block))
     copy.__class__ = fused_class(*bases)
@@ -130,7 +129,7 @@ def _empty(mixin: type, base: type) -> Any:
 
 
 def own_method(module: nn.Module) -> str | None:
-    """The name of a method that an object has in the place of its class's; None if it has none."""
+    """The name of a method that an object's attribute overrides; None if there is none."""
     for name, value in vars(module).items():
         if callable(value) and callable(getattr(type(module), name, None)):
             return name

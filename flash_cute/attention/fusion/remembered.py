@@ -1,7 +1,7 @@
-"""Blocks that were tried already: of layers that are equal but for their weights one is tried.
+"""Caches trials: of layers that differ only in their weights one is tried.
 
-Equal are classes, numbers, objects, and kinds of parameters. A layer's number alone, ``layer_idx``,
-may differ, if the trial has not read it.
+Their classes, numbers, objects and kinds of parameters must be equal. Only a layer's number,
+``layer_idx``, may differ, if the trial did not read it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _VALUES = (bool, int, float, str, type(None))
 _OWN = frozenset(vars(nn.Module()))
 
 
-class Remembered:
-    """Results of trials, by what they were asked of."""
+class TrialCache:
+    """Results of trials, by the kind of block."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, list[tuple[Any, bool, Any]]] = {}  # numbers, if they are read, result
+        self.found: dict[Any, list[tuple[Any, bool, Any]]] = {}  # layer_idx, if it was read, result
         self.is_read = False
 
     def result(self, name: str, block: nn.Module, tried: Callable[[], Any]) -> Any:
-        """That of an equal block, or of a new trial of this one."""
+        """The result of an equal block, or of a new trial of this one."""
         kind, numbers = _kind(block)
         key = (name, kind)
         for others, depends, result in self.found.get(key, ()):
@@ -42,13 +42,13 @@ class Remembered:
         return result
 
 
-_HERE: ContextVar[Remembered | None] = ContextVar("remembered", default=None)
+_HERE: ContextVar[TrialCache | None] = ContextVar("remembered", default=None)
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
-    """Inside :func:`once` tries equal blocks once."""
-    token = _HERE.set(Remembered())
+def caching_trials() -> Iterator[None]:
+    """Inside, :func:`once` tries equal blocks once."""
+    token = _HERE.set(TrialCache())
     try:
         yield
     finally:
@@ -56,13 +56,13 @@ def remembering() -> Iterator[None]:
 
 
 def once(name: str, block: nn.Module, tried: Callable[[], Any]) -> Any:
-    """The result of a trial: of an equal block if there was one."""
+    """The result of a trial, or that of an equal block."""
     here = _HERE.get()
     return tried() if here is None else here.result(name, block, tried)
 
 
 def watch(block: nn.Module) -> nn.Module:
-    """A copy for trials, which tells whether a layer's number is read."""
+    """A copy for trials that records whether ``layer_idx`` is read."""
     for part in block.modules():
         if _NUMBER in vars(part):
             kind: Any = type(part)
@@ -83,7 +83,7 @@ def _watched(base: Any) -> type:
 
 
 def _kind(block: nn.Module) -> tuple[Any, Any]:
-    """What blocks must have equal, None if no other is like it; and the numbers of its layer."""
+    """A key that equal blocks share, None if no other can be equal; and its ``layer_idx``."""
     parts, numbers = [], []
     for name, part in block.named_modules():
         if internals.has_hooks(part) or list(part.buffers(recurse=False)):
@@ -100,5 +100,5 @@ def _kind(block: nn.Module) -> tuple[Any, Any]:
 
 
 def _value(x: Any) -> Any:
-    """A number or text by its value, anything else by which object it is."""
+    """A key of x: numbers and text by value, anything else by identity."""
     return (type(x), x) if type(x) in _VALUES else id(x)

@@ -1,4 +1,4 @@
-"""The steps of a block beside attention: by kernels of their own, or by torch's ops."""
+"""The steps of a block other than attention, by fused kernels or torch's ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_cute.attention.fusion.config import Means
+from flash_cute.attention.fusion.config import StepOptions
 from flash_cute.attention.fusion.functions import (
     Activate,
     AddNorm,
@@ -19,13 +19,13 @@ from flash_cute.attention.fusion.functions import (
     GateLinear,
     LinearAddNorm,
     Products,
-    as_it_lies,
+    in_memory_order,
     kernels_for,
     linear_kernels,
 )
 from flash_cute.attention.fusion.parts import LINEARS, are_plain, is_plain
 
-MAX_WIDTH = 32768  # of a norm's row, which one program of a kernel holds
+MAX_WIDTH = 32768  # of a norm's row, which one Triton program holds
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Norm:
     def of(module: Any, rms: bool) -> Norm:
         eps = getattr(module, "variance_epsilon", None)
         eps = module.eps if eps is None else eps
-        if eps is None:  # torch's own, of the dtype that it computes in
+        if eps is None:  # torch's default depends on the dtype of the computation
             eps = torch.finfo(torch.promote_types(module.weight.dtype, torch.float32)).eps
         return Norm(module.weight, getattr(module, "bias", None), eps, rms)
 
@@ -53,10 +53,16 @@ class Norm:
 
 
 def add_norm(
-    x: Tensor, y: Tensor, norm: Norm, p: float, seed: Tensor | None, means: Means, keep_sum: bool
+    x: Tensor,
+    y: Tensor,
+    norm: Norm,
+    p: float,
+    seed: Tensor | None,
+    step: StepOptions,
+    keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
     """(sum, norm(sum)) of sum = x + dropout(y); without ``keep_sum`` the first may be None."""
-    if means.own and norm.weight.numel() <= MAX_WIDTH and kernels_for(x) is not None:
+    if step.own and norm.weight.numel() <= MAX_WIDTH and kernels_for(x) is not None:
         options = (norm.eps, norm.rms, p, keep_sum)
         return AddNorm.apply(x, y, norm.weight, norm.bias, options, seed if p else None)
     total = x + F.dropout(y, p)
@@ -70,25 +76,25 @@ def linear_add_norm(
     norm: Norm,
     p: float,
     seed: Tensor | None,
-    means: Means,
+    step: StepOptions,
     keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`add_norm` of x and linear(a), by one kernel where one takes it."""
-    if means.own and x.dim() == 3 and x.is_cuda and kernels_for(x) is not None:
+    """:func:`add_norm` of x and linear(a), by one kernel if that supports it."""
+    if step.own and x.dim() == 3 and x.is_cuda and kernels_for(x) is not None:
         arguments = under_autocast(a, linear.weight, linear.bias)
         if linear_kernels().takes(x, *arguments[:2]):
             options = (norm.eps, norm.rms, p, keep_sum, torch.is_grad_enabled())
             seed = seed if p else None
             return LinearAddNorm.apply(x, *arguments, norm.weight, norm.bias, options, seed)
-    rows = as_it_lies(a)
+    rows = in_memory_order(a)
     y = F.linear(rows, linear.weight, linear.bias)
     y = y if rows is a else y.transpose(0, 1)
-    return add_norm(x, y, norm, p, seed, means, keep_sum)
+    return add_norm(x, y, norm, p, seed, step, keep_sum)
 
 
-def add(x: Tensor, y: Tensor, p: float, seed: Tensor | None, means: Means) -> Tensor:
+def add(x: Tensor, y: Tensor, p: float, seed: Tensor | None, step: StepOptions) -> Tensor:
     """x + dropout(y)."""
-    if p and means.own and kernels_for(x) is not None:
+    if p and step.own and kernels_for(x) is not None:
         return Activate.apply(y, x, "identity", p, seed)
     return x + F.dropout(y, p)
 
@@ -104,34 +110,36 @@ class Hidden:
     activation: Any
 
 
-def feed_forward(x: Tensor, hidden: Hidden, p: float, seed: Tensor | None, means: Means) -> Tensor:
+def feed_forward(
+    x: Tensor, hidden: Hidden, p: float, seed: Tensor | None, step: StepOptions
+) -> Tensor:
     """linear(dropout(activation(linear(x))))."""
     name = activation_name(hidden.activation)
     w1, b1, w2, b2 = hidden.w1, hidden.b1, hidden.w2, hidden.b2
-    if not means.own or name is None or kernels_for(x) is None:
+    if not step.own or name is None or kernels_for(x) is None:
         return F.linear(F.dropout(hidden.activation(F.linear(x, w1, b1)), p), w2, b2)
     seed = seed if p else None
-    if means.save_memory:
+    if step.save_memory:
         x, w1, b1, w2, b2 = under_autocast(x, w1, b1, w2, b2)
         return FeedForward.apply(x, w1, b1, w2, b2, (name, p), seed)
     return F.linear(Activate.apply(F.linear(x, w1, b1), None, name, p, seed), w2, b2)
 
 
-def gated(x: Tensor, first: Sequence[Any], last: Any, activation: Any, means: Means) -> Tensor:
+def gated(x: Tensor, first: Sequence[Any], last: Any, activation: Any, step: StepOptions) -> Tensor:
     """last(activation(g) * u) of the products (g, u) of two linears."""
     both, _ = products(x, first)
     name = activation_name(activation)
-    if not means.own or name is None or kernels_for(both) is None:
+    if not step.own or name is None or kernels_for(both) is None:
         g, u = both.chunk(2, dim=-1)
         return last(activation(g) * u)
-    if means.save_memory and is_plain(last, *LINEARS):
+    if step.save_memory and is_plain(last, *LINEARS):
         return GateLinear.apply(*under_autocast(both, last.weight, last.bias), name)
     return last(Gate.apply(both, name))
 
 
 def products(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, list[int]]:
-    """The products of one input by several linears, side by side, and how wide each is. What is no
-    plain linear is called."""
+    """The results of several linears of one input, concatenated, and their widths. Linears that are
+    not plain are called."""
     if kernels_for(x) is None or not are_plain(linears, *LINEARS):
         found = [linear(x) for linear in linears]
         return torch.cat(found, dim=-1), [y.shape[-1] for y in found]
@@ -153,7 +161,7 @@ _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
 def under_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype, if it is on where the first one is and they are no fp64."""
+    """The tensors in autocast's dtype, if it is on for the first one's device and none is fp64."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -163,5 +171,5 @@ def under_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def draw_seeds(x: Tensor, number: int) -> Tensor:
-    """int64 (number,) of x's device, from torch's generator: as ``flash_cute.rng_state``, more."""
+    """int64 (number,) on x's device, from torch's generator, as ``flash_cute.rng_state`` draws."""
     return torch.randint(-(2**63), 2**63 - 1, (number,), device=x.device)

@@ -1,6 +1,6 @@
-"""What a block's forward does, found out by running copies of it that have random weights.
+"""Checks what a block's forward computes by running copies with random weights.
 
-Its numbers and gradients must be its fused form's, and its operators those of a known block
+Outputs and gradients must equal those of its fused form, and its operators those of a Llama block
 (``operators.py``).
 """
 
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from flash_cute.attention.fusion import operators
 
 Call = dict[str, Any]
-_SAME = 3e-4  # of the largest number of a row, in fp32
+_TOLERANCE = 3e-4  # tolerance in fp32, relative to the largest number of a row
 _SIZES = (2, 130)  # batch and tokens of the trial on numbers
 _SMALL = ((1, 1), (1, 7), (3, 5))
 _DROPOUT = "attention_dropout"
-_ELSE = "it computes something else than a Llama block of these parts"
+_COMPUTES_ELSE = "it computes something else than a Llama block of these parts"
 
 
 def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str | None:
-    """Why a block of Llama's parts may not be replaced by its fused form; None if it may.
+    """Why a block with Llama's submodules must not be replaced by its fused form; None if it may.
 
-    Nothing of the block changes, nor the state of a random generator.
+    Neither the block nor any random generator changes.
     """
     weight = next(block.parameters())
     exact = torch.promote_types(weight.dtype, torch.float32)
@@ -38,7 +38,7 @@ def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str 
         one = with_random_weights(block, exact, generator)
         before = _numbers_of(one)
         try:
-            reason = _other_numbers(one, fuse, generator) or operators.difference(block)
+            reason = _number_difference(one, fuse, generator) or operators.difference(block)
         except Exception as error:  # whatever another kind of block raises
             if is_out_of_memory(error):
                 raise
@@ -50,7 +50,7 @@ def difference(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> str 
 
 
 def agrees(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> bool:
-    """Whether a block and a fused form give the same of a few tokens."""
+    """Whether a block and a fused form compute the same for a few tokens."""
     generator = torch.Generator().manual_seed(0)
     weight = next(block.parameters())
     exact = torch.promote_types(weight.dtype, torch.float32)
@@ -59,20 +59,20 @@ def agrees(block: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> bool:
             one = with_random_weights(block, exact, generator).eval()
             calls = _calls(one, *_SMALL[-1], generator)
             return all(_same(one, fuse(one), call, gradients=False) for call in calls)
-        except Exception as error:  # the fused form calls parts as the block does not
+        except Exception as error:  # the fused form calls submodules in another way than the block
             if is_out_of_memory(error):
                 raise
             return False
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error tells nothing of a block, but of the memory that its trial takes."""
+    """Whether a trial failed for lack of memory, which says nothing about the block."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> Any:
-    """A copy whose products keep the size of numbers, and whose norms have weights around 1."""
+    """A copy with random weights: products keep the scale of numbers, norms' weights are near 1."""
 
     def draw(p: Tensor) -> Tensor:
         noise = torch.randn(p.shape, generator=generator, device="cpu")
@@ -85,28 +85,28 @@ def with_random_weights(module: nn.Module, dtype: torch.dtype, generator: torch.
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _other_numbers(
+def _number_difference(
     block: Any, fuse: Callable[[nn.Module], nn.Module], generator: torch.Generator
 ) -> str | None:
     if hasattr(block.self_attn, "attention_dropout"):
-        block.self_attn.attention_dropout = 0.0  # where it drops, its operators have shown
+        block.self_attn.attention_dropout = 0.0  # dropout was checked by its operators
     fused = fuse(block)
     for training in (True, False):
         block.train(training)
         fused.train(training)
         for call in _calls(block, *_SIZES, generator):
             if not _same(block, fused, call, gradients=True):
-                return _ELSE
+                return _COMPUTES_ELSE
     for sizes in _SMALL:
         for call in _calls(block, *sizes, generator):
             if not _same(block, fused, call, gradients=False):
-                return _ELSE
+                return _COMPUTES_ELSE
     return None
 
 
 def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> Iterator[Call]:
-    """Calls as models make them: with a mask, without one, with positions that begin again, and
-    without positions if the block can do without."""
+    """Calls as models make them: with a mask, without one, with positions that restart, and without
+    positions if the block allows it."""
     weight, dim = block.self_attn.q_proj.weight, block.self_attn.head_dim
 
     def draw(*shape: int) -> Tensor:
@@ -134,7 +134,7 @@ def _calls(block: Any, batch: int, seqlen: int, generator: torch.Generator) -> I
 
 
 def accepts(block: Any, name: str) -> bool:
-    """Whether a block's forward has an argument of this name, or takes any."""
+    """Whether a block's forward has an argument of this name, or ``**kwargs``."""
     parameters = inspect.signature(block.forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -156,8 +156,8 @@ def _same(block: Any, fused: Any, call: Call, gradients: bool) -> bool:
             )
         results.append((out.detach(), *grads))
     (wanted, *of_block), (got, *of_fused) = results
-    near = bool(((wanted - got).abs().amax(-1) <= _SAME * (wanted - x).abs().amax(-1)).all())
-    # A bias of keys has no gradient but rounding: its bound is that of the largest.
+    near = bool(((wanted - got).abs().amax(-1) <= _TOLERANCE * (wanted - x).abs().amax(-1)).all())
+    # The gradient of the keys' bias is 0 but for rounding: its bound is that of the largest one.
     largest = max((grad.abs().max() for grad in of_block[1:]), default=x.new_zeros(()))
     return near and all(
         _near(*both, 0.01 * largest) for both in zip(of_block, of_fused, strict=True)
@@ -166,14 +166,14 @@ def _same(block: Any, fused: Any, call: Call, gradients: bool) -> bool:
 
 def _near(wanted: Tensor, got: Tensor, least: Tensor) -> bool:
     scale = wanted.abs().amax(-1, keepdim=True) if wanted.dim() == 3 else wanted.abs().max()
-    return bool(((wanted - got).abs() <= 3 * _SAME * scale.clamp(min=least)).all())
+    return bool(((wanted - got).abs() <= 3 * _TOLERANCE * scale.clamp(min=least)).all())
 
 
-# --- what stays as it was ------------------------------------------------------------------------
+# --- side effects --------------------------------------------------------------------------------
 
 
 def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """What the modules in one are set to, their mode aside, and how long their collections are."""
+    """Attributes of a module and its children, without their mode, and lengths of collections."""
     found = {}
     for name, part in module.named_modules():
         for key, value in vars(part).items():
@@ -186,8 +186,8 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def fixed_settings() -> Iterator[None]:
-    """What a block computes here does not depend on the caller's modes, default dtype and precision
-    of products in fp32; all are afterwards as they were."""
+    """Inside, the caller's modes, default dtype and precision of fp32 products do not apply; all
+    are restored."""
     mkldnn: Any = torch.backends.mkldnn
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends], torch.get_default_dtype()
@@ -209,8 +209,8 @@ def fixed_settings() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Every generator of random numbers is afterwards as it was, torch's, Python's and NumPy's.
-    Gives what tells whether the last two were used."""
+    """Restores the random generators of torch, Python and NumPy. Yields a function that says
+    whether the last two were used."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     devices = [device] if device.type == "cuda" else []

@@ -1,10 +1,10 @@
-"""What the public functions accept: every check that a call passes, once (on the CPU the op asks
-again), before anything is computed.
+"""The checks of a call's arguments, made once before anything is computed (on the CPU the op
+repeats them).
 
 Wrong types and dtypes raise ``TypeError``, wrong shapes, values and devices ``ValueError``, and
-what this build or device does not do ``NotImplementedError``. A message names the argument, what
-was given, what is supported, and what to do. The checks cost the host a microsecond or two each
-call, so they are plain comparisons in a row.
+what this build or device does not support ``NotImplementedError``. A message names the argument,
+what was given, what is supported, and what to do. The checks may cost the host a microsecond or two
+a call, so they are plain comparisons.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def varlen(
 def varlen_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqused: Tensor | None
 ) -> None:
-    """The same of parts of one packed tensor, (total, heads, dim) each, which share sequences."""
+    """:func:`varlen` for q, k and v of one packed tensor, (total, heads, dim) each."""
     same_kind(q, k, v)
     _heads_and_dims(q, k, v, *(x.shape[1] for x in (q, k, v)), *(x.shape[2] for x in (q, k, v)))
     _sequences(_OF_BOTH, q, cu_seqlens, max_seqlen, seqused)
 
 
 def length(name: str, x: int) -> None:
-    """The longest length of several sequences."""
+    """Checks a max_seqlen."""
     if type(x) is not int and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt))):
         raise TypeError(f"{name} is {kind_of(x)}; expected an int (use .item() once)")
     if not (allowed(x >= 0) and allowed(x <= INT64_MAX)):
@@ -102,17 +102,17 @@ def length(name: str, x: int) -> None:
 
 
 def allowed(right: bool | torch.SymBool) -> bool:
-    """``right``, or True for numbers that only data will tell: the graph asks when it runs."""
+    """``right``, or True if it depends on data: a compiled graph checks it when it runs."""
     return internals.assume(right) if torch.compiler.is_compiling() else bool(right)
 
 
 def shown(x: float | torch.SymInt) -> str:
-    """``x`` in a message. A graph has numbers that no message can print."""
+    """``x`` for a message; symbolic numbers of a graph cannot be printed."""
     return "a number of the graph" if internals.is_symbolic(x) else f"{x}"
 
 
 def whole_sequences() -> None:
-    """Refuses calls in which q, k and v would be a rank's part of the tokens alone."""
+    """Refuses calls inside of torch's context_parallel, where q, k and v are a rank's tokens."""
     if internals.in_context_parallel():
         raise NotImplementedError(
             "inside of torch.distributed's context_parallel flash_cute would attend to this rank's "
@@ -122,7 +122,7 @@ def whole_sequences() -> None:
 
 
 def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
-    """Refuses what the CUDA kernels do not do (yet)."""
+    """Refuses dtypes and head dims without CUDA kernels."""
     cuda_build_and_sink(q, sink)
     if q.dtype not in CUDA_DTYPES:
         raise NotImplementedError(
@@ -138,7 +138,7 @@ def cuda(q: Tensor, v: Tensor, sink: Tensor | None = None) -> None:
 
 
 def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
-    """What no CUDA kernel of any op does. Fake tensors need none."""
+    """Refuses a build without CUDA kernels, unless tensors are fake, and other dtypes of sinks."""
     if not has_cuda_kernels() and not internals.is_fake(q):
         raise NotImplementedError(
             "q is on CUDA, and this build of flash_cute holds no CUDA kernels: "
@@ -152,21 +152,21 @@ def cuda_build_and_sink(q: Tensor, sink: Tensor | None) -> None:
 
 
 def tensor(name: str, x: Any) -> None:
-    """Refuses what is no tensor, and tensors whose elements do not lie at strides."""
+    """Refuses what is not a strided tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {kind_of(x)}; expected a torch.Tensor{_of_a_tracer(x)}")
     strided(name, x)
 
 
 def _of_a_tracer(x: Any) -> str:
-    """What to do about a proxy of torch.fx's symbolic tracing."""
+    """Advice for the message if ``x`` is a proxy of torch.fx's symbolic tracing."""
     if not isinstance(x, torch.fx.Proxy):
         return ""
     return '; call torch.fx.wrap("flash_attn_func") in the module that calls the function'
 
 
 def strided(name: str, x: Tensor) -> None:
-    """Refuses nested and sparse tensors. To be asked first: few other questions suit these."""
+    """Refuses nested and sparse tensors. It must come first: other checks fail on these."""
     if x.is_nested:
         advice = "give a varlen function its values(), and its offsets() as int32 cu_seqlens"
         raise NotImplementedError(f"{name} is a nested tensor; {advice}")
@@ -175,7 +175,7 @@ def strided(name: str, x: Tensor) -> None:
 
 
 def flag(name: str, x: Any) -> None:
-    """Refuses what is no bool, or 0 or 1, which stand for one."""
+    """Refuses everything but bools, 0 and 1."""
     if type(x) is bool:
         return
     if not isinstance(x, int):
@@ -185,7 +185,7 @@ def flag(name: str, x: Any) -> None:
 
 
 def count(name: str, x: Any, least: int = 0) -> None:
-    """Refuses what is no int from ``least`` on."""
+    """Refuses everything but ints >= ``least``."""
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name} is {kind_of(x)}; expected an int >= {least}")
     if not (allowed(x >= least) and allowed(x <= INT64_MAX)):
@@ -200,7 +200,7 @@ def packed(
     q: Tensor | None = None,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
-    """A packed tensor (..., parts, heads, dim) of the given rank, with queries of their own."""
+    """Checks a packed tensor (..., parts, heads, dim) of the given rank against a separate q."""
     tensor(name, x)
     if isinstance(q, Tensor):
         strided("q", q)
@@ -219,7 +219,7 @@ def packed(
 
 
 def kind_of(x: Any) -> str:
-    """The type of ``x``, with its module where the name alone misleads: numpy has an int64, too."""
+    """The type of ``x``, with its module if the name is ambiguous: numpy has an int64, too."""
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
@@ -294,7 +294,7 @@ def index_tensor(name: str, x: Tensor, q: Tensor) -> int:
     return x.shape[0]
 
 
-# Names of offsets, longest length and lengths in use: of q, of k, and of tensors that are both.
+# Names of cu_seqlens, max_seqlen and seqused: of q, of k, and of packed tensors.
 _OF_Q = ("cu_seqlens_q", "max_seqlen_q", "seqused_q")
 _OF_K = ("cu_seqlens_k", "max_seqlen_k", "seqused_k")
 _OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
@@ -303,7 +303,7 @@ _OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
 def _sequences(
     names: tuple[str, str, str], q: Tensor, cu_seqlens: Tensor, longest: int, used: Tensor | None
 ) -> int:
-    """Sequences end to end, by what is said of them; returns how many."""
+    """Checks cu_seqlens, max_seqlen and seqused of q or of k; returns the number of sequences."""
     batch = index_tensor(names[0], cu_seqlens, q) - 1
     if batch < 0:
         raise ValueError(f"{names[0]} is empty; it holds batch + 1 offsets")
@@ -326,7 +326,7 @@ def check_block_table(x: Tensor, q: Tensor, batch: int, name: str = "block_table
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether elements of the last dimension lie side by side, as far as there are any."""
+    """Whether the last dimension is contiguous, or has at most one element."""
     return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
 
 

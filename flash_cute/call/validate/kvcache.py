@@ -1,7 +1,6 @@
-"""What the functions over a key/value cache accept, in the manner of
-:mod:`flash_cute.call.validate`.
+"""The checks of calls over a key/value cache. Errors as in :mod:`flash_cute.call.validate`.
 
-Nothing here looks into index tensors: :mod:`flash_cute.check` does.
+Values of index tensors are not read here, but in :mod:`flash_cute.check`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def check(call: FwdKvcacheCall, names: validate_options.Names) -> int:
-    """All of a call but what index tensors hold; returns the batch size."""
+    """Checks all of a call but the values of index tensors; returns the batch size."""
     batch = _shapes(call)
     validate_options.check(call, batch, names)
     return batch
@@ -61,7 +60,7 @@ def _shapes(call: FwdKvcacheCall) -> int:
     if block_table is not None:
         validate.check_block_table(block_table, q, batch)
         if call.cache_batch_idx is not None:
-            raise ValueError("cache_batch_idx and block_table are given; a table names the pages")
+            raise ValueError("cache_batch_idx and block_table are given; give one of them")
     elif call.cache_batch_idx is None and len(k_cache) < batch:
         raise ValueError(
             f"the caches hold {len(k_cache)} sequences, q has {batch}; give cache_batch_idx, or "
@@ -78,7 +77,7 @@ def _shapes(call: FwdKvcacheCall) -> int:
 
 
 def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
-    """Refuses what the CUDA kernels over a cache do not do (yet)."""
+    """Refuses dtypes and head dims without CUDA kernels over a cache."""
     validate.cuda_build_and_sink(q, sink)
     if q.dtype not in KVCACHE_CUDA_DTYPES:
         raise NotImplementedError(
@@ -95,7 +94,7 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
 
 
 def vectors(q: Tensor | None, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises ValueError for the first tensor with a row that the CUDA kernels cannot read."""
+    """Raises ValueError for the first tensor whose rows do not start on 16-byte boundaries."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x is None or x.numel() == 0:
             continue
@@ -191,19 +190,19 @@ def _new_keys(
 ) -> None:
     if k is None or v is None:
         if k is not v:
-            raise ValueError("of k and v one is None; new keys and values come together")
+            raise ValueError("k or v is None; give both, or neither")
         if cu_seqlens_k_new is not None:
             raise ValueError("cu_seqlens_k_new is given, but no k and v")
         return
     if cache_seqlens is None:
-        raise ValueError("cache_seqlens is None; with k and v it says where they join the cache")
+        raise ValueError("cache_seqlens is None; k and v need it: they are appended there")
     validate.same_kind(q, k, v)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        validate_ops.own_memory(name, cache)
+        validate_ops.check_not_expanded(name, cache)
     if k_cache is v_cache or (
         not torch.compiler.is_compiling() and validate_ops.overlap(k_cache, v_cache)
     ):
-        raise ValueError("k_cache and v_cache share memory; k and v join caches of their own")
+        raise ValueError("k_cache and v_cache share memory; appending k and v needs two tensors")
     if cu_seqlens_k_new is not None:
         entries = validate.index_tensor("cu_seqlens_k_new", cu_seqlens_k_new, q)
         if entries != batch + 1:
@@ -225,7 +224,7 @@ def _rotary(
 ) -> None:
     if cos is None or sin is None:
         if cos is not sin:
-            raise ValueError("of rotary_cos and rotary_sin one is None; they come together")
+            raise ValueError("rotary_cos or rotary_sin is None; give both, or neither")
         if rotary_seqlens is not None:
             raise ValueError("rotary_seqlens is given, but no rotary_cos and rotary_sin")
         return

@@ -1,5 +1,5 @@
-"""What direct calls of the ops accept beside what the functions do: results of forward, and tensors
-that are to hold results. Errors as in :mod:`flash_cute.call.validate`.
+"""The checks that direct calls of the ops add to those of the functions: results of forward, and
+tensors for results. Errors as in :mod:`flash_cute.call.validate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def arguments(call: Any) -> None:
-    """All that a direct call of ``fwd``, ``bwd`` or a varlen form of them on the CPU is given."""
+    """Checks a direct call of ``fwd``, ``bwd``, or their varlen forms, on the CPU."""
     q, k, v = call.q, call.k, call.v
     if hasattr(call, "cu_seqlens_q"):
         validate.varlen(
@@ -45,7 +45,7 @@ def arguments(call: Any) -> None:
 
 
 def lists(call: Any, batch: int, of_keys: bool) -> None:
-    """The lists of a sparse call, a list for each tile of 128 queries, or of 128 keys."""
+    """Checks the lists of a sparse call, a list for each tile of 128 queries, or of 128 keys."""
     x, bits, q = call.tile_lists, call.tile_bits, call.q
     if x is None:
         for name in ("tile_bits", "tile_ranks"):
@@ -97,7 +97,7 @@ def _indices(name: str, x: Tensor, q: Tensor) -> None:
 def of_forward(
     q: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> None:
-    """What backward is given of forward's results and their gradients; also asked by its fake."""
+    """Checks forward's results and their gradients, as inputs of backward; its fake does, too."""
     *lead, rows, heads, _ = q.shape
     shape = (*lead, rows, heads, v.shape[-1])
     _like("dout", dout, shape, q.dtype, q.device)
@@ -108,7 +108,7 @@ def of_forward(
 
 
 def statistic_dtype(q: Tensor) -> torch.dtype:
-    """Of softmax_lse, and of what else there is one of a row: fp32, fp64 for fp64 inputs."""
+    """The dtype of softmax_lse and of other row statistics: fp32, fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -118,20 +118,20 @@ def outputs(
     names: Sequence[str],
     compute: Callable[[Any], Sequence[Tensor | None]],
 ) -> dict[str, Tensor | None]:
-    """The results by ``names`` of a call of an out overload, which fit the tensors ``given``;
-    ``compute`` takes the call to compute them from: it asks for the results that are optional, and
-    has what gradients depend on in fp32 where they are not to be rounded."""
+    """The results by ``names`` of a call of an out overload, checked against the tensors ``given``.
+    ``compute`` gets the call with optional results switched on, and with inputs in fp32 if the
+    gradients are to be fp32."""
     there = {name: x for name, x in given.items() if x is not None}
     for name in ("row_max", "softmax"):
         if getattr(call, f"return_{name}", False) and name not in there:
             raise ValueError(f"return_{name}: the out overload needs {name}, a buffer for it")
-    asked = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
+    optional = {f"return_{name}": True for name in ("row_max", "softmax") if name in there}
     exact = call
     if fp32_gradients(call.q, given):
         arguments(call)
         read = ("dout", "q", "k", "v", "out")
         exact = call._replace(**{name: getattr(call, name).float() for name in read})
-    results = dict(zip(names, compute(exact._replace(**asked)), strict=True))
+    results = dict(zip(names, compute(exact._replace(**optional)), strict=True))
     for name in there.keys() | {"dsink"} & results.keys():  # dsink goes with sink
         output(name, there.get(name), results[name])
     apart(there, call._asdict())
@@ -139,10 +139,10 @@ def outputs(
 
 
 def fp32_gradients(q: Tensor, given: Mapping[str, Tensor | None]) -> bool:
-    """Whether the tensors ``given`` to an out overload ask 16-bit inputs for gradients in fp32.
+    """Whether the buffers ``given`` for gradients of 16-bit inputs are fp32.
 
     Raises:
-        TypeError: some of dq, dk and dv are fp32 and some are not, or are not given.
+        TypeError: some of dq, dk and dv are fp32, and the others are not, or are missing.
     """
     if q.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -161,7 +161,7 @@ def fp32_gradients(q: Tensor, given: Mapping[str, Tensor | None]) -> bool:
 
 
 def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
-    """A tensor given to an out overload fits the op's result; none is given where there is none."""
+    """Checks a tensor given to an out overload against the op's result, which may be None."""
     if given is None and result is None:
         return
     if result is None:
@@ -174,14 +174,14 @@ def output(name: str, given: Tensor | None, result: Tensor | None) -> None:
 def buffer(
     name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The same of a result of which this much is known."""
+    """Checks a tensor given to an out overload against this shape, dtype and device."""
     _like(name, given, shape, dtype, device)
-    own_memory(name, given)
+    check_not_expanded(name, given)
 
 
-def own_memory(name: str, x: Tensor) -> None:
-    """Refuses to write into a tensor that was expanded. Strides may overlap in other ways, too.
-    torch cannot write through views with the negative bit into ops that take several tensors."""
+def check_not_expanded(name: str, x: Tensor) -> None:
+    """Refuses to write into a tensor whose strides overlap, such as an expanded one, or into a view
+    with the negative bit, through which torch cannot write if an op takes several tensors."""
     if not torch.compiler.is_compiling() and x.is_neg():
         raise ValueError(f"{name} is a view with the negative bit; call {name}.resolve_neg()")
     if x.numel() > 0 and any(
@@ -191,7 +191,7 @@ def own_memory(name: str, x: Tensor) -> None:
 
 
 def apart(outputs: Mapping[str, Tensor | None], given: Mapping[str, Any]) -> None:
-    """No tensor given to an out overload begins where another one does, or an argument."""
+    """Refuses a tensor given to an out overload that starts at the address of another tensor."""
     if all(x is None for x in outputs.values()):
         return
     read = ("q", "k", "v", "dout", "out", "softmax_lse", "dlse")
@@ -205,8 +205,8 @@ def apart(outputs: Mapping[str, Tensor | None], given: Mapping[str, Any]) -> Non
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where the elements of ``x`` begin; None if it has none, or no memory of its own: fake, meta
-    and mapped tensors, and wrappers of others."""
+    """The address of ``x``; None if it has no elements, or no memory of its own: fake, meta and
+    vmapped tensors, and wrappers of other tensors."""
     if x is None or x.numel() == 0 or (type(x) is not Tensor and internals.is_fake(x)):
         return None
     try:
@@ -217,9 +217,9 @@ def address(x: Tensor | None) -> int | None:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one dtype have memory in common, as far as either says where it is.
+    """Whether two tensors of one dtype share memory; False if the address of one is unknown.
 
-    Exact where strides agree; tensors that lie between each other by other strides count as well.
+    Exact if strides agree; else tensors that interleave without sharing elements count as well.
     """
     first, second, size = address(x), address(y), x.element_size()
     if first is None or second is None:
@@ -241,7 +241,7 @@ def overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _is_reached(distance: int, steps: list[tuple[int, int, int]]) -> bool:
-    """Whether ``distance`` is a sum of strides, each so many times as it may be taken."""
+    """Whether ``distance`` is a sum of multiples of the strides, each within its bounds."""
     if not steps:
         return distance == 0
     (stride, least, most), *others = steps
@@ -253,7 +253,7 @@ def _is_reached(distance: int, steps: list[tuple[int, int, int]]) -> bool:
 
 
 def no_gradient_of_pages(call: VarlenFwdCall) -> None:
-    """Refuses what would need a gradient through a block_table, and names it."""
+    """Refuses tensors that require grad in a call with a block_table, and names them."""
     inputs = {"q": call.q, "k": call.k, "v": call.v, "sink": call.sink}
     names = [name for name, x in inputs.items() if _wants_gradient(x)]
     raise NotImplementedError(

@@ -1,5 +1,5 @@
-"""What turns scores into weights, as every call of attention takes it: scale, causal mask, window,
-softcap, dropout, ALiBi slopes, sinks. Errors as in :mod:`flash_cute.call.validate`.
+"""The checks of options that all attention calls share: scale, causal mask, window, softcap,
+dropout, ALiBi slopes and sinks. Errors as in :mod:`flash_cute.call.validate`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flash_cute.call import validate
 
 
 class Names(NamedTuple):
-    """What messages call the arguments whose names differ from function to function."""
+    """Names in messages, for arguments whose names differ from function to function."""
 
     causal: str = "causal"
     dropout_p: str = "dropout_p"
@@ -22,7 +22,7 @@ class Names(NamedTuple):
     window_size: tuple[str, str] | None = None  # left and right, if they are arguments of their own
 
 
-def _most() -> float:
+def _largest() -> float:
     """The largest scale and softcap: kernels multiply by log2(e), in fp32. A global float, or a
     finfo's, would be an input of graphs with dynamic shapes, which are compiled again for it."""
     return 2.0**127
@@ -37,15 +37,15 @@ OF_OPS = Names(causal="is_causal", window_size=("window_size_left", "window_size
 
 
 def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
-    """All of them, of a call of any op with ``batch`` sequences. Calls over a cache have no dropout
-    and no backward."""
+    """Checks all options of a call of any op with ``batch`` sequences. Calls over a cache have no
+    dropout and no backward."""
     softmax_scale, softcap = call.softmax_scale, call.softcap
     validate.flag(names.causal, call.is_causal)
     validate.flag("deterministic", getattr(call, "deterministic", False))
     if softmax_scale is not None:
         number("softmax_scale", softmax_scale)
-        is_small = validate.allowed(softmax_scale <= _most())
-        if not (is_small and validate.allowed(softmax_scale >= -_most())):
+        is_small = validate.allowed(softmax_scale <= _largest())
+        if not (is_small and validate.allowed(softmax_scale >= -_largest())):
             raise ValueError(
                 f"softmax_scale is {validate.shown(softmax_scale)}; expected None or a number "
                 "between -2**127 and 2**127"
@@ -54,7 +54,7 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     number("softcap", softcap)
     _known("softcap", softcap)
     if softcap != 0.0:
-        if not 2.0**-126 <= softcap <= _most():
+        if not 2.0**-126 <= softcap <= _largest():
             raise ValueError(
                 f"softcap is {validate.shown(softcap)}; expected 0, which switches it off, or a "
                 "positive normal number of fp32, at most 2**127"
@@ -76,7 +76,7 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
 
 
 def sides(window_size: Any) -> tuple[int, int]:
-    """(left, right) of what functions take as ``window_size``; :func:`check` looks at each."""
+    """(left, right) from ``window_size``; :func:`check` checks their values."""
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size is {validate.kind_of(window_size)}; expected (left, right)")
     if len(window_size) != 2:
@@ -86,19 +86,19 @@ def sides(window_size: Any) -> tuple[int, int]:
 
 
 def no_gradient_of_slopes(x: Tensor, name: str = "alibi_slopes") -> None:
-    """Refuses slopes that want a gradient."""
+    """Refuses slopes that require grad."""
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{name} requires grad, and has no gradient; detach() it")
 
 
 def number(name: str, x: Any) -> None:
-    """Refuses what is no number; a bool is none."""
+    """Refuses everything but numbers; a bool is not one."""
     if isinstance(x, bool) or not isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
 
 
 def _known(name: str, x: float) -> None:
-    """Refuses a number that only data will tell: which graph is made depends on it."""
+    """Refuses a number that depends on data, since the compiled graph depends on it."""
     is_symbolic = torch.compiler.is_compiling() or isinstance(x, (torch.SymFloat, torch.SymInt))
     if is_symbolic and not (internals.is_decided(x >= 0.0) and internals.is_decided(x == 0.0)):
         raise NotImplementedError(
@@ -118,11 +118,11 @@ def window(left: int, right: int, names: tuple[str, str] | None = None) -> None:
     """Refuses bounds that no call has; ``names`` if they are arguments of their own."""
     if type(left) is not int or type(right) is not int:
         _window_types(left, right, names or ("window_size's left", "window_size's right"))
-    most = validate.INT64_MAX
-    if left < -1 or right < -1 or left > most or right > most:
+    largest = validate.INT64_MAX
+    if left < -1 or right < -1 or left > largest or right > largest:
         name, x = "window_size", f"({validate.shown(left)}, {validate.shown(right)})"
         if names is not None:
-            is_left = left < -1 or left > most
+            is_left = left < -1 or left > largest
             name, x = names[not is_left], validate.shown(left if is_left else right)
         raise ValueError(
             f"{name} is {x}; -1 means unbounded, others are counts >= 0 that fit int64"

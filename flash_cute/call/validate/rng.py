@@ -1,4 +1,4 @@
-"""What a random state of dropout, and a generator that draws one, may be. Errors as in
+"""The checks of dropout's random state, and of its generator. Errors as in
 :mod:`flash_cute.call.validate`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flash_cute.call import validate
 
 
 def check_rng(rng: Any, q: Tensor) -> None:
-    """A state that a call is given: int64 (2,), contiguous, on q's device."""
+    """Checks a given state: int64 (2,), contiguous, on q's device."""
     validate.tensor("rng", rng)
     if rng.dtype != torch.int64:
         raise TypeError(f"rng has dtype {rng.dtype}; expected torch.int64 (flash_cute.rng_state())")
@@ -26,10 +26,8 @@ def check_rng(rng: Any, q: Tensor) -> None:
 
 
 def check_generator(name: str, generator: Any, device: torch.device | str | int | None) -> None:
-    """A torch.Generator that draws for ``device``."""
+    """Checks that it is a torch.Generator of the same kind of device."""
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"{name} is {validate.kind_of(generator)}; expected a torch.Generator")
     if device is not None and torch.device(device).type != generator.device.type:
-        raise ValueError(
-            f"{name} is on {generator.device}, and draws for {device}; they must agree"
-        )
+        raise ValueError(f"{name} is on {generator.device}, the state on {device}; they must agree")

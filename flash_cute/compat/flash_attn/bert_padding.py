@@ -9,12 +9,12 @@ from flash_cute.call import validate
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of x (rows, ...) by int64 (n,) indices, no two alike."""
+    """Rows of x (rows, ...) by distinct indices int64 (n,)."""
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """The way back: (first_axis_dim, ...) of zeros with ``values`` in the rows ``indices``."""
+    """The inverse: (first_axis_dim, ...) of zeros with ``values`` in the rows ``indices``."""
     validate.count("first_axis_dim", first_axis_dim)
     if len(indices) > first_axis_dim:
         raise ValueError(f"first_axis_dim is {first_axis_dim}; indices names {len(indices)} rows")
@@ -35,11 +35,11 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or integers, 1 takes part.
-        unused_mask: likewise, 1 for tokens that are kept but not used.
+        unused_mask: as attention_mask, 1 for tokens that are kept but not counted in seqused.
 
     Returns:
         (tokens (total, ...), indices int64 (total,), cu_seqlens int32 (batch + 1,), max_seqlen,
-        seqused int32 (batch,) without the unused).
+        seqused int32 (batch,)).
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -50,7 +50,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same where each row of the batch holds several sequences, one behind the other.
+    """:func:`unpad_input` for rows of several sequences each, laid end to end.
 
     Args:
         attention_mask_in_length: (batch, seqlen) integers, the lengths of a row's sequences in its
@@ -67,7 +67,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The way back: (batch, seqlen, ...) of zeros with (total, ...) tokens at ``indices``."""
+    """The inverse: (batch, seqlen, ...) of zeros with (total, ...) tokens at ``indices``."""
     validate.count("batch", batch)
     validate.count("seqlen", seqlen)
     if len(indices) > batch * seqlen:

@@ -29,7 +29,7 @@ def _call(
     return_attn_probs: bool,
     **more: Any,
 ) -> Any:
-    """``return_attn_probs`` without dropout returns no probabilities: they would be large."""
+    """Whether to return probabilities: flash-attn returns none without dropout."""
     validate.flag("return_attn_probs", return_attn_probs)
     is_number = isinstance(dropout_p, (int, float))  # others are refused behind this
     with_probs = bool(return_attn_probs) and is_number and dropout_p > 0
@@ -41,7 +41,7 @@ def _call(
     if not return_attn_probs:
         return results
     out, softmax_lse, *probs = results
-    return (out, calls.outward_lse(softmax_lse), *(probs or [out.new_empty(0)]))
+    return (out, calls.flash_attn_lse(softmax_lse), *(probs or [out.new_empty(0)]))
 
 
 @calls.raises_as_flash_attn
@@ -123,7 +123,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """:func:`flash_cute.flash_attn_varlen_func`. Over pages there is no gradient, also of q."""
+    """:func:`flash_cute.flash_attn_varlen_func`. Paged calls have no gradient, not even for q."""
     if block_table is not None:
         q, k, v = (x.detach() if isinstance(x, Tensor) else x for x in (q, k, v))
     return _call(
@@ -204,12 +204,12 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """:func:`flash_cute.flash_attn_with_kvcache`, without gradients, whatever requires one.
+    """:func:`flash_cute.flash_attn_with_kvcache`, without gradients, even if inputs require them.
 
     Lengths that the pages of ``block_table`` do not hold raise RuntimeError, as in flash-attn
     2.8.4: over pages a call waits for the GPU, but in graphs.
     """
-    calls.within_pages(k_cache, k, cache_seqlens, block_table)
+    calls.check_page_bounds(k_cache, k, cache_seqlens, block_table)
     with torch.no_grad():
         results = flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
@@ -220,7 +220,7 @@ def flash_attn_with_kvcache(
     if not return_softmax_lse:
         return results
     out, softmax_lse = results
-    return out, calls.outward_lse(softmax_lse)
+    return out, calls.flash_attn_lse(softmax_lse)
 
 
 def _flash_attn_forward(
@@ -335,7 +335,7 @@ def _flash_attn_varlen_backward(
     return softmax_d
 
 
-# Names of the same for torch.compile.
+# flash-attn's names of these for torch.compile.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward

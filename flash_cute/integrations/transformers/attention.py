@@ -1,4 +1,4 @@
-"""Attention as layers of transformers call it."""
+"""transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flash_cute.integrations.transformers.documents import Documents, of_numbers
 from flash_cute.kernels import support
 
 Options = dict[str, Any]
-_UNSAID: Any = "not given"  # by the layer, which then does not know its window
+_NOT_GIVEN: Any = "not given"  # by the layer, which then does not know its window
 
-# Arguments that change the result, and that no function here takes: those of layers of
-# transformers, and other libraries' names of those that are taken.
+# Arguments that would change the result but are not supported, and other libraries' names of
+# supported ones.
 _REFUSED = (
     "position_bias", "sinks", "attention_similarity", "indices", "score_mod",
     "head_mask", "layer_head_mask", "alibi", "attn_bias", "attention_bias", "topk_indices",
@@ -41,7 +41,7 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = _UNSAID,
+    sliding_window: int | None = _NOT_GIVEN,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -61,33 +61,32 @@ def attention(
     """transformers' attention interface.
 
     Args:
-        module: the layer; says whether it is causal where ``is_causal`` is None.
+        module: the layer; its ``is_causal`` is used if the argument is None.
         query: (batch, heads, seqlen_q, dim); ``key`` and ``value`` (batch, heads_k, seqlen_k, ..).
         attention_mask: what :func:`flash_cute.integrations.transformers.mask` returned.
-        sliding_window: w > 0: a query sees the w last keys, itself included; if the layer is not
-            causal also the w - 1 behind it.
+        sliding_window: w > 0: a query sees the last w keys, including its own; if the layer is not
+            causal also the next w - 1.
         s_aux: (heads,), logits of attention sinks.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: sequences laid end to end.
-        block_table, k_cache, v_cache: pages of continuous batching, which key and value join.
-        position_ids: (batch or 1, seqlen_q); a token whose position is not above that of the one
-            before begins a document of its own, in any row of the batch, with padding or without.
-            Not read where the call says more: ``cu_seq_lens_q``, pages, a mask of numbers.
-        seq_idx: likewise, the number of each token's document.
+        block_table, k_cache, v_cache: pages of continuous batching; key and value are appended.
+        position_ids: (batch or 1, seqlen_q); a token whose position is not above the previous one
+            begins a new document, in any row of the batch, with padding or without. Ignored if
+            ``cu_seq_lens_q``, pages or a mask of document numbers are given.
+        seq_idx: the number of each token's document, used as ``position_ids`` is.
         block_indices: int (batch, heads_k, seqlen_q, k), the blocks of keys that each query sees,
-            -1 for none, as the indexer of MiniMax-M3 chooses them. The layer says how many keys a
-            block has, ``module.indexer.block_size`` or ``module.config.index_block_size``. Every
-            call waits for the GPU once.
+            -1 for none, as the indexer of MiniMax-M3 chooses them. ``module.indexer.block_size`` or
+            ``module.config.index_block_size`` is the number of keys in a block. Every call waits
+            for the GPU once.
         others: ignored if they do not concern attention; others raise an error that names them.
 
     Returns:
-        (batch, seqlen_q, heads, dim_v), and None for the weights. Rows of padding are 0, or see the
-        keys that all see.
+        (batch, seqlen_q, heads, dim_v), and None for the weights. Padded rows are 0, or attend to
+        the sequence's keys.
 
     Raises:
         NotImplementedError, TypeError, ValueError: biases, masks of 4 dimensions, weights as a
-            result; arguments under other names, or without those that belong to them; documents
-            that begin behind a cache; blocks of keys with documents or pages; and what flash_cute
-            refuses.
+            result; other names of arguments, or incomplete groups of them; documents that begin
+            behind a cache; blocks of keys with documents or pages; and flash_cute's own errors.
 
     Example::
 
@@ -130,8 +129,9 @@ def attention(
         attention_mask = images.padding
     elif attention_mask is not None and attention_mask.dtype == torch.int32:
         numbers, attention_mask = attention_mask, None
-    told = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    sequences = _sequences(told, attention_mask)
+    sequences = _sequences(
+        (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), attention_mask
+    )
     if sequences is not None:
         _refuse_packed(images)
         return _packed(q, k, v, sequences, score | training), None
@@ -200,22 +200,22 @@ def _window(
     causal: bool,
     seqlen_k: int,
 ) -> tuple[int, int]:
-    """(left, right): the mask's if it says one, else the layer's."""
+    """(left, right): the mask's if it has one, else the layer's."""
     band = getattr(attention_mask, "band", None)
     if band is not None:
         return band
-    if sliding_window is _UNSAID:
+    if sliding_window is _NOT_GIVEN:
         width = getattr(getattr(module, "config", None), "sliding_window", None)
         if torch.compiler.is_compiling() and width is not None and seqlen_k > width:
             raise NotImplementedError(
-                f"{type(module).__name__} does not tell attention its sliding window, which a "
-                "graph then does not know; use attn_implementation='sdpa' with torch.compile"
+                f"{type(module).__name__} does not pass its sliding window to attention, and a "
+                "graph cannot look it up; use attn_implementation='sdpa' with torch.compile"
             )
         sliding_window = None
     if sliding_window is not None and not sliding_window >= 1:
         raise ValueError(
-            f"sliding_window is {sliding_window}; expected None, or keys that a query sees, from 1 "
-            "(itself) on"
+            f"sliding_window is {sliding_window}; expected None, or how many keys a query sees, at "
+            "least 1 (itself)"
         )
     side = -1 if sliding_window is None else sliding_window - 1
     return side, 0 if causal else side
@@ -240,15 +240,15 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Options) -
     return functional.flash_attn_func(q, k, v, **score, **training)
 
 
-def _sequences(told: tuple, padding: Tensor | None) -> tuple | None:
-    """Offsets and longest lengths of q and k, if a call gives them; longest lengths that it does
-    not give are looked up, which waits for the GPU."""
-    cu_q, cu_k, longest_q, longest_k = told
-    if all(x is None for x in told):
+def _sequences(given: tuple, padding: Tensor | None) -> tuple | None:
+    """cu_seqlens and max_seqlens of q and k, if a call gives them; a missing max_seqlen is
+    computed, which waits for the GPU."""
+    cu_q, cu_k, longest_q, longest_k = given
+    if all(x is None for x in given):
         return None
     if cu_q is None or cu_k is None:
         raise ValueError(
-            "of cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k some are given; "
+            "only some of cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k are given; "
             "expected both offsets, or none of the four"
         )
     if padding is not None:
@@ -279,7 +279,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, sequences: tuple, options: Options)
 def _of_documents(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, options: Options
 ) -> Tensor:
-    """Each document for itself; keys behind the queries' number are a static cache's room."""
+    """Attention within each document; keys beyond the number of queries are unused cache."""
     seqlen = q.shape[1]
     q_rows, k_rows, v_rows = (documents.rows(x[:, :seqlen]) for x in (q, k, v))
     longest = documents.longest
@@ -292,11 +292,11 @@ def _of_documents(
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, score: Options, training: Options
 ) -> Any:
-    """Keys that ``mask`` (batch, seqlen) does not let take part count nowhere.
+    """Attention without the keys that ``mask`` (batch, seqlen) hides.
 
-    A causal layer's queries are the last of its tokens, and padding among them is left out; queries
-    of other layers all take part, but under a window, which counts tokens. With ``return_lse`` also
-    the log-sum-exps (batch, seqlen_q, heads) of a causal layer.
+    A causal layer's queries are its last tokens, without padding; queries of other layers all take
+    part, except under a window, which counts tokens. With ``return_lse`` also the log-sum-exps
+    (batch, seqlen_q, heads) of a causal layer.
     """
     batch, seqlen_k = mask.shape
     if seqlen_k > k.shape[1]:
@@ -310,7 +310,7 @@ def _padded(
             q, k, v, cache_seqlens=seqlen_k, cache_leftpad=starts, **score
         )
     if has_window and not score["causal"] and seqlen_q != seqlen_k:
-        raise NotImplementedError("a window, padding and keys of other tokens than the queries")
+        raise NotImplementedError("a window with padding is not supported for other tokens' keys")
     keys = packing(mask, k)
     k_rows, v_rows = (_pack(keys, x) for x in (k, v))
     if score["causal"] or has_window:
@@ -333,16 +333,16 @@ def _padded(
 def _with_images(
     q: Tensor, k: Tensor, v: Tensor, images: blocks.Blocks, score: Options, training: Options
 ) -> Tensor:
-    """Causal attention, joined with that of tokens to those behind them in the same block."""
+    """Causal attention, merged with attention of tokens to later ones in the same block."""
     if not score["causal"]:
-        raise NotImplementedError("a mask of images in a layer that is not causal")
+        raise NotImplementedError("a mask of images is not supported in a layer that is not causal")
     k, v = (x[:, : images.seqlen_k] for x in (k, v))  # a static cache has room for more
-    told = training | {"return_lse": True}
+    options = training | {"return_lse": True}
     if images.padding is None:
-        out, lse = functional.flash_attn_func(q, k, v, **score, **told)
+        out, lse = functional.flash_attn_func(q, k, v, **score, **options)
         lse = lse.transpose(1, 2)
     else:
-        out, lse = _padded(q, k, v, images.padding, score, told)
+        out, lse = _padded(q, k, v, images.padding, score, options)
     k, v = (x[:, -q.shape[1] :] for x in (k, v))  # of the queries' own tokens
     return blocks.joined(out, lse, q, k, v, images, score | training)
 
@@ -364,11 +364,11 @@ def _paged(
     k_cache, v_cache, block_table, cu_seq_lens_k = pages
     if any(x is None for x in pages):
         raise ValueError(
-            "of block_table, k_cache, v_cache and cu_seq_lens_k some are given; pages need all"
+            "only some of block_table, k_cache, v_cache and cu_seq_lens_k are given; give all"
         )
     if attention_mask is not None or training["dropout_p"]:
         raise NotImplementedError(
-            "block_table is given with attention_mask or dropout; over pages there is neither"
+            "block_table is given with attention_mask or dropout; paged calls support neither"
         )
     q_new, k_new, v_new = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
     lengths = cu_seq_lens_k.diff()[: len(q_new)] - 1  # before the new one
@@ -380,7 +380,7 @@ def _paged(
 
 
 def _is_inference(q: Tensor, k: Tensor, v: Tensor, score: Options, training: Options) -> bool:
-    """Whether the function over caches, which needs no copies, may compute it."""
+    """Whether flash_attn_with_kvcache, which needs no copies, can compute it."""
     tensors = [x for x in (q, k, v, score["sink"]) if x is not None]
     if training["dropout_p"] or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False

@@ -1,8 +1,8 @@
-"""Blocks of tokens that see each other in both directions, as the tokens of an image do, in a layer
-that is causal otherwise, or causal within a window.
+"""Blocks of tokens that see each other in both directions, such as the tokens of an image, in a
+layer that is otherwise causal, or causal within a window.
 
 Two calls compute it: the causal one, and one over the blocks in reverse order, in which each token
-sees those of its block that lie behind it. The log-sum-exps of both say how much each weighs.
+sees the later tokens of its block. Their log-sum-exps are the weights of their outputs.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from flash_cute import functional
-from flash_cute.integrations.transformers import looks
+from flash_cute.integrations.transformers import mask_cache
 
-NONE = -1  # the number of the block of tokens that are in none
+NONE = -1  # the block number of tokens outside of all blocks
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the blocks of a batch lie, among its tokens laid end to end.
+    """The blocks of a batch, by positions among its tokens laid end to end.
 
     Attributes:
         seqlen_k: how many keys of a sequence are in use.
         padding: bool (batch, seqlen_k), True takes part; None if all do.
-        queries: int64 (total,), each block's tokens but its last, the last ones first.
-        keys: int64 (total,), each block's tokens but its first, the last ones first: query i of a
-            block sees its keys up to i, which are those behind it.
-        offsets: int32 (blocks + 1,), where each block begins among these.
+        queries: int64 (total,), each block's tokens without its last, in reverse order.
+        keys: int64 (total,), each block's tokens without its first, in reverse order: query i of a
+            block sees its keys up to i, the later tokens.
+        offsets: int32 (blocks + 1,), where each block begins in queries and keys.
         longest: the largest number of queries of a block.
     """
 
@@ -42,8 +42,8 @@ class Blocks:
 
     @classmethod
     def of(cls, mask: Tensor, seqlen: int) -> Blocks:
-        """Of a mask (:func:`mask`) whose last ``seqlen`` keys are the queries'. Waits for the
-        GPU."""
+        """The blocks of a mask (:func:`mask`) whose last ``seqlen`` keys are the queries'. Waits
+        for the GPU."""
         padding, numbers = mask[:, 0] != 0, mask[:, 1, -seqlen:]
         batches, places = (numbers != NONE).nonzero(as_tuple=True)
         tokens = (batches * seqlen + places).flip(0)
@@ -60,8 +60,8 @@ class Blocks:
 
 
 def mask(padding: Tensor | None, numbers: Tensor) -> Tensor:
-    """int32 (batch, 2, keys): which keys take part, and the numbers of their blocks, as a layer is
-    given them: in values, since what is moved to another device keeps no attributes."""
+    """int32 (batch, 2, keys): which keys take part, and the numbers of their blocks. They are
+    values because attributes are lost when a tensor moves to another device."""
     taking_part = torch.ones_like(numbers, dtype=torch.bool) if padding is None else padding
     numbers = numbers.clamp(min=NONE).masked_fill(~taking_part, NONE)
     return torch.stack([taking_part.int(), numbers.int()], 1)
@@ -72,12 +72,12 @@ def is_mask(x: Tensor) -> bool:
 
 
 def found(x: Tensor, seqlen: int, layer: int | None) -> Blocks:
-    """Blocks of a mask, looked up once for all layers that are given it."""
-    look = looks.Look.at([x], layer)
-    known, blocks = looks.found_before(look)
+    """The blocks of a mask, computed once for all layers that get it."""
+    key = mask_cache.CacheKey.at([x], layer)
+    known, blocks = mask_cache.cached_result(key)
     if not known:
         blocks = Blocks.of(x, seqlen)
-        looks.keep(look, blocks)
+        mask_cache.store(key, blocks)
     return blocks
 
 
@@ -90,18 +90,18 @@ def joined(
     blocks: Blocks,
     options: dict[str, Any],
 ) -> Tensor:
-    """The causal result ``out`` (batch, seqlen, heads, dim_v) and ``lse`` (batch, seqlen, heads),
-    once tokens also see those of their block behind them: q, k and v are of these tokens."""
+    """Merges the causal result, ``out`` (batch, seqlen, heads, dim_v) and ``lse`` (batch, seqlen,
+    heads), with attention of these tokens' q to later k and v of their blocks."""
     if not len(blocks.queries):
         return out
     rows = out.flatten(0, 1)
     causal, causal_lse = rows.index_select(0, blocks.queries), lse.flatten(0, 1)[blocks.queries]
     keys, values = (x.flatten(0, 1).index_select(0, blocks.keys) for x in (k, v))
-    behind, behind_lse = functional.flash_attn_varlen_func(
+    later, later_lse = functional.flash_attn_varlen_func(
         q.flatten(0, 1).index_select(0, blocks.queries), keys, values, blocks.offsets,
         blocks.offsets, blocks.longest, blocks.longest,
         **options | {"causal": True, "window_size": (-1, -1), "sink": None, "return_lse": True},
     )  # fmt: skip
-    weight = torch.sigmoid(behind_lse.t() - causal_lse).unsqueeze(-1)
-    both = torch.lerp(causal.to(weight.dtype), behind.to(weight.dtype), weight)
+    weight = torch.sigmoid(later_lse.t() - causal_lse).unsqueeze(-1)
+    both = torch.lerp(causal.to(weight.dtype), later.to(weight.dtype), weight)
     return rows.index_copy(0, blocks.queries, both.to(rows.dtype)).view_as(out)

@@ -1,4 +1,4 @@
-"""Blocks of keys that a layer's indexer chose for each query, as those of MiniMax-M3 do."""
+"""Blocks of keys that a layer's indexer chose for each query, as in MiniMax-M3."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flash_cute.sparse import Sparse
 def sparse_of(
     module: torch.nn.Module, block_indices: Tensor, padding: Tensor | None, seqlen_k: int
 ) -> Sparse:
-    """Of ``block_indices`` (batch, heads_k, seqlen_q, k), -1 for none, and ``padding`` (batch,
-    seqlen_k), True or 1 for tokens that take part. Blocks are counted from the first key on, as the
-    layer's own eager attention has them.
+    """The Sparse of ``block_indices`` (batch, heads_k, seqlen_q, k), -1 for none, and ``padding``
+    (batch, seqlen_k), True or 1 for tokens that take part. Blocks are counted from the first key,
+    as in the layer's own eager attention.
 
     Raises:
-        ValueError: the layer does not say how many keys a block has.
+        ValueError: the layer has no block size.
     """
     keys = getattr(getattr(module, "indexer", None), "block_size", None)
     if keys is None:
@@ -31,10 +31,10 @@ def sparse_of(
 
 
 def refuse_with(**others: object) -> None:
-    """Blocks belong to whole rows of a batch."""
+    """Refuses arguments that block_indices cannot be combined with."""
     for name, x in others.items():
         if x is not None:
             raise NotImplementedError(
-                f"block_indices is given with {name}; blocks of keys go with rows of one document, "
+                f"block_indices is given with {name}; chosen blocks need rows of one document, "
                 "dense or padded: use attn_implementation='eager' for others"
             )

@@ -1,8 +1,8 @@
-"""Documents that lie end to end in a row of a batch, and must not see each other.
+"""Documents laid end to end in a row of a batch, which must not see each other.
 
-transformers tells of them in one of three ways: a mask of numbers (:mod:`.masks`), ``position_ids``
-that restart, and ``seq_idx``, the number of each token's document. A document begins where the
-position does not grow, or the number changes, from one token that takes part to the next.
+transformers marks them in one of three ways: a mask of numbers (:mod:`.masks`), ``position_ids``
+that restart, or ``seq_idx``, the number of each token's document. Of the tokens that take part, one
+begins a document if its position is not above the previous one's, or if the number changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.integrations.transformers import looks
+from flash_cute.integrations.transformers import mask_cache
 
 _IN_GRAPHS = (
     "position_ids restart: under torch.compile packed sequences need cu_seq_lens_q, "
@@ -23,11 +23,11 @@ _IN_GRAPHS = (
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a batch lie, once its rows are end to end.
+    """The documents of a batch, whose rows are laid end to end.
 
     Attributes:
         tokens: int64 (total,), the tokens that take part; None for all.
-        offsets: int32 (documents + 1,), where each begins among these.
+        offsets: int32 (documents + 1,), where each begins in ``tokens``.
         longest: the length of the longest.
     """
 
@@ -37,8 +37,8 @@ class Documents:
 
     @classmethod
     def of(cls, begins: Tensor, taking_part: Tensor | None) -> Documents:
-        """Of bool (batch, seqlen): where one begins, and which tokens take part. Waits for the
-        GPU."""
+        """From bool (batch, seqlen): where documents begin, and which tokens take part. Waits for
+        the GPU."""
         tokens, flat = None, begins.flatten()
         if taking_part is not None:
             tokens = taking_part.flatten().nonzero().flatten()
@@ -53,7 +53,7 @@ class Documents:
         return flat if self.tokens is None else flat.index_select(0, self.tokens)
 
     def unpacked(self, rows: Tensor, batch: int, seqlen: int) -> Tensor:
-        """The way back; 0 for tokens that take no part."""
+        """The inverse of :meth:`rows`; 0 for tokens that take no part."""
         if self.tokens is not None:
             zeros = rows.new_zeros((batch * seqlen, *rows.shape[1:]))
             rows = zeros.index_copy(0, self.tokens, rows)
@@ -61,24 +61,23 @@ class Documents:
 
 
 def of_numbers(numbers: Tensor, layer: int | None) -> Documents | None:
-    """Of a mask int32 (batch, seqlen) of numbers from 1 on, in a layer of this number. None in
-    graphs, which ask when they run that there is one document alone: how many there are is not to
-    be known in them."""
+    """The documents of a mask int32 (batch, seqlen) of numbers from 1 on, in layer ``layer``. None
+    in graphs, which cannot know the number of documents: they check when they run that there is
+    only one."""
     if torch.compiler.is_compiling():
         internals.assert_in_graph((numbers == 1).all(), _IN_GRAPHS)
         return None
-    look = looks.Look.at([numbers], layer)
-    known, found = looks.found_before(look)
+    key = mask_cache.CacheKey.at([numbers], layer)
+    known, found = mask_cache.cached_result(key)
     if not known:
         if not (numbers > 0).all():
             raise ValueError(
-                "attention_mask is int32, which numbers documents from 1 on, and holds 0; give "
-                "padding as bool"
+                "attention_mask holds 0, and int32 numbers documents from 1; give padding as bool"
             )
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers.diff(dim=1) != 0
         found = Documents.of(begins, None)
-        looks.keep(look, found)
+        mask_cache.store(key, found)
     return found
 
 
@@ -92,30 +91,30 @@ def of_positions(
     causal: bool,
     layer: int | None,
 ) -> Documents | None:
-    """What ``position_ids`` and ``seq_idx`` (batch or 1, seqlen_q) say of tokens that ``mask``,
-    bool (batch, seqlen_k), lets take part, in a layer of this number; None if each row is one
-    document, or nothing is said.
+    """The documents by ``position_ids`` and ``seq_idx`` (batch or 1, seqlen_q) of the tokens that
+    ``mask``, bool (batch, seqlen_k), keeps, in layer ``layer``; None if each row is one document,
+    or neither is usable.
 
-    Nothing is said of keys of other tokens, unless the layer is causal: its last keys are then the
+    They describe the queries' tokens, so other keys need a causal layer, whose last keys are the
     queries' own.
 
     Raises:
         ValueError: documents begin behind a cache, which belongs to one of them.
     """
     given = [x for x in (position_ids, seq_idx) if x is not None]
-    told = [x for x in given if _tells(x, batch, seqlen_q)]
-    if not told or seqlen_q == 1 or (seqlen_k != seqlen_q and not causal):
+    usable = [x for x in given if _has_value_per_query(x, batch, seqlen_q)]
+    if not usable or seqlen_q == 1 or (seqlen_k != seqlen_q and not causal):
         return None
     own = None if mask is None else mask[:, -seqlen_q:]
-    if _is_deferred(told[0]):
-        more = _continued(told, own, batch, position_ids)
+    if _is_deferred(usable[0]):
+        more = _continued(usable, own, batch, position_ids)
         internals.assert_in_graph(more.all(), _IN_GRAPHS)
         return None
-    look = looks.Look.at(told if mask is None else [*told, mask], layer)
-    known, found = looks.found_before(look)
+    key = mask_cache.CacheKey.at(usable if mask is None else [*usable, mask], layer)
+    known, found = mask_cache.cached_result(key)
     if not known:
-        found = _found(_continued(told, own, batch, position_ids), own)
-        looks.keep(look, found)
+        found = _found(_continued(usable, own, batch, position_ids), own)
+        mask_cache.store(key, found)
     if found is not None and seqlen_k != seqlen_q:
         raise ValueError(
             "position_ids restart (or seq_idx changes) behind a cache of "
@@ -125,27 +124,27 @@ def of_positions(
     return found
 
 
-def _tells(x: Tensor, batch: int, seqlen: int) -> bool:
-    """Whether it has a value for each query, which can be read."""
+def _has_value_per_query(x: Tensor, batch: int, seqlen: int) -> bool:
+    """Whether it is a tensor with one value per query."""
     if x.dim() != 2 or x.shape[1] != seqlen or x.shape[0] not in (1, batch):
         return False
     return not (x.is_meta or internals.is_fake(x))
 
 
 def _is_deferred(x: Tensor) -> bool:
-    """Whether values are looked at when a graph runs."""
+    """Whether values can be read only when a graph runs."""
     if torch.compiler.is_compiling():
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _continued(
-    told: list[Tensor], mask: Tensor | None, batch: int, position_ids: Tensor | None
+    usable: list[Tensor], mask: Tensor | None, batch: int, position_ids: Tensor | None
 ) -> Tensor:
-    """bool (batch, seqlen - 1): whether tokens from the second on continue the document of the
-    last one before that takes part, or are the first of their row, or take no part."""
-    continued = torch.ones((), dtype=torch.bool, device=told[0].device)
-    for x in told:
+    """bool (batch, seqlen - 1), for tokens from the second on: False if a token begins a document
+    after an earlier token of its row, among the tokens that take part."""
+    continued = torch.ones((), dtype=torch.bool, device=usable[0].device)
+    for x in usable:
         here, last = x[:, 1:], x[:, :-1]
         if mask is not None:
             places = torch.arange(x.shape[1], device=x.device)
@@ -161,6 +160,6 @@ def _found(continued: Tensor, mask: Tensor | None) -> Documents | None:
     if continued.all():
         return None
     begins = torch.cat([torch.ones_like(continued[:, :1]), ~continued], 1)
-    if mask is not None:  # the first that takes part begins one, wherever it stands
+    if mask is not None:  # the first token that takes part begins one, wherever it is
         begins = begins | (mask & (mask.cumsum(1) == 1))
     return Documents.of(begins, mask)

@@ -1,7 +1,7 @@
-"""What transformers' mask functions are made of.
+"""Recognises transformers' mask functions.
 
-They are closures: what they combine, and with which numbers, is read out of them by name. What has
-another name is not guessed at.
+They are closures: the functions and numbers that they combine are read by name. Closures with other
+names are not recognised.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-MODULE = "transformers.masking_utils"  # that transformers' own mask functions stand in
+MODULE = "transformers.masking_utils"  # of transformers' own mask functions
 
 CAUSAL = "causal_mask_function"
 BIDIRECTIONAL = "bidirectional_mask_function"
 WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 WINDOW_OF_BOTH_SIDES = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
 SEQUENCES = "packed_sequence_mask_function.<locals>.inner_mask"
-# Those that the arguments of attention stand for.
+# Mask functions that arguments of attention replace.
 BANDS = {
     CAUSAL,
     BIDIRECTIONAL,
@@ -38,7 +38,7 @@ def named(name: str) -> Any:
 
 
 def names(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The mask functions that one is made of."""
+    """The mask functions that one combines."""
     name = mask_function.__qualname__
     if mask_function.__module__ != MODULE:
         yield f"{mask_function.__module__}.{name}"
@@ -49,7 +49,7 @@ def names(mask_function: Callable[..., Any]) -> Iterator[str]:
 
 
 def band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
-    """(left, right) of the sliding window in it."""
+    """(left, right) of the sliding window in a mask function."""
     name = mask_function.__qualname__
     if name == WINDOW:
         return _captured(mask_function, "sliding_window") - 1, 0
@@ -62,11 +62,11 @@ def band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
 def without_blocks(
     mask_function: Callable[..., Any],
 ) -> tuple[Callable[..., Any], Tensor | None]:
-    """A causal mask function without the blocks of tokens that see each other in both directions,
-    as those of an image do, and their numbers (batch, keys), negative for tokens of none: of
-    ``causal or block``, and of ``window and (causal or block)``.
+    """Splits ``causal or block``, or ``window and (causal or block)``, into the causal part and the
+    block numbers (batch, keys), negative for tokens outside of blocks; tokens of a block, such as
+    an image's, see each other in both directions.
 
-    Any other function as it is, and None.
+    Any other function is returned with None.
     """
     if _is(mask_function, _OR):
         parts = _captured(mask_function, "mask_functions")
@@ -85,7 +85,7 @@ def _is(mask_function: Callable[..., Any], name: str) -> bool:
 
 
 def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Mask functions inside of one of transformers' own."""
+    """The mask functions in the closure of one of transformers' own."""
     if _is(mask_function, _AND):
         return _captured(mask_function, "mask_functions")
     if _is(mask_function, "remap_positions_for_packed_sequence.<locals>.inner_mask"):

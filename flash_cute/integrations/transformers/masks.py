@@ -1,16 +1,16 @@
-"""What transformers wants masked, as attention without a score matrix can take it.
+"""transformers' mask interface, in forms that need no score matrix.
 
-Models ask for a mask once a forward, and give what they get to every layer:
+Models request a mask once a forward, and pass it to every layer:
 
-- None: nothing beyond the causal mask or the window, which layers know themselves;
-- bool (batch, seqlen_k): padding. An attribute ``starts`` says that it is on the left alone,
+- None: only the causal mask or the window, which layers know themselves;
+- bool (batch, seqlen_k): padding. An attribute ``starts`` means that it is only on the left,
   ``is_full`` that there is none;
-- int32 (batch, seqlen): the number of the sequence that each token belongs to, from 1 on;
-- int32 (batch, 2, seqlen_k): padding, and the number of the block that each token belongs to, whose
-  tokens see each other in both directions (:mod:`.blocks`).
+- int32 (batch, seqlen): the number of each token's sequence, from 1 on;
+- int32 (batch, 2, seqlen_k): padding, and the number of each token's block, whose tokens see each
+  other in both directions (:mod:`.blocks`).
 
-An attribute ``band`` is the window that hides a key, as (left, right): not all layers know theirs.
-Graphs have no such attributes.
+An attribute ``band`` is the window as (left, right), for layers that do not know theirs. Graphs
+have no such attributes.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def _seen(
     end: int,
     device: torch.device | str,
 ) -> Tensor | None:
-    """Of the keys, those before ``end``, where the last query is: a static cache has more."""
+    """The padding of the keys before ``end``, the last query: a static cache has more keys."""
     seen = min(kv_length, end - kv_offset)
-    if padding is not None:  # its last entry is the last token's; it may be what was returned here
+    if padding is not None:  # its last entry is the last token's; it may be an earlier result
         return padding[:, :end][:, -seen:]
     if seen == kv_length:
         return None
@@ -124,7 +124,7 @@ def _seen(
 
 
 def _padding(padding: Tensor, kv_length: int, has_window: bool) -> Tensor | None:
-    """None where there is none. Waits for the GPU, as transformers' own does, once a forward."""
+    """The padding; None without any. Waits for the GPU once a forward, as transformers does."""
     steps = padding.diff(dim=1)
     rises, falls = steps & padding[:, 1:], steps & padding[:, :-1]
     is_full, is_left, has_gaps = torch.stack(
@@ -138,8 +138,8 @@ def _padding(padding: Tensor, kv_length: int, has_window: bool) -> Tensor | None
         return None
     if has_gaps and has_window:
         raise ValueError(
-            "attention_mask has padding between tokens, and a layer a sliding window, which would "
-            "count it; pad on one side, or use attn_implementation='eager'"
+            "attention_mask has padding between tokens, which the sliding window of a layer would "
+            "count; pad on one side, or use attn_implementation='eager'"
         )
     padding = padding.contiguous()
     if is_left:
@@ -148,7 +148,7 @@ def _padding(padding: Tensor, kv_length: int, has_window: bool) -> Tensor | None
 
 
 def _numbers(mask_function: Callable[..., Any], batch: int, seqlen: int, device: Any) -> Tensor:
-    """The sequence of each token: a new one begins where a query does not see the key before."""
+    """The sequence of each token: a query that does not see the previous key begins a new one."""
     tokens = torch.arange(seqlen, device=device)
     batches = torch.arange(batch, device=device)[:, None]
     joined = mask_function(batches, torch.zeros_like(batches), tokens, (tokens - 1).clamp(min=0))

@@ -1,9 +1,8 @@
-"""Makes the name known to transformers, and takes it back.
+"""Registers the attn_implementation with transformers, and removes it.
 
-transformers takes any name with "flash" in it for a flash attention, as static caches and
-continuous batching need it, and then looks for functions of that name: two of its functions are
-wrapped to find these. Nothing of transformers is imported before its release is known: older ones
-lack some of the names.
+transformers treats any name with "flash" in it as flash attention, which static caches and
+continuous batching need, and then looks for functions with that name: two of its functions are
+wrapped to find these. transformers' release is checked first: older ones lack some names.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flash_cute.integrations.transformers.masks import mask
 NAME = "flash_cute"
 _OF_BLOCKS = "MiniMaxAI/msa"  # listed by models that give block_indices to attention
 OLDEST = (5, 20)  # release of transformers
-# Models that refuse flash attention, as it would drop their masks of images: blocks.py takes them.
+# Models that refuse flash attention because of their masks of images, which blocks.py supports.
 _WITH_IMAGES = tuple(
     f"transformers.models.{module}.modeling_{module}.{name}{kind}"
     for module, name in (
@@ -34,8 +33,8 @@ _WITH_IMAGES = tuple(
 
 
 def register() -> None:
-    """Makes ``attn_implementation="flash_cute"`` a choice of every model that supports flash
-    attention. Models that were made before take it by ``set_attn_implementation``.
+    """Makes ``attn_implementation="flash_cute"`` available to every model that supports flash
+    attention. Existing models switch to it by ``set_attn_implementation``.
 
     Raises:
         ImportError: transformers is missing, or older than 5.20.
@@ -63,11 +62,11 @@ def register() -> None:
 
 
 def _refuse_older_releases() -> None:
-    """Older ones give layers other arguments, which show in results alone, or not at all."""
+    """Refuses older releases, whose different arguments would give wrong results silently."""
     oldest = ".".join(map(str, OLDEST))
     remedy = f"flash_cute supports {oldest} and newer: pip install 'transformers>={oldest}'"
     try:
-        import transformers  # whichever is there now
+        import transformers
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
@@ -80,7 +79,7 @@ def _refuse_older_releases() -> None:
 
 
 def unregister() -> None:
-    """Undoes :func:`register`. Models that were made with the name can no longer be called.
+    """Undoes :func:`register`. Models that use the name can no longer be called.
 
     Example::
 
@@ -106,15 +105,15 @@ def _flash() -> Any:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """Where names of attention, and of masks, are registered."""
+    """transformers' registries of attention and of masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     return AttentionInterface, AttentionMaskInterface
 
 
 def _wrapped() -> tuple[tuple[Any, str], ...]:
-    """The functions that are wrapped: which load functions by an implementation's name, and which
-    choose an implementation for a model."""
+    """The functions that are wrapped: one loads functions by an implementation's name, the other
+    chooses a model's implementation."""
     from transformers import PreTrainedModel
 
     return (_flash(), "_lazy_imports"), (PreTrainedModel, "_check_and_adjust_attn_implementation")
@@ -135,7 +134,7 @@ def _wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _functions(original: Callable[..., Any], implementation: str | None, *args: Any, **named: Any):
-    """What transformers calls an implementation: three functions, and those of padding."""
+    """The functions of the implementation: three of attention, and those of padding."""
     if implementation != NAME:
         return original(implementation, *args, **named)
     return (
@@ -150,13 +149,13 @@ def _functions(original: Callable[..., Any], implementation: str | None, *args: 
 def _choose(original: Callable[..., str], model: Any, name: str | None, *args: Any, **named: Any):
     """The name itself, if the model supports flash attention, dense or over blocks of keys.
 
-    transformers would exchange it for another one where a model lists implementations.
+    transformers would replace it if a model lists its implementations.
     """
     if name != NAME:
         return original(model, name, *args, **named)
     listed = getattr(model, "_compatible_flash_implementations", None)
     code = sys.modules[type(model).__module__]
-    has_class_of_its_own = hasattr(code, "is_flash_attn_available")  # for flash-attn alone
+    has_class_of_its_own = hasattr(code, "is_flash_attn_available")  # that calls flash-attn
     is_other = listed and not any("flash" in x for x in listed)
     supports = model._supports_flash_attn or any(
         f"{x.__module__}.{x.__qualname__}" in _WITH_IMAGES for x in type(model).__mro__
@@ -164,8 +163,8 @@ def _choose(original: Callable[..., str], model: Any, name: str | None, *args: A
     is_dense = supports and not has_class_of_its_own and not is_other
     if not is_dense and _OF_BLOCKS not in (listed or ()):
         raise ValueError(
-            f'{type(model).__name__} does not support attn_implementation="{NAME}": its attention '
-            'is none that flash attention computes; use "sdpa" or "eager"'
+            f'{type(model).__name__} does not support attn_implementation="{NAME}": flash '
+            'attention cannot compute its attention; use "sdpa" or "eager"'
         )
     _flash().lazy_import_flash_attention(NAME)
     return name

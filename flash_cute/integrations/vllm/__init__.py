@@ -1,7 +1,7 @@
-"""vLLM: an attention backend over flash_cute's functions, for caches in pages.
+"""vLLM: an attention backend over flash_cute's functions, for paged caches.
 
-vLLM finds it by itself where flash_cute is installed (a plugin of the group
-``vllm.general_plugins``), under a name of its own. Interface of vLLM 0.32 and 0.33.
+vLLM finds it if flash_cute is installed (a plugin of the group ``vllm.general_plugins``), as
+``FLASH_CUTE``. It has the interface of vLLM 0.32 and 0.33.
 
 Example::
 
@@ -24,8 +24,8 @@ OLDEST = (0, 32)  # release of vLLM
 
 
 def register() -> None:
-    """Makes ``FLASH_CUTE`` a backend of vLLM. Nothing else changes: it is taken where it is named,
-    as ``backend`` or in ``backend_per_kind`` of vLLM's attention config.
+    """Makes ``FLASH_CUTE`` a backend of vLLM, which uses it only if vLLM's attention config names
+    it as ``backend`` or in ``backend_per_kind``.
 
     Raises:
         ImportError: vLLM is missing, or older than 0.32.
@@ -51,11 +51,11 @@ def register() -> None:
 
 
 def plugin() -> None:
-    """What vLLM calls at its start: :func:`register`, but an older vLLM starts without it."""
+    """vLLM's entry point: :func:`register`, which only logs a warning on an older vLLM."""
     try:
         register()
     except ImportError as error:
-        logging.getLogger(__name__).warning("no backend %s: %s", NAME, error)
+        logging.getLogger(__name__).warning("backend %s is not registered: %s", NAME, error)
 
 
 def _release() -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The classes that vLLM asks for: what is supported, a batch's metadata, and a layer's attention.
+"""The classes of vLLM's interface: the backend, a batch's metadata, and a layer's attention.
 
-Pages are vLLM's: (pages, heads_k, page size, 2 * dim), keys and values side by side, strides as
-vLLM likes them.
+Pages are vLLM's: (pages, heads_k, page size, 2 * dim), keys and values side by side, with vLLM's
+strides.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from flash_cute.kernels import support
 
 
 class Backend(AttentionBackend):
-    """What vLLM asks of a backend. What is not answered here is not supported: multimodal prefixes,
-    R-SWA, MLA, sparse attention, quantized caches, decode and prefill context parallelism."""
+    """The backend and its features. Not supported: multimodal prefixes, R-SWA, MLA, sparse
+    attention, quantized caches, decode and prefill context parallelism."""
 
     forward_includes_kv_cache_update = False
 
@@ -83,9 +83,9 @@ class Backend(AttentionBackend):
 
 @dataclass(frozen=True)
 class Metadata:
-    """A batch: requests' queries end to end, their lengths with what the cache holds, and pages.
+    """A batch: requests' queries laid end to end, their lengths including the cache, and pages.
 
-    ``causal`` is one for all, or int32 (requests,), 1 for those that are.
+    ``causal`` is a bool for all requests, or int32 (requests,).
     """
 
     num_actual_tokens: int
@@ -99,8 +99,8 @@ class Metadata:
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Takes what vLLM knows of a batch. Graphs hold any batch: nothing of a call depends on lengths
-    that the host knows but the longest query's."""
+    """Makes the metadata from vLLM's. Graphs serve any batch: of the lengths on the host a call
+    depends only on the longest query's."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -124,11 +124,11 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Nothing is derived from the tensors that vLLM writes in place."""
+        """Does nothing: the metadata holds the tensors that vLLM writes in place."""
 
 
 class Implementation(AttentionImpl[Metadata]):
-    """One layer's attention; vLLM has new keys and values written into the cache before."""
+    """One layer's attention; vLLM writes new keys and values to the cache before it."""
 
     can_return_lse_for_decode = False
     lse_base_on_e = True
@@ -156,7 +156,7 @@ class Implementation(AttentionImpl[Metadata]):
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.softcap = logits_soft_cap or 0.0
-        self.side = -1 if sliding_window is None else sliding_window - 1
+        self.window_side = -1 if sliding_window is None else sliding_window - 1
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes).float()
 
     def forward(
@@ -171,11 +171,11 @@ class Implementation(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query (tokens, heads, dim), of which the first ``num_actual_tokens`` count; output is
+        """Attention of the first ``num_actual_tokens`` of query (tokens, heads, dim); output is
         written and returned."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale is given; flash_cute does not quantize outputs")
-        if attn_metadata is None:  # vLLM measures its memory
+        if attn_metadata is None:  # vLLM profiles its memory
             return output.fill_(0)
         if self.dcp_world_size > 1:
             raise NotImplementedError(
@@ -188,11 +188,11 @@ class Implementation(AttentionImpl[Metadata]):
             offsets, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
             flash_cute.flash_attn_varlen_func(
                 q, key[:tokens], value[:tokens], offsets, offsets, longest, longest, out=out,
-                **self._score(q.device, False),
+                **self._score_options(q.device, False),
             )  # fmt: skip
             return output
         causal = attn_metadata.causal
-        if isinstance(causal, Tensor):  # a request without keys has the result 0
+        if isinstance(causal, Tensor):  # one call for each kind: a request without keys gives 0
             lengths, is_causal = attn_metadata.seq_lens, causal != 0
             with_mask = self._over_pages(q, kv_cache, attn_metadata, lengths * is_causal, True)
             without = self._over_pages(q, kv_cache, attn_metadata, lengths * ~is_causal, False)
@@ -204,8 +204,8 @@ class Implementation(AttentionImpl[Metadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes key and value (tokens, heads_k, dim) to the rows of pages that ``slot_mapping``
-        names; negative ones are padding's."""
+        """Writes key and value (tokens, heads_k, dim) to the rows of pages in ``slot_mapping``;
+        negative ones are padding."""
         if self._is_encoder():
             return
         caches = self._caches(kv_cache)
@@ -233,22 +233,22 @@ class Implementation(AttentionImpl[Metadata]):
     def _over_pages(
         self, q: Tensor, kv_cache: Tensor, metadata: Metadata, lengths: Tensor, causal: bool
     ) -> Tensor:
-        """(tokens, heads, dim); queries are the last of their request's ``lengths`` tokens."""
+        """Attention over pages; queries are the last of their request's ``lengths`` tokens."""
         k_cache, v_cache = self._caches(kv_cache)
         return flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
-            **self._score(q.device, causal),
+            **self._score_options(q.device, causal),
         )  # fmt: skip
 
-    def _score(self, device: torch.device, causal: bool) -> dict[str, Any]:
-        """Arguments of a call; a window is on both sides of queries that are not causal."""
+    def _score_options(self, device: torch.device, causal: bool) -> dict[str, Any]:
+        """Arguments that change scores; without a causal mask a window is on both sides."""
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
         return {
             "softmax_scale": self.scale,
             "causal": causal,
-            "window_size": (self.side, 0 if causal else self.side),
+            "window_size": (self.window_side, 0 if causal else self.window_side),
             "softcap": self.softcap,
             "alibi_slopes": self.slopes,
             "sink": self.sinks,

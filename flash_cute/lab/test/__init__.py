@@ -1,1 +1,1 @@
-"""What checks of the laboratory's kernels need; nothing here is a test itself."""
+"""Utilities for checks of the laboratory's kernels; it has no tests."""

@@ -28,8 +28,8 @@ def generate_qkv(
     Args:
         batch_size, seq_len, n_heads, d_head: sizes, 0 or more.
         dtype: fp16 or bf16.
-        device: by default the GPU, or the CPU where there is none.
-        seed: of a generator of its own. By default the device's generator draws.
+        device: by default the GPU, or the CPU if there is none.
+        seed: of a new generator. By default the device's generator is used.
 
     Raises:
         TypeError: another dtype.
@@ -56,15 +56,15 @@ def generate_qkvo(
     device: torch.device | str | None = None,
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`generate_qkv`, and an output of the same shape that is all NaN: what a kernel does not
-    write shows."""
+    """:func:`generate_qkv`, and an output of the same shape filled with NaN, which shows missing
+    writes."""
     q, k, v = generate_qkv(batch_size, seq_len, n_heads, d_head, dtype, device, seed)
     return q, k, v, torch.full_like(q, torch.nan)
 
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """How far an output is from the fp64 reference.
+    """The error of an output against the fp64 reference.
 
     ``of_bound`` is the largest error as a share of what rounding P and the output allows an
     element, u |o| + 2u P|V|, u being the dtype's rounding unit (2^-11 for fp16, 2^-8 for bf16); in
@@ -92,12 +92,12 @@ def error_statistics(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> ErrorStati
     """Compares ``out`` with the fp64 reference of q, k and v, one sequence at a time.
 
     Raises:
-        ValueError: ``out`` has another shape than q, or no element.
+        ValueError: ``out`` has another shape than q, or no elements.
     """
     if out.shape != q.shape or out.numel() == 0:
         raise ValueError(
             f"out has shape {tuple(out.shape)}, and q {tuple(q.shape)}: they must be equal, and "
-            "hold elements"
+            "not empty"
         )
     pairs = [_expected_and_bound(*(x[b : b + 1] for x in (q, k, v))) for b in range(len(q))]
     expected, bound = (torch.cat(parts) for parts in zip(*pairs, strict=True))

@@ -1,8 +1,9 @@
 """Random cases of the systems: ``python -m flash_cute.testing.fuzz --systems``.
 
-A system is a module with a frozen dataclass ``Case``, whose fields JSON can hold, ``draw(pick)``,
-which makes a random one, and ``check(case, device)``, which returns :class:`Findings`. What is true
-is computed here in fp64, in plain PyTorch (``oracle.py``); nothing of flash_cute computes it.
+A system is a module with a frozen dataclass ``Case`` whose fields can be dumped as JSON,
+``draw(pick)``, which makes a random one, and ``check(case, device)``, which returns
+:class:`Findings`. The expected results are computed in fp64 in plain PyTorch (``oracle.py``),
+without flash_cute.
 """
 
 from flash_cute.testing.systems.cases import NAMES, SystemTrial, draw

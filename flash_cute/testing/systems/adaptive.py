@@ -1,4 +1,4 @@
-"""Models in fewer bytes: what they hold, what they compute, and what they report."""
+"""Adaptive precision: the bytes of models, their results, and their reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTIVATIONS = ("relu", "gelu", "tanh", "sigmoid", "softmax", "identity")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, how it is packed, and one property to look at."""
+    """A model, how it is packed, and one property to check."""
 
     seed: int = 0
     model: str = "mlp"
@@ -169,8 +169,8 @@ def check(case: Case, device: str) -> Findings:
         try:
             small = create_ultra_precision_module(model, config_of(case), calibration=x)
         except ValueError as error:
-            said = "target_memory_reduction" in str(error)
-            find.that(said, f"refused by {str(error)[:200]}")
+            names_target = "target_memory_reduction" in str(error)
+            find.that(names_target, f"refused by {str(error)[:200]}")
             return find
         kept = {n: p.detach() for n, p in model.named_parameters()}
         find.equal("the given model's weights", kept, before)
@@ -218,7 +218,7 @@ def _check_bytes(find: Findings, case: Case, model: nn.Module, small: Any) -> No
 
 
 def _restored(find: Findings, case: Case, model: nn.Module, small: Any) -> dict[str, Tensor]:
-    """The weights that the module gives back, by their names in the model."""
+    """The restored weights of the module, by their names in the model."""
     stats, found = small.get_precision_stats(), dict[str, Tensor]()
     given = dict(model.named_parameters())
     for name, layer in stats.layers.items():
@@ -230,8 +230,8 @@ def _restored(find: Findings, case: Case, model: nn.Module, small: Any) -> dict[
         find.that(found[name].dtype == weight.dtype, f"{name} comes back in {found[name].dtype}")
         error = float((back - true).norm() / true.norm().clamp(min=1e-30))
         slack = 1e-2 * error + 1e-5
-        said = layer.relative_error
-        find.that(abs(said - error) <= slack, f"{name}: error {error:.3g}, reported {said:.3g}")
+        own = layer.relative_error
+        find.that(abs(own - error) <= slack, f"{name}: error {error:.3g}, reported {own:.3g}")
         rows, true_rows = back.flatten(1), true.flatten(1)
         lost = (rows == 0).all(1) & (true_rows != 0).any(1)
         find.that(
@@ -257,8 +257,8 @@ def _rounds_inputs(case: Case) -> bool:
 def _check_values(
     find: Findings, case: Case, small: Any, model: nn.Module, restored: dict[str, Tensor], x: Tensor
 ) -> None:
-    """The module computes what the model does with the weights that come back; gradients of inputs
-    and of all that is left as parameters."""
+    """The module computes what the model does with the restored weights; so do gradients of inputs
+    and of the remaining parameters."""
     dtype = getattr(torch, case.dtype)
     left = {n: p for n, p in model.named_parameters() if n not in restored}
     out = small(x)
@@ -300,7 +300,7 @@ def _check_values(
 
 
 def _check_bad_first(find: Findings, case: Case, device: str) -> None:
-    """A first call with numbers that are not finite spoils no later one."""
+    """A first call with inf or NaN does not affect later ones."""
     if case.model in ("embedding", "tied") or case.dtype != "float32":
         return
     model = model_of(case, device, case.seed)
@@ -308,7 +308,7 @@ def _check_bad_first(find: Findings, case: Case, device: str) -> None:
     try:
         small = create_ultra_precision_module(model, config_of(case))
     except ValueError:
-        return  # a strategy that needs samples, of a model that has none made up
+        return  # the strategy needs samples, and none can be generated for the model
     bad = x.clone()
     bad.view(-1)[3] = float("inf") if case.seed % 2 else float("nan")
     with torch.no_grad():
@@ -349,7 +349,7 @@ def _check_also(find: Findings, case: Case, small: Any, x: Tensor, device: str) 
 
 
 def _check_embedding(find: Findings, case: Case, small: Any) -> None:
-    """Ids that do not exist are refused, as nn.Embedding refuses them, which has these numbers."""
+    """Ids out of range are refused, as nn.Embedding does."""
     first = small.model[0]
     for ids in (-1, 24):
         try:
@@ -365,9 +365,9 @@ def _check_embedding(find: Findings, case: Case, small: Any) -> None:
 
 
 def _check_fused(find: Findings, case: Case, small: Any, x: Tensor, device: str) -> None:
-    """A fused model is packed, and rounds its inputs, as the one that it was made of.
+    """A fused model is packed, and rounds its inputs, as the original model.
 
-    A number between two steps may be rounded to either, which moves a token: most are near.
+    A number between two steps may be rounded to either, which changes a token: most are close.
     """
     fused = UnifiedAttentionFusion(model_of(case, device, case.seed))
     with torch.no_grad():

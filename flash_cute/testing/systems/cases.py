@@ -37,7 +37,7 @@ class SystemTrial:
         return module_of(self.system).check(self.case, device)
 
     def to_json(self) -> str:
-        """What differs from the defaults, in one line."""
+        """The fields that differ from the defaults, in one line."""
         fields: dict[str, Any] = {"system": self.system}
         for field in dataclasses.fields(self.case):
             value = getattr(self.case, field.name)
@@ -74,8 +74,8 @@ def draw(
     ranks: tuple[int, ...] = (1, 2, 3),
     device: str = "cpu",
 ) -> SystemTrial:
-    """A random case of one of the systems, that the device can do; those of ranks take one of these
-    numbers of ranks."""
+    """A random case of one of the systems that the device supports; systems over ranks use one of
+    these numbers of ranks."""
     (system,) = pick.choices(names, [_SHARES[name] for name in names])
     case = module_of(system).draw(pick)
     if system in OF_RANKS:
@@ -84,8 +84,8 @@ def draw(
 
 
 def _on_cuda(system: str, case: Any) -> Any:
-    """CUDA has no kernels for fp64, and for caches of 16 bits alone. What is not continuous is left
-    out, as fp32 moves numbers over steps: fp8 of what was computed, and the slope of ReLU."""
+    """The case for CUDA, which has no fp64 kernels, and caches only in 16 bits. Discontinuous
+    functions are left out, as fp32's roundings cross their steps: fp8 of results, ReLU's slope."""
     changes: dict[str, Any] = {}
     if case.dtype == "float64":
         changes["dtype"] = "float32"

@@ -1,4 +1,4 @@
-"""What every module must keep to, whatever it computes."""
+"""The contract of every module: state dicts, copies, inputs, modes, leaks, gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Refusals = dict[str, tuple[str, ...]]
 
 
 def saved(state: Any) -> Any:
-    """A state dict that went through a file, which is read without running code."""
+    """A state dict that was saved, and loaded with ``weights_only``."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -38,13 +38,13 @@ def saved(state: Any) -> Any:
 
 
 def state_dict_holds_all(find: Findings, module: nn.Module, fresh: nn.Module, call: Call) -> None:
-    """A fresh module of other values computes the same bits with the saved state."""
+    """A new module with other values computes the same bits after it loads the saved state."""
     with find.trying("state_dict"):
         state = saved(module.state_dict())
         missing = dict(module.named_parameters()).keys() - state.keys()
         find.that(not missing, f"state_dict has other names than parameters: {sorted(missing)[:3]}")
         others = [name for name, x in state.items() if not isinstance(x, Tensor)]
-        find.that(not others, f"state_dict holds what is no tensor: {others[:3]}")
+        find.that(not others, f"state_dict holds values that are not tensors: {others[:3]}")
         fresh.load_state_dict(state)
         fresh.train(module.training)
         find.equal("after load_state_dict", call(fresh), call(module))
@@ -72,7 +72,7 @@ def _pickled(module: nn.Module) -> nn.Module:
 def inputs_are_kept(
     find: Findings, inputs: Mapping[str, Tensor | None], call: Callable[[], Any]
 ) -> Any:
-    """Runs the call, and sees that it wrote to no input."""
+    """Runs the call, and checks that it did not write to inputs."""
     given = {name: x for name, x in inputs.items() if x is not None}
     before = {name: (x.detach().clone(), internals.version(x)) for name, x in given.items()}
     result = call()
@@ -100,10 +100,9 @@ def live_tensors() -> tuple[int, int]:
 
 
 def nothing_is_left(find: Findings, call: Callable[[], Any]) -> None:
-    """Six more calls leave no more tensors alive than there were after the first two.
+    """Six more calls leave less than one tensor each alive in addition to those after two calls.
 
-    The largest number of three differences of two calls each would be 0 without a leak; caches that
-    fill up once are not counted, as the first calls fill them.
+    The first two calls fill caches, which do not count.
     """
     for _ in range(2):
         call()
@@ -118,7 +117,7 @@ def nothing_is_left(find: Findings, call: Callable[[], Any]) -> None:
 def slope_matches(
     find: Findings, call: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor, seed: int
 ) -> None:
-    """With the same random numbers the gradient of x (fp64) is the slope that two calls show.
+    """With the same random numbers the gradient of x (fp64) is the finite difference of two calls.
 
     Central differences err by step^2 and rounding / step: 1e-10 and 1e-9 for a step of 1e-5.
     """

@@ -1,4 +1,4 @@
-"""Conversion of models to fp8: nothing is lost, whatever a linear layer carries."""
+"""Conversion of models to fp8: nothing that was added to a linear layer is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_COPIED = {"weight_norm", "spectral_norm", "pruned", "parametrized", "own_pa
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A linear layer and these parts behind it."""
+    """A linear layer with these parts after it."""
 
     seed: int = 0
     dtype: str = "float32"
@@ -67,7 +67,8 @@ class _OwnBuffer(nn.Linear):
 
 
 class _OwnProperty(nn.Linear):
-    """Its weight is made of another parameter, as adapters and old normalisations do."""
+    """A linear layer whose weight is computed from another parameter, as in adapters and old
+    normalisations."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -121,7 +122,7 @@ _CLASSES: dict[str, Any] = {
 
 
 def check(case: Case, device: str) -> Findings:
-    """Parameters, buffers and gradients are all there; results are near those before."""
+    """All parameters, buffers and gradients exist; results are close to those before."""
     find = Findings()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -143,7 +144,7 @@ def _check(find: Findings, case: Case, device: str) -> None:
     keys = set(model.state_dict())
     with find.trying("conversion"):
         converted: Any = convert_model_to_fp8(model, inplace=case.inplace)
-        find.that((converted is model) == case.inplace, "inplace is not what was asked")
+        find.that((converted is model) == case.inplace, "inplace differs from the argument")
         find.that(set(converted.state_dict()) == keys, "the state dict has other keys")
         if case.inplace:
             lost = named.keys() - {id(p) for p in converted.parameters()}

@@ -1,4 +1,4 @@
-"""cp_decode: prompts and steps over a cache whose tokens ranks share."""
+"""cp_decode: prompts and steps over a cache whose tokens are split over ranks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def check(case: Case, device: str) -> Findings:
 def _options(
     case: Case, device: str, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """What every call takes."""
+    """The arguments of every call."""
     options: dict[str, Any] = {
         "softmax_scale": case.scale or None, "causal": case.causal, "window_size": case.window,
         "softcap": case.softcap, "num_splits": case.num_splits, "block": case.block or None,
@@ -165,7 +165,7 @@ def _options(
 
 
 def _caches(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Filled with NaN: what was never written must not be read."""
+    """A cache filled with NaN, so that reads of unwritten rows show."""
     shape: tuple[int, ...] = (case.batch, case.capacity)
     caches: dict[str, Any] = {}
     if case.page:

@@ -16,7 +16,7 @@ from flash_cute.testing.distributed import context
 from flash_cute.testing.systems import ranks
 from flash_cute.testing.systems.findings import Findings
 
-# What the last rank has otherwise. "alone" runs backward on the first rank alone.
+# The last rank's difference. "alone" runs backward only on the first rank.
 DIFFER = (
     "softcap", "scale", "window", "causal", "dtype", "return_lse", "grad", "dropout_p", "slopes",
     "sink", "sink_none", "plan", "rows", "deterministic", "heads", "raises", "alone",
@@ -25,14 +25,14 @@ DIFFER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ranks.Case):
-    """The call of all ranks, and what the last one does otherwise."""
+    """The call of all ranks, and the last one's difference."""
 
     differ: str = "softcap"
 
 
 def draw(pick: random.Random) -> Case:
     fields = vars(ranks.draw(pick)) | {"argument": "", "value": ""}
-    # "alone" waits for a group's timeout, and costs new processes: seldom.
+    # "alone" is rare: it waits for a group's timeout, and needs new processes.
     fields["differ"] = pick.choice(DIFFER[:-1] if pick.random() < 0.85 else DIFFER)
     fields["with_grad"] |= fields["differ"] in ("grad", "alone")
     if fields["strategy"] != "ulysses":
@@ -81,7 +81,7 @@ def _has(case: Case) -> bool:
 
 
 def _other(case: Case, made: dict[str, Tensor]) -> tuple[Case, dict[str, Tensor], dict[str, Any]]:
-    """What the last rank has."""
+    """The last rank's arguments."""
     name = case.differ
     of_call: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": case.softcap + 1.0}, "scale": {"scale": 0.9},
@@ -119,7 +119,7 @@ def _other(case: Case, made: dict[str, Tensor]) -> tuple[Case, dict[str, Tensor]
 
 
 def _check_alone(find: Findings, case: Case, made: dict[str, Tensor]) -> None:
-    """Backward on one rank alone is an error there, in the time of the group."""
+    """Backward on only one rank is an error there, within the group's timeout."""
     group = dist.new_group(timeout=timedelta(seconds=4))
     strategy = "all_gather" if case.strategy == "two_dimensional" else case.strategy
     cp = ContextParallel(group, strategy=strategy, timeout=timedelta(seconds=4))

@@ -1,4 +1,4 @@
-"""What attention layers drop, in numbers that can be counted."""
+"""Counts what attention layers drop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case finds wrong, and the comparisons that find it."""
+"""The failures of a case, and the comparisons that find them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_LARGEST = 0.1
 
 @dataclass
 class Findings:
-    """Failures in words.
+    """Failures as texts.
 
     ``worst`` is the largest error as a fraction of its bound; ``notes`` must be equal on all ranks;
     ``spent`` says that the group of the ranks cannot be used again.
@@ -44,7 +44,7 @@ class Findings:
     spent: bool = False
 
     def that(self, holds: bool, otherwise: str) -> bool:
-        """Notes what is wrong unless it holds; returns whether it does."""
+        """Adds the failure ``otherwise`` unless it holds; returns whether it does."""
         if not holds:
             self.failures.append(otherwise)
         return bool(holds)
@@ -85,9 +85,9 @@ class Findings:
         try:
             call()
         except (ValueError, TypeError) as error:
-            said = any(word in str(error) for word in words) or not words
+            matches = any(word in str(error) for word in words) or not words
             self.that(
-                said, f"{what}: the message names no {' or '.join(words)}: {str(error)[:200]}"
+                matches, f"{what}: the message names no {' or '.join(words)}: {str(error)[:200]}"
             )
         except Exception as error:
             self.that(False, f"{what} raised {type(error).__name__}: {str(error)[:200]}")
@@ -96,7 +96,7 @@ class Findings:
 
 
 def same_bits(got: Any, true: Any) -> bool:
-    """Whether both hold the same, NaN being NaN."""
+    """Whether both have the same values, with NaN equal to NaN."""
     if isinstance(true, Tensor):
         if not isinstance(got, Tensor) or got.shape != true.shape or got.dtype != true.dtype:
             return False
@@ -144,10 +144,10 @@ def compare(
     dtype: torch.dtype,
     least: float = 0.0,
 ) -> None:
-    """Results beside ``plain``, the same function in plain PyTorch, in fp64.
+    """Compares results with ``plain``, the same function in plain PyTorch, in fp64.
 
-    What is allowed is measured: the error of ``plain`` in ``dtype`` itself, times a factor, and at
-    least a few roundings (or ``least``) of the largest value.
+    The bound is measured: the error of ``plain`` in ``dtype`` itself, times a factor, and at least
+    a few roundings (or ``least``) of the largest value.
     """
 
     def run(kind: torch.dtype, given: Mapping[str, Tensor | None]) -> Results:
@@ -182,7 +182,7 @@ def _is_rounded(x: Tensor | None) -> TypeGuard[Tensor]:
 def _neighbours(
     inputs: Mapping[str, Tensor | None], dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor | None]]:
-    """The inputs with each number up to 6 % larger or smaller: other roundings of a like result."""
+    """The inputs with each number up to 6 % larger or smaller, for other roundings."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS - 1):
         yield {

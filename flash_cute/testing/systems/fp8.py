@@ -177,14 +177,14 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor, frozen: str = "") -> dict[str, 
 def _compare(
     find: Findings, case: Case, got: dict[str, Tensor], true: dict[str, Tensor], when: str = ""
 ) -> None:
-    """Sums of at most 35 products in fp32, and one rounding to the dtype."""
+    """The bound: sums of at most 35 products in fp32, and one rounding to the dtype."""
     unit = {"float32": 2e-6, "float64": 2e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}[case.dtype]
     tiny = 2.0**-24 if case.dtype == "float16" else 1e-30
     for name, x in true.items():
         if name in got:
             size = float(x.abs().max()) if x.numel() else 0.0
             if case.dtype == "float16" and size > 6e4:
-                continue  # the true result is none of fp16
+                continue  # the true result overflows fp16
             find.close(f"{name}{when}", got[name], x, unit * size + tiny)
 
 
@@ -223,14 +223,14 @@ def _check_linear(find: Findings, case: Case, device: str) -> None:
 
 
 class _History:
-    """What a layer with delayed scales ought to remember, newest first."""
+    """The expected histories of a layer with delayed scales, newest first."""
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.seen: dict[str, list[float]] = {"input": [], "weight": [], "gradient": []}
 
     def bound(self, role: str, x: Tensor, record: bool) -> Tensor:
-        """What the scale of x follows."""
+        """The value that determines the scale of x."""
         own = x.detach().abs().max().float()
         past = max([*self.seen[role][: self.length], 0.0])
         if record:
@@ -242,9 +242,9 @@ class _History:
 
 
 def _check_delayed(find: Findings, case: Case, device: str) -> None:
-    """In training scales follow the largest values of the last uses, those of weights the present
-    one, too; in eval all are dynamic. What is not finite is not remembered. Loading may forget all
-    uses, or none."""
+    """In training scales follow the largest values of the last uses, for weights also the present
+    one; in eval all are dynamic. Values that are not finite do not count. Loading may clear all
+    histories, or none."""
     layer = layer_of(case, device, case.seed, "delayed")
     known = [_History(case.history)]
     for number, use in enumerate(case.uses):
@@ -343,8 +343,8 @@ def _attention(case: Case, plain: Any, x: Tensor, key: Tensor, masks: Any) -> tu
 
 
 def _mostly_close(find: Findings, name: str, got: Tensor, true: Tensor, dtype: torch.dtype) -> None:
-    """Within roundings of the projections but for few elements, which a number between two
-    neighbours of fp8 moves, and those by no more than a neighbour's distance (2^-2 of e5m2)."""
+    """Results agree within roundings of the projections, except few elements for which a number
+    between two fp8 neighbours was rounded to the other: at most their distance (2^-2 of e5m2)."""
     if not find.that(got.shape == true.shape, f"{name} has shape {tuple(got.shape)}"):
         return
     size = max(float(true.abs().max()), 1e-6)

@@ -116,7 +116,7 @@ def _check_fp8(find: Findings, case: Case, device: str) -> None:
     true = torch.stack([
         oracle.attention(*(x[b] for x in parts), window=window)[0] for b in range(case.batch)
     ])  # fmt: skip
-    # What is multiplied is exact in 16 bits but for descales, which are rounded once.
+    # Factors are exact in 16 bits, except descales, which are rounded once.
     size = max(float(true.abs().max()), 1e-3)
     find.close("out", out.view(true.shape), true, 2.0**-5 * size)
 
@@ -158,7 +158,7 @@ def _check_meta(find: Findings, case: Case, device: str) -> None:
 
 
 def _check_written(find: Findings, case: Case, device: str) -> None:
-    """A result may be written in place; gradients are those of what was written, or refused."""
+    """A result may be written in place; gradients are those of the new values, or refused."""
     first, second = _inputs(case, device), []
     with find.trying("a write to a result"):
         out = _call(case, first)
@@ -181,7 +181,7 @@ def _check_written(find: Findings, case: Case, device: str) -> None:
 
 
 def _check_jvp(find: Findings, case: Case, device: str) -> None:
-    """Forward derivatives are right, or refused; on the CPU, beside differences in fp64."""
+    """Forward derivatives equal finite differences in fp64, or are refused; on the CPU."""
     inputs = tuple(x.detach() for x in _inputs(case, "cpu"))
     tangents = tuple(torch.randn_like(x) for x in inputs)
     try:

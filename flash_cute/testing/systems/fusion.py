@@ -33,14 +33,14 @@ PARTS = ("self_attn.out_proj", "linear1", "linear2", "norm1", "norm2", "dropout"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model of encoder layers, its call, and one property to look at."""
+    """A model of encoder layers, its call, and one property to check."""
 
     seed: int = 0
     also: str = ""
     dtype: str = "float64"
     layers: int = 0  # 0 is one layer without an encoder
     is_tied: bool = False  # one layer under all names
-    heads: tuple[int, ...] = (2,)  # of the layers, in turns
+    heads: tuple[int, ...] = (2,)  # of the layers, repeated
     dim: int = 4
     hidden: int = 12
     bias: bool = True
@@ -107,7 +107,7 @@ def _activation(name: str) -> Any:
 
 
 def model_of(case: Case, device: str, seed: int, dropout: float = 0.0) -> nn.Module:
-    """Every parameter matters; layers differ in their heads and in the place of norms."""
+    """A model whose parameters all matter; layers differ in their heads and the place of norms."""
     torch.manual_seed(seed)
     width = 4 * case.dim
     made = [
@@ -343,7 +343,7 @@ def _check_also(
 
 
 def _check_unbatched(find: Findings, case: Case, fused: Any, inputs: Inputs) -> None:
-    """A sequence without a batch gives what it gives as a batch of one."""
+    """A sequence without a batch dimension has the result of a batch of one."""
     dim = 0 if case.batch_first else 1
     one = dict(inputs.given)
     if inputs.padding is not None:
@@ -359,7 +359,7 @@ def _check_unbatched(find: Findings, case: Case, fused: Any, inputs: Inputs) -> 
 def _check_autocast(
     find: Findings, case: Case, model: nn.Module, inputs: Inputs, device: str
 ) -> None:
-    """Under autocast results have its accuracy; where it is switched off, the parameters'."""
+    """Under autocast results have its accuracy, or the parameters' if fusion switches it off."""
     is_off = case.also == "autocast_off"
     config = replace(config_of(case), enable_mixed_precision=not is_off)
     fused = UnifiedAttentionFusion(model, config)

@@ -1,4 +1,4 @@
-"""Bad arguments of fusion, and what is done to parts: hooks, adapters, wrappers, fp8."""
+"""Bad arguments of fusion, and changes of submodules: hooks, adapters, wrappers, fp8."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED: contract.Refusals = {
 
 
 def check_refusal(find: Findings, case: Any) -> None:
-    """A bad value of one argument."""
+    """Checks a bad value of one argument."""
     name, value = case.argument, contract.BAD[case.value]
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
 
@@ -43,7 +43,7 @@ def check_refusal(find: Findings, case: Any) -> None:
 
 
 class _Adapter(nn.Module):
-    """A linear layer with a low-rank addition, as adapters put it in a layer's place."""
+    """A linear layer with a low-rank addition, which replaces a layer as adapters do."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Checkpointed(nn.Module):
 
 
 def check_part(find: Findings, case: Any, fused: Any, given: tuple[Tensor, Any]) -> None:
-    """What is done to a part of the fused model takes effect."""
+    """A change of a submodule of the fused model takes effect."""
     (src, masks), also = given, case.also
 
     def call(module: nn.Module) -> Tensor:

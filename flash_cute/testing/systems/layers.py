@@ -30,7 +30,7 @@ POISON = {"nan": float("nan"), "inf": float("inf"), "large": 1e4}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layer, its call, and one property to look at besides values and gradients (``also``)."""
+    """A layer, its call, and one property to check besides values and gradients (``also``)."""
 
     seed: int = 0
     kind: str = "config"
@@ -127,7 +127,7 @@ REFUSED: contract.Refusals = {
 
 
 def _check_refusal(find: Findings, case: Case) -> None:
-    """A bad value of one argument, of a constructor that has it."""
+    """Checks a bad value of one argument of a constructor."""
     name, value = case.argument, contract.BAD[case.value]
 
     def make() -> Any:
@@ -147,11 +147,11 @@ def _check_refusal(find: Findings, case: Case) -> None:
     find.refused(make, f"{name}={value!r}", *words)
 
 
-# --- the layer, its inputs, and what it must give ------------------------------------------------
+# --- the layer, its inputs, and expected results --------------------------------------------------
 
 
 def make(case: Case, device: str, seed: int, p: float = 0.0) -> nn.Module:
-    """The layer with random parameters, each of which matters."""
+    """The layer with random parameters, all of which matter."""
     width = case.heads * case.dim
     dtype = getattr(torch, case.dtype)
     kind: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -219,7 +219,7 @@ def _mask(case: Case, seqlen: int, generator: torch.Generator) -> Tensor | None:
 
 
 def inputs_of(case: Case, device: str) -> dict[str, Tensor | None]:
-    """x, and as the case asks key, value and mask; poisoned where the mask hides."""
+    """x, and by the case key, value and mask; masked tokens hold NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     made: dict[str, Tensor | None] = {"x": _tokens(case, case.seqlen, generator)}
     if case.seqlen_k:
@@ -268,7 +268,7 @@ def plain(case: Case) -> Callable[..., Tensor]:
             oracle.linear(tokens, w, b).unflatten(-1, (-1, dim))
             for tokens, w, b in zip((x, of_keys, of_values), weights, biases, strict=True)
         ]
-        if case.kind == "fp8":  # a scale counts tokens that take part alone
+        if case.kind == "fp8":  # only tokens that take part determine a scale
             hidden = ~part[..., None, None]
             qkv = [y if y is qkv[0] and key is not None else y.masked_fill(hidden, 0) for y in qkv]
         q, k, v = map(rounded, qkv)
@@ -293,7 +293,8 @@ def names_of(layer: Any) -> dict[str, Tensor | None]:
 
 
 def _is_refused(case: Case) -> bool:
-    """What several devices do not do, as documented: a mask with a window that looks ahead."""
+    """Whether several devices do not support it, as documented: a mask and a window that looks
+    ahead."""
     right = 0 if case.is_causal or case.pattern == "causal" else case.window[1]
     looks_ahead = right > 0 or (right < 0 and case.window[0] >= 0)
     return case.devices > 1 and bool(case.mask) and looks_ahead
@@ -385,6 +386,6 @@ def _check_also(
 
 
 def _has_slope(case: Case) -> bool:
-    """Whether dropout is taken, and differences can be: in fp64, and without rounding."""
+    """Whether finite differences with dropout are possible: in fp64, without rounding."""
     smooth = case.dtype == "float64" and case.kind != "fp8"
     return smooth and case.devices == 1 and not case.mask and case.batch * case.seqlen > 0

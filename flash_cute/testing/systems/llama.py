@@ -32,7 +32,7 @@ PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Blocks in a row, their call, and one property to look at."""
+    """Blocks in a row, their call, and one property to check."""
 
     seed: int = 0
     also: str = ""
@@ -119,9 +119,9 @@ def check(case: Case, device: str) -> Findings:
             find.that("plain" not in case.variants, f"a plain block is left: {str(error)[:300]}")
             return find
         for number, variant in enumerate(case.variants):
-            said = fused.report.get(f"blocks.{number}", "")
-            is_fused = said.startswith("fused")
-            find.that(is_fused or variant != "plain", f"a plain block is {said or 'not named'}")
+            report = fused.report.get(f"blocks.{number}", "")
+            is_fused = report.startswith("fused")
+            find.that(is_fused or variant != "plain", f"a plain block is {report or 'not named'}")
         _check_values(find, case, original, fused, x, given)
         _check_also(find, case, model, fused, x, given, config, device)
     return find
@@ -130,7 +130,7 @@ def check(case: Case, device: str) -> Findings:
 def _check_values(
     find: Findings, case: Case, original: nn.Module, fused: Any, x: Tensor, given: Any
 ) -> None:
-    """Eval: values and gradients of the blocks as they were, which are plain PyTorch, in fp64."""
+    """In eval: values and gradients equal those of the original blocks, plain PyTorch, in fp64."""
     if case.also in ("training",):
         return
     parameters = dict(original.named_parameters())
@@ -227,7 +227,7 @@ def _check_also(
 
 
 def _check_training(find: Findings, case: Case, fused: Any, call: Any) -> None:
-    """Dropout that a block has is there in training; and nothing else changes there."""
+    """In training a block's dropout is active, and nothing else changes."""
     before = call(fused)
     fused.train()
     torch.manual_seed(case.seed)
@@ -241,7 +241,7 @@ def _check_training(find: Findings, case: Case, fused: Any, call: Any) -> None:
 
 
 def _check_files(find: Findings, model: Any, fused: Any) -> None:
-    """A saved layer holds its own weights alone."""
+    """A saved layer holds only its own weights."""
     for whole in (model, fused):
         for name, part in whole.named_modules():
             if isinstance(part, nn.Linear):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What a block does besides; each is seen at some length, or in training alone.
+# Additional computations of a block; each shows at some length, or only in training.
 VARIANTS = (
     "plain", "plain", "plain", "window8", "window60", "dropout", "hidden_dropout", "softcap",
     "scaled", "cut_keys", "long_scale", "own_norm", "sigmoid",
@@ -30,8 +30,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scores that torch's own function has are left to it, as models do, unless ``is_written_out``:
-    then all is plain products and sums."""
+    """Attention by torch's own function if it supports the scores, as in models; with
+    ``is_written_out`` by plain products and sums."""
 
     is_causal, is_written_out = True, False
 

@@ -1,4 +1,4 @@
-"""Ring and context-parallel layers whose tokens ranks share."""
+"""Ring and context-parallel layers with tokens split over ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALSO = ("", "", "deepcopy", "pickle", "longest", "differ_longest", "differ_width
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layer, and how many tokens each rank has (``sizes``, in turns)."""
+    """A layer, and how many tokens each rank has (``sizes``, repeated)."""
 
     seed: int = 0
     ranks: int = 2
@@ -176,7 +176,7 @@ def _joined(x: Tensor, case: Case) -> Tensor:
 def _check_copies(
     find: Findings, case: Case, layer: Any, mine: Tensor, mask: Any, out: Tensor
 ) -> None:
-    """A copy is of the same group; one that a file has made is, or says that it has none."""
+    """A copy has the same group; a loaded layer has it, too, or raises that it has none."""
     if case.also == "deepcopy":
         other = copy.deepcopy(layer)
         find.equal("deepcopy", other(mine, mask, is_causal=case.is_causal).detach(), out)

@@ -1,4 +1,4 @@
-"""Attention and what surrounds it, in plain PyTorch: what the systems must compute."""
+"""The expected results of the systems: attention and other layers in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def band(queries: int, keys: int, window: tuple[int, int], device: torch.device) -> Tensor:
-    """Which keys each query sees, bool (queries, keys); the last query stands at the last key."""
+    """The visible keys, bool (queries, keys); the last query is aligned to the last key."""
     i = torch.arange(queries, device=device)[:, None] + (keys - queries)
     j = torch.arange(keys, device=device)[None]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device)

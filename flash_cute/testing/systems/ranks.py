@@ -128,11 +128,11 @@ def _check_refusal(find: Findings, case: Case, device: str) -> None:
     find.refused(make, f"{name}={value!r}", *words)
 
 
-# --- inputs and truth ----------------------------------------------------------------------------
+# --- inputs and expected results -----------------------------------------------------------------
 
 
 def inputs_of(case: Case, device: str) -> dict[str, Tensor]:
-    """Of the whole batch, the same on each rank."""
+    """Inputs of the whole batch, the same on each rank."""
     generator = torch.Generator().manual_seed(case.seed)
     total, batch = sum(case.documents), len(case.documents)
     lead: tuple[int, ...] = (total,) if batch > 1 else (2, total)
@@ -162,7 +162,7 @@ def window_of(case: Case) -> tuple[int, int]:
 
 
 def plain(case: Case, slopes: Tensor | None) -> Callable[..., Tensor]:
-    """out and lse side by side, (tokens, heads, dim_v + 1), documents by themselves."""
+    """out and lse concatenated, (tokens, heads, dim_v + 1), each document separately."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         if len(case.documents) == 1:
@@ -204,7 +204,7 @@ def check(case: Case, device: str) -> Findings:
 
 
 def ranks_divide_heads(case: Case) -> bool:
-    """Where ranks share heads, they must."""
+    """Whether the strategy can split the heads over the ranks."""
     inner = {"ulysses": case.ranks, "two_dimensional": 2 - case.ranks % 2}.get(case.strategy, 1)
     return case.heads % inner == 0
 
@@ -309,8 +309,8 @@ def _compare(
 def _check_dropout(
     find: Findings, case: Case, cp: ContextParallel, made: dict[str, Tensor]
 ) -> None:
-    """Values of 1: a row's out is the share of weights that is kept, over 1 - p; it is the same
-    from the same state, drawn by the first rank alone, and another from another."""
+    """With values of 1 a row's out is the share of kept weights over 1 - p. It is the same for the
+    same state, which only the first rank draws, and differs for another."""
     ones = {**made, "v": torch.ones_like(made["v"])}
     state = torch.tensor([case.seed, 1 + cp.rank], device=made["q"].device)
     single = replace(case, return_lse=True, with_grad=False)
@@ -330,7 +330,7 @@ def _check_dropout(
     share = float(outs[0].double().mean())
     true = plain(case, made.get("slopes"))(*(ones[n].double() for n in "qkv"), ones.get("sink"))
     expected = float(true[..., :-1].mean())
-    # A row keeps weight 1 at most, with variance p / (1 - p) at most; rows are drawn apart.
+    # A row has weight at most 1, with variance at most p / (1 - p); rows are independent.
     deviation = (1 / 3 / max(outs[0][..., 0].numel(), 1)) ** 0.5
     off = abs(share - expected)
     whole = true[..., :-1].to(outs[0].device)
@@ -354,7 +354,7 @@ def _check_jvp(find: Findings, case: Case, cp: ContextParallel, made: dict[str, 
 
 
 def _check_released(find: Findings, case: Case) -> None:
-    """A ContextParallel dies with its last user."""
+    """A ContextParallel is freed with its last user."""
     made = ContextParallel(strategy="all_gather")
     made.plan(8)
     alive = weakref.ref(made)

@@ -11,18 +11,18 @@ from flash_cute.testing.ranks import Raised, Ranks
 from flash_cute.testing.systems.cases import NAMES, SystemTrial, module_of
 from flash_cute.testing.systems.findings import Findings
 
-for _name in NAMES:  # once, for all processes that are started
+for _name in NAMES:  # imports them once for all processes of the forkserver
     module_of(_name)
 
-CASE_S = 25.0  # of one case; the largest take 2 s on a slow core
-START_S = 180.0  # until processes have imported what they need
-_LOST = ("TimeoutError", "EOFError")  # of the process itself
-GROUP_S = 60.0  # torch.distributed's own timeout, behind ours
+CASE_S = 25.0  # timeout of one case; the largest take 2 s on a slow core
+START_S = 180.0  # timeout of processes' imports
+_LOST = ("TimeoutError", "EOFError")  # the process hangs or has ended
+GROUP_S = 60.0  # torch.distributed's own timeout, longer than CASE_S
 
 
 class Runner:
-    """Runs trials in processes of their own: one alone, and groups of as many ranks as are asked
-    for, started when they are needed first. What hangs, or has failed on ranks, is started anew.
+    """Runs trials in other processes: a single one, and groups of any number of ranks, started when
+    first needed. They are restarted after a hang, or a failure on ranks.
 
     Example::
 
@@ -41,7 +41,7 @@ class Runner:
         self._pools: dict[int, Ranks] = {}
 
     def run(self, trial: SystemTrial) -> Findings:
-        """What the trial finds, on all ranks together."""
+        """The trial's findings on all ranks."""
         pool = self._pool(trial.ranks)
         answers = pool.outcomes(_check, trial, self.device)
         found = together(answers, self.seconds)
@@ -51,7 +51,7 @@ class Runner:
 
     def _pool(self, ranks: int) -> Ranks:
         if ranks not in self._pools:
-            # A server that has looked for GPUs could fork no process that uses them.
+            # A forkserver that has initialised CUDA cannot fork processes that use it.
             method = "spawn" if self.device == "cuda" else "forkserver"
             multiprocessing.set_forkserver_preload([__name__])
             pool = Ranks(ranks, self.device, GROUP_S, method)
@@ -81,8 +81,8 @@ def together(answers: list[Any], seconds: float) -> Findings:
         where = f"rank {rank}: " * (len(answers) > 1)
         if isinstance(answer, Raised):
             hangs = answer.kind == "TimeoutError" and answer.message == "no answer"
-            said = f"hangs: no answer in {seconds:.0f} s" if hangs else f"{answer}"
-            found.failures.append(where + next(iter(said.splitlines()), answer.kind)[:400])
+            text = f"hangs: no answer in {seconds:.0f} s" if hangs else f"{answer}"
+            found.failures.append(where + next(iter(text.splitlines()), answer.kind)[:400])
             found.spent |= len(answers) > 1 or answer.kind in _LOST
             continue
         found.failures += [where + failure for failure in answer.failures]
@@ -96,7 +96,7 @@ def together(answers: list[Any], seconds: float) -> Findings:
 
 
 def _ready() -> bool:
-    """Leaves what is there already out of counts of live objects."""
+    """Excludes existing objects from counts of live ones."""
     gc.collect()
     gc.freeze()
     return True

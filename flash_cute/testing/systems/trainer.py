@@ -1,4 +1,4 @@
-"""FP8TrainingEngine through good and bad batches: which steps are taken, and what they change."""
+"""FP8TrainingEngine with good and bad batches: which steps are taken, and what they change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
     loss_scale: float = 0.0  # 0 is None
     scaling: str = "dynamic"
     is_sparse: bool = False
-    resume: int = -1  # before which batch a copy goes on from saved states
+    resume: int = -1  # before this batch a copy resumes from saved states
 
 
 def draw(pick: random.Random) -> Case:
@@ -101,7 +101,7 @@ def _expanded(batches: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class _Run:
-    """A model in training, and what ought to have been counted."""
+    """A model in training, and its expected statistics."""
 
     model: nn.Module
     trainer: FP8TrainingEngine
@@ -149,7 +149,7 @@ def check(case: Case, device: str) -> Findings:
 
 
 def _resumed(find: Findings, case: Case, run: _Run, device: str) -> _Run | None:
-    """A new trainer that takes up all saved states."""
+    """A new trainer that loads all saved states."""
     with find.trying("resuming"):
         other = _start(case, device)
         other.model.load_state_dict(contract.saved(run.model.state_dict()))
@@ -177,12 +177,12 @@ def _step(find: Findings, case: Case, run: _Run, number: int, kind: str, device:
         taken = trainer.optimizer_step(run.optimizer, case.max_norm or None)
     except Exception as error:
         after = [g.to_dense().float() for g in grads.values()]
-        said = f"optimizer_step raised {type(error).__name__}"
+        event = f"optimizer_step raised {type(error).__name__}"
         same = same_bits(after, [g * scale for g in given])
-        find.that(same, f"{said} and changed gradients")
-        find.equal(f"{said}: weights and optimizer", run.state(), before)
+        find.that(same, f"{event} and changed gradients")
+        find.equal(f"{event}: weights and optimizer", run.state(), before)
         can_refuse = case.is_sparse and case.max_norm  # torch does not clip sparse gradients
-        find.that(bool(can_refuse), f"{said}: {str(error)[:150]}")
+        find.that(bool(can_refuse), f"{event}: {str(error)[:150]}")
         run.optimizer.zero_grad()
         return
     after_step = run.state()
@@ -203,7 +203,7 @@ def _step(find: Findings, case: Case, run: _Run, number: int, kind: str, device:
 
 
 def _check_after(find: Findings, case: Case, run: _Run, state: Any, where: str) -> None:
-    """What holds after each step, taken or not."""
+    """Checks after each step, taken or not."""
     numbers = [x for x in state[0].values() if isinstance(x, Tensor)]
     find.that(all(bool(x.isfinite().all()) for x in numbers), f"{where}: weights are not finite")
     left = [n for n, p in run.model.named_parameters() if p.grad is not None and p.grad.any()]
@@ -217,7 +217,7 @@ def _check_after(find: Findings, case: Case, run: _Run, state: Any, where: str) 
 def _check_update(
     find: Findings, case: Case, run: _Run, before: Any, grads: Any, given: list[Tensor], where: str
 ) -> None:
-    """Plain SGD moves by the learning rate times the gradient, unscaled and clipped."""
+    """Plain SGD steps by the learning rate times the unscaled and clipped gradient."""
     if case.optimizer != "sgd" or case.dtype != "float32" or case.is_sparse:
         return
     norm = float(torch.stack([g.double().norm() for g in given]).norm())

@@ -44,9 +44,9 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
-// What backward needs to know of a query.
+// The row statistics of a query.
 struct RowStatistics {
-  float lse;  // +inf where the query does not exist or sees no key: no score is anything beside it
+  float lse;  // +inf if the query does not exist or sees no key: its weights are then 0
   float dot;  // softmax_d
 
   CUTE_DEVICE static RowStatistics of(const BwdProblem& p, const SeqInfo& seq, int batch, int head, int row) {
@@ -57,7 +57,7 @@ struct RowStatistics {
   }
 };
 
-// Where a thread's elements lie: (row of the tile, row that it meets) of the first.
+// The position of a thread's first element: its row of the tile, and the row that it meets.
 struct Place {
   int own, met;
 };

@@ -32,7 +32,7 @@ struct ForwardTraits {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
-// ALiBi, for scores (rows,columns) of the queries that stand at keys from `row` on and the keys from `col` on.
+// ALiBi, for scores (rows,columns) of queries at key positions from `row` on and keys from `col` on.
 template <class Scores, class Coordinates>
 CUTE_DEVICE void lower_by_distance(Scores&& scores, const Coordinates& at, float slope, int row, int col) {
   CUTE_UNROLL

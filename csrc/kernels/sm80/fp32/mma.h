@@ -184,7 +184,7 @@ CUTE_DEVICE void gemm(Accumulator& acc, const A& a, const B& b) {
         const int m = i / 8, n = i / 4 % 2, e = i % 4;
         float& sum = acc(e, m, 2 * j + n);
         if constexpr (kThree) {
-          // What is infinite has no low part, which then is NaN.
+          // The low part of an infinite number would be NaN.
           sum += fabsf(high[m][n][e]) <= FLT_MAX ? high[m][n][e] + low[m][n][e] : high[m][n][e];
         } else {
           sum = high[m][n][e];

@@ -1,4 +1,4 @@
-// What a kernel of fp32 takes, by its config. For kernels and for core's questions (family.h).
+// The resources of an fp32 kernel, by its config; for kernels and family.h.
 #pragma once
 
 #include <algorithm>

@@ -26,7 +26,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """x (batch, seqlen, heads, dim) turned by cos and sin ([batch,] seqlen, rotary_dim / 2)."""
+    """x (batch, seqlen, heads, dim) rotated by cos and sin ([batch,] seqlen, rotary_dim / 2)."""
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         raise ValueError(
@@ -51,15 +51,15 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Turns x by the angles of its positions.
+    """Rotates x by the angles of its positions.
 
     Args:
         x: (batch, seqlen, heads, dim), or (total, heads, dim) with ``cu_seqlens``.
-        cos, sin: (positions, rotary_dim / 2); outside of these nothing is turned.
+        cos, sin: (positions, rotary_dim / 2); tokens beyond the positions are not rotated.
         inplace: x is written and returned.
         seqlen_offsets: position of each sequence's first token, an int or (batch,).
         cu_seqlens: int32 (batch + 1,), where sequences begin.
-        max_seqlen: not needed here.
+        max_seqlen: ignored.
 
     Returns:
         x's shape and dtype.
@@ -105,7 +105,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turns q and k of qkv (batch, seqlen, 3, heads, dim), or, with ``num_heads_q``, (batch,
+    """Rotates q and k of qkv (batch, seqlen, 3, heads, dim), or, with ``num_heads_q``, (batch,
     seqlen, num_heads_q + 2 heads_k, dim), in place; k by ``cos_k`` and ``sin_k`` if given."""
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
@@ -126,7 +126,7 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Turns k of kv (batch, seqlen, 2, heads, dim) in place."""
+    """Rotates k of kv (batch, seqlen, 2, heads, dim) in place."""
     k = kv[:, :, 0]
     apply_rotary_emb(k, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return kv
@@ -140,7 +140,7 @@ def _check_base(name: str, x: Any) -> None:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turns q and k in place, with tables that grow as needed; with ``scale_base`` (512 is usual)
+    """Rotates q and k in place, with tables that grow as needed; with ``scale_base`` (usually 512)
     it is XPos (arXiv 2212.10554)."""
 
     inv_freq: Tensor
@@ -157,7 +157,7 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         validate.count("dim", dim, 2)
         if dim % 2:
-            raise ValueError(f"dim is {dim}; expected a multiple of 2, as dims turn in pairs")
+            raise ValueError(f"dim is {dim}; expected a multiple of 2: dims are rotated in pairs")
         _check_base("base", base)
         if scale_base is not None:
             _check_base("scale_base", scale_base)
@@ -179,12 +179,12 @@ class RotaryEmbedding(torch.nn.Module):
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """qkv as in :func:`apply_rotary_emb_qkv_`; or q (batch, seqlen, heads, dim) and kv (batch,
-        seqlen, 2, heads_k, dim). ``max_seqlen`` says how many positions there are where
-        ``seqlen_offset`` is a tensor."""
+        seqlen, 2, heads_k, dim). ``max_seqlen`` is the number of positions if ``seqlen_offset`` is
+        a tensor."""
         length = max_seqlen
         if length is None:
             if isinstance(seqlen_offset, Tensor):
-                raise ValueError("max_seqlen is None; it is needed where seqlen_offset is a tensor")
+                raise ValueError("max_seqlen is None; it is needed if seqlen_offset is a tensor")
             validate.count("seqlen_offset", seqlen_offset)
             length = qkv.shape[1] + seqlen_offset
         validate.count("max_seqlen", length)

@@ -1,6 +1,6 @@
-"""What layers of a model look up in tensors that all of them are given, looked up once a forward.
+"""A cache of what layers read from tensors that all layers of a model share.
 
-Looking waits for the GPU: a later layer takes what an earlier one found in the same tensors.
+Reading waits for the GPU: later layers of a forward reuse the result of the first one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from flash_cute import _torch_internals as internals
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a layer looks at: tensors, how often each was written, and the layer's number.
+class CacheKey:
+    """A key of the cache: tensors, their versions, and the layer's number.
 
-    Those of inference mode do not know that they were written: later layers alone, which belong to
-    the same forward, look at the same.
+    Inference tensors have no versions: only later layers, of the same forward, may reuse the
+    result.
     """
 
     tensors: list[weakref.ref[Tensor]]
@@ -28,15 +28,15 @@ class Look:
     layer: int | None
 
     @classmethod
-    def at(cls, tensors: list[Tensor], layer: int | None) -> Look | None:
-        """None if nobody could know that it is the same again."""
+    def at(cls, tensors: list[Tensor], layer: int | None) -> CacheKey | None:
+        """The key; None if a later lookup could not recognise it."""
         versions = [None if x.is_inference() else internals.version(x) for x in tensors]
         if None in versions and layer is None:
             return None
         return cls([weakref.ref(x) for x in tensors], versions, layer)
 
-    def is_behind(self, before: Look) -> bool:
-        """Whether it finds what the one before did."""
+    def is_valid_after(self, before: CacheKey) -> bool:
+        """Whether the result of ``before`` is valid for this key."""
         theirs, mine = ([reference() for reference in x.tensors] for x in (before, self))
         if self.versions != before.versions or len(theirs) != len(mine):
             return False
@@ -49,25 +49,25 @@ def _is_later(layer: int | None, before: int | None) -> bool:
     return layer is not None and before is not None and layer > before
 
 
-def found_before(look: Look | None) -> tuple[bool, Any]:
-    """Whether a layer before has looked at the same; what it found."""
-    for i, (before, found) in enumerate(_recent.entries if look is not None else ()):
-        if look is not None and look.is_behind(before):
-            _recent.entries[i] = (look, found)
+def cached_result(key: CacheKey | None) -> tuple[bool, Any]:
+    """(whether an earlier layer read the same tensors, its result)."""
+    for i, (before, found) in enumerate(_recent.entries if key is not None else ()):
+        if key is not None and key.is_valid_after(before):
+            _recent.entries[i] = (key, found)
             return True, found
     return False, None
 
 
-def keep(look: Look | None, found: Any) -> None:
-    if look is not None:
-        _recent.entries = [(look, found), *_recent.entries][:_MOST_KEPT]
+def store(key: CacheKey | None, found: Any) -> None:
+    if key is not None:
+        _recent.entries = [(key, found), *_recent.entries][:_MOST_KEPT]
 
 
 class _Recent(threading.local):
-    """What layers of this thread have looked at last, the newest first."""
+    """The most recent keys and results of this thread, the newest first."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[Look, Any]] = []
+        self.entries: list[tuple[CacheKey, Any]] = []
 
 
 _recent = _Recent()

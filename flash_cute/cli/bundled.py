@@ -1,4 +1,4 @@
-"""Modules of the repository that a wheel holds inside of the package, and a checkout beside it."""
+"""Imports modules that are inside of the package in a wheel, and next to it in a checkout."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def module(name: str) -> Any:
-    """``benchmarks.attention``, say, wherever it is.
+    """A module such as ``benchmarks.attention``, from either place.
 
     Raises:
-        ImportError: it is nowhere, or needs a package that is not installed.
+        ImportError: it is in neither place, or needs a package that is not installed.
     """
     for place in (f"flash_cute.{name}", name):
         try:
