@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, wraps
-from operator import itemgetter
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -428,12 +427,12 @@ def copy_of(module: torch.nn.Module) -> torch.nn.Module:
 _CONTAINERS = [name for name, x in vars(torch.nn.Module()).items() if isinstance(x, (dict, set))]
 _OF_CALLS = [name for name in _CONTAINERS if "forward" in name or "backward" in name]
 _MEMBERS = [name for name in _CONTAINERS if name not in _OF_CALLS]
-_call_hooks = itemgetter(*(name for name in _OF_CALLS if name.endswith("hooks")))
+_CALL_HOOKS = [name for name in _OF_CALLS if name.endswith("hooks")]
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether calling a module, or the gradient of such a call, runs hooks of its own."""
-    return any(_call_hooks(module.__dict__))
+    return any([getattr(module, name) for name in _CALL_HOOKS])
 
 
 def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:

@@ -29,6 +29,7 @@ CACHE = Path(os.environ.get("FLASH_CUTE_TORCH_CACHE") or "~/.cache/flash_cute").
 TESTS = [
     "tests/ops/test_ops.py",
     "tests/ops/test_op_errors.py",
+    "tests/ops/test_unknown_arguments.py",
     "tests/ops/test_fp32_gradients.py",
     "tests/ops/test_meta.py",
     "tests/ops/test_autograd.py",
@@ -57,6 +58,7 @@ TESTS = [
     "tests/unit/test_support.py",
     "tests/unit/test_torch_internals.py",
     "tests/unit/test_torch_internals_graphs.py",
+    "tests/unit/test_torch_internals_counted.py",
     "tests/kernels/test_cpu_plain.py",
     "tests/unit/test_import.py",
     "tests/integrations/test_dtensor.py",

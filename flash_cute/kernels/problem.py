@@ -223,7 +223,7 @@ class Problem:
             if self.op not in ops:
                 own = " and ".join(ops)
                 raise ValueError(
-                    f"{name} is {given[name]!r} and op {self.op!r}; only {own} takes it"
+                    f"{name} is {given[name]!r} and op {self.op!r}; it is for {own} alone"
                 )
         for name in ("window_size", "causal", "allow_tf32"):
             given.pop(name, None)

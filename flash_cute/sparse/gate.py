@@ -36,7 +36,7 @@ class LearnedGate(nn.Module):
         gate, grid = LearnedGate(4, 2, 32), grid_of(500, is_causal=True)
         q, k = torch.randn(1, 500, 4, 32), torch.randn(1, 500, 2, 32)
         gate.distill_loss(q, k, grid).backward()
-        assert gate(q, k, grid).shape == (1, 2, 8, 8)
+        assert gate(q, k, grid).shape == (1, 2, grid.blocks, grid.blocks)
     """
 
     def __init__(

@@ -187,7 +187,7 @@ def compiled_layer(kind: str, what: str) -> None:
     [
         ("dtype", "TypeError", "hidden_states has dtype torch.float64"),
         ("rank", "ValueError", "hidden_states has shape (7, 16)"),
-        ("mask", "NotImplementedError", "attention_mask is given"),
+        ("mask", "NotImplementedError", "attention_mask is not supported in torch.compile"),
         ("key", "NotImplementedError", "key or value is given"),
         ("length", "ValueError", "hidden_states have 14 tokens"),
     ],

@@ -212,7 +212,7 @@ def test_one_process_over_devices_trains_and_refuses():
     assert "device_mesh=[cpu, cpu, cpu, cpu]" in repr(layer)
     assert create_context_parallel_attention(D, HEADS, 4, devices).device_mesh == devices * 2
     for mesh in (devices * 3, []):
-        few = f"device_mesh has {len(mesh)} devices; context_parallel_size is 4"
+        few = f"device_mesh has {len(mesh)} devices; expected 1 to context_parallel_size, 4"
         with pytest.raises(ValueError, match=few):
             create_context_parallel_attention(D, HEADS, 4, mesh)
     absent = torch.device("cuda", torch.cuda.device_count())

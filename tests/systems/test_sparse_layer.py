@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def device() -> str:
-    """On a GPU lists are for 16 bits alone: tests/kernels/test_lists.py."""
+    """On a GPU fp32 has no kernel over lists: tests/kernels/test_list_kernels.py has the layer."""
     return "cpu"
 
 
