@@ -53,7 +53,7 @@ def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
     heads, heads_k = call.q.shape[-2], call.k_cache.shape[2]
     batch = _check(call, sparse, heads, heads_k)
     if batch == 0 or call.k_cache.numel() == 0:
-        return _of_no_keys(call, batch)
+        return _of_no_keys(call)
     list_heads = sparse.tile_lists.shape[1]
     pages = _pages(call, sparse.granularity, split_heads=list_heads > 1)
     if call.k is not None:
@@ -95,7 +95,7 @@ def _check(call: FwdKvcacheCall, sparse: Sparse, heads: int, heads_k: int) -> in
     return batch
 
 
-def _of_no_keys(call: FwdKvcacheCall, batch: int) -> tuple[Tensor, Tensor]:
+def _of_no_keys(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     """The op's own results, which needs no lists to hide keys that are not there."""
     fields = AttendKvcacheCall._fields
     if call.k is None:
@@ -125,27 +125,32 @@ def _tokens(call: FwdKvcacheCall, batch: int) -> Tokens:
         last = inside * torch.arange(1, batch + 1, device=device)  # of several sequences that one
         sequence = last.amax(-1).sub(1).clamp_min(0)
         place = places.gather(-1, sequence[:, None])[:, 0].masked_fill(~belongs, 0)
-    keys = _keys_in_use(call, batch)[sequence]
+    used = _keys_before(call, batch)
+    keys = _with_new_keys(call, used)[sequence]
     diagonal = keys - counts[sequence] + place
     right = 0 if call.is_causal else call.window_size_right
     end = keys if right < 0 else torch.minimum(keys, diagonal + right + 1)
     first = torch.zeros_like(end) if call.window_size_left < 0 else diagonal - call.window_size_left
     if call.cache_leftpad is not None:
-        first = torch.maximum(first, call.cache_leftpad[sequence].long())
+        leftpad = call.cache_leftpad.long().minimum(used)
+        first = torch.maximum(first, leftpad[sequence])
     return Tokens(sequence, place, first, end.clamp_min(0) * belongs, belongs)
 
 
-def _keys_in_use(call: FwdKvcacheCall, batch: int) -> Tensor:
-    """Of each sequence, with those that have joined: int64 (batch,)."""
-    capacity, device = _capacity(call), call.q.device
+def _keys_before(call: FwdKvcacheCall, batch: int) -> Tensor:
+    """Keys in use of each sequence before others join: int64 (batch,)."""
+    capacity = _capacity(call)
     if call.cache_seqlens is None:
-        return torch.full((batch,), capacity, device=device)
-    keys = call.cache_seqlens.long().clamp(0, capacity)
-    if call.k is not None:
-        offsets = call.cu_seqlens_k_new
-        new = call.k.shape[1] if offsets is None else (offsets[1:] - offsets[:-1]).clamp_min(0)
-        keys = (keys + new).clamp_max(capacity)
-    return keys
+        return torch.full((batch,), capacity, device=call.q.device)
+    return call.cache_seqlens.long().clamp(0, capacity)
+
+
+def _with_new_keys(call: FwdKvcacheCall, used: Tensor) -> Tensor:
+    if call.k is None:
+        return used
+    offsets = call.cu_seqlens_k_new
+    new = call.k.shape[1] if offsets is None else (offsets[1:] - offsets[:-1]).clamp_min(0)
+    return (used + new).clamp_max(_capacity(call))
 
 
 def _pages(call: FwdKvcacheCall, granularity: int, split_heads: bool) -> Pages:

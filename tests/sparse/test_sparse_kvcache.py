@@ -280,6 +280,23 @@ def test_pages_that_do_not_exist_are_zeros(device, heads_first):
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
+def test_padding_ends_before_what_joins(device):
+    """However much of it there is said to be."""
+    q, new = torch.randn(2, 1, 1, 2, 64, device=device, dtype=torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, 1, 128, 2, 64, device=device, dtype=torch.bfloat16)
+    lengths, leftpad = (torch.tensor([n], dtype=torch.int32, device=device) for n in (7, 99))
+    every = torch.zeros(1, 1, 2, 1, dtype=torch.int32, device=device)
+    arguments = {"cache_seqlens": lengths, "cache_leftpad": leftpad, "causal": True}
+    found, expected = (
+        flash_cute.flash_attn_with_kvcache(
+            q, k_cache.clone(), v_cache.clone(), new, new, sparse=x, **arguments
+        )
+        for x in (Sparse.topk(every, seqlen_k=128), None)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found, new, atol=1e-2, rtol=1e-2)
+
+
 def test_no_sequences_and_no_keys(device):
     q = torch.randn(3, 4, 64, device=device, dtype=torch.bfloat16)
     cache = torch.randn(2, 128, 2, 64, device=device, dtype=torch.bfloat16)
