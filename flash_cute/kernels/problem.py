@@ -221,10 +221,8 @@ class Problem:
         for name in given:
             ops = _OF_OPS.get(name, OPS)
             if self.op not in ops:
-                own = " and ".join(ops)
-                raise ValueError(
-                    f"{name} is {given[name]!r} and op {self.op!r}; it is for {own} alone"
-                )
+                take = f"{ops[0]} takes" if len(ops) == 1 else f"{' and '.join(ops)} take"
+                raise ValueError(f"{name} is {given[name]!r} and op {self.op!r}; only {take} it")
         for name in ("window_size", "causal", "allow_tf32"):
             given.pop(name, None)
         given["dtype"] = _SIXTEEN_BITS.get(self.dtype, "bf16")

@@ -151,7 +151,7 @@ def test_explain_of_a_sparse_call(narrow):
 @pytest.mark.parametrize("gpu", ["cpu", "h100"])
 def test_options_of_another_op_are_told_in_a_line(words, gpu):
     found = CliRunner().invoke(app, ["explain", "--gpu", gpu, *words])
-    assert found.exit_code == 2 and "it is for " in found.output
+    assert found.exit_code == 2 and "; only " in found.output
 
 
 def test_info_has_the_facts_of_a_bug_report(narrow):
