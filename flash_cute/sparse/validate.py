@@ -118,7 +118,7 @@ def by_sequence(
     if layout not in _LAYOUTS:
         raise ValueError(f"layout is {layout!r}; expected 'bshk' or 'bhsk'")
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
-        raise ValueError("of cu_seqlens_q and max_seqlen_q one is None; packed sequences need both")
+        raise ValueError("cu_seqlens_q and max_seqlen_q go together; give both, or neither")
     if cu_seqlens_q is None or max_seqlen_q is None:
         ints("indices", indices, 4, _LAYOUTS[layout])
         return indices.transpose(1, 2) if layout == "bshk" else indices

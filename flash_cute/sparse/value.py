@@ -47,7 +47,8 @@ class Sparse:
     needs_causal: bool = False
     """Whether the call must be causal, as what this was made from says."""
     granularity: int = 1
-    """Keys, counted from 0, of which all or none are visible to a query: up to 128."""
+    """Each aligned run of so many keys, up to 128, is visible to a query as a whole, or not at
+    all."""
 
     @classmethod
     def blocks(
@@ -101,7 +102,7 @@ class Sparse:
         block = check.block(block)
         check.lists_of_blocks("index", index, "counts", counts)
         if (full_index is None) != (full_counts is None):
-            raise ValueError("of full_index and full_counts one is None; give both or neither")
+            raise ValueError("full_index and full_counts go together; give both, or neither")
         default = (index.shape[2] * block[0], index.shape[3] * block[1])
         seqlens = check.seqlens(seqlens, index.shape[2], block[0]) or default
         blocks_k = -(-seqlens[1] // block[1])
@@ -340,7 +341,7 @@ class Sparse:
         granularity: int = 1,
         most: int | None = None,
     ) -> Sparse:
-        """``most`` tiles, if given, are no fewer than any row of ``codes`` has."""
+        """``most``, if given, is an upper bound of the tiles of any row of ``codes``."""
         return cls(tile_lists(codes, most), masks, *seqlens, format, needs_causal, granularity)
 
     @property
