@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_cute.sparse.grid import BlockGrid
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-QUERIES_OF_BOUND, KEYS_OF_BOUND = 2, 32  # whose mean, and whose extremes, the bound takes
+QUERIES_OF_BOUND, KEYS_OF_BOUND = 4, 32  # whose mean, and whose extremes, the bound takes
 _SCORES_AT_ONCE = 2**22
 
 
