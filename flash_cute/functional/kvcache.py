@@ -28,10 +28,11 @@ from flash_cute.functional.run import (
     is_plain,
     is_refusal,
     needs_grad,
+    run_kvcache,
 )
 from flash_cute.kernels import plan_log
 from flash_cute.ops import autocast
-from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
+from flash_cute.ops.typed import FwdKvcacheCall
 from flash_cute.sparse.value import Sparse
 
 
@@ -242,11 +243,7 @@ def flash_attn_with_kvcache(
     if plan_log.is_on():
         plan_log.cache(call)
     try:
-        if k is None:
-            attention = AttendKvcacheCall(*(getattr(call, x) for x in AttendKvcacheCall._fields))
-            out, softmax_lse = ops.attend_kvcache(*attention)
-        else:
-            out, softmax_lse = ops.fwd_kvcache(*call)
+        out, softmax_lse = run_kvcache(call)
     except NotImplementedError:
         raise
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from flash_cute.call.validate import options as validate_options
 from flash_cute.functional import gathered
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
-from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.ops.typed import AttendKvcacheCall, FwdCall, FwdKvcacheCall, VarlenFwdCall
 from flash_cute.sparse.value import Sparse
 
 Result = Any  # out, or the tuple that a call asks for
@@ -194,6 +194,13 @@ def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:
     validate_options.check(call, batch_of(call))
     if call.q.is_cuda:
         validate.cuda(call.q, call.v, call.sink)
+
+
+def run_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse by the op that appends, or if no keys join by the one that only reads."""
+    if call.k is not None:
+        return ops.fwd_kvcache(*call)
+    return ops.attend_kvcache(*(getattr(call, name) for name in AttendKvcacheCall._fields))
 
 
 def batch_of(call: Any) -> int:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute import ops
+from flash_cute.functional.run import run_kvcache
 from flash_cute.kernels import plan_log
-from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
+from flash_cute.ops.typed import FwdKvcacheCall
 from flash_cute.sparse.lists import HALF, QUADRANTS, TILE, codes_of, tile_lists
 from flash_cute.sparse.value import Sparse
 
@@ -53,14 +53,14 @@ def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
     heads, heads_k = call.q.shape[-2], call.k_cache.shape[2]
     batch = _check(call, sparse, heads, heads_k)
     if batch == 0 or call.k_cache.numel() == 0:
-        return _of_no_keys(call)
+        return run_kvcache(call)  # no key is there that lists could hide
     list_heads = sparse.tile_lists.shape[1]
     pages = _pages(call, sparse.granularity, split_heads=list_heads > 1)
     if call.k is not None:
         none, offsets = call.q[:, :0], None
         if call.cu_seqlens_q is not None:
             none, offsets = call.q[:0], torch.zeros_like(call.cu_seqlens_q)
-        ops.fwd_kvcache(*call._replace(q=none, cu_seqlens_q=offsets, max_seqlen_q=0, sink=None))
+        run_kvcache(call._replace(q=none, cu_seqlens_q=offsets, max_seqlen_q=0, sink=None))
     tokens = _tokens(call, batch)
     q = call.q if call.cu_seqlens_q is not None else call.q.flatten(0, 1)
     tiles = sparse.tile_lists.shape[3] - 1
@@ -93,14 +93,6 @@ def _check(call: FwdKvcacheCall, sparse: Sparse, heads: int, heads_k: int) -> in
     seqlens = (longest, _capacity(call))
     sparse.check(batch, heads, heads_k, seqlens, call.q.device, call.is_causal)
     return batch
-
-
-def _of_no_keys(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
-    """The op's own results, which needs no lists to hide keys that are not there."""
-    fields = AttendKvcacheCall._fields
-    if call.k is None:
-        return ops.attend_kvcache(*AttendKvcacheCall(*(getattr(call, x) for x in fields)))
-    return ops.fwd_kvcache(*call)
 
 
 def _capacity(call: FwdKvcacheCall) -> int:
@@ -216,8 +208,7 @@ def _attend(
     )
     if plan_log.is_on():
         plan_log.cache(one_query)
-    attention = AttendKvcacheCall(*(getattr(one_query, x) for x in AttendKvcacheCall._fields))
-    out, lse = ops.attend_kvcache(*attention)
+    out, lse = run_kvcache(one_query)
     out = out.reshape(len(q), heads, call.v_cache.shape[-1])
     lse = lse.reshape(len(q), heads)
     if call.sink is not None and not shares_sink:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flash_cute.sparse import bits, mask_function
 from flash_cute.sparse.lists import HALF, QUADRANTS, TILE, tiles_of
+from flash_cute.sparse.mask_function import MaskFunction
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Codes = tuple[Tensor, Tensor | None]  # codes and masks
 
 
@@ -49,7 +47,7 @@ def codes_of_blocks(
     if mask_mod is None:
         return codes, None
     in_part = in_part & ~in_full
-    asked = mask_function.of_tiles(mask_mod, seqlens)
+    asked = mask_function.pairs_of_tiles(mask_mod, seqlens)
 
     def visible(tiles: bits.Coordinates) -> Tensor:
         return (asked(tiles) & _pairs(in_part, tiles)) | _pairs(in_full, tiles)

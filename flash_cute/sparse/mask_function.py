@@ -32,7 +32,7 @@ def ask(function: MaskFunction, batch: Tensor, head: Tensor, query: Tensor, key:
         ) from None
 
 
-def of_tiles(
+def pairs_of_tiles(
     function: MaskFunction, seqlens: tuple[int, int]
 ) -> Callable[[bits.Coordinates], Tensor]:
     """The pairs of m tiles, bool (m, 128, 128). The function is asked for positions inside of the
@@ -66,4 +66,4 @@ def codes_of_function(
         halves = slice(2 * part.start, 2 * part.stop)
         pairs = ask(function, b, h, query, key)
         some[:, :, halves], every[:, :, halves] = bits.any_and_all(pairs)
-    return bits.codes_of_quadrants(some, every, of_tiles(function, seqlens))
+    return bits.codes_of_quadrants(some, every, pairs_of_tiles(function, seqlens))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flash_cute.sparse.estimate import STRIDES
 from flash_cute.sparse.lists import TILE, tiles_of
 
 if TYPE_CHECKING:
@@ -244,8 +245,8 @@ def choice(q: Any, k: Any, ratio: Any, threshold: Any, stride: Any, causal: Any)
             raise TypeError(f"{name} is {x!r}; expected a number")
         if not 0 <= x <= most:
             raise ValueError(f"{name} is {x}; expected 0 to {most}")
-    if type(stride) is not int or stride not in (1, 2, 4, 8, 16, 32, 64):
-        raise ValueError(f"stride is {stride!r}; expected 1, 2, 4, 8, 16, 32 or 64")
+    if type(stride) is not int or stride not in STRIDES:
+        raise ValueError(f"stride is {stride!r}; expected one of {STRIDES}")
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
 

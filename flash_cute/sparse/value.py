@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flash_cute.sparse import blocks, density, intervals, mask_function, topk
 from flash_cute.sparse import validate as check
-from flash_cute.sparse.blocks import MaskFunction
 from flash_cute.sparse.keys import codes_of_keys
 from flash_cute.sparse.lists import TILE, codes_of, tile_lists, tiles_of
+from flash_cute.sparse.mask_function import MaskFunction
 
 Block = tuple[int, int]
 

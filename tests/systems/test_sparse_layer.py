@@ -46,7 +46,7 @@ def kept_pairs(layer: DynamicSparseAttention, x: Tensor, **more: Any) -> Tensor:
     return kept[..., :seqlen, :seqlen].cpu()
 
 
-def told(options: dict[str, Any]) -> dict[str, Any]:
+def oracle_options(options: dict[str, Any]) -> dict[str, Any]:
     names = {"num_kv_heads": "kv_heads", "softmax_scale": "scale"}
     return {names.get(name, name): x for name, x in options.items()}
 
@@ -63,7 +63,7 @@ def test_is_exact_over_what_it_keeps(device, pattern, options, dtype):
     x64 = x.detach().cpu().double().requires_grad_()
     parameters = oracle.parameters_of(layer)
     kept = kept_pairs(layer, x)
-    expected = oracle.attend(parameters, HEADS, x64, kept=kept, **told(options))
+    expected = oracle.attend(parameters, HEADS, x64, kept=kept, **oracle_options(options))
     out = layer(x)
     assert out.shape == x.shape and out.dtype == dtype
     assert oracle.difference(out, expected) < EXACT[dtype]
