@@ -134,6 +134,7 @@ void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
   FC_CHECK(t.size(0) == 1 || t.size(0) == p.batch, "tile_lists has batch ", t.size(0), "; expected 1 or ", p.batch);
   FC_CHECK(t.size(1) == 1 || t.size(1) == p.heads_k || t.size(1) == p.heads, "tile_lists has ", t.size(1),
            " heads; expected 1, ", p.heads_k, " (of keys) or ", p.heads, " (of queries)");
+  if (p.all_rows() == 0 || p.all_keys() == 0 || p.heads == 0) return;  // the lists name nothing
   const int64_t of_head = t.size(2) * t.size(3);
   p.lists = {.ptr = static_cast<const TileEntry*>(t.ptr),
              .batch = t.size(0) == 1 ? 0 : t.size(1) * of_head,

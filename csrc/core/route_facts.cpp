@@ -13,12 +13,12 @@ void add_launches(std::vector<std::string>& names, const Step<op>& step, bool ap
   auto add = [&](bool runs, const char* pass) {
     if (runs) names.push_back(pass);
   };
+  add(step.passes.zero_fill, "zero_fill");
   add(append, "append_keys");
   names.push_back(step.kernel->id());
   add(step.passes.combine_splits, "combine_splits");
   add(step.passes.probabilities, "probabilities");
   add(step.passes.sink_gradient, "sink_gradient");
-  add(step.passes.zero_fill, "zero_fill");
 }
 
 template <Op op>

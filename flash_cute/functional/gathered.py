@@ -56,10 +56,16 @@ def attend(call: FwdCall | VarlenFwdCall) -> Results:
     return results
 
 
+def stored(x: Tensor) -> Tensor:
+    """``x``, or on a GPU its copy if it is expanded: no kernel over lists reads a row twice."""
+    return x.contiguous() if x.is_cuda and 0 in x.stride() else x
+
+
 def is_needed(call: FwdCall | VarlenFwdCall, grad: bool) -> bool:
     """Whether no kernel of the GPU at hand does the sparse call, or its backward; a warning says
     so once. A thread that :func:`flash_cute.kernels.only` limits gets the refusal instead."""
-    if not call.q.is_cuda or call.q.numel() == 0 or limits.current():
+    is_empty = call.q.numel() == 0 or call.k.numel() == 0  # as without lists
+    if not call.q.is_cuda or is_empty or limits.current():
         return False
     group_shares = call.tile_lists is None or call.tile_lists.shape[1] in (1, call.k.shape[-2])
     if grad and not group_shares:

@@ -172,10 +172,8 @@ def _with_lists(call: Call, sparse: Sparse | None) -> Call:
         return call
     if not isinstance(sparse, Sparse):
         raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
-    if call.q.is_cuda:  # no kernel over lists reads a head, or a row, several times
-        q, k, v = (x.contiguous() if 0 in x.stride() else x for x in (call.q, call.k, call.v))
-        call = call._replace(q=q, k=k, v=v)
-    q, k = call.q, call.k
+    q, k, v = map(gathered.stored, (call.q, call.k, call.v))
+    call = call._replace(q=q, k=k, v=v)
     longest = getattr(call, "max_seqlen_q", q.shape[1]), getattr(call, "max_seqlen_k", k.shape[1])
     sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)
     call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)

@@ -169,7 +169,8 @@ class Problem:
             return cls(**given | _of_cache(call, q, k, v))
         given |= {
             "unaligned": not all(map(_is_aligned, (q, k, v))), "dropout": call.dropout_p > 0,
-            "lists": call.tile_lists is not None, "allow_tf32": switches.allow_tf32(q),
+            "lists": call.tile_lists is not None and q.numel() > 0 and k.numel() > 0,
+            "allow_tf32": switches.allow_tf32(q),
         }  # fmt: skip
         if op == "bwd":
             deterministic = switches.deterministic(call.deterministic)

@@ -119,8 +119,13 @@ class Inputs:
     def _call(self, **extra: Any) -> FwdCall | VarlenFwdCall:
         arguments = self.options | self.lists | extra
         if self.lengths:
-            return VarlenFwdCall(self.q, self.k, self.v, **self.lengths, **arguments)
-        return FwdCall(self.q, self.k, self.v, **arguments)
+            return VarlenFwdCall(*self._operands(), **self.lengths, **arguments)
+        return FwdCall(*self._operands(), **arguments)
+
+    def _operands(self) -> tuple[Tensor, ...]:
+        """q, k and v, as public functions give them to an op."""
+        tensors = self.q, self.k, self.v
+        return tuple(map(gathered.stored, tensors)) if self.lists else tensors
 
     def _has_no_kernel(self, call: FwdCall | VarlenFwdCall) -> bool:
         """Sparse calls that public functions compute without one are tried, too."""
@@ -131,7 +136,8 @@ class Inputs:
     ) -> dict[str, Tensor]:
         """The gradients of the op under test, by name: q, k, v, and sink where there is one."""
         lengths = {name: value for name, value in self.lengths.items() if name != "block_table"}
-        saved = (self.dout, self.q, self.k, self.v, out, softmax_lse)
+        dout = self.dout.contiguous() if self.lists else self.dout
+        saved = (dout, *self._operands(), out, softmax_lse)
         arguments = lengths | self.options | self.lists_of_keys() | {"dlse": dlse} | extra
         op = torch.ops.flash_cute.varlen_bwd if self.lengths else torch.ops.flash_cute.bwd
         if self._has_no_kernel(self._call(deterministic=extra.get("deterministic", False))):

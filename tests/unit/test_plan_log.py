@@ -95,11 +95,11 @@ def test_problems_of_packed_tensors():
         launches[words] = [x.split("_bf16")[0] for x in kernels.plan(problem, "a100").launches]
     begin, fill, decode, forward = "count_paged_keys", "zero_fill", "decode_sm80", "fwd_sm80"
     assert launches == {
-        "varlen page_size=16": [begin, decode, fill],
-        "dropout varlen page_size=16": [begin, "gather_pages", forward, fill],
-        "varlen seqused_q page_size=16": [begin, "gather_pages", forward, fill],
+        "varlen page_size=16": [begin, fill, decode],
+        "dropout varlen page_size=16": [begin, "gather_pages", fill, forward],
+        "varlen seqused_q page_size=16": [begin, "gather_pages", fill, forward],
         "varlen return_softmax page_size=16": [
-            begin, decode, fill, "gather_pages", forward, "probabilities", fill,
+            begin, fill, decode, "gather_pages", fill, forward, "probabilities",
         ],
     }  # fmt: skip
     shifted = torch.zeros(6, 16, 2, 72, dtype=BF16)[..., 1:65]

@@ -16,20 +16,6 @@ class _Planned(Exception):
     """Stops a call once its problem is known."""
 
 
-def filled_last(launches: list[str]) -> list[str]:
-    """Rows of no sequence are zeroed last in each launch; first, when the calls were recorded."""
-    now: list[str] = []
-    fill: list[str] = []
-    for name in launches:
-        if name == "zero_fill":
-            fill = [name]
-            continue
-        if name == "gather_pages":  # begins another launch
-            now, fill = now + fill, []
-        now.append(name)
-    return now + fill
-
-
 def test_routes_are_what_an_h100_ran(monkeypatch):
     """300 recorded calls, planned from sizes alone."""
 
@@ -44,7 +30,7 @@ def test_routes_are_what_an_h100_ran(monkeypatch):
         call = cached_kernels.call_of(line["case"], "cpu")
         with plan_log.switched(), pytest.raises(_Planned) as stopped:
             call()
-        ran = filled_last([cached_kernels.renamed(name) for name in line["kernels"]])
+        ran = [cached_kernels.renamed(name) for name in line["kernels"]]
         assert list(stopped.value.args) == ran, line["case"]
         seen += 1
     assert seen > 250

@@ -160,7 +160,6 @@ template <KernelConfig C>
 cudaError_t launch_forward(const FwdParams& params, cudaStream_t stream) {
   const FwdProblem& p = params;
   const int64_t tiles = int64_t(cute::ceil_div(p.seqlen_q, C.block_m)) * p.heads * p.batch;
-  if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   return launch_kernel<forward<C>>(tiles, C.threads(), smem_bytes(C), stream, p);
 }
 

@@ -229,23 +229,24 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   }
 }
 
-// softmax_d = rowsum(dout * out) - dlse, one warp a row.
+// softmax_d = rowsum(dout * out) - dlse, of a tile of queries a CTA and one warp a row.
 template <KernelConfig C>
 __global__ void __launch_bounds__(C.threads()) row_dots(const __grid_constant__ BwdProblem p) {
   const FwdProblem& f = p.fwd;
-  const int lane = threadIdx.x % 32, tiles = ceil_div(f.seqlen_q, int(C.warps));
-  const int row = blockIdx.x % tiles * C.warps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, tiles = ceil_div(f.seqlen_q, int(C.block_m));
+  const int first = blockIdx.x % tiles * C.block_m + threadIdx.x / 32;
   const int head = blockIdx.x / tiles % f.heads, batch = blockIdx.x / tiles / f.heads;
   const SeqSpan span = SeqInfo(f, batch).q;
-  if (row >= span.length) return;
-  const HeadRows dout(p.dout, batch, head, span.offset + row, f.head_dim_v);
-  const HeadRows out(f.out, batch, head, span.offset + row, f.head_dim_v);
-  float dot = 0.f;
-  for (int col = lane; col < f.head_dim_v; col += 32) dot += dout.ptr[col] * out.ptr[col];
-  CUTE_UNROLL
-  for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(0xffffffff, dot, distance);
-  auto at = [&](const RowStats& s) { return s.ptr + batch * s.batch + head * s.head + span.offset + row; };
-  if (lane == 0) *at(p.softmax_d) = p.dlse.ptr == nullptr ? dot : dot - *at(p.dlse);
+  for (int row = first; row < span.length && row < first + C.block_m; row += C.warps) {
+    const HeadRows dout(p.dout, batch, head, span.offset + row, f.head_dim_v);
+    const HeadRows out(f.out, batch, head, span.offset + row, f.head_dim_v);
+    float dot = 0.f;
+    for (int col = lane; col < f.head_dim_v; col += 32) dot += dout.ptr[col] * out.ptr[col];
+    CUTE_UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(0xffffffff, dot, distance);
+    auto at = [&](const RowStats& s) { return s.ptr + batch * s.batch + head * s.head + span.offset + row; };
+    if (lane == 0) *at(p.softmax_d) = p.dlse.ptr == nullptr ? dot : dot - *at(p.dlse);
+  }
 }
 
 template <KernelConfig C>
@@ -253,12 +254,10 @@ cudaError_t launch_backward(const BwdParams& params, cudaStream_t stream) {
   const BwdProblem& p = params;
   const FwdProblem& f = p.fwd;
   auto tiles = [&](int rows, int block, int heads) { return int64_t(cute::ceil_div(rows, block)) * heads * f.batch; };
-  const int64_t rows_together = tiles(f.seqlen_q, C.warps, f.heads);
-  const int64_t key_tiles = tiles(f.seqlen_k, C.block_n, f.heads_k),
-                query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
-  if (std::max(rows_together, std::max(key_tiles, query_tiles)) > kMaxCtas) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = launch_kernel<row_dots<C>>(rows_together, C.threads(), 0, stream, p)) return e;
   constexpr auto keys = backward<C, Owner::Keys>, queries = backward<C, Owner::Queries>;
+  const int64_t dot_tiles = tiles(f.seqlen_q, C.block_m, f.heads), key_tiles = tiles(f.seqlen_k, C.block_n, f.heads_k),
+                query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
+  if (cudaError_t e = launch_kernel<row_dots<C>>(dot_tiles, C.threads(), 0, stream, p)) return e;
   if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
   return launch_kernel<queries>(query_tiles, C.threads(), smem_bytes(C), stream, p);
 }
