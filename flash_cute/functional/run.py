@@ -14,7 +14,7 @@ from flash_cute.call import validate
 from flash_cute.call.rng import rng_of_call
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
-from flash_cute.functional import gathered
+from flash_cute.functional import gathered, token_rows
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import AttendKvcacheCall, FwdCall, FwdKvcacheCall, VarlenFwdCall
@@ -116,7 +116,12 @@ def run(
     which is raised if validation has no better words. It leaves its list: frames that hold it keep
     tensors alive.
     """
-    call = _with_lists(call, sparse)
+    if sparse is not None:
+        call = _stored(call, sparse)
+        of_tokens = token_rows.of_call(call, sparse)
+        if of_tokens is None:
+            call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
+            validate_ops.lists(call, batch_of(call), of_keys=False)
     q, k, v = call.q, call.k, call.v
     _validate(call, return_lse, return_rng)
     if refused:
@@ -124,6 +129,19 @@ def run(
     grad = needs_grad(q, k, v)
     if call.sink is not None and call.sink.requires_grad:
         grad = torch.is_grad_enabled()
+    if out is not None and (grad or call.return_softmax):
+        raise ValueError(
+            "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
+            "without return_attn_probs"
+        )
+    if sparse is not None and of_tokens is not None:
+        if out is not None:
+            _check_out(out, call)
+        call, sparse = of_tokens
+        found = run(
+            call, return_lse=return_lse, return_rng=return_rng, generator=generator, sparse=sparse
+        )
+        return token_rows.restored(found, q.shape[1], out)
     if plan_log.is_on():
         plan_log.attention(call, grad)
     rng = rng_of_call(q, call.dropout_p, generator, call.rng)
@@ -133,11 +151,6 @@ def run(
     row_max = probs = None
     has_kernel = sparse is None or not is_eager or not gathered.is_needed(call, grad)
     if out is not None:
-        if grad or call.return_softmax:
-            raise ValueError(
-                "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
-                "without return_attn_probs"
-            )
         if has_kernel:
             softmax_lse, row_max = _into(out, op, call, return_lse)
         else:
@@ -167,18 +180,14 @@ def run(
     return tuple(results) if len(results) > 1 else out
 
 
-def _with_lists(call: Call, sparse: Sparse | None) -> Call:
-    if sparse is None:
-        return call
+def _stored(call: Call, sparse: Sparse) -> Call:
+    """The call with tensors that kernels over lists read, if ``sparse`` is for it."""
     if not isinstance(sparse, Sparse):
         raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
     q, k, v = map(gathered.stored, (call.q, call.k, call.v))
-    call = call._replace(q=q, k=k, v=v)
     longest = getattr(call, "max_seqlen_q", q.shape[1]), getattr(call, "max_seqlen_k", k.shape[1])
     sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)
-    call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
-    validate_ops.lists(call, batch_of(call), of_keys=False)
-    return call
+    return call._replace(q=q, k=k, v=v)
 
 
 def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:

@@ -179,7 +179,7 @@ def kept_keys(keys: Any, sparse: Sparse) -> None:
     if not isinstance(keys, Tensor) or keys.dtype != torch.bool:
         kind = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
         raise TypeError(f"keys is {kind}; expected a bool tensor, True for keys that take part")
-    batch, shape = len(sparse.tile_lists), tuple(keys.shape)
+    batch, shape = sparse.batch, tuple(keys.shape)
     if keys.dim() != 2 or keys.shape[1] != sparse.seqlen_k:
         raise ValueError(f"keys has shape {shape}; expected (batch or 1, {sparse.seqlen_k})")
     if 1 not in (batch, len(keys)) and batch != len(keys):
@@ -197,13 +197,12 @@ def call(
     causal: bool,
 ) -> None:
     """See :meth:`flash_cute.Sparse.check`."""
-    lists = sparse.tile_lists
-    if lists.shape[0] not in (1, batch):
-        raise ValueError(f"sparse is for a batch of {lists.shape[0]}; the call has {batch}")
-    if lists.shape[1] not in (1, heads_k, heads):
+    if sparse.batch not in (1, batch):
+        raise ValueError(f"sparse is for a batch of {sparse.batch}; the call has {batch}")
+    if sparse.list_heads not in (1, heads_k, heads):
         raise ValueError(
-            f"sparse is for {lists.shape[1]} heads; expected 1, those of k, {heads_k}, or those of "
-            f"q, {heads}"
+            f"sparse is for {sparse.list_heads} heads; expected 1, those of k, {heads_k}, or those "
+            f"of q, {heads}"
         )
     own = (sparse.seqlen_q, sparse.seqlen_k)
     for name, mine, theirs in zip(("queries", "keys"), own, seqlens, strict=True):
@@ -212,8 +211,8 @@ def call(
                 f"sparse is for {mine} {name}, and the call has {theirs}; make it for as many, or "
                 f"for as many as their tiles of {TILE} hold"
             )
-    if lists.device != device:
-        raise ValueError(f"sparse is on {lists.device}, and q on {device}; make it on that device")
+    if sparse.device != device:
+        raise ValueError(f"sparse is on {sparse.device}, and q on {device}; make it on that device")
     if sparse.needs_causal and not causal:
         raise ValueError(
             "sparse comes of FlashMask's columns for causal attention, and causal is False; pass "

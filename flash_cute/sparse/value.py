@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flash_cute.sparse import blocks, density, intervals, mask_function, topk
+from flash_cute.sparse import blocks, density, intervals, mask_function, token_tiles, topk
 from flash_cute.sparse import validate as check
 from flash_cute.sparse.keys import codes_of_keys
 from flash_cute.sparse.lists import TILE, codes_of, tile_lists, tiles_of
@@ -171,8 +171,11 @@ class Sparse:
             cu_seqlens_q: int32 (sequences + 1,), where packed sequences begin.
             max_seqlen_q: queries of the longest of them.
 
-        The device is waited for once, to learn how many tiles are not visible as a whole; each of
-        these takes 2 KB.
+        Lists are made when a call needs them. If the query heads of a kv head are many (16 or more
+        for blocks of 128 keys, a power of 2) and a call has no more than a causal mask and a
+        softcap, its tiles hold few tokens, and compute little that these did not choose. Else tiles
+        hold 128 tokens; the device is waited for once, to learn how many tiles are not visible as a
+        whole, each of which takes 2 KB.
 
         Raises:
             TypeError, ValueError: the dtype or shape of ``indices``, another granularity or layout,
@@ -191,10 +194,7 @@ class Sparse:
         indices = check.by_sequence(indices, layout, cu_seqlens_q, max_seqlen_q)
         seqlen_q = indices.shape[2]
         seqlen_k = seqlen_q if seqlen_k is None else check.length("seqlen_k", seqlen_k)
-        codes, masks = topk.codes_of_topk(indices, granularity, seqlen_k)
-        most = indices.shape[3] * min(TILE, seqlen_q)
-        seqlens = (seqlen_q, seqlen_k)
-        return cls._of(codes, masks, seqlens, "topk", granularity=granularity, most=most)
+        return _Topk(indices, granularity, (seqlen_q, seqlen_k))
 
     @classmethod
     def intervals(cls, first: Tensor, last: Tensor, *, seqlen_k: int | None = None) -> Sparse:
@@ -328,7 +328,8 @@ class Sparse:
         check.kept_keys(keys, self)
         codes = codes_of(self.tile_lists, self.key_tiles)
         codes, masks = codes_of_keys(codes, self.tile_bits, keys, self.seqlen_k)
-        return replace(self, tile_lists=tile_lists(codes), tile_bits=masks, granularity=1)
+        seqlens = self.seqlen_q, self.seqlen_k
+        return Sparse(tile_lists(codes), masks, *seqlens, self.format, self.needs_causal)
 
     @classmethod
     def _of(
@@ -342,7 +343,7 @@ class Sparse:
         most: int | None = None,
     ) -> Sparse:
         """``most``, if given, is an upper bound of the tiles of any row of ``codes``."""
-        return cls(tile_lists(codes, most), masks, *seqlens, format, needs_causal, granularity)
+        return Sparse(tile_lists(codes, most), masks, *seqlens, format, needs_causal, granularity)
 
     @property
     def density(self) -> float:
@@ -396,8 +397,82 @@ class Sparse:
         """
         check.call(self, batch, heads, heads_k, seqlens, device, causal)
 
+    def of_tokens(self, group: int, causal: bool) -> Sparse | None:
+        """Lists for rows that are all ``group`` query heads of a kv head, token after token, with
+        the causal mask as part of them; None if there are none: :mod:`.token_tiles`."""
+        return None
+
+    @property
+    def batch(self) -> int:
+        """Sequences that have lists of their own; 1 for all."""
+        return self.tile_lists.shape[0]
+
+    @property
+    def list_heads(self) -> int:
+        """Heads that have lists of their own; 1 for all."""
+        return self.tile_lists.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the lists lie."""
+        return self.tile_lists.device
+
     @property
     def key_tiles(self) -> int:
         """Columns of the score matrix in tiles: what :func:`flash_cute.sparse.lists.transposed`
         takes."""
         return tiles_of(self.seqlen_k)
+
+
+class _Topk(Sparse):
+    """Blocks that each query chose, int (batch, heads_k, seqlen_q, k). Lists of tiles of 128
+    queries are made at the first call that needs them."""
+
+    _chosen: Tensor
+    _made: list[tuple[Tensor, Tensor | None]]
+
+    def __init__(self, chosen: Tensor, granularity: int, seqlens: tuple[int, int]) -> None:
+        known = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "format": "topk"}
+        self.__dict__.update(known, granularity=granularity, _chosen=chosen, _made=[])
+        if seqlens[0] <= TILE:  # few, as of a step of decoding
+            self._lists()
+
+    def _lists(self) -> tuple[Tensor, Tensor | None]:
+        if not self._made:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "sparse is a choice of each query, whose lists of tiles are not made yet, and "
+                    "a graph cannot make them; ask for sparse.tile_lists once before"
+                )
+            chosen = self._chosen
+            codes, masks = topk.codes_of_topk(chosen, self.granularity, self.seqlen_k)
+            most = chosen.shape[3] * min(TILE, self.seqlen_q)
+            self._made.append((tile_lists(codes, most), masks))
+        return self._made[0]
+
+    @property
+    def tile_lists(self) -> Tensor:
+        return self._lists()[0]
+
+    @property
+    def tile_bits(self) -> Tensor | None:
+        return self._lists()[1]
+
+    @property
+    def batch(self) -> int:
+        return self._chosen.shape[0]
+
+    @property
+    def list_heads(self) -> int:
+        return self._chosen.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self._chosen.device
+
+    def of_tokens(self, group: int, causal: bool) -> Sparse | None:
+        given = (self.granularity, self.seqlen_k, group, causal)
+        if not token_tiles.exist(self._chosen.shape, *given):
+            return None
+        lists, masks = token_tiles.lists_of_tokens(self._chosen, *given)
+        return Sparse(lists, masks, self.seqlen_q * group, self.seqlen_k, "topk")

@@ -118,14 +118,16 @@ class Inputs:
 
     def _call(self, **extra: Any) -> FwdCall | VarlenFwdCall:
         arguments = self.options | self.lists | extra
+        q, k, v = self._operands()
         if self.lengths:
-            return VarlenFwdCall(*self._operands(), **self.lengths, **arguments)
-        return FwdCall(*self._operands(), **arguments)
+            return VarlenFwdCall(q, k, v, **self.lengths, **arguments)
+        return FwdCall(q, k, v, **arguments)
 
-    def _operands(self) -> tuple[Tensor, ...]:
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, as public functions give them to an op."""
-        tensors = self.q, self.k, self.v
-        return tuple(map(gathered.stored, tensors)) if self.lists else tensors
+        if not self.lists:
+            return self.q, self.k, self.v
+        return gathered.stored(self.q), gathered.stored(self.k), gathered.stored(self.v)
 
     def _has_no_kernel(self, call: FwdCall | VarlenFwdCall) -> bool:
         """Sparse calls that public functions compute without one are tried, too."""

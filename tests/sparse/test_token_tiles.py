@@ -1,0 +1,141 @@
+"""Choices of each query, run with all query heads of a kv head as rows of one head."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from sparse.masks import band, mask_of
+from sparse.oracle import oracle_of
+
+from flash_cute import Sparse, flash_attn_func
+from flash_cute.functional import token_rows
+from flash_cute.ops.typed import FwdCall
+from flash_cute.sparse.lists import TILE
+
+
+class Chosen:
+    """A random case: ``blocks`` (batch, seqlen_q, heads_k, k), some twice, none or behind the end,
+    and the pairs that they mean."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.group = draw.choice([8, 16, 32, 64, 128])
+        self.granularity = draw.choice([128, 64] if self.group > 8 else [128])
+        self.seqlen_q = draw.choice([1, 7, 40, 129, 300])
+        self.seqlen_k = max(1, self.seqlen_q + draw.choice([0, 0, 5, 8, 300, -3]))
+        self.causal = draw.random() < 0.6
+        self.batch, self.heads_k = draw.choice([1, 2]), draw.choice([1, 2])
+        blocks, k = -(-self.seqlen_k // self.granularity), draw.choice([1, 3, 5])
+        shape = (self.batch, self.seqlen_q, self.heads_k, k)
+        self.blocks = torch.randint(-2, blocks + 2, shape)
+        self.sparse = Sparse.topk(self.blocks, self.granularity, seqlen_k=self.seqlen_k)
+        of_key = torch.arange(self.seqlen_k) // self.granularity
+        self.seen = (self.blocks[..., None] == of_key).any(-2).transpose(1, 2)
+
+    def call(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> FwdCall:
+        shape = (self.batch, self.seqlen_q, self.heads_k * self.group, 16)
+        of_keys = (2, self.batch, self.seqlen_k, self.heads_k, 16)
+        q, *kv = torch.randn(shape), *torch.randn(of_keys).unbind()
+        tensors = (x.to(device, dtype).requires_grad_() for x in (q, *kv))
+        return FwdCall(*tensors, is_causal=self.causal)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_lists_show_what_tokens_chose(seed):
+    case = Chosen(seed)
+    lists = case.sparse.of_tokens(case.group, case.causal)
+    seen = case.seen & band(case.seqlen_q, case.seqlen_k, case.causal)
+    rows = seen.repeat_interleave(case.group, 2)
+    assert torch.equal(mask_of(lists), rows)  # no entry of which nothing is visible, either
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_attention_and_gradients_are_those_of_the_mask(seed, softcap):
+    case = Chosen(seed)
+    call = case.call(torch.float64)._replace(softcap=softcap)
+    assert token_rows.of_call(call, case.sparse) is not None
+    out, lse = flash_attn_func(
+        call.q, call.k, call.v, causal=case.causal, softcap=softcap, sparse=case.sparse,
+        return_lse=True,
+    )  # fmt: skip
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    expected, gradients = oracle_of(call, case.seen, dout, dlse)
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+    found = torch.autograd.grad((out, lse), (call.q, call.k, call.v), (dout, dlse))
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_tiles_are_of_few_tokens():
+    """8 tokens a tile of 128 rows, of which each chose 2 blocks far from the others' ones."""
+    token = torch.arange(64)[:, None]
+    blocks = torch.cat((token // 8 * 2, token // 8 * 2 + 1), -1)[None, :, None]
+    sparse = Sparse.topk(blocks, seqlen_k=16 * TILE)
+    lists = sparse.of_tokens(16, causal=False).tile_lists
+    assert lists[0, 0, :, 0, 0].tolist() == [2] * 8
+    assert sparse.tile_lists[0, 0, 0, 0, 0] == 16  # of 64 tokens
+
+
+def test_what_rows_of_tokens_cannot_hold_runs_by_tiles_of_128_queries():
+    case = Chosen(1)
+    call = case.call()
+    heads = call.q.shape[2]
+    for change in (
+        {"alibi_slopes": torch.rand(heads)}, {"sink": torch.randn(heads)}, {"dropout_p": 0.1},
+        {"window_size_left": 3}, {"return_row_max": True},
+    ):  # fmt: skip
+        assert token_rows.of_call(call._replace(**change), case.sparse) is None
+    assert case.sparse.of_tokens(3, causal=False) is None  # 128 rows are no multiple
+    assert case.sparse.of_tokens(2, causal=False) is None  # 64 tokens have too many patterns
+    sinks = torch.randn(heads, dtype=torch.float64)
+    call = case.call(torch.float64)
+    out = flash_attn_func(*call[:3], causal=case.causal, sink=sinks, sparse=case.sparse)
+    expected, _ = oracle_of(call._replace(sink=sinks), case.seen, out, out[..., 0].transpose(1, 2))
+    torch.testing.assert_close(out, expected.out)
+
+
+def test_out_is_filled():
+    case = Chosen(3)
+    q, k, v = (x.detach() for x in case.call()[:3])
+    out = torch.full_like(q, torch.nan)
+    found = flash_attn_func(q, k, v, causal=case.causal, sparse=case.sparse, out=out)
+    assert found is out
+    assert torch.equal(out, flash_attn_func(q, k, v, causal=case.causal, sparse=case.sparse))
+
+
+def test_in_a_graph():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 200, 32, 16), *torch.randn(2, 1, 200, 2, 16).unbind()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k, v, blocks):
+        return flash_attn_func(q, k, v, causal=True, sparse=Sparse.topk(blocks))
+
+    blocks = torch.randint(0, 2, (1, 200, 2, 2))
+    expected = flash_attn_func(q, k, v, causal=True, sparse=Sparse.topk(blocks))
+    torch.testing.assert_close(attend(q, k, v, blocks), expected)
+    late = Sparse.topk(blocks)
+    with pytest.raises(Exception, match="ask for sparse"):
+        torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")(
+            q, k, v, sink=torch.zeros(32), sparse=late
+        )
+
+
+def test_on_a_gpu(cuda):
+    for seed in range(40):
+        case = Chosen(1000 + seed)
+        call = case.call(torch.bfloat16, cuda)
+        sparse = Sparse.topk(case.blocks.to(cuda), case.granularity, seqlen_k=case.seqlen_k)
+        out, lse = flash_attn_func(
+            call.q, call.k, call.v, causal=case.causal, sparse=sparse, return_lse=True
+        )
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (call.q, call.k, call.v), dout)
+        on_cpu = FwdCall(*(x.detach().cpu() for x in call[:3]), is_causal=case.causal)
+        expected, gradients = oracle_of(on_cpu, case.seen, dout.cpu(), torch.zeros_like(lse).cpu())
+        for mine, theirs in zip((out, *found), (expected.out, *gradients), strict=True):
+            torch.testing.assert_close(mine.cpu().double(), theirs.double(), atol=0.05, rtol=0.05)
