@@ -43,15 +43,13 @@ def seconds(work: Callable[[], Any], calls: int, device: str) -> float:
     return median(times[1:])
 
 
-def both(
-    qkv: Qkv, causal: bool, sparse: Sparse | None, calls: int, device: str
-) -> tuple[float, float]:
+def both(qkv: Qkv, sparse: Sparse | None, options: argparse.Namespace) -> tuple[float, float]:
     """The times of forward and of backward."""
+    calls, device = options.calls, options.device
+    given = {"causal": options.causal, "deterministic": options.deterministic, "sparse": sparse}
     with torch.no_grad():
-        forward = seconds(
-            lambda: flash_attn_func(*qkv, causal=causal, sparse=sparse), calls, device
-        )
-    out = flash_attn_func(*qkv, causal=causal, sparse=sparse)
+        forward = seconds(lambda: flash_attn_func(*qkv, **given), calls, device)
+    out = flash_attn_func(*qkv, **given)
     dout = torch.randn_like(out)
     backward = seconds(
         lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True), calls, device
@@ -67,9 +65,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     q, k, v = (x.requires_grad_() for x in drawn)
     qkv = q, k, v
     gate = LearnedGate(options.heads, options.heads, options.dim, device=options.device)
-    dense = both(qkv, options.causal, None, options.calls, options.device)
+    dense = both(qkv, None, options)
     rows = []
-    for pattern in SparsePattern:
+    for pattern in map(SparsePattern, options.patterns):
         for ratio in options.ratios:
 
             def choose(pattern: SparsePattern = pattern, ratio: float = ratio) -> Any:
@@ -80,12 +78,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
             choice, sparse = choose()
             chosen = seconds(choose, options.calls, options.device)
-            forward, backward = both(qkv, options.causal, sparse, options.calls, options.device)
+            forward, backward = both(qkv, sparse, options)
             shares = (chosen, forward, chosen + forward)
             row = (pattern.value, ratio, choice.sparsity().item(), *(x / dense[0] for x in shares))
             rows.append(dict(zip(COLUMNS, (*row, backward / dense[1]), strict=True)))
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    sizes = {x: getattr(options, x) for x in ("seqlen", "heads", "dim", "causal")}
+    sizes = {x: getattr(options, x) for x in ("seqlen", "heads", "dim", "causal", "deterministic")}
     return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
             **sizes, "dense_ms": [1000 * x for x in dense], "rows": rows}  # fmt: skip
 
@@ -105,10 +103,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for pattern in SparsePattern:
-        rows = [row for row in found["rows"] if row["pattern"] == pattern.value]
+    for name in dict.fromkeys(row["pattern"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["pattern"] == name]
         realised, times = ([row[x] for row in rows] for x in ("realised", "with_choice"))
-        axes.plot(realised, times, marker="o", label=pattern.value)
+        axes.plot(realised, times, marker="o", label=name)
     axes.plot([0, 1], [1, 0], color="grey", linewidth=0.5)  # what is left out costs nothing
     axes.set(xlabel="share of the visible pairs left out", ylabel="time over dense", ylim=(0, None))
     axes.legend()
@@ -122,6 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="backward, dense too")
+    names = [pattern.value for pattern in SparsePattern]
+    parser.add_argument("--patterns", nargs="+", default=names, choices=names)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8, 0.9])
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--json", type=Path)
