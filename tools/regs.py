@@ -85,9 +85,8 @@ def excess(usages: list[Usage]) -> list[Usage]:
 
 def _allowed(usage: Usage) -> int:
     fields = dict(part.split() for part in usage.config.split(", ")) if usage.config else {}
-    table = SPILLS if fields.get("arch") == "80" else {}
-    if fields.get("tiles") == "1":
-        table = SPILLS_OF_LISTS
+    of_hopper = SPILLS_OF_LISTS if fields.get("tiles") == "1" else {}
+    table = SPILLS if fields.get("arch") == "80" else of_hopper
     tier = _TIERS[int(fields.get("tier", 0))]
     return table.get((usage.kernel, tier, int(fields.get("head_dim", 0))), 0)
 

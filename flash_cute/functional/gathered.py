@@ -57,7 +57,7 @@ def attend(call: FwdCall | VarlenFwdCall) -> Results:
 
 
 def stored(x: Tensor) -> Tensor:
-    """``x``, or on a GPU its copy if it is expanded: no kernel over lists reads a row twice."""
+    """``x``, or on a GPU its copy if it is expanded: Hopper's kernels read no row twice."""
     return x.contiguous() if x.is_cuda and 0 in x.stride() else x
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from flash_cute.native import library
 from flash_cute.testing import bounds
 from flash_cute.testing.cases import Inputs
@@ -19,6 +21,26 @@ def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False)
     Raises:
         AssertionError: from `flash_cute.testing.bounds`.
     """
+    out, lse, ratio = _verify_forward(inputs)
+    ratios = [ratio]
+    if inputs.lengths.get("block_table") is None:
+        dlse = inputs.dlse if with_dlse else None
+        grads, repeated = (
+            inputs.backward(out, lse, dlse, deterministic=deterministic) for _ in range(2)
+        )
+        ratios.append(bounds.check_gradients(grads, inputs, out, with_dlse))
+        for name in grads if deterministic else ("k", "v"):
+            bounds.check_same_bits(f"d{name}", repeated[name], grads[name])
+    return max(ratios)
+
+
+def verify_forward(inputs: Inputs) -> float:
+    """What `verify` asserts of forward; returns and raises the same."""
+    return _verify_forward(inputs)[2]
+
+
+def _verify_forward(inputs: Inputs) -> tuple[Tensor, Tensor, float]:
+    """out, softmax_lse and the largest error."""
     out, lse, row_max, softmax = inputs.forward(
         return_row_max=True, return_softmax=not inputs.lists
     )
@@ -31,22 +53,22 @@ def verify(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False)
         ratios.append(bounds.check_softmax(softmax, oracle))
     for name, x, again in zip(("out", "softmax_lse"), (out, lse), inputs.forward(), strict=False):
         bounds.check_same_bits(name, again, x)
-    if inputs.lengths.get("block_table") is None:
-        dlse = inputs.dlse if with_dlse else None
-        grads, repeated = (
-            inputs.backward(out, lse, dlse, deterministic=deterministic) for _ in range(2)
-        )
-        ratios.append(bounds.check_gradients(grads, inputs, out, with_dlse))
-        for name in grads if deterministic else ("k", "v"):
-            bounds.check_same_bits(f"d{name}", repeated[name], grads[name])
-    return max(ratios)
+    return out, lse, max(ratios)
 
 
 def verify_families(inputs: Inputs, with_dlse: bool = False, deterministic: bool = False) -> float:
-    """`verify`, also with every older family of kernels, which a newer GPU would not use."""
+    """`verify`, also with every older family of kernels, which a newer GPU would not use.
+
+    Sparse problems: forward, also with the oldest family, which does all of them in 16 bits.
+    """
     ratio = verify(inputs, with_dlse, deterministic)
-    has_families = inputs.q.is_cuda and not inputs.lists
-    for family in forward_families(inputs.q.device)[:-1] if has_families else ():
+    families = forward_families(inputs.q.device) if inputs.q.is_cuda else []
+    if families and inputs.lists:
+        if inputs.q.element_size() == 2:
+            with library.only(families[0]):
+                ratio = max(ratio, verify_forward(inputs))
+        return ratio
+    for family in families[:-1]:
         with library.only(family, "decode_", "bwd_"):
             ratio = max(ratio, verify(inputs, with_dlse, deterministic))
     return ratio

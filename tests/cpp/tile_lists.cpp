@@ -74,8 +74,15 @@ void check_keys(Draw& draw) {
   const int tile = draw.from(0, tiles_of(c.seq.q.length) - 1), rows = draw.of({64, 128});
   const int row = tile * kTileSide + (rows == 64 && tile * kTileSide + 64 < c.seq.q.length ? 64 * draw.from(0, 1) : 0);
   const auto tiles = KvList<kBlockN>::of(c.p, c.seq, {row, 0, 0}, rows);
+  const int past = visible_keys(c.seq, c.p.band, row, rows).last;
   Pairs met, expected;
-  bool once = true, full = true, ascending = true;
+  bool once = true, full = true, ascending = true, seen_in_part = true, moves = true;
+  int copied = tiles.past_keys();
+  for (int n = tiles.end - 1; n >= tiles.begin; --n) {
+    copied += tiles.step(n);
+    moves &= copied == tiles.first_key(n);
+    seen_in_part &= tiles.first_key(n) < past;
+  }
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int key = tiles.first_key(n);
     ascending &= n == tiles.begin || tiles.first_key(n - 1) + kBlockN <= key;
@@ -97,6 +104,8 @@ void check_keys(Draw& draw) {
   CHECK(once);
   CHECK(full);
   CHECK(ascending);
+  CHECK(seen_in_part);
+  CHECK(moves);
   CHECK(met == expected);
 }
 
@@ -139,6 +148,7 @@ TEST_CASE("lists of key tiles hold each visible pair once") {
   Draw draw;
   for (int i = 0; i < 150; ++i) {
     check_keys<16>(draw);
+    check_keys<32>(draw);
     check_keys<64>(draw);
     check_keys<128>(draw);
   }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flash_cute import Sparse, flash_attn_func, flash_attn_varlen_func, reference
+from flash_cute import Sparse, flash_attn_func, flash_attn_varlen_func, kernels, ops, reference
 from flash_cute.attention import SparsePattern, create_sparse_attention
 from flash_cute.functional import gathered
 from flash_cute.native import library
 from flash_cute.sparse.lists import tile_lists, tiles_of
+from flash_cute.testing.cases import Case, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
+from flash_cute.testing.verify import verify_forward
 
 KERNELS = [id for id in library.kernels() if parse(id).walks_lists]
 FORWARD = [id for id in KERNELS if id.startswith("fwd")]
@@ -51,6 +54,13 @@ def check(got, expected, unit, bound=None):
     assert (error <= bound).all(), (error / bound).max()
 
 
+def has_backward(kernel, options):
+    """Whether this GPU has a backward over lists for what the kernel computes."""
+    rules = {"softcap": "softcap" in options, "alibi": "alibi_slopes" in options}
+    problem = kernels.Problem("bwd", kernel.dtype, head_dim=kernel.dim, lists=True, **rules)
+    return bool(kernels.supports(problem))
+
+
 def verify(name, shape, masked, causal, kernel, deterministic):
     seqlen_q, seqlen_k, density = SHAPES[shape]
     q, k, v = (
@@ -60,14 +70,15 @@ def verify(name, shape, masked, causal, kernel, deterministic):
     options = {"softcap": 15.0, "alibi_slopes": torch.rand(4, device="cuda")}
     options = options if kernel.tier == "rich" else {}
     sparse = random_lists(2, 2, (seqlen_q, seqlen_k), density, masked)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    trains = kernel.op == "bwd" or has_backward(kernel, options)
+    inputs = [x.requires_grad_(trains) for x in (q, k, v)]
     with library.only(name, f"{kernel.other_op}_"):
         out, lse = flash_attn_func(
             *inputs, causal=causal, sparse=sparse, return_lse=True, deterministic=deterministic,
             **options,
         )  # fmt: skip
         dout = torch.randn_like(out)
-        gradients = torch.autograd.grad(out, inputs, dout)
+        gradients = torch.autograd.grad(out, inputs, dout) if trains else ()
     exact = [x.detach().double().requires_grad_() for x in inputs]
     of_oracle = {"is_causal": causal, "tile_lists": sparse.tile_lists, **options}
     of_oracle["tile_bits"] = sparse.tile_bits
@@ -77,9 +88,8 @@ def verify(name, shape, masked, causal, kernel, deterministic):
     wanted = expected.out.detach()
     check(out.detach(), wanted, unit, unit * wanted.abs() + 2 * unit * spread + 1e-7)
     torch.testing.assert_close(lse.double(), expected.softmax_lse.detach(), atol=2e-3, rtol=1e-4)
-    for x, y in zip(
-        gradients, torch.autograd.grad(expected.out, exact, dout.double()), strict=True
-    ):
+    wanted = torch.autograd.grad(expected.out, exact, dout.double()) if trains else ()
+    for x, y in zip(gradients, wanted, strict=True):
         check(x, y, unit)
 
 
@@ -88,10 +98,7 @@ def verify(name, shape, masked, causal, kernel, deterministic):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(cuda, name, shape, masked, causal):
-    kernel = parse(name)
-    if kernel.tier == "rich" and kernel.dim > 128:
-        pytest.skip("backward at this head dim has no rules of scores")
-    verify(name, shape, masked, causal, kernel, False)
+    verify(name, shape, masked, causal, parse(name), False)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -138,6 +145,51 @@ def test_packed_sequences(cuda, causal):
     check(out.detach(), expected.detach(), UNIT[torch.bfloat16])
     for x, y in zip(gradients, torch.autograd.grad(expected, exact, dout.double()), strict=True):
         check(x, y, UNIT[torch.bfloat16])
+
+
+CASES = {
+    "window": Case(seqlen_q=500, seqlen_k=700, window=(70, 33), sparse="pairs"),
+    "causal window": Case(seqlen_q=300, seqlen_k=900, is_causal=True, window=(200, 0),
+                          sparse="halves", list_heads="keys"),
+    "queries that see nothing": Case(seqlen_q=333, seqlen_k=200, is_causal=True, sparse="pairs"),
+    "lists of query heads": Case(heads=6, heads_k=2, seqlen_q=400, seqlen_k=333, sparse="pairs",
+                                 list_heads="queries"),
+    "rules": Case(heads=4, heads_k=2, seqlen_q=300, seqlen_k=400, is_causal=True, softcap=9.0,
+                  alibi="batch", dropout_p=0.2, sink=True, sparse="pairs", list_heads="keys"),
+    "dropout in a window": Case(seqlen_q=400, seqlen_k=400, window=(77, 50), dropout_p=0.3,
+                                sparse="halves"),
+    "scale below 0": Case(seqlen_q=200, seqlen_k=300, softmax_scale=-0.2, sparse="whole"),
+    "varlen": VarlenCase(lengths_q=(64, 0, 1, 333), lengths_k=(64, 17, 1, 200), is_causal=True,
+                         sink=True, sparse="pairs", list_heads="keys"),
+    "lengths in use": VarlenCase(lengths_q=(300, 140), lengths_k=(280, 500), used_q=(211, 140),
+                                 used_k=(100, 333), rows_before=3, rows_after=5, sparse="halves"),
+    "odd rows": Case(seqlen_q=300, seqlen_k=200, layout="odd_rows", sparse="pairs"),
+    "large logits": Case(seqlen_q=150, seqlen_k=300, spread=8.0, sparse="pairs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_forward_of_every_gpu(cuda, case, dtype, dims):
+    """By the oldest family, which does what newer kernels refuse."""
+    dim, dim_v = dims
+    inputs = make_inputs(replace(CASES[case], dtype=dtype, dim=dim, dim_v=dim_v), cuda)
+    with library.only("fwd_sm80_"):
+        verify_forward(inputs)
+
+
+def test_rows_that_share_their_memory(cuda):
+    q, k = (torch.randn(1, 300, 2, 128, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+    lists = random_lists(1, 1, (300, 300), 0.7, True)
+    of_lists = {"tile_lists": lists.tile_lists, "tile_bits": lists.tile_bits}
+    q, k = q.expand(3, -1, -1, -1), k[:, :1].expand(3, 300, -1, -1)
+    with library.only("fwd_sm80_"):
+        expected = ops.fwd(q.contiguous(), k.contiguous(), k.contiguous(), **of_lists)
+        found = ops.fwd(q, k, k, **of_lists)
+    by_default = ops.fwd(q, k, k, **of_lists)
+    for x, y, z in zip(expected[:2], found, by_default, strict=False):
+        assert torch.equal(x, y) and torch.equal(x, z)
 
 
 def test_lists_are_those_of_the_cpu(cuda):

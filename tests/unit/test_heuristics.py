@@ -124,6 +124,35 @@ def test_any_sizes_have_a_kernel_and_packed_sequences_none_with_clusters():
             assert varlen.cluster == 1
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dims", "options", "family"),
+    [
+        ("h100", (64, 64), {}, "sm90"),
+        ("h100", (128, 128), {"softcap": True, "alibi": True, "dropout": True}, "sm90"),
+        ("h100", (256, 256), {"softcap": True}, "sm90"),
+        # What Hopper's own kernels over lists do not do.
+        ("h100", (192, 192), {"softcap": True}, "sm80"),
+        ("h100", (256, 256), {"dropout": True}, "sm80"),
+        ("h100", (192, 128), {}, "sm80"),
+        ("h100", (128, 128), {"unaligned": True}, "sm80"),
+        ("h100", (128, 128), {"dropout": True, "left": 100}, "sm80"),
+        ("a100", (1, 1), {}, "sm80"),
+        ("a100", (96, 128), {"varlen": True}, "sm80"),
+        ("a10", (256, 256), {"softcap": True, "dropout": True}, "sm80"),
+    ],
+)
+def test_families_of_sparse_calls(gpu, dims, options, family):
+    problem = {"gpu": gpu, "lists": True, "head_dim_v": dims[1], **options}
+    found = plan("fwd", 2, 8, 1000, 2000, dims[0], **problem).kernel.id
+    assert found.startswith(f"fwd_{family}_") and found.endswith("_list")
+
+
+def test_backward_of_sparse_calls_is_hoppers_alone():
+    sizes = (2, 8, 8, 1000, 2000, 128, 128)
+    assert plan("bwd", *sizes, lists=True).kernel.id.startswith("bwd_sm90_")
+    assert plan("bwd", *sizes, lists=True, gpu="a100") is None
+
+
 CAUSAL = {"right": 0}
 
 

@@ -43,7 +43,9 @@ struct KvList : TileRange {
   FC_HOST_DEVICE static KvList of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
     const ShownKeys keys(seq, p.band, tile.row, rows);
     const TileList list = key_list(p, tile, keys.some);
-    return {list, list.count * kParts, keys.all, tile.row, rows};
+    KvList tiles(list, list.count * kParts, keys.all, tile.row, rows);
+    while (tiles.end > 0 && tiles.first_key(tiles.end - 1) >= keys.some.last) --tiles.end;
+    return tiles;
   }
 
   FC_HOST_DEVICE TileCode code(int n) const { return list.code(n / kParts); }

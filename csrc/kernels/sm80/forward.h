@@ -4,6 +4,7 @@
 
 #include "core/workspace.h"
 #include "kernels/common/forward_rules.h"
+#include "kernels/common/list_mask.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
@@ -127,7 +128,10 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) forward(const __grid_cons
     };
     gemm_registers(mma, tSrS, query, k_n);
     if constexpr (C.rich()) rules.apply(scores, at, tile.row + seq.shift(), tiles.first_key(n));
-    if (!tiles.full(n)) mask.hide(scores, at, tile.row, tiles.first_key(n));
+    if (!tiles.full(n)) {
+      mask.hide(scores, at, tile.row, tiles.first_key(n));
+      if constexpr (C.walks_lists()) hide_unlisted(tiles, p.lists, n, tile.row % kTileSide, scores, at);
+    }
     softmax.update_max(scores, output);
 
     loads.before_values(n);
