@@ -50,10 +50,13 @@ struct KvList : TileRange {
 
   FC_HOST_DEVICE TileCode code(int n) const { return list.code(n / kParts); }
   FC_HOST_DEVICE int first_key(int n) const { return list.tile(n / kParts) * kTileSide + n % kParts * kBlockN; }
-  FC_HOST_DEVICE bool full(int n) const {
+  // Whether the band shows all of the tile to all queries.
+  FC_HOST_DEVICE bool in_band(int n) const {
     const int key = first_key(n);
-    return shown.first <= key && key + kBlockN <= shown.last &&
-           code(n).shows(rows & TileCode::of_keys(n % kParts * kBlockN, kBlockN));
+    return shown.first <= key && key + kBlockN <= shown.last;
+  }
+  FC_HOST_DEVICE bool full(int n) const {
+    return in_band(n) && code(n).shows(rows & TileCode::of_keys(n % kParts * kBlockN, kBlockN));
   }
   FC_HOST_DEVICE int past_keys() const { return empty() ? 0 : first_key(end - 1) + kBlockN; }
   FC_HOST_DEVICE int step(int n) const { return first_key(n) - (n + 1 < end ? first_key(n + 1) : past_keys()); }

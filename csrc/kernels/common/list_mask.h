@@ -35,31 +35,81 @@ CUTE_DEVICE void hide_unlisted(const KvList<kBlockN>& tiles, const TileLists& li
   }
 }
 
-// Of a tile of queries from `query` on, in backward, elements (keys,queries) of pairs with a thread's keys `key` and
-// `key` + 8 that a list hides become 0, by selection: hidden keys may hold anything. Both count from the tile of the list.
-template <class Coords, class First, class... Others>
-CUTE_DEVICE void hide_unlisted_pairs(TileCode code, const TileLists& lists, int query, int key, First&& first,
-                                     Others&&... others) {
-  constexpr int kColumns = decltype(size<1>(first))::value, kAtOnce = 4;  // loads in flight take registers
-  static_assert(kColumns <= 32 && decltype(size<0>(first))::value == 2);
+// Whether all rows of a warp see all of tile n; they start at row `row` of the listed tile.
+template <class Tiles>
+CUTE_DEVICE bool rows_see_all(const Tiles& tiles, const TileLists&, int n, int) {
+  return tiles.full(n);
+}
+
+template <int kBlockN>
+CUTE_DEVICE bool rows_see_all(const KvList<kBlockN>& tiles, const TileLists& lists, int n, int row) {
+  if (tiles.full(n)) return true;
+  if (!tiles.in_band(n)) return false;
+  constexpr int kWords = kBlockN / 64;  // of half a row, which a thread reads
+  const int lane = threadIdx.x % 32, query = row + lane / 2;
+  const int key = n % tiles.kParts * kBlockN + lane % 2 * (kBlockN / 2);  // of the tile of the list
+  const TileCode code = tiles.code(n);
+  const uint32_t* const words = code.words(lists, query);
+  bool all = code.quadrant(query, key);
   CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    uint32_t shown = 0;  // a bit a column
-    CUTE_NO_UNROLL
-    for (int from = 0; from < kColumns; from += kAtOnce) {
-      CUTE_UNROLL
-      for (int c = from; c < from + kAtOnce; ++c) {
-        const int row = query + Coords::across(c);
-        const uint32_t* const words = code.words(lists, row);
-        const uint32_t word = words == nullptr ? ~0u : words[key / 32] >> (key % 32 + Coords::down(r));
-        shown |= (code.quadrant(row, key) ? word & 1 : 0) << c;
-      }
-    }
+  for (int i = 0; i < kWords; ++i) all &= words == nullptr || words[key / 32 + i] == ~0u;
+  return __all_sync(~0u, all);
+}
+
+// Of a warp's 16 keys, which see which of a step's kQueries queries in a listed tile.
+template <int kQueries>
+struct WarpPairs {
+  static constexpr int kWords = kQueries / 32;
+  static constexpr uint32_t kAllKeys = 0xffff;
+  uint32_t keys[kWords];  // of query 32 w + lane: a bit a key
+
+  // `query`: the step's first, `key`: the warp's first, both in the tile of the list.
+  CUTE_DEVICE WarpPairs(TileCode code, const TileLists& lists, int query, int key) {
     CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      if (!(shown >> c & 1)) ((first(r, c) = 0.f), ..., (others(r, c) = 0.f));
+    for (int w = 0; w < kWords; ++w) {
+      const int row = query + 32 * w + int(threadIdx.x % 32);
+      const uint32_t* const words = code.words(lists, row);
+      const uint32_t word = words == nullptr ? kAllKeys : words[key / 32] >> key % 32;
+      keys[w] = code.quadrant(row, key) ? word & kAllKeys : 0;
     }
   }
-}
+
+  // Elements (keys,queries) of hidden pairs become 0, by selection: hidden keys may hold anything.
+  template <class Coords, class... Elements>
+  CUTE_DEVICE void hide(Elements&&... elements) const {
+    const int lane = threadIdx.x % 32;
+    bool alike = true;  // keys of each query
+    CUTE_UNROLL
+    for (int w = 0; w < kWords; ++w) alike &= keys[w] == 0 || keys[w] == kAllKeys;
+    uint32_t shown[2][kWords];  // of the thread's two keys: a bit a query
+    if (__all_sync(~0u, alike)) {
+      bool all = true;
+      CUTE_UNROLL
+      for (int w = 0; w < kWords; ++w) {
+        shown[0][w] = shown[1][w] = __ballot_sync(~0u, keys[w] != 0);
+        all &= shown[0][w] == ~0u;
+      }
+      if (all) return;
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        CUTE_UNROLL
+        for (int w = 0; w < kWords; ++w) {
+          const uint32_t queries = __ballot_sync(~0u, keys[w] >> i & 1);
+          if (i % 8 == lane / 4) shown[i / 8][w] = queries;
+        }
+      }
+    }
+    const int first = Coords(threadIdx.x).query;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < kQueries / 4; ++c) {
+        const uint32_t queries = shown[r][Coords::across(c) / 32] >> first;
+        if (!(queries >> Coords::across(c) % 32 & 1)) ((elements(r, c) = 0.f), ...);
+      }
+    }
+  }
+};
 
 }  // namespace flash_cute

@@ -124,9 +124,9 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
     auto hide = [&](auto&... elements) {
       if constexpr (C.walks_lists()) {
         if (step.full) return;
-        const WarpgroupCoords of(opaque(thread));
-        hide_unlisted_pairs<WarpgroupCoords>(step.code, p.fwd.lists, step.first_query % kTileSide + of.query,
-                                             rank * C.block_n + of.key, elements...);
+        const WarpPairs<C.block_m> pairs(step.code, p.fwd.lists, step.first_query % kTileSide,
+                                         rank * C.block_n + opaque(thread) / 32 * 16);
+        pairs.template hide<WarpgroupCoords>(elements...);
       }
     };
     if constexpr (C.rich()) {

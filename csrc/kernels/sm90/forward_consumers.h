@@ -172,8 +172,12 @@ struct WarpRows {
       }
     }
     if constexpr (C.rich()) rules.apply(scores, at, stand, key);
-    if constexpr (kMasked) BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
-    if constexpr (kMasked) hide_unlisted(tiles, params.p.lists, n, 0, scores, at);
+    if constexpr (kMasked && C.walks_lists()) {
+      if (!tiles.in_band(n)) BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
+      hide_unlisted(tiles, params.p.lists, n, 0, scores, at);
+    } else if constexpr (kMasked) {
+      BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
+    }
     fill(factors, 1.f);
     const bool rescaled = softmax.update_max(scores, factors, UnitFactor{}, [&]() __attribute__((always_inline)) {
       softmax.begin_exponentials(scores, kEarly);
@@ -322,7 +326,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         if constexpr (T::kPingPong) ping_pong.arrive();
         const auto hides = [&] {  // lists are read here, under products
           if constexpr (is_same_v<decltype(masked), AsListed>) {
-            return !tiles.full(n);
+            return !rows_see_all(tiles, p.lists, n, thread / 32 * 16);
           } else {
             return masked;
           }
