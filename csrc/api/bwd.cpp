@@ -24,7 +24,7 @@ BwdProblem make_problem(const BwdArguments& a) {
   p.fwd = make_problem(a.fwd);
   describe_lists(p.fwd, a.fwd, p.fwd.seqlen_k);
   FC_CHECK(
-      !p.fwd.lists.on() || p.fwd.lists.head == 0 || p.fwd.lists.heads_together % (p.fwd.heads / p.fwd.heads_k) == 0,
+      !p.fwd.lists.on() || p.fwd.lists.head == 0 || p.fwd.lists.heads_per_list % (p.fwd.heads / p.fwd.heads_k) == 0,
       "tile_lists has ", p.fwd.heads, " heads; backward takes one list for all query heads of a head of keys");
   check_like_out(a.out, q, a.fwd.v, "out");
   check_like_out(a.dout, q, a.fwd.v, "dout");

@@ -141,7 +141,7 @@ void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
              .head = t.size(1) == 1 ? 0 : of_head,
              .tiles = tiles,
              .capacity = checked_int(t.size(3) - 1, "entries of tile_lists"),
-             .heads_together = static_cast<int>(p.heads / std::max<int64_t>(1, t.size(1)))};
+             .heads_per_list = static_cast<int>(p.heads / std::max<int64_t>(1, t.size(1)))};
   if (a.tile_ranks) {
     const View& ranks = *a.tile_ranks;
     check_device(ranks, a.q, "tile_ranks");

@@ -1,5 +1,5 @@
-// torch.ops.flash_cute.fwd_kvcache and attend_kvcache, and varlen_fwd over pages: check, allocate, describe the problem,
-// choose its route, launch.
+// torch.ops.flash_cute.fwd_kvcache and attend_kvcache, and varlen_fwd over pages: check, allocate, describe the
+// problem, choose its route, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"

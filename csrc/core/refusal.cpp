@@ -17,32 +17,32 @@ static bool lacks_vectors(const DecodeProblem& p) {
 
 // The refusals that depend only on sizes.
 template <Op op>
-static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& asked) {
-  const FwdProblem& problem = forward_of(asked);
+static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& problem) {
+  const FwdProblem& forward = forward_of(problem);
   return {
-      .dtype = config.dtype != problem.dtype,
-      .tier = !config.rich() && problem.tier() == Tier::Rich,
-      .head_dim = problem.head_dim > config.head_dim,
-      .head_dim_v = problem.head_dim_v > config.head_dim_v,
-      .vectors = lacks_vectors(asked),
-      .tiles = config.walks_lists() != problem.lists.on(),
+      .dtype = config.dtype != forward.dtype,
+      .tier = !config.rich() && forward.tier() == Tier::Rich,
+      .head_dim = forward.head_dim > config.head_dim,
+      .head_dim_v = forward.head_dim_v > config.head_dim_v,
+      .vectors = lacks_vectors(problem),
+      .tiles = config.walks_lists() != forward.lists.on(),
   };
 }
 
 template <Op op>
-Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
+Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
   const Family& family = family_of(config);
-  Refusal found = refusal_of_sizes<op>(config, asked);
+  Refusal found = refusal_of_sizes<op>(config, problem);
   found.gpu = !family.runs_on(device.capability);
   found.shared_memory = family.smem_bytes(config) > device.smem_optin;
-  family.refuse(found, config, asked);
+  family.refuse(found, config, problem);
   return found;
 }
 
 template <Op op>
-bool fits(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
-  return !refusal_of_sizes<op>(config, asked).any() && family_of(config).runs_on(device.capability) &&
-         !refusal<op>(config, asked, device).any();
+bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
+  return !refusal_of_sizes<op>(config, problem).any() && family_of(config).runs_on(device.capability) &&
+         !refusal<op>(config, problem, device).any();
 }
 
 template Refusal refusal<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);

@@ -40,7 +40,7 @@ struct QueryList : TileRange {
   FC_HOST_DEVICE bool full(int n) const {
     const int query = first_query(n);
     return seeing.first <= query && query + kBlockM <= seeing.last &&
-           code(n).shows(TileCode::of_queries(n % kParts * kBlockM, kBlockM));
+           code(n).shows(TileCode::quadrants_of_queries(n % kParts * kBlockM, kBlockM));
   }
   FC_HOST_DEVICE int index(int n) const { return first_query(n) / kBlockM; }
 

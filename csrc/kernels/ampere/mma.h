@@ -141,7 +141,7 @@ CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const B& 
   }
 }
 
-// This thread's share of an accumulator (kRows,kCols), which kDown x kAcross warps share, on its way to a shared tile of
+// This thread's share of an accumulator (kRows,kCols) of kDown x kAcross warps, on its way to a shared tile of
 // SharedLayout<kRows, kCols>.
 template <class Element, int kRows, int kCols, int kDown, int kAcross>
 class SharedResult {

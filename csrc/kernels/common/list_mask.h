@@ -35,8 +35,8 @@ CUTE_DEVICE void hide_unlisted(const KvList<kBlockN>& tiles, const TileLists& li
   }
 }
 
-// Of a tile of queries from `query` on, in backward, elements (keys,queries) of pairs with a thread's keys `key` and
-// `key` + 8 that a list hides become 0, by selection: hidden keys may hold anything. Both count from the tile of the list.
+// In backward: zeros the elements (keys,queries) that a list hides, of queries from `query` on and a thread's keys
+// `key` and `key` + 8, which count from the listed tile's start. By selection, since hidden keys may hold anything.
 template <class Coords, class First, class... Others>
 CUTE_DEVICE void hide_unlisted_pairs(TileCode code, const TileLists& lists, int query, int key, First&& first,
                                      Others&&... others) {

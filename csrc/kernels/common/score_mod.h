@@ -60,8 +60,8 @@ struct Softcap {
 };
 
 // The element-wise rule of a call, for kernels: a product x of query and key becomes the score outer() * value(x *
-// inner()), without a rule x * softmax_scale. outer() is above 0; value is odd, and derivative(value(0)) is 1. What names
-// Softcap or SmallTanh here is softcap's: another rule needs its own (docs/architecture.md).
+// inner()), without a rule x * softmax_scale. outer() is above 0; value is odd, and derivative(value(0)) is 1. Softcap
+// and SmallTanh are softcap's: another rule needs its own (docs/architecture.md).
 class ScoreMod {
  public:
   CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : rule_(p.rules.element), scale_(p.softmax_scale) {}

@@ -70,7 +70,7 @@ struct BackwardTraits {
     alignas(128) Element v[C.block_n * C.head_dim_v];  // dV on the way out
     alignas(128) Element q[C.stages][C.block_m * C.head_dim];
     alignas(128) Element dout[C.stages][C.block_m * C.head_dim_v];
-    alignas(128) Element scores[kWholeKeys ? 1 : 2][C.block_n * C.block_m];  // dS^T, and P^T behind it
+    alignas(128) Element scores[kWholeKeys ? 1 : 2][C.block_n * C.block_m];  // dS^T, then P^T
     alignas(16) float lse_log2[C.stages][C.block_m];
     alignas(16) float row_dot[C.stages][C.block_m];
   };

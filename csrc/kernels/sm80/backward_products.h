@@ -10,8 +10,8 @@ namespace flash_cute::sm80 {
 
 using namespace ampere;
 
-// A SharedOperand whose address is in two registers: the lane's offset, and the tile's address, which all lanes share and which moves with
-// the stage. Backward has ten operands and no register to spare; uniform registers are free.
+// A SharedOperand whose address is in two registers: the lane's offset, and the tile's address, which all lanes share
+// and which moves with the stage. Backward has ten operands and no register to spare; uniform registers are free.
 template <Side kSide, bool kTransposed, class Element_, int kRows, int kCols, int kWarps>
 struct StagedOperand {
   using Element = Element_;

@@ -8,8 +8,8 @@
 
 namespace flash_cute::sm90 {
 
-// 1 where key tiles keep the GPU busy, else of all tiles or of the last wave's. Splits cost a combine pass and workspace.
-// Heads are split before queries. Packed lengths count as their mean.
+// The cheapest splits of key tiles: none if the tiles keep the GPU busy, else of all tiles or of the last wave's.
+// Splits cost a combine pass and workspace. Heads are split before queries. Packed lengths count as their mean.
 QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 // Zeros cost a pass at memory speed. FirstStores saves it where queries see few keys; with many keys all tiles would go

@@ -237,7 +237,7 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const WorkOf<C>& work) {
-    const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.cut < 0;
+    const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.split_tile < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
       if (!waits || at_.stage() == number_) add_sums(work, step);

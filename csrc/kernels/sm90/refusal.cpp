@@ -56,7 +56,7 @@ void Sm90Family::refuse(Refusal& refusal, const KernelConfig& config, const FwdP
   // Dropout bits are generated for tiles counted from the first visible key. A bounded left window may start anywhere
   // inside the 32 keys that share a Philox call.
   const bool keys_shifted = problem.band.left < problem.seqlen_k - 1;
-  // TMA loads contiguous rows in whole swizzle atoms; pages must cut tiles so.
+  // TMA loads contiguous rows in whole swizzle atoms; pages must hold whole ones.
   const bool reads_pages = config.cluster == 1 && !keys_shifted && problem.pages.together(config.block_n) % 8 == 0;
   refusal.tensor_map = !addressable(problem, {problem.q, problem.out}, {problem.k, problem.v});
   refusal.empty_columns = has_empty_columns(config, problem);
