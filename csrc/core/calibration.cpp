@@ -47,7 +47,7 @@ const KernelConfig* kernel_named(const std::string& id) {
   for (const Row& row : rows_of_configs()) {
     if (row.config.id() == id) return &row.config;
   }
-  throw std::invalid_argument("flash_cute: the calibration names " + id + ", which is no kernel's id");
+  throw std::invalid_argument("flash_cute: " + id + " is no kernel's id; kernels() lists them");
 }
 
 // "ID", or "ID num_splits=2 pack_gqa=1".
@@ -58,11 +58,12 @@ Entry read_entry(const std::string& text) {
   Entry entry{kernel_named(word), {}};
   while (words >> word) {
     if (!parse_override(entry.overrides, word)) {
-      throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N behind a kernel's id, got " + word);
+      throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N after a kernel's id, got " + word);
     }
   }
   if (entry.overrides.any() && (entry.kernel->op != Op::Fwd || !family_of(*entry.kernel).facts.takes_overrides)) {
-    throw std::invalid_argument("flash_cute: num_splits and pack_gqa are those of Hopper's forward, got " + text);
+    throw std::invalid_argument("flash_cute: only Hopper's forward has num_splits and pack_gqa, not " +
+                                entry.kernel->id());
   }
   return entry;
 }
@@ -142,7 +143,8 @@ std::string calibration_bucket(std::string problem) {
   if (request.op == Op::Fwd && request.fwd().pages.ids != nullptr) {
     const DecodeProblem p = over_pages(request.fwd());
     if (reads_pages_in_place(p)) return bucket<Op::Decode>(p, request.gpu);
-    throw std::invalid_argument("flash_cute: keys of this call are laid out anew, and no calibration counts");
+    throw std::invalid_argument(
+        "flash_cute: this call copies its keys out of their pages; the calibration does not apply to it");
   }
   if (request.op == Op::Fwd) return bucket<Op::Fwd>(request.fwd(), request.gpu);
   if (request.op == Op::Bwd) return bucket<Op::Bwd>(request.bwd, request.gpu);

@@ -12,7 +12,7 @@ const Kernels& built_kernels() {
 }
 
 const Device& device(int) {
-  throw std::invalid_argument("flash_cute: this build has no CUDA, and knows no device");
+  throw std::invalid_argument("flash_cute: this build of flash_cute holds no CUDA kernels, and cannot query a GPU");
 }
 
 namespace lab {

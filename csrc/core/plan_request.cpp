@@ -64,7 +64,10 @@ FwdProblem read_problem(JsonFields& in) {
   p.batch = size("batch", 1);
   p.heads = size("heads", 1);
   p.heads_k = size("heads_k", p.heads, 1);
-  if (p.heads % p.heads_k != 0) throw std::invalid_argument("flash_cute: heads must be a multiple of heads_k");
+  if (p.heads % p.heads_k != 0) {
+    throw std::invalid_argument("flash_cute: heads is " + std::to_string(p.heads) +
+                                "; expected a multiple of heads_k, " + std::to_string(p.heads_k));
+  }
   p.head_dim = size("head_dim", 128, 1);
   p.head_dim_v = size("head_dim_v", p.head_dim, 1);
   p.seqlen_q = size("seqlen_q", 1);
@@ -73,7 +76,8 @@ FwdProblem read_problem(JsonFields& in) {
   p.total_k = in.integer("total_k", int64_t(p.batch) * p.seqlen_k, 0, INT64_MAX / 2);
   p.band = {window("window_size_left"), window("window_size_right")};
   p.softmax_scale = static_cast<float>(in.number("softmax_scale", 1));
-  if (!std::isfinite(p.softmax_scale)) throw std::invalid_argument("flash_cute: softmax_scale is not finite in fp32");
+  if (!std::isfinite(p.softmax_scale))
+    throw std::invalid_argument("flash_cute: softmax_scale is not finite in fp32; give a smaller one");
   p.rules.element = ElementRule::named([&](const char* name) { return in.flag(name); });
   if (in.flag("alibi")) p.rules.alibi = &kPlaceholderSlope;
   if (in.flag("dropout")) {
@@ -118,7 +122,8 @@ PlanRequest read_plan_request(const std::string& problem) {
     if (p.pages.size == 0) return;
     p.pages.per_sequence = size("max_blocks", (int64_t(p.seqlen_k) + p.pages.size - 1) / p.pages.size);
     if (in.has("max_blocks") && p.pages.capacity() > kMostSize)
-      throw std::invalid_argument("flash_cute: max_blocks * page_size is 2^29 or more");
+      throw std::invalid_argument("flash_cute: max_blocks * page_size is " + std::to_string(p.pages.capacity()) +
+                                  "; it must be below 2^29");
     p.pages.count = static_cast<int>(std::min<int64_t>(kMostSize, int64_t(p.batch) * p.pages.per_sequence));
     p.pages.ids = &kPlaceholderIndex;
     give_pages_strides(p, p.pages.size);
@@ -151,7 +156,8 @@ PlanRequest read_plan_request(const std::string& problem) {
     d.num_splits = size("num_splits", 0);
     d.split_size = size("split_size", 0);
     if (d.num_splits > 0 && d.split_size > 0) {
-      throw std::invalid_argument("flash_cute: num_splits and split_size are given; expected one of them at most");
+      throw std::invalid_argument("flash_cute: num_splits is " + std::to_string(d.num_splits) + " and split_size " +
+                                  std::to_string(d.split_size) + "; give one of them");
     }
     d.fwd = p;
   }

@@ -44,7 +44,7 @@ struct Candidates {
       if (request.built_only && !is_built(*kernel)) add_reason(refused, kNotBuilt);
       add_reason(refused, beyond_limit<op>(*kernel, problem, request.gpu));
       if (!refused.empty() && fastest != nullptr && same_kernel(*kernel, *fastest)) {
-        add_reason(refused, "the calibration names it in vain");
+        add_reason(refused, "the calibration in use names this kernel, but it cannot run this call");
       }
       const bool is_best = best != nullptr && same_kernel(*kernel, *best);
       const std::string passed_over = !refused.empty() ? ""

@@ -119,9 +119,10 @@ def test_keys_of_odd_head_dims_are_laid_out_for_forward(page_size):
         ({"head_dim": 100}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
         ({"unaligned": True}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
         ({"batch": 0}, "fwd_sm90_bf16_plain_d128", "tensors that are not empty"),
-        ({"head_dim": 64}, "fwd_sm90_bf16_plain_d128", "wider by 64 columns"),
+        ({"head_dim": 64}, "fwd_sm90_bf16_plain_d128", 
+         "empty; it needs head dims above 64 and 64 of v"),
         ({"dropout": True, "window_size": (5, 0)}, "fwd_sm90_bf16_rich_d128",
-         "none in a window that is bounded to the left"),
+         "none with a window that is bounded to the left"),
         ({"op": "decode", "num_splits": 2}, "decode_sm90_bf16_rich_d128",
          "splits keys by itself"),
         ({"op": "decode", "page_size": 12, "seqlen_q": 200}, "fwd_sm90_bf16_plain_d128",
@@ -274,7 +275,7 @@ def test_parts_and_shared_tiles_may_be_given(num_splits, pack_gqa):
     most = -(-2 * 132 // (32 // pack_gqa))  # which fill two waves
     with k.only(free.kernel.id, num_splits=num_splits, pack_gqa=pack_gqa):
         if num_splits > most:
-            with pytest.raises(RuntimeError, match=f"num_splits is {num_splits}, .* up to {most} "):
+            with pytest.raises(RuntimeError, match=f"num_splits is {num_splits}; .* up to {most} "):
                 k.plan(FEW_QUERIES, "h100")
             return
         plan = k.plan(FEW_QUERIES, "h100")
@@ -308,15 +309,15 @@ def test_what_no_kernel_can_is_refused(name):
         with pytest.raises(RuntimeError, match="no kernel for this call") as error:
             k.plan(problem, "h100")
         reasons = {row.id: row.reason for row in k.explain(problem, "h100")}
-    assert f"{asked} is {number}, and it takes {most} for this call" in str(error.value)
-    assert all(reasons[id].startswith(f"{asked} is {number}, ") for id in fitting)
+    assert f"{asked} is {number}; it supports {most} for this call" in str(error.value)
+    assert all(reasons[id].startswith(f"{asked} is {number}; ") for id in fitting)
 
 
 def test_older_gpus_have_neither():
     with k.only(num_splits=1, pack_gqa=1):
         assert k.plan(FEW_QUERIES, "a100").kernel.arch == 80
     for given in ({"num_splits": 2}, {"pack_gqa": 2}):
-        with k.only(**given), pytest.raises(RuntimeError, match=r"is 2, and it takes .*up to 1"):
+        with k.only(**given), pytest.raises(RuntimeError, match=r"is 2; it supports .*up to 1"):
             k.plan(FEW_QUERIES, "a100")
 
 
@@ -398,22 +399,25 @@ def test_bad_gpus():
         ("", "expected '{'"),
         ("{", "expected '\"'"),
         ('{"op": }', "expected a value"),
-        ('{"op": "fwd"} x', "something follows"),
-        ('{"op": "fwd"}\0x', "something follows"),
+        ('{"op": "fwd"} x', "expected the end after the object"),
+        ('{"op": "fwd"}\0x', "expected the end after the object"),
         ('{"batch": 0x10}', "expected a number"),
         ('{"softmax_scale": 1e300}', "softmax_scale is not finite"),
         ('{"heads": 0}', "heads_k is 0"),
-        ('{"op": "decode", "num_splits": 2, "split_size": 64}', "num_splits and split_size"),
-        ('{"op": "fw', "no end"),
+        (
+            '{"op": "decode", "num_splits": 2, "split_size": 64}',
+            "num_splits is 2 and split_size 64; give one of them",
+        ),
+        ('{"op": "fw', "a string is not closed"),
         ('{"op": "fwd",}', "expected '\"'"),
-        ('{"batch": 1, "batch": 2}', "batch is there twice"),
+        ('{"batch": 1, "batch": 2}', "batch is given twice"),
         ('{"op": 3}', "expected a string"),
-        ('{"op": "fwd", "batches": 3}', "no field is called batches"),
+        ('{"op": "fwd", "batches": 3}', "unknown field batches"),
         ('{"batch": "3"}', "expected a number"),
         ('{"batch": 1.5}', "expected an integer"),
         ('{"batch": 1e300}', "expected an integer"),
         ('{"heads_k": 0}', "heads_k is 0"),
-        ('{"heads": 3, "heads_k": 2}', "multiple"),
+        ('{"heads": 3, "heads_k": 2}', "heads is 3; expected a multiple of heads_k, 2"),
         ('{"varlen": 1}', "expected a bool"),
         ('{"dtype": "fp8"}', "dtype is fp8"),
         ('{"op": "x"}', "op is x"),

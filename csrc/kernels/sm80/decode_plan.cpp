@@ -91,7 +91,8 @@ void Sm80Family::plan_decode(DecodeParams& p, const KernelConfig& config, const 
     splits = (blocks + size - 1) / size;
   }
   if (!even && work_tiles * splits >= kMostParts) {
-    throw std::runtime_error("flash_cute: keys are cut into 2^30 splits or more");
+    throw std::runtime_error(
+        "flash_cute: num_splits or split_size make 2^30 splits or more; give fewer or larger ones");
   }
   if (even) p.quantum_blocks += static_cast<int>(work_tiles * blocks / kMostParts);
   if (p.is_uniform()) plan_uniform(p, config);
