@@ -102,6 +102,15 @@ def test_backward(cuda, name, shape, masked, deterministic):
     verify(name, shape, masked, True, parse(name), deterministic)
 
 
+def test_backward_needs_one_list_for_all_query_heads_of_a_kv_head(cuda):
+    q, k = (torch.randn(1, 200, heads, 64, device=cuda, dtype=torch.bfloat16) for heads in (4, 2))
+    lists = random_lists(1, 4, (200, 200), 1.0, False).tile_lists
+    lse = torch.zeros(1, 4, 200, device=cuda)
+    words = "tile_lists has 4 heads; backward on CUDA needs one list .* of a kv head: 1 or 2 heads"
+    with pytest.raises(RuntimeError, match=words):
+        torch.ops.flash_cute.bwd(q, q, k, k, q, lse, tile_lists=lists)
+
+
 @pytest.mark.parametrize("name", [id for id in BACKWARD if "bf16" in id])
 def test_deterministic_gradients_repeat(cuda, name):
     kernel = parse(name)
