@@ -106,14 +106,14 @@ bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode,
                         const Device& gpu, const FwdOverrides& overrides) {
   const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
-  if (!family_of(forward).facts.reads_caches || rows <= card.few_rows) return false;
+  if (!family_of(forward).facts.reads_caches || rows <= card.memory_bound_rows) return false;
   const double decode_us = cost(decode, p, gpu) / cost_per_us(decode, gpu.sms);
-  if (rows <= decode.block_m && decode.block_m == card.more_rows) {
+  if (rows <= decode.block_m && decode.block_m == card.near_bound_rows) {
     // Over pages forward is always faster in spite of its overhead.
     const bool reads_keys_once = packed_heads(forward, p.fwd, overrides) * p.fwd.heads_k == p.fwd.heads;
-    return reads_keys_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || decode_us > card.long_us);
+    return reads_keys_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || decode_us > card.long_decode_us);
   }
-  return cost(forward, p.fwd, gpu, overrides) / cost_per_us(forward, gpu.sms) < decode_us + card.around_us;
+  return cost(forward, p.fwd, gpu, overrides) / cost_per_us(forward, gpu.sms) < decode_us + card.decode_overhead_us;
 }
 
 }  // namespace flash_cute

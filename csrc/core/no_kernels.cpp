@@ -1,4 +1,4 @@
-// A build for the CPU alone: no kernels, and no device.
+// A CPU-only build: no kernels, and no device.
 #include <stdexcept>
 
 #include "core/built.h"

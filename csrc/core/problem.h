@@ -59,7 +59,7 @@ struct ScoreRules {
   int64_t alibi_batch = 0;
   const int64_t* rng = nullptr;     // {seed, offset} of dropout; null: off
   int drop_below = 0;  // of 65536: elements with a smaller random number are dropped
-  float keep_scale = 1.f;           // 65536 / (65536 - drop_below); 0 where everything is dropped
+  float keep_scale = 1.f;           // 65536 / (65536 - drop_below); 0 if everything is dropped
 
   // Factor that backward leaves out of dS, and puts into dK and dQ at the end.
   constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }

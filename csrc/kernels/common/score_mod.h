@@ -73,7 +73,7 @@ class ScoreMod {
   CUTE_DEVICE float value_fp32(float x) const { return Softcap::value_fp32(x); }
   CUTE_DEVICE float derivative(float value) const { return Softcap::derivative(value); }
 
-  // Products become scores without the factor rest(); without a rule they change sign where the scale is negative. The
+  // Products become scores without the factor rest(); without a rule they change sign if the scale is negative. The
   // shortcut is for small scores, the usual case, and takes registers.
   template <bool kShortcuts, class Scores>
   CUTE_DEVICE void apply(Scores&& scores) const {

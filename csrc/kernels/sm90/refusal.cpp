@@ -68,7 +68,8 @@ void Sm90Family::refuse(Refusal& refusal, const KernelConfig& config, const BwdP
   refusal.tensor_map = !addressable(problem);
   refusal.empty_columns = has_empty_columns(config, problem.fwd);
   refusal.dropout = problem.fwd.rules.rng != nullptr && !has_dropout(config);
-  // Ranks count the tiles of keys that a window hides before the others, too: their turns would never come.
+  // Ranks also count tiles of keys that a window on the left hides. No CTA processes these, so later tiles would wait
+  // forever.
   const bool turns_known = problem.fwd.lists.ranks != nullptr && problem.fwd.band.left >= problem.fwd.seqlen_k - 1;
   refusal.lists = problem.fwd.lists.on() && problem.deterministic && !turns_known;
 }
