@@ -79,8 +79,8 @@ def cp_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: by name; and ValueError if ranks differ in
             shapes, dtypes, options, plans, values of slopes and sinks, or tensors that want
-            gradients. All ranks raise the same message. Values on a GPU are not waited for: what
-            differs is told by a later call, or by backward.
+            gradients. All ranks raise the same message. The host does not wait for values on a
+            GPU: a later call, or backward, raises the error.
         RuntimeError: of a call or of backward that not all ranks make, within the group's timeout.
 
     Example::

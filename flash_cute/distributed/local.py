@@ -55,7 +55,7 @@ def _takes_fp32_gradients(
     problem = kernels.Problem(
         "bwd", dtype, head_dim=head_dim, head_dim_v=head_dim_v, fp32_gradients=True
     )
-    with limits.limited(""):
+    with limits.limit_kernels(""):
         return any(row.verdict != "refused" for row in kernels.explain(problem, device.index))
 
 

@@ -346,7 +346,7 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
             f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Pass each id "
             "as an argument of its own"
         )
-    with limits.limited(limits.merge_with_current(ids, num_splits, pack_gqa)):
+    with limits.limit_kernels(limits.merge_with_current(ids, num_splits, pack_gqa)):
         yield
 
 

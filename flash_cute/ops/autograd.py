@@ -162,7 +162,7 @@ def _formula(op: Any) -> type[internals.Formula]:
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
             saved = ctx.saved_tensors  # once: a checkpoint unpacks them one time
             given = backward_arguments(ctx, op, saved, dout, dlse)
-            with limits.again(ctx.limit):
+            with limits.restore_limit(ctx.limit):
                 results = call(_BACKWARD_OF[op], given)
             gradients = [results[i] for i in _LAYOUTS[op].gradients]
             return (*map(_in_dtype_of, saved[: len(gradients)], gradients), None)

@@ -93,7 +93,7 @@ def autotune(
     for problem in everything:
         check_plain(problem)
     measured = []
-    with calibration.suspended(), limits.limited(""):
+    with calibration.suspended(), limits.limit_kernels(""):
         for done, problem in enumerate(everything):
             if progress:
                 progress(done, len(everything), problem)
