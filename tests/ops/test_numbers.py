@@ -118,7 +118,7 @@ CALLS: dict[str, Call] = {
             "bucket": {"problem": PROBLEM},
             "nearest": {"problem": PROBLEM, "block_m": 64, "block_n": 64},
         },
-        kernels.plans: {"as_gpu": {"gpu": "h100"}},
+        kernels.gpus: {"as_gpu": {"gpu": "h100"}},
         flash_attn: {
             "flash_attn_func": DENSE,
             "flash_attn_varlen_func": ROWS | LENGTHS,
@@ -279,8 +279,9 @@ def test_what_is_right_is_taken(call, name):
 def test_the_table_has_every_public_function():
     """Of these modules, whose functions have numbers."""
     known = {function for function, _ in CALLS.values()}
-    modules = (mha.functions, kernels.plans, tiled.functions, flash_attn, flash_attn_2_cuda,
-               flash_attn_interface, flash_attn_3_raw, bert_padding, rotary)  # fmt: skip
+    modules = (mha.functions, kernels.configs, kernels.gpus, kernels.plans, tiled.functions,
+               flash_attn, flash_attn_2_cuda, flash_attn_interface, flash_attn_3_raw, bert_padding,
+               rotary)  # fmt: skip
     public = {getattr(flash_cute, name) for name in flash_cute.__all__ if name != "autotune"}
     for module in modules:
         public |= {
