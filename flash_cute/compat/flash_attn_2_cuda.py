@@ -148,7 +148,8 @@ def bwd(
     dout, q, k, v, out = spellings.copy_if_last_dim_strided(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_bwd(
-        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
+        dout, q, k, v, out, calls.flash_cute_lse(softmax_lse), dq, dk, dv,
+        calls.detached(alibi_slopes),
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
         calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip
@@ -185,8 +186,8 @@ def varlen_bwd(
     dout, q, k, v, out = spellings.copy_if_last_dim_strided(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_varlen_bwd(
-        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
+        dout, q, k, v, out, calls.flash_cute_lse(softmax_lse), dq, dk, dv, cu_seqlens_q,
+        cu_seqlens_k, calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
         spellings.integer(max_seqlen_k), p_dropout, softmax_scale, zero_tensors, is_causal,
         window_size_left, window_size_right, calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip

@@ -37,7 +37,7 @@ class ContextParallel:
         head_groups: into how many groups of kv heads all_gather cuts its work, if they divide them.
         check: whether each call asks all ranks if they make the same one, and raises the same error
             on all of them if not: one message of 24 bytes between hosts. Without it they may hang
-            until the groups' timeout, or compute nonsense.
+            until the groups' timeout, or return wrong results.
         timeout: of groups that are made here; None is that of the ranks' own group.
         links: speeds that "auto" reckons with, as :func:`measure_links` finds them; None is those
             of Hopper GPUs on NVLink.

@@ -286,7 +286,7 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
     """Autograd's kernel of an op that has no gradient. What it writes, with the argument
     ``writes_with`` alone if one is named, gets another version, by which autograd knows that a
     tensor saved for backward has changed."""
-    names, written = CALLS[op]._fields, schema.written(op)
+    names, written = CALLS[op]._fields, schema.written_arguments(op)
 
     def kernel(*args: Any, **named: Any) -> Any:
         tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
