@@ -61,16 +61,16 @@ class Whole:
         self.codes = codes.masked_fill(~self._reached(), 0)
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """q, or what has its layout, as (n * tiles, group, 128, dim), 0 behind the end."""
+        """q, or a tensor with its layout, as (n * tiles, group, 128, dim), padded with zeros."""
         return by_tiles(fold(x, self.list_heads))
 
-    def statistic(self, x: Tensor, behind: float) -> Tensor:
-        """Row statistics (batch, heads, seqlen_q) likewise, with ``behind`` behind the end."""
+    def statistic(self, x: Tensor, padding: float) -> Tensor:
+        """Row statistics (batch, heads, seqlen_q) likewise, padded with ``padding``."""
         x = x.reshape(self.batch * self.list_heads, self.group, self.seqlen_q, 1)
-        return by_tiles(x, behind)
+        return by_tiles(x, padding)
 
     def _reached(self) -> Tensor:
-        """Tiles in which the band leaves any pair: bool (tiles of queries, tiles of keys)."""
+        """Tiles of which the band shows any pair: bool (tiles of queries, tiles of keys)."""
         top = torch.arange(tiles_of(self.seqlen_q), device=self.q.device)[:, None] * TILE
         left = torch.arange(tiles_of(self.seqlen_k), device=self.q.device) * TILE
         bottom = (top + TILE).clamp_max(self.seqlen_q) - 1

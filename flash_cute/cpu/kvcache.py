@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return ids, rows % page_size, (ids >= 0) & (ids < len(cache))
 
     def write(self, cache: Tensor, new: Tensor, last: int) -> None:
-        """Writes the first rows of ``new`` behind those in use, up to row ``last``."""
+        """Writes the first rows of ``new`` after those in use, up to row ``last``."""
         ids, rows, there = self.rows(cache, self.used, last)
         cache[ids[there], rows[there]] = new[: len(ids)][there]
 

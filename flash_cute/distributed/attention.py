@@ -190,7 +190,8 @@ def _attend(
     return_lse: bool,
     asked: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, if it is asked for, lse. ``asked`` is what ops are to compare over ranks."""
+    """(out, lse); lse may be None without ``return_lse``. ``asked`` is a text that the ops compare
+    between ranks."""
     q, k, v = (x[None] for x in qkv) if plan.packed else qkv
     lse: Tensor | None
     if plan.inner > 1 or plan.ranks == 1:

@@ -31,7 +31,7 @@ from flash_cute.ops.typed import FwdCall
 OPS = torch.ops.flash_cute
 
 
-# What a strategy needs of attention: a call of fwd, by its own schema.
+# The arguments of attention that a strategy needs: those of fwd.
 _CALL = internals.argument_list(OPS.fwd.default)
 _NO_GRADIENTS: Any = FwdCall._make([None] * len(FwdCall._fields))
 
@@ -41,8 +41,8 @@ def attention(plan: str, asked: str, *args: Any) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
 
     k and v that :func:`exchange_qkv` copied are fp32, and so are their gradients, with numbers of
-    q's dtype. What is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not
-    compared.
+    q's dtype. ``asked`` is a text of the options, which must be equal on all ranks; with "" nothing
+    is compared.
     """
     whole, given = plan_of(plan), FwdCall(*args)
     groups = groups_of(whole)
@@ -205,8 +205,8 @@ def problem_in_graph(check: Callable[[], Any], *tensors: Any) -> tuple[str, str]
 
 @make_op("cp_refuse")
 def refuse(x: Tensor, width: int, kind: str, text: str, context: str) -> Tensor:
-    """Raises on all ranks, which ask for agreement, what a graph found wrong with this rank's call,
-    whose result would be as x, with its last dimension."""
+    """Raises on all ranks the error that a graph found in this rank's call. Its fake has the shape
+    of the call's result: x with a last dimension of ``width``."""
     context_named(context).agree("none", agreement.error_of(kind, text))
     return x.new_empty((*x.shape[:-1], width))
 

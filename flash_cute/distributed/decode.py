@@ -192,7 +192,7 @@ class _Tokens:
 
 
 def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -> dict[str, Any]:
-    """The arguments that append this rank's of k and v: packed to the front, the rest behind."""
+    """The arguments that append this rank's rows of k and v, which are packed at the front."""
     if k is None or v is None or k.shape[1] == 0:
         return {}
     steps = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
@@ -208,7 +208,7 @@ def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -
 
 @named("merge")
 def _merged(out: Tensor, lse: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    """Over the tokens of all ranks, in fp32, of one message."""
+    """out and lse over the tokens of all ranks, merged in fp32 from one message."""
     mine = torch.cat((out.to(lse.dtype), rows(lse)), -1)
     gathered, work = comm.all_gather(mine, cp.group if cp.size > 1 else None)
     work.wait()

@@ -1,5 +1,5 @@
-"""The ops of ulysses: all-to-alls between shares of tokens and shares of heads (DeepSpeed-Ulysses,
-arXiv 2309.14509), whose gradients are the way back."""
+"""The ops of ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): all-to-alls between shares of tokens
+and shares of heads, whose gradients are the all-to-alls back."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def exchange_qkv(
     sink: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`exchange` to heads of all three in one message; ``asked`` as in :func:`attention`, for
-    which all heads' slopes, sinks and the random state are here.
+    """:func:`exchange` of q, k and v to heads, in one message. ``asked`` is that of
+    ``cp_attention``; slopes, sinks and the random state are only compared between ranks.
 
-    With ``copies`` > 1 each head of k and v is copied as often, and both are given in fp32, so that
-    autograd keeps the copies' gradients in fp32 until they are added up.
+    With ``copies`` > 1 each head of k and v is repeated so often, and both are returned in fp32, so
+    that autograd keeps the copies' gradients in fp32 until they are added up.
     """
     whole = plan_of(plan)
     with agreeing_on_call(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink, rng=rng):
@@ -94,7 +94,7 @@ def _members(plan: Plan, groups: Groups) -> tuple[layouts.Runs, ...]:
 
 
 def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
-    """Tensors (batch, rows, heads, dim) travel beside one another; what pads parts is not read."""
+    """Tensors (batch, rows, heads, dim) are sent in one message, whose padding is not read."""
     members = _members(plan, groups)
     longest = max(map(layouts.rows, members))
     first, heads = tensors[0], [x.shape[2] // plan.inner for x in tensors]

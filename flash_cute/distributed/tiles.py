@@ -141,8 +141,7 @@ def _cut(q: Run, k: Run, low: int, high: int, bounds: Window, to_zero: bool = Fa
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
-    """Whole tiles beside one another become one: more keys for the same queries, or queries that
-    see the same keys."""
+    """Merges adjacent whole tiles: those with the same queries, and those with the same keys."""
     by_keys: list[Tile] = []
     for tile in tiles:
         last = by_keys[-1] if by_keys else None

@@ -13,14 +13,14 @@ from flash_cute.distributed.description import digest
 
 
 class ValuesOnGPU:
-    """What calls compared: digests travel behind a call, from GPU to GPU, and what differs is told
-    at a later call, once the host has it."""
+    """Comparisons under way. After a call the GPUs exchange digests of tensors. Once these are on
+    the host, a later call raises an error if they differ."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[list[str], Tensor, torch.cuda.Event]] = deque()
 
     def compare(self, tensors: dict[str, Tensor | None], group: Any) -> None:
-        """Starts it, for those that are on a GPU. Every rank makes the same call."""
+        """Starts to compare the tensors that are on a GPU. Every rank makes the same call."""
         given = {name: x for name, x in tensors.items() if x is not None and x.is_cuda}
         if not given:
             return

@@ -66,8 +66,8 @@ def _functional(op: Any, compute: Callable[[Any], Results]) -> Callable[..., Res
 def _into(
     op: Any, compute: Callable[[Any], Results], out_alone: Callable[[Any], Results]
 ) -> Callable[..., None]:
-    """The kernel of an out overload: computes, by ``out_alone`` if no more than that is asked for,
-    then copies into the tensors given."""
+    """The kernel of an out overload: computes, by ``out_alone`` if only out is given, then copies
+    the results into the tensors given."""
     names, call_of = internals.results(op), CALLS[op]
 
     def out_kernel(*args: Any, **given: Any) -> None:

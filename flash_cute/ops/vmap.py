@@ -1,17 +1,17 @@
-"""``torch.vmap`` over the ops: one call for all samples where that gives what one call each would.
+"""``torch.vmap`` over the ops: one call for all samples, if its results equal those of one each.
 
-A sample is one of the calls that vmap stands for. Samples become part of the batch, or of the
-heads, both of which attention keeps apart:
+A sample is one of the calls that vmap replaces. Samples become part of the batch or of the heads,
+which are independent in attention:
 
 - dense calls and calls over a cache: the batch, most often without a copy;
 - dense calls whose sink differs from sample to sample or gets a gradient (a sink has one logit a
   head for the whole batch), and packed sequences, which all samples share: the heads;
 - ``combine``: the rows.
 
-Some calls are made one by one. Sparse ones. With dropout, as what is dropped depends on the place
-in the batch and in the heads. And where samples differ in what describes packed sequences; over a
-cache where queries are packed, and where samples differ in the sink or in one cache of the two. Ops
-that write into their arguments raise an error that names them.
+Other calls are made one by one: sparse calls; those with dropout, whose mask depends on the index
+in the batch and in the heads; those whose samples differ in offsets or lengths of packed sequences;
+and over a cache those with packed queries, or whose samples differ in the sink or in only one of
+the caches. Ops that write into their arguments raise an error that names them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HEADS = {"softmax": -3, "dsink": -1}
 
 
 def _readable(name: str, x: Tensor) -> Tensor:
-    """``x``, or a copy of it that is as contiguous as the ops want the argument of this name."""
+    """``x``, or a contiguous copy if the ops need one for the argument of this name."""
     if name not in _STATISTICS and (x.stride(-1) == 1 or x.shape[-1] <= 1):
         return x
     return x.contiguous()
