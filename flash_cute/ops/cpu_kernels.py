@@ -19,7 +19,7 @@ from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
 
 
 def register(library: torch.library.Library) -> None:
-    internals.settle_vector_math()
+    internals.warm_up_mkl_vector_math()
     functions: dict[str, tuple[Callable[[Any], Results], Callable[..., Results]]] = {
         "fwd": (cpu.fwd, sparse.fwd),
         "bwd": (cpu.bwd, sparse.bwd),

@@ -58,7 +58,7 @@ def _each(name: str, samples: int, mapped: set[str], call: Any) -> Tensor:
 
 
 def _given(call: Any, *names: str) -> list[str]:
-    """Those of the names that the call has, and not as None."""
+    """Those of the names whose arguments the call has, and which are not None."""
     return [name for name in names if getattr(call, name, None) is not None]
 
 
@@ -73,7 +73,7 @@ def _one_by_one(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
 
 
 def _into_batch(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
-    """Results have the batch in front, all of them: dsink is none."""
+    """Samples become part of the batch, the first dimension of all results: dsink must be None."""
     batch = call.q.shape["q" in mapped]
     folded = {
         name: _readable(name, _each(name, samples, mapped, call).flatten(0, 1))
@@ -106,7 +106,7 @@ def _into_heads(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
 
 
 def _attention(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
-    """Of ``fwd``, ``bwd`` and their varlen forms."""
+    """The rule of ``fwd``, ``bwd`` and their varlen forms."""
     given = {name for name, x in call._asdict().items() if isinstance(x, Tensor)}
     if call.dropout_p > 0 or mapped & _SEQUENCES or given - _KNOWN:
         return _one_by_one(op, samples, mapped, call)
@@ -118,7 +118,7 @@ def _attention(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
 
 
 def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcacheCall) -> Any:
-    """Samples share their caches, or have caches of their own, which become one."""
+    """Samples share their caches, or each has its own, which are concatenated."""
     caches = mapped & {"k_cache", "v_cache"}
     if call.cu_seqlens_q is not None or "sink" in mapped or len(caches) == 1:
         return _one_by_one(op, samples, mapped, call)
@@ -131,7 +131,7 @@ def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcache
     folded: dict[str, Any] = {}
     if getattr(call, name) is not None:
         places = _each(name, samples, mapped, call)
-        if caches:  # a place that is outside of its sample's cache stays outside of all
+        if caches:  # indices outside of their sample's cache stay invalid
             first = torch.arange(samples, dtype=torch.int32, device=q.device) * pages
             first = first.view(samples, *[1] * (places.dim() - 1))
             places = torch.where((places >= 0) & (places < pages), places + first, -1)
@@ -142,7 +142,7 @@ def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcache
 
 
 def _combine(op: Any, samples: int, mapped: set[str], call: CombineCall) -> Any:
-    """(parts, .., dim) of each sample becomes (parts, rows, dim) of all."""
+    """Samples of shape (parts, .., dim) become rows of one (parts, rows, dim)."""
     out_partial, lse_partial = (
         _each(name, samples, mapped, call).movedim(0, 1) for name in ("out_partial", "lse_partial")
     )
@@ -179,7 +179,7 @@ def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequ
     call = call._replace(**{name: getattr(call, name).movedim(d, 0) for name, d in dims.items()})
     if samples > 0:
         return rule(op, samples, set(dims), call)
-    # Nothing has the shapes of one sample's results, so that one of zeros is computed.
+    # With no sample the shapes of results are unknown: those of one sample of zeros are used.
     given = {name: getattr(call, name) for name in dims}
     one = {name: x.new_zeros((1, *x.shape[1:])) for name, x in given.items()}
     results, out_dims = rule(op, 1, set(dims), call._replace(**one))
@@ -191,7 +191,7 @@ def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequ
 
 
 def _legacy(op: Any, rule: Rule, *args: Any) -> Results:
-    """Kernel for the tensors of ``is_grads_batched``."""
+    """The kernel for tensors of autograd's ``is_grads_batched``."""
     for level in range(1, 65):  # as many as torch has
         plain, in_dims = zip(*(internals.without_samples(x, level) for x in args), strict=True)
         if any(dim is not None for dim in in_dims):
