@@ -104,7 +104,7 @@ def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]
 
 
 def error_of(kind: str, text: str) -> Exception:
-    """One of this kind's name, which all ranks know."""
+    """An error of the class with this name; ValueError for unknown names."""
     return _ERRORS.get(kind, ValueError)(text)
 
 

@@ -127,7 +127,8 @@ def _below_autograd(op: Any, args: Sequence[Any]) -> Any:
 
 
 def forward_of(op: Any, args: Sequence[Any]) -> Results:
-    """What a formula's forward returns; levels of torch.func below have gradients of their own."""
+    """The op's results, for a formula's forward. Lower levels of torch.func record their
+    gradients."""
     if not internals.in_transform():
         return _below_autograd(op, args)
     with internals.with_derivatives():
@@ -135,14 +136,14 @@ def forward_of(op: Any, args: Sequence[Any]) -> Results:
 
 
 def _inputs(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Of a formula: what has gradients, and the whole call as one, for autograd takes its time over
-    each that it is given."""
+    """A formula's inputs: the tensors with gradients, and the call as one object, since autograd
+    takes time for each input."""
     own = _LAYOUTS[op].inputs
     return lambda call: (*own(call), call)
 
 
 def _formula(op: Any) -> type[internals.Formula]:
-    """Of a forward op, whose gradient is one call of its backward op."""
+    """The formula of a forward op, whose gradient is one call of its backward op."""
     may_have_pages = "block_table" in CALLS[op]._fields
 
     class Attention(internals.Formula):

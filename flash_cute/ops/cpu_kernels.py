@@ -40,7 +40,8 @@ def register(library: torch.library.Library) -> None:
 def _checked(
     function: Callable[[Any], Results], of_lists: Callable[..., Results]
 ) -> Callable[[Any], Results]:
-    """What computes a call that is checked first, by one function or, if sparse, by the other."""
+    """A function that checks a call and computes it by ``function``, or by ``of_lists`` if
+    sparse."""
 
     def run(call: Any) -> Results:
         if call.tile_lists is None:
