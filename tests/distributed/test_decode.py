@@ -172,7 +172,7 @@ def test_all_ranks_raise_the_same_and_write_nothing(two, change, words):
 
 
 def prompts_with_windows(ranks_block: int | None) -> float:
-    """One query behind a prompt that is longer than its window, and a short prompt's queries."""
+    """One query after a prompt that is longer than its window, and a short prompt's queries."""
     torch.manual_seed(0)
     cp, error = ContextParallel(), 0.0
     q, k, v = randn(2, 3, 4, DIM), randn(2, 100, 2, DIM), randn(2, 100, 2, DIM_V)
@@ -212,7 +212,7 @@ def test_blocks_that_do_not_divide_the_capacity(three, capacity, block):
 
 
 def low_precision() -> tuple[float, float]:
-    """Errors of ranks and of one process in bf16, beside fp64."""
+    """Errors of ranks and of one process in bf16, against fp64."""
     torch.manual_seed(0)
     cp = ContextParallel()
     q, k, v = (torch.randn(2, n, h, 64).bfloat16() for n, h in ((1, 8), (200, 2), (200, 2)))

@@ -128,7 +128,7 @@ def test_backward_of_one_rank_alone_is_an_error_in_time():
 
 
 def backward_while_a_layer_counts() -> None:
-    """The second rank runs backward of a layer, the first one goes on to the next call."""
+    """The second rank runs backward of a layer, while the first one makes the next call."""
     torch.manual_seed(0)
     layer = create_ring_attention(16, 2)
     x = torch.randn(1, 5, 16)

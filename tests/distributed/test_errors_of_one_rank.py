@@ -259,7 +259,7 @@ def fine() -> int:
 
 
 def wrong_alone() -> float:
-    """Seconds until the second rank says what is wrong, if the first one goes on without it."""
+    """Seconds until the second rank raises its error, if the first rank does not wait for it."""
     ContextParallel()
     start = time.perf_counter()
     if is_wrong():

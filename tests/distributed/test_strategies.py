@@ -23,7 +23,7 @@ class Another(AllGather):
 
 @mock.patch.dict(STRATEGIES, another=Another())
 def of_another() -> tuple[list[float], list[int], str]:
-    """Its errors beside one process's, what it counts beside all_gather, and what it refuses."""
+    """A strategy's errors against one process, its FLOPs against all_gather, and its refusals."""
     of_auto = ContextParallel().plan(16, causal=True, heads=4, heads_k=4)
     assert (of_auto.strategy, of_auto.layout) == ("another", "contiguous")
     torch.manual_seed(0)

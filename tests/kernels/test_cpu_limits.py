@@ -52,7 +52,7 @@ def test_head_dims_and_lengths():
 
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4), (1, 6), (6, 1), (1, 1)], ids=str)
 def test_masks_are_the_kernel_s_only_if_they_hide_the_same(lengths: tuple[int, int]):
-    """Of all windows: no mask where nothing is hidden, the causal one where it is that."""
+    """All windows: without a mask if nothing is hidden, causal if the window is."""
     q, k, v = qkv(1, *lengths)
     everything = reference.visible(*lengths, False, -1, -1)
     causal = reference.visible(*lengths, True, -1, -1)
@@ -97,7 +97,7 @@ GRAIN = odd._GRAIN
     "size", [1, GRAIN - 1, GRAIN, GRAIN + 1, 2 * GRAIN, 8 * GRAIN, 8 * GRAIN + 1]
 )
 def test_every_element_is_looked_at(size: int):
-    """However many there are: the first and the last, and those beside each border."""
+    """For any number of keys: the first and the last one, and those next to each boundary."""
     x = torch.zeros(size)
     assert is_in_range(x)
     step = GRAIN - 1

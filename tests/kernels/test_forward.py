@@ -230,7 +230,7 @@ def test_huge_inputs(make, dtype, value, sign):
     inputs = make(Case(seqlen_q=130, seqlen_k=300, dtype=dtype))
     for x in (inputs.q, inputs.k, inputs.v):
         x.fill_(value)
-    inputs.q[:, 1::2] *= sign  # rows whose scores are all far below 0, beside such far above
+    inputs.q[:, 1::2] *= sign  # rows with scores far below 0 alternate with rows far above
     out, _, _, _ = inputs.forward()
     assert out.isfinite().all()
     expected = torch.full_like(out, value, dtype=torch.float64)

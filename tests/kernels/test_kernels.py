@@ -95,8 +95,8 @@ def test_warpgroups_with_uneven_work(cuda, name, uneven):
 
 
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
-def test_tiles_of_keys_that_end_behind_the_tensor(cuda, name):
-    """Each tensor fills blocks of memory of its own, so that what lies behind is not mapped."""
+def test_tiles_of_keys_that_end_after_the_tensor(cuda, name):
+    """Each tensor fills memory blocks of its own, so that the addresses after it are not mapped."""
     kernel = parse(name)
     dtype, heads = kernel.dtype, 2048 // kernel.dim
     with library.only(name):

@@ -208,7 +208,7 @@ def test_rows_that_join(make_cache, dim, dim_v, rotary_dim, rotary, aligned):
 
 
 def off_boundary(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, contiguous, one element behind a boundary of 16 bytes."""
+    """The same numbers, contiguous, starting one element after a 16-byte boundary."""
     moved = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     assert moved.data_ptr() % 16 != 0
     return moved
@@ -286,7 +286,7 @@ def test_many_keys(cuda, heads_k, keys, dim, bytes_of_cta, page_size):
 
 @pytest.mark.xdist_group("memory")
 def test_more_elements_than_int32_counts(cuda):
-    """Pages that start behind 2^31 elements."""
+    """Pages that start after 2^31 elements."""
     pages, page_size = 2**31 // (16 * 8 * 128) + 50, 16
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GB")

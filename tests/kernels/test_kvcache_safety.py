@@ -61,7 +61,7 @@ def test_bad_pages_under_long_queries(cuda, pages, bad):
 
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, "pages"])
 def test_bad_pages_of_many_keys(cuda, bad):
-    """So many that a CTA asks for pages before it may know the table."""
+    """So many sequences that a CTA loads pages before it has read the table."""
     sizes = {"lengths": (16_000,) * 8, "heads": 8, "heads_k": 2, "dim": 64}
     inputs = make_cache_inputs(CacheCase(**sizes, page_size=16, dtype=BF16), cuda)
     inputs["block_table"][:, ::5] = len(inputs["k_cache"]) if bad == "pages" else bad
@@ -240,7 +240,7 @@ def test_two_sequences_may_share_a_row_of_the_cache_but_not_append_to_it(make_ca
 
 
 def test_two_sequences_may_share_pages_but_not_append_to_one(make_cache):
-    """Pages in front of the row that joins are read alone."""
+    """Pages before the appended row are only read."""
     inputs = make_cache(
         CacheCase(lengths=(20, 20), seqlens_new=1, page_size=16, dim=64, dtype=BF16)
     )

@@ -164,7 +164,8 @@ def test_lists_are_those_of_the_cpu(cuda):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pattern", [SparsePattern.LOCAL_GLOBAL, SparsePattern.STRIDED])
 def test_layer_in_16_bits(cuda, pattern, causal):
-    """Static patterns, whose blocks rounding does not change, beside the same layer on the CPU."""
+    """Static patterns, whose blocks do not depend on rounding, against the same layer on the
+    CPU."""
     layer = create_sparse_attention(256, 4, 0.8, pattern, causal=causal)
     on_gpu = copy.deepcopy(layer).to("cuda", torch.bfloat16)
     layer = layer.double()
@@ -176,7 +177,7 @@ def test_layer_in_16_bits(cuda, pattern, causal):
 
 
 def test_what_no_kernel_does_is_computed_all_the_same(cuda):
-    """fp32, whose results are beside those of the CPU; a limited thread gets the refusal."""
+    """fp32, whose results are compared with the CPU's; a limited thread gets the refusal."""
     q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
     sparse = random_lists(2, 4, (300, 300), 0.6, True)
     with pytest.warns(UserWarning, match="no kernel does a sparse call"):

@@ -194,7 +194,7 @@ def test_a_cache_that_is_too_small_under_dynamic_shapes(of_data):
         elif not of_data:
             with pytest.raises(Exception, match=message):
                 compiled(q, cache, new, n)
-        else:  # the graph is there, and asks when it runs
+        else:  # the graph exists, and checks when it runs
             with pytest.raises(RuntimeError):
                 compiled(q, cache, new, n)
 

@@ -46,7 +46,7 @@ def test_vectors_are_looked_at_by_name(device):
     odd = torch.zeros(2, 3, 68, dtype=BF16, device=device)[..., :64].unflatten(-1, (4, 16))
     late = torch.zeros(2 * 3 * 4 * 16 + 4, dtype=BF16, device=device)[4:].view(2, 3, 4, 16)
     validate_kvcache.vectors(None, x, x)
-    validate_kvcache.vectors(odd[:1, :1], x, x)  # of one row nobody takes a step
+    validate_kvcache.vectors(odd[:1, :1], x, x)  # the stride of a single row does not matter
     for name, bad in (("q", odd), ("k_cache", late), ("v_cache", odd)):
         given = {"q": x, "k_cache": x, "v_cache": x, name: bad}
         with pytest.raises(ValueError, match=f"^{name} has strides"):
@@ -215,7 +215,8 @@ def test_caches_in_one_place_are_refused(device, view):
 
 
 def append(cache: torch.Tensor, first: int, by_the_op: bool) -> None:
-    """One token joins each of two sequences of a cache whose k and v are views of ``cache``."""
+    """Appends one token to each of two sequences of a cache whose k and v are views of
+    ``cache``."""
     k_cache, v_cache = cache[:3], cache[first : first + 3]
     q, new = torch.ones(2, 1, 4, 16), torch.ones(2, 1, 2, 16)
     call = flash_cute.flash_attn_with_kvcache

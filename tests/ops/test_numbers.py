@@ -1,4 +1,4 @@
-"""Every number and flag of every public function: what is no such thing is refused by its name."""
+"""Every number and flag of every public function: other values are refused by the name."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_heads_that_k_and_v_cannot_share(num_heads_q):
 
 
 def test_rotary_positions_before_the_first_are_not_turned():
-    """Tensors, which nobody looks into; ints below 0 are refused."""
+    """Values in tensors are not checked; ints below 0 are refused."""
     x, offsets = torch.randn(1, 4, 2, 16), torch.tensor([-2])
     out = rotary.apply_rotary_emb(x, TABLES, TABLES, seqlen_offsets=offsets)
     assert torch.equal(out[:, :2], x[:, :2])

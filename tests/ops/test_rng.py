@@ -1,4 +1,4 @@
-"""The random state of dropout: drawn, given, returned, replayed, and refused where it is wrong."""
+"""The random state of dropout: drawn, given, returned, replayed, and refused if it is invalid."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_only_long_walks_are_throttled():
          "atomic"),
         ((2, 16, 16, 8192, 8192, 64, 64), {"left": 8191, "right": 0},
          "first_stores"),
-        # Queries that all see nearly all keys, or that are behind them.
+        # Queries that all see nearly all keys, or come after all keys.
         ((1, 16, 16, 128, 8192, 128, 128), {"right": 0}, "atomic"),
         ((1, 16, 16, 8192, 8192, 128, 128), {"right": 8190}, "atomic"),
         ((1, 16, 16, 16384, 8192, 128, 128), {"right": 0}, "first_stores"),
