@@ -162,5 +162,5 @@ def of_several_groups() -> float:
     return (out - flash_cute.flash_attn_func(q, k, v, causal=True)).abs().max().item()
 
 
-def test_groups_beside_one_another(four):
+def test_independent_groups_at_the_same_time(four):
     assert max(four.run(of_several_groups)) < 1e-12

@@ -49,7 +49,7 @@ def of_another() -> tuple[list[float], list[int], str]:
     return errors, flops, ""
 
 
-def test_one_that_is_listed_is_taken_everywhere(two):
+def test_a_listed_strategy_is_supported_everywhere(two):
     for errors, flops, refused in two.run(of_another):
         assert max(errors) < 1e-12 and flops[0] == flops[1] > 0
         assert "the plan's strategy another" in refused

@@ -335,7 +335,7 @@ def test_graph_replays_follow_the_lengths(cuda, splits):
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 4}, {"split_size": 512}], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["lengths", "whole"])
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_calls_wait_for_what_comes_right_before(cuda, page_size, given, splits):
+def test_calls_wait_for_the_previous_kernel(cuda, page_size, given, splits):
     """Kernels start while the one before ends: that which wrote their queries, keys, lengths or
     pages."""
     batch = 48 if page_size else 4  # pages are looked at early where CTAs have many keys

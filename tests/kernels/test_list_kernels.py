@@ -176,7 +176,7 @@ def test_layer_in_16_bits(cuda, pattern, causal):
     assert (got.double().cpu() - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-def test_what_no_kernel_does_is_computed_all_the_same(cuda):
+def test_sparse_calls_without_a_kernel_are_computed(cuda):
     """fp32, whose results are compared with the CPU's; a limited thread gets the refusal."""
     q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
     sparse = random_lists(2, 4, (300, 300), 0.6, True)

@@ -143,7 +143,7 @@ def test_bad_argument_of_the_function(device, change, error, message):
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_rows_join_no_memory_of_others(device, name):
+def test_append_refuses_expanded_caches(device, name):
     """Of sequences in an expanded cache; reading one is allowed."""
     arguments = good(device) | {"block_table": None}
     arguments[name] = arguments[name][:1].expand(2, -1, -1, -1)
@@ -155,7 +155,7 @@ def test_rows_join_no_memory_of_others(device, name):
     flash_cute.flash_attn_with_kvcache(**(arguments | reads))
 
 
-def test_keys_and_values_join_two_tensors(device):
+def test_append_refuses_one_tensor_as_both_caches(device):
     arguments = good(device)
     arguments["v_cache"] = arguments["k_cache"]
     with pytest.raises(ValueError, match="k_cache and v_cache share memory"):

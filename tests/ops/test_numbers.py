@@ -252,7 +252,7 @@ def right(call: str, name: str, parameter: inspect.Parameter) -> set[str]:
 
 
 @pytest.mark.parametrize("call, name", NUMBERS)
-def test_what_is_no_such_number_is_refused_by_its_name(call, name):
+def test_wrong_numbers_are_refused_by_their_name(call, name):
     function, given = CALLS[call]
     parameter = inspect.signature(function).parameters[name]
     allowed = right(call, name, parameter)
@@ -267,7 +267,7 @@ def test_what_is_no_such_number_is_refused_by_its_name(call, name):
 
 
 @pytest.mark.parametrize("call, name", NUMBERS)
-def test_what_is_right_is_taken(call, name):
+def test_valid_numbers_are_accepted(call, name):
     """So that the table above allows no more than there is."""
     function, given = CALLS[call]
     for kind in right(call, name, inspect.signature(function).parameters[name]) - NONE:
