@@ -1,4 +1,4 @@
-// Every op of flash_cute: its schema, and its CUDA implementation where kernels are built. The CPU implementations, the
+// Every op of flash_cute: its schema, and its CUDA implementation if kernels are built. The CPU implementations, the
 // fakes and the autograd formulas are Python (flash_cute/ops/).
 #include <torch/csrc/stable/library.h>
 

@@ -24,14 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Contexts: a call of an op goes on below autograd's kernels, or below those that count versions.
+# Contexts in which calls of ops skip autograd's kernels, or those that increment versions.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def without_autograd(function: F) -> F:
-    """``function``, which writes into new tensors alone, below autograd's kernels and those that
-    count versions: less dear than no_grad(), and results are no views, which nobody may write."""
+    """Calls ``function``, which writes only into new tensors, below autograd's kernels and those
+    that increment versions: cheaper than no_grad(), and results are not views, which must not be
+    written."""
 
     @wraps(function)
     def below(*args: Any, **named: Any) -> Any:
@@ -47,7 +48,7 @@ def arguments(op: Any) -> list[Any]:
 
 
 def argument_list(op: Any) -> str:
-    """The same as text, as a schema has it between its brackets."""
+    """The op's arguments as text: the part of its schema between the brackets."""
     return str(op._schema).partition("(")[2].rpartition(") ->")[0]
 
 
@@ -60,7 +61,7 @@ def results(op: Any) -> list[str]:
 
 
 def in_forward_mode() -> bool:
-    """Whether derivatives in forward mode may be asked for."""
+    """Whether a level of forward-mode derivatives is active."""
     return forward_ad._current_level >= 0
 
 
@@ -70,29 +71,27 @@ def in_transform() -> bool:
 
 
 def transformed() -> bool:
-    """Whether derivatives may be asked for in a way that ``requires_grad`` does not show."""
+    """Whether there may be derivatives that ``requires_grad`` does not show."""
     return in_forward_mode() or in_transform()
 
 
 @contextmanager
 def with_derivatives() -> Iterator[None]:
-    """Inside, derivatives of both modes are on: a formula's forward has them off."""
+    """Inside, derivatives of both modes are on, unlike in a formula's forward."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         yield
 
 
 class Formula(torch.autograd.Function):
-    """The base of an op's formula. Its ``apply`` is one of a single level, without the search for
-    transforms and their dead tensors, which ops do themselves and which takes 2 us."""
+    """The base of an op's formula. Its ``apply`` has a single level: it does not look for
+    transforms and their dead tensors, which takes 2 us and which ops do themselves."""
 
     apply = torch._C._FunctionBase.__dict__["apply"]  # type: ignore[attr-defined]
 
 
 def apply_formula(formula: type[Formula], args: Sequence[Any]) -> Any:
-    """``formula.apply``, which autograd's kernel of an op may also call inside of a transform.
-
-    There torch calls the kernel once a level, so the formula is one of a single level.
-    """
+    """``formula.apply`` for autograd's kernel of an op, also inside of a transform: there torch
+    calls the kernel once per level, so the formula must have a single level."""
     if not in_transform():
         return formula.apply(*args)
     with enable_single_level_autograd_function():
@@ -112,16 +111,13 @@ FakeTensor = fake_tensor.FakeTensor
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether ``x`` has no values, though it says that it is on a device; mapped ones included.
-
-    What torch.compile traces cannot be told, and is not.
-    """
+    """Whether ``x`` has no values though it names a device, also if it is mapped. False while
+    torch.compile traces, where it is not known."""
     return not torch.compiler.is_dynamo_compiling() and fake_tensor.is_fake(x)
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that hold what a sparse one is made of: indices and values. Of any other
-    itself."""
+    """The dense tensors of a sparse one: indices and values. For any other tensor only itself."""
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()
     if x.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -132,9 +128,8 @@ def parts_of(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether an op on these tensors computes at once and as it stands, so that it may fill memory
-    that was allocated for it: no subclass, no mode, no graph and no mapped dimension is involved.
-    """
+    """Whether an op on these tensors runs at once and on their own memory: there is no subclass, no
+    mode, no graph and no mapped dimension."""
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(
@@ -149,8 +144,8 @@ def is_of_several_gradients(x: Any) -> bool:
 
 
 def without_samples(x: Any, level: int) -> tuple[Any, int | None]:
-    """``x`` with its samples of this level of ``is_grads_batched`` in front, and where they are:
-    0, or None if it has none."""
+    """(``x`` with its samples of this level of ``is_grads_batched`` in front, 0); (``x``, None) if
+    it has none."""
     if not is_of_several_gradients(x):
         return x, None
     plain = torch._remove_batch_dim(x, level, 0, 0)  # type: ignore[attr-defined]
@@ -158,16 +153,16 @@ def without_samples(x: Any, level: int) -> tuple[Any, int | None]:
 
 
 def with_samples(x: Tensor, dim: int, level: int) -> Tensor:
-    """The other way round."""
+    """The inverse of :func:`without_samples`."""
     return torch._add_batch_dim(x, dim, level)  # type: ignore[attr-defined]
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, ops take and make tensors that have no memory; real ones are taken as such."""
+    """Inside, ops compute tensors without memory, and also accept real tensors."""
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
-# What ops raise inside of it if their result depends on values.
+# The errors of ops inside of fake_tensors() whose results depend on values.
 NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -183,8 +178,8 @@ OpOverload = type(torch.ops.aten.add.Tensor)
 
 
 def flops_of(func: Any, args: Any, named: Any, result: Any) -> int:
-    """What FlopCounterMode counts of an op that a DispatchMode sees: additions and multiplications
-    of its matrix products; 0 of others. Of the CPU's attention and LSTM too, which it leaves out.
+    """The FLOPs that FlopCounterMode counts for an op that a DispatchMode sees: those of its matrix
+    products, 0 for other ops. Also for the CPU's attention and LSTM, which torch does not count.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -202,20 +197,20 @@ def flops_of(func: Any, args: Any, named: Any, result: Any) -> int:
 
 
 def below(key: str) -> AbstractContextManager[None]:
-    """Inside, calls of ops do not come to the kernels of this dispatch key."""
+    """Inside, calls of ops skip the kernels of this dispatch key."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[return-value]
 
 
 def kernel_of(op: str, key: str) -> Callable[..., Any]:
-    """The kernel that an op has for a dispatch key now, whatever is registered later."""
+    """The kernel that an op has now for a dispatch key; later registrations do not change it."""
     kernel = torch.library.get_kernel(op, key)  # type: ignore[attr-defined]
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return lambda *args, **named: kernel.call_boxed(keys, *args, **named)
 
 
 def sdp_order() -> list[int]:
-    """The order in which SDPA asks its backends, as values of SDPBackend."""
+    """The order in which SDPA tries its backends, as values of SDPBackend."""
     return list(torch._C._get_sdp_priority_order())
 
 
@@ -223,7 +218,7 @@ set_sdp_order = torch._C._set_sdp_priority_order
 
 
 def settle_sdp_order() -> None:
-    """CUDA puts its own order over any other when it is first asked for a backend: this asks."""
+    """Makes CUDA set its order of backends now: it overwrites any other at its first choice."""
     if torch.cuda.is_available():
         with _disable_current_modes():
             x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
@@ -231,7 +226,8 @@ def settle_sdp_order() -> None:
 
 
 def when_cuda_starts(function: Callable[[], None]) -> None:
-    """Calls it now, or as soon as CUDA starts if there is a GPU that nobody has used yet."""
+    """Calls ``function`` now, or when CUDA is initialised if there is a GPU that is not in use
+    yet."""
     if torch.cuda.is_available():
         torch.cuda._lazy_call(function)
     else:
@@ -244,8 +240,8 @@ def is_profiled() -> bool:
 
 
 def memory_events(profiled: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
-    """What the CPU's allocator did while this ran with ``profile_memory``, in the order of time:
-    (address, bytes), the bytes below 0 where memory was given back."""
+    """The events of the CPU's allocator during a profile with ``profile_memory``, in order:
+    (address, bytes), with negative bytes if memory was freed."""
     left: list[Any] = list(profiled.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     found: list[tuple[int, int, int, int]] = []
     while left:
@@ -261,26 +257,27 @@ def memory_events(profiled: torch.autograd.profiler.profile) -> list[tuple[int, 
 
 
 def has_inductor() -> bool:
-    """Whether Inductor is loaded: any op may be called by a graph that it has made."""
+    """Whether Inductor is loaded: then one of its graphs may call any op."""
     return "torch._inductor.compile_fx" in sys.modules
 
 
 def constant_in_graphs(function: F) -> F:
-    """What ``torch.compiler.assume_constant_result`` does, which loads all of torch._dynamo."""
+    """``torch.compiler.assume_constant_result``, which would import all of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @constant_in_graphs
 def in_context_parallel() -> bool:
-    """Whether this is inside of torch.distributed's ``context_parallel``, which shards tensors, and
-    replaces SDPA by what communicates."""
+    """Whether this is inside of torch.distributed's ``context_parallel``, which shards tensors and
+    replaces SDPA by a version that communicates."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return sdpa.__module__.startswith("torch.distributed.tensor.experimental")
 
 
 def assume(right: bool | torch.SymBool) -> bool:
-    """``right`` inside of a graph; True where only data will tell, which the graph then asks."""
+    """``right`` in a graph; True if it depends on data, and then the graph checks it when it
+    runs."""
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     if guard_or_true(right):
@@ -290,28 +287,29 @@ def assume(right: bool | torch.SymBool) -> bool:
 
 
 def is_decided(right: bool | torch.SymBool) -> bool:
-    """Whether ``right`` is known without data: that of a graph, too, by its guards."""
+    """Whether ``right`` is known without data, in a graph by its guards."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     return guard_or_true(right) == guard_or_false(right)
 
 
 def is_symbolic(x: float | torch.SymInt | torch.SymFloat) -> bool:
-    """Whether ``x`` is a number of a graph that is being made: other calls of it have others."""
+    """Whether ``x`` is a symbol of a graph that is being traced, whose value differs between
+    calls."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not has_static_value(x)
 
 
 def example(x: Any) -> Any:
-    """The number that a graph is being made with where ``x`` is one of its own, without a guard;
-    None where only data will tell. Other values are themselves."""
+    """``x``; of a symbol the value that the graph is traced with, without a guard, or None if it
+    depends on data."""
     return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else x
 
 
 def in_graph() -> bool:
-    """Whether a graph is being made, whose ops see fakes: before torch 2.13 ``is_compiling`` does
-    not say so there."""
+    """Whether a graph is being traced, whose ops see fakes: ``is_compiling`` is False there before
+    torch 2.13."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
@@ -321,8 +319,8 @@ def assert_in_graph(right: Tensor, message: str) -> None:
 
 
 def begins_by_sizes(x: Tensor) -> bool:
-    """Whether dynamic sizes decide where a fake begins in its memory: it is a view that the graph
-    makes. A number decides no longer, nor does the offset that an input of the graph has."""
+    """Whether the offset of a fake in its memory depends on dynamic sizes: then it is a view that
+    the graph makes. False for constant offsets, and for the offset of an input of the graph."""
     offset = x.storage_offset()
     if not isinstance(offset, torch.SymInt):
         return False
@@ -337,7 +335,7 @@ def begins_by_sizes(x: Tensor) -> bool:
 
 # --- attention on the CPU ------------------------------------------------------------------------
 
-# ATen's own flash attention of (batch, heads, seqlen, dim), whatever is activated in its place
+# ATen's own flash attention of (batch, heads, seqlen, dim), even if another one replaces it
 # later: (output, logsumexp), and gradients.
 flash_forward_on_cpu = kernel_of("aten::_scaled_dot_product_flash_attention_for_cpu", "CPU")
 flash_backward_on_cpu = kernel_of(
@@ -345,13 +343,13 @@ flash_backward_on_cpu = kernel_of(
 )
 
 
-# What the CPU's kernels take from MKL's vector math, by ATen's names.
+# The functions of MKL's vector math that the CPU's kernels use, by ATen's names.
 VECTOR_MATH = ("exp", "log", "tanh")
 
 
-def settle_vector_math() -> None:
-    """One thread makes the first call of each of these functions, in which MKL picks its kernel.
-    Where several make it at once, one may get a kernel with errors of 1e-4 (pytorch #188792)."""
+def warm_up_mkl_vector_math() -> None:
+    """Calls each of these functions in one thread: MKL chooses its kernel in the first call. If
+    several threads do so at once, one may get a kernel with errors of 1e-4 (pytorch #188792)."""
     for dtype in (torch.float32, torch.float64):
         for name in VECTOR_MATH:
             getattr(torch, name)(torch.ones(1, dtype=dtype, device="cpu"))
@@ -359,8 +357,8 @@ def settle_vector_math() -> None:
 
 @cache
 def has_bf16_products() -> bool:
-    """Whether ATen multiplies bf16 faster than fp32: what it does elsewhere may be slow. It packs
-    bf16 for AVX-512 alone, which ``ATEN_CPU_CAPABILITY`` may keep it from."""
+    """Whether ATen multiplies bf16 faster than fp32. It packs bf16 only for AVX-512, which
+    ``ATEN_CPU_CAPABILITY`` may disable; its other code may be slow."""
     capability = torch.backends.cpu.get_cpu_capability()
     return capability.startswith("AVX512") and torch.cpu._is_avx512_bf16_supported()
 
@@ -388,8 +386,8 @@ def scaled_mm(
     )
 
 
-# A tensor class with this as its ``__torch_function__`` is to ops what a Parameter is: a tensor,
-# whose results are plain.
+# With this ``__torch_function__`` a subclass of Tensor behaves in ops as a Parameter does: results
+# are plain tensors.
 plain_torch_function = torch.nn.Parameter.__torch_function__
 
 
@@ -407,14 +405,14 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor was written in place; no tensor of inference mode has it."""
+    """How often a tensor was written in place; tensors of inference mode have no version."""
     return x._version
 
 
 def copy_of(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy with the same parameters and buffers, submodules being the module's own still. What
-    is set, registered or hooked on one of the two later is not so on the other. Its bound methods
-    are the copy's; what ``module.compile()`` has made, which calls the module itself, it lacks."""
+    """A copy that shares parameters, buffers and submodules. Attributes, registrations and hooks
+    that one of the two gets later are not shared. Its bound methods are bound to the copy, and it
+    lacks the result of ``module.compile()``, which would call the module itself."""
     copy = type(module).__new__(type(module))
     for name, value in torch.nn.Module.__getstate__(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
@@ -423,7 +421,7 @@ def copy_of(module: torch.nn.Module) -> torch.nn.Module:
     return copy
 
 
-# Of a module's own containers, by their names: hooks of forward and backward, and all others.
+# Names of a module's containers: those with hooks of forward and backward, and all others.
 _CONTAINERS = [name for name, x in vars(torch.nn.Module()).items() if isinstance(x, (dict, set))]
 _OF_CALLS = [name for name in _CONTAINERS if "forward" in name or "backward" in name]
 _MEMBERS = [name for name in _CONTAINERS if name not in _OF_CALLS]
@@ -436,14 +434,14 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def copy_gradient_hooks(module: torch.nn.Module, copy: torch.nn.Module) -> None:
-    """Gives the parameters of a deep copy the hooks on gradients that the module's have."""
+    """Copies the gradient hooks of a module's parameters to those of its deep copy."""
     for mine, its in zip(module.parameters(), copy.parameters(), strict=True):
         for hook in (mine._backward_hooks or {}).values():
             its.register_hook(hook)
 
 
 def has_hooks_of_any_kind(module: torch.nn.Module) -> bool:
-    """The same, or whether saving or loading its state does."""
+    """Whether a module has any hooks, also those of saving or loading its state."""
     return any(hooks for name, hooks in vars(module).items() if name.endswith("hooks"))
 
 
@@ -453,30 +451,31 @@ def has_global_hooks() -> bool:
 
 
 def children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The submodules by name, each under all of its names, as the module itself holds them."""
+    """The module's own dict of submodules; one with several names is there under each."""
     return module._modules
 
 
 def share_members(module: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Makes what ``other`` has registered, now and later, registered on ``module`` too: parameters,
+    """Lets ``module`` share all that is registered on ``other``, now and later: parameters,
     buffers, submodules, and hooks of state dicts."""
     for name in _MEMBERS:
         module.__dict__[name] = other.__dict__[name]
 
 
 def former_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What nn.DataParallel sets on a replica as attributes, in place of parameters; of any other
-    module nothing."""
+    """The tensors that nn.DataParallel sets on a replica instead of parameters; {} for any other
+    module."""
     return vars(module).get("_former_parameters", {})
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work in this thread: a forward inside of it is computed again."""
+    """Whether this thread runs a backward, so that a forward is a recomputation."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def skipped_if_fused(module: torch.nn.Module) -> str | None:
-    """What a module, or a part of it, does besides its class's forward; None if nothing."""
+    """What a fused block would skip: hooks, or a forward that replaces the class's; None if
+    nothing."""
     for name, part in module.named_modules():
         if has_hooks(part):
             return f"hooks of {name or 'the block itself'} would not be called"

@@ -73,7 +73,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def cuda() -> Iterator[str]:
-    """For tests that make sense on CUDA only. Much memory is given back, for tests beside them."""
+    """For tests of CUDA only. Large cached memory is freed, for tests in other processes."""
     yield "cuda"
     if torch.cuda.memory_reserved() > 2**32:
         torch.cuda.empty_cache()

@@ -32,7 +32,7 @@ def pick(draw: random.Random, *values: Any) -> Any:
 
 
 def size(draw: random.Random, most: int) -> int:
-    """A length from 1 to `most`: small and large ones alike, often beside a power of two."""
+    """A length from 1 to `most`: small and large ones alike, often next to a power of two."""
     bits = draw.random() * (most.bit_length() - 1)
     number = int(2**bits) if draw.random() < 0.5 else (1 << round(bits)) + pick(draw, -1, 0, 1)
     return max(1, min(number, most))

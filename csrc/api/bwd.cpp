@@ -24,8 +24,9 @@ BwdProblem make_problem(const BwdArguments& a) {
   p.fwd = make_problem(a.fwd);
   describe_lists(p.fwd, a.fwd, p.fwd.seqlen_k);
   FC_CHECK(
-      !p.fwd.lists.on() || p.fwd.lists.head == 0 || p.fwd.lists.heads_together % (p.fwd.heads / p.fwd.heads_k) == 0,
-      "tile_lists has ", p.fwd.heads, " heads; backward takes one list for all query heads of a head of keys");
+      !p.fwd.lists.on() || p.fwd.lists.head == 0 || p.fwd.lists.heads_per_list % (p.fwd.heads / p.fwd.heads_k) == 0,
+      "tile_lists has ", p.fwd.heads, " heads; backward on CUDA needs one list for all query heads of a kv head: 1 or ",
+      p.fwd.heads_k, " heads");
   check_like_out(a.out, q, a.fwd.v, "out");
   check_like_out(a.dout, q, a.fwd.v, "dout");
   p.fwd.out = tensor_view(a.out, "out");
@@ -90,14 +91,15 @@ void into(StableIValue* stack, bool varlen) {
       {named(a.fwd.q, "q"), named(a.fwd.k, "k"), named(a.fwd.v, "v"), named(a.dout, "dout"), named(a.out, "out"),
        named(a.softmax_lse, "softmax_lse"), named(a.dlse, "dlse")});
   BwdProblem p = make_problem(a);
-  FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink must be given if and only if sink is");
+  FC_CHECK(dsink.has_value() == (p.fwd.sink.ptr != nullptr), "dsink ",
+           dsink ? "is given, but sink is None" : "is None, but sink is given", "; give both, or neither");
   if (dsink) p.dsink = sink_gradient(*dsink, a.fwd.q, p.fwd.heads);
   const torch::stable::accelerator::DeviceGuard guard(a.fwd.q.device);
   auto is_fp32 = [](const std::optional<View>* given) { return *given && (*given)->dtype == ScalarType::Float; };
   const std::array gradients{&dq, &dk, &dv};
   FC_CHECK(a.fwd.q.dtype == ScalarType::Float || std::ranges::none_of(gradients, is_fp32) ||
                std::ranges::all_of(gradients, is_fp32),
-           "dq, dk and dv must all be given in float32, or those that are given in the dtype of q");
+           "dtypes of dq, dk and dv differ; expected all three float32, or those that are given the dtype of q");
   auto or_scratch = [](const std::optional<View>& given, const View& like) {
     return given ? *given : View(allocate_like(like));
   };

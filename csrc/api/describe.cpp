@@ -11,33 +11,41 @@ namespace {
 
 void check_shapes(const FwdArguments& a) {
   const int dims = a.sequences ? 3 : 4, dims_k = a.block_table ? 4 : dims;
-  FC_CHECK(a.q.dims == dims && a.k.dims == dims_k && a.v.dims == dims_k, "q must have ", dims, " dimensions, k and v ",
-           dims_k);
-  FC_CHECK(a.sequences || a.q.size(0) == a.k.size(0), "q and k differ in batch size");
+  FC_CHECK(a.q.dims == dims && a.k.dims == dims_k && a.v.dims == dims_k, "q, k and v have ", a.q.dims, ", ", a.k.dims,
+           " and ", a.v.dims, " dimensions; expected ", dims, ", ", dims_k, " and ", dims_k);
+  FC_CHECK(a.sequences || a.q.size(0) == a.k.size(0), "batch sizes differ: q has ", a.q.size(0), ", k ", a.k.size(0));
   check_same_kind(a.k, a.q, "k");
   check_same_kind(a.v, a.q, "v");
-  FC_CHECK(a.k.size(dims_k - 1) == a.q.size(dims - 1), "q and k differ in head dim");
-  for (int i = 0; i < dims_k - 1; ++i) FC_CHECK(a.v.size(i) == a.k.size(i), "k and v differ in dimension ", i);
-  FC_CHECK(a.q.size(dims - 1) > 0 && a.v.size(dims_k - 1) > 0, "the head dim is 0");
+  FC_CHECK(a.k.size(dims_k - 1) == a.q.size(dims - 1), "q and k differ in head dim: q has ", a.q.size(dims - 1), ", k ",
+           a.k.size(dims_k - 1));
+  for (int i = 0; i < dims_k - 1; ++i) {
+    FC_CHECK(a.v.size(i) == a.k.size(i), "k and v differ in dimension ", i, ": k has ", a.k.size(i), ", v ",
+             a.v.size(i));
+  }
+  FC_CHECK(a.q.size(dims - 1) > 0 && a.v.size(dims_k - 1) > 0, "head dim is 0: q has ", a.q.size(dims - 1), ", v ",
+           a.v.size(dims_k - 1));
   const int64_t heads = a.q.size(dims - 2), heads_k = a.k.size(dims_k - 2);
-  FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, k ", heads_k,
-           "; heads must be a multiple of heads_k");
+  FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads and k ", heads_k,
+           "; heads must be a multiple of heads_k (GQA)");
 }
 
 DType dtype_of(const View& q, bool allow_tf32) {
   if (q.dtype == ScalarType::Half) return DType::FP16;
   if (q.dtype == ScalarType::BFloat16) return DType::BF16;
-  FC_CHECK(q.dtype == ScalarType::Float, "dtype ", q.dtype == ScalarType::Double ? "float64" : "of q",
-           " is not supported on CUDA yet; float16, bfloat16 and float32 are");
+  FC_CHECK(
+      q.dtype == ScalarType::Float, "dtype ", q.dtype == ScalarType::Double ? "torch.float64" : "of q",
+      " is not supported on CUDA yet; supported: torch.float16, torch.bfloat16, torch.float32; cast q, k and v, or "
+      "run on the CPU");
   return allow_tf32 ? DType::TF32 : DType::TF32x3;
 }
 
 Band band_of(const Score& score) {
-  auto bound = [](int64_t size) {
-    FC_CHECK(size >= -1, "a window size is ", size, "; -1 is unbounded, others are counts");
+  auto bound = [](int64_t size, const char* name) {
+    FC_CHECK(size >= -1, name, " is ", size, "; -1 means unbounded, others are counts >= 0");
     return size < 0 || size > Band::kUnbounded ? Band::kUnbounded : static_cast<int>(size);
   };
-  return {bound(score.window_size_left), score.is_causal ? 0 : bound(score.window_size_right)};
+  return {bound(score.window_size_left, "window_size_left"),
+          score.is_causal ? 0 : bound(score.window_size_right, "window_size_right")};
 }
 
 // Dropout probabilities are rounded to multiples of 1 / kDropSteps. Only p = 1 drops everything; kept weights are
@@ -57,18 +65,19 @@ ScoreRules rules_of(const Score& score, const View& q, int batch, int heads) {
     const bool each_batch = slopes.dims == 2;
     FC_CHECK(slopes.dtype == ScalarType::Float && (each_batch || slopes.dims == 1) &&
                  slopes.size(slopes.dims - 1) == heads && (!each_batch || slopes.size(0) == batch),
-             "alibi_slopes must be fp32 (", heads, ") or (", batch, ", ", heads, ")");
+             "alibi_slopes must be float32 of shape (", heads, ",) or (", batch, ", ", heads, ")");
     FC_CHECK(is_last_contiguous(slopes), "alibi_slopes' last dimension must be contiguous");
     rules.alibi = static_cast<const float*>(slopes.ptr);
     rules.alibi_batch = each_batch ? slopes.stride(0) : 0;
   }
-  FC_CHECK(0 <= score.dropout_p && score.dropout_p <= 1, "dropout_p is ", score.dropout_p, "; expected [0, 1]");
+  FC_CHECK(0 <= score.dropout_p && score.dropout_p <= 1, "dropout_p is ", score.dropout_p,
+           "; expected a probability in [0, 1]");
   if (score.dropout_p > 0) {
     FC_CHECK(score.rng, "rng is None; dropout needs an int64 tensor (seed, offset), e.g. flash_cute.rng_state()");
     const View& rng = *score.rng;
     check_device(rng, q, "rng");
     FC_CHECK(rng.dtype == ScalarType::Long && rng.dims == 1 && rng.size(0) == 2 && is_contiguous(rng),
-             "rng must be a contiguous int64 (2,)");
+             "rng must be contiguous int64 (2,): seed and offset, e.g. flash_cute.rng_state()");
     rules.drop_below = drop_below_of(score.dropout_p);
     if (rules.drop_below > 0) rules.rng = static_cast<const int64_t*>(rng.ptr);
     rules.keep_scale = rules.drop_below < kDropSteps ? float(kDropSteps) / float(kDropSteps - rules.drop_below) : 0.f;
@@ -113,18 +122,22 @@ Pages make_pages(const View& block_table, const View& k, int batch, const View& 
 void describe_scores(FwdProblem& p, const Score& score, const View& q) {
   p.band = band_of(score);
   const double scale = score.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  FC_CHECK(std::fabs(scale) <= kMostScale, "softmax_scale is not between -2**127 and 2**127");
+  FC_CHECK(std::fabs(scale) <= kMostScale, "softmax_scale is ", scale,
+           "; expected None or a number between -2**127 and 2**127");
   p.softmax_scale = static_cast<float>(scale);
   p.rules = rules_of(score, q, p.batch, p.heads);
   const float softcap = p.rules.element.softcap;
-  FC_CHECK(softcap == 0 || std::isfinite(p.softmax_scale / softcap), "softmax_scale / softcap is not finite in fp32");
+  FC_CHECK(softcap == 0 || std::isfinite(p.softmax_scale / softcap), "softcap is ", softcap, " and softmax_scale ",
+           scale, "; expected a ratio softmax_scale / softcap that fp32 holds");
   p.sink = sink_of(score.sink, q, p.heads);
 }
 
 void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
-  FC_CHECK(a.tile_lists || (!a.tile_bits && !a.tile_ranks), "tile_bits and tile_ranks need tile_lists");
+  FC_CHECK(a.tile_lists || (!a.tile_bits && !a.tile_ranks), a.tile_bits ? "tile_bits" : "tile_ranks",
+           " is given, and tile_lists is None; it needs tile_lists");
   if (!a.tile_lists) return;
-  FC_CHECK(!a.block_table && !a.return_softmax, "tile_lists with block_table or return_softmax is not supported");
+  FC_CHECK(!a.block_table && !a.return_softmax,
+           "tile_lists (sparse) with block_table, or with return_softmax, is not supported");
   const View& t = *a.tile_lists;
   const int tiles = detail::ceil_div(rows, kTileSide);
   check_device(t, a.q, "tile_lists");
@@ -141,7 +154,7 @@ void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
              .head = t.size(1) == 1 ? 0 : of_head,
              .tiles = tiles,
              .capacity = checked_int(t.size(3) - 1, "entries of tile_lists"),
-             .heads_together = static_cast<int>(p.heads / std::max<int64_t>(1, t.size(1)))};
+             .heads_per_list = static_cast<int>(p.heads / std::max<int64_t>(1, t.size(1)))};
   if (a.tile_ranks) {
     const View& ranks = *a.tile_ranks;
     check_device(ranks, a.q, "tile_ranks");
@@ -183,7 +196,8 @@ FwdProblem make_problem(const FwdArguments& a) {
     p.seqlen_k = checked_int(a.k.size(1), "seqlen_k");
   } else {
     const PackedSequences& s = *a.sequences;
-    FC_CHECK(s.cu_seqlens_q.dims == 1 && s.cu_seqlens_q.size(0) > 0, "cu_seqlens_q must hold batch + 1 offsets");
+    FC_CHECK(s.cu_seqlens_q.dims == 1 && s.cu_seqlens_q.size(0) > 0,
+             "cu_seqlens_q must be a vector of batch + 1 offsets");
     p.batch = checked_int(s.cu_seqlens_q.size(0) - 1, "batch");
     p.total_q = a.q.size(0);
     p.total_k = a.k.size(0);

@@ -17,7 +17,7 @@ Cache make_cache(const KvcacheArguments& a, int batch) {
 }
 
 Pages pages_of(const KvcacheArguments& a, int batch) {
-  FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given");
+  FC_CHECK(!a.cache_batch_idx || !a.block_table, "cache_batch_idx and block_table are given; give one of them");
   if (a.block_table) return make_pages(*a.block_table, a.k_cache, batch, a.q);
   Pages pages{};
   pages.count = checked_int(a.k_cache.size(0), "k_cache's first dimension");
@@ -26,23 +26,24 @@ Pages pages_of(const KvcacheArguments& a, int batch) {
     pages.ids = indices(*a.cache_batch_idx, batch, "cache_batch_idx", a.q);
     pages.batch = 1;
   } else {
-    FC_CHECK(pages.count >= batch, "the caches hold ", pages.count, " sequences, q has ", batch);
+    FC_CHECK(pages.count >= batch, "the caches hold ", pages.count, " sequences, q has ", batch,
+             "; give cache_batch_idx, or larger caches");
   }
   return pages;
 }
 
 NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
   NewKeys added{};
-  FC_CHECK(a.k.has_value() == a.v.has_value(), "of k and v one is None");
+  FC_CHECK(a.k.has_value() == a.v.has_value(), "k or v is None; give both, or neither");
   if (!a.k) return added;
-  FC_CHECK(a.cache_seqlens, "cache_seqlens is None; with k and v it says where they join the cache");
+  FC_CHECK(a.cache_seqlens, "cache_seqlens is None; k and v need it: they are appended there");
   const bool dense = !a.cu_seqlens_k_new;
   const int dims = dense ? 4 : 3;
   auto check = [&](const View& t, const View& cache, const char* name) {
     check_same_kind(t, a.q, name);
-    FC_CHECK(t.dims == dims && t.size(dims - 2) == cache.size(2) && t.size(dims - 1) == cache.size(3) &&
-                 (!dense || t.size(0) == batch) && t.size(dims - 3) == a.k->size(dims - 3),
-             name, "'s shape is not the expected one");
+    FC_CHECK(a.k->dims == dims, "k has ", a.k->dims, " dimensions; expected ", dims);
+    const int64_t expected[] = {batch, a.k->size(dims - 3), cache.size(2), cache.size(3)};
+    check_shape(t, dense ? expected : expected + 1, dims, name);
   };
   check(*a.k, a.k_cache, "k");
   check(*a.v, a.v_cache, "v");
@@ -50,22 +51,25 @@ NewKeys make_new_keys(const KvcacheArguments& a, int batch) {
   added.v = tensor_view(*a.v, "v");
   added.seqlen = checked_int(a.k->size(dims - 3), "rows of k");
   added.total = dense ? int64_t(batch) * added.seqlen : added.seqlen;
-  FC_CHECK(added.total < int64_t{1} << 31, "k has ", added.total, " rows; at most 2^31 - 1 can join in one call");
+  FC_CHECK(added.total < int64_t{1} << 31, "k has ", added.total,
+           " rows; at most 2^31 - 1 can be appended in one call");
   added.cu = optional_indices(a.cu_seqlens_k_new, batch + 1, "cu_seqlens_k_new", a.q);
   return added;
 }
 
 Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
   Rotary rotary{};
-  FC_CHECK(a.rotary_cos.has_value() == a.rotary_sin.has_value(), "of rotary_cos and rotary_sin one is None");
-  FC_CHECK(a.rotary_cos || !a.rotary_seqlens, "rotary_seqlens is given, but no rotary_cos");
+  FC_CHECK(a.rotary_cos.has_value() == a.rotary_sin.has_value(),
+           "rotary_cos or rotary_sin is None; give both, or neither");
+  FC_CHECK(a.rotary_cos || !a.rotary_seqlens, "rotary_seqlens is given, but no rotary_cos and rotary_sin");
   if (!a.rotary_cos) return rotary;
-  FC_CHECK(a.k, "rotary_cos is given, but no k and v");
+  FC_CHECK(a.k, "rotary_cos is given, but no k and v: rotary embedding is for new keys");
   for (const View* t : {&*a.rotary_cos, &*a.rotary_sin}) {
     check_same_kind(*t, a.q, "rotary_cos or rotary_sin");
     check_shape(*t, a.rotary_cos->sizes, a.rotary_cos->dims, "rotary_sin");
     FC_CHECK(t->dims == 2 && is_contiguous(*t) && t->size(0) > 0 && t->size(1) > 0 && 2 * t->size(1) <= head_dim,
-             "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2)");
+             "rotary_cos and rotary_sin must be contiguous (positions, rotary_dim / 2), and rotary_dim in [2, ",
+             head_dim, "], the head dim");
   }
   rotary.cos = a.rotary_cos->ptr;
   rotary.sin = a.rotary_sin->ptr;
@@ -79,18 +83,23 @@ Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
 
 void check_supported(const KvcacheArguments& a) {
   FC_CHECK(a.q.dtype == ScalarType::Half || a.q.dtype == ScalarType::BFloat16,
-           "this dtype is not supported over a key/value cache on CUDA yet; float16 and bfloat16 are");
+           "q's dtype is not supported over a key/value cache on CUDA yet; supported: torch.float16, torch.bfloat16; "
+           "cast q and the caches, or run on the CPU");
   const int dims = a.cu_seqlens_q ? 3 : 4;
-  FC_CHECK(a.q.dims == dims && a.k_cache.dims == 4 && a.v_cache.dims == 4, "q must have ", dims,
-           " dimensions, the caches 4");
+  FC_CHECK(a.q.dims == dims && a.k_cache.dims == 4 && a.v_cache.dims == 4, "q, k_cache and v_cache have ", a.q.dims,
+           ", ", a.k_cache.dims, " and ", a.v_cache.dims, " dimensions; expected ", dims, ", 4 and 4");
   check_same_kind(a.k_cache, a.q, "k_cache");
   check_same_kind(a.v_cache, a.q, "v_cache");
-  for (int i = 0; i < 3; ++i) FC_CHECK(a.k_cache.size(i) == a.v_cache.size(i), "the caches differ in dimension ", i);
+  for (int i = 0; i < 3; ++i) {
+    FC_CHECK(a.k_cache.size(i) == a.v_cache.size(i), "k_cache and v_cache differ in dimension ", i, ": ",
+             a.k_cache.size(i), " and ", a.v_cache.size(i));
+  }
   const int64_t heads = a.q.size(dims - 2), heads_k = a.k_cache.size(2);
-  FC_CHECK(a.q.size(dims - 1) == a.k_cache.size(3), "q and k_cache differ in head dim");
-  FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads, the caches ", heads_k,
+  const int64_t dim = a.q.size(dims - 1), dim_k = a.k_cache.size(3), dim_v = a.v_cache.size(3);
+  FC_CHECK(heads_k > 0 && heads % heads_k == 0, "q has ", heads, " heads and the caches ", heads_k,
            "; heads must be a multiple of heads_k");
-  FC_CHECK(a.k_cache.size(3) > 0 && a.v_cache.size(3) > 0, "the head dim is 0");
+  FC_CHECK(dim == dim_k && dim_k > 0 && dim_v > 0, "head dims are ", dim, " of q, ", dim_k, " of k_cache, ", dim_v,
+           " of v_cache; the first two must agree, and none may be 0");
 }
 
 }  // namespace
@@ -107,7 +116,8 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   DecodeProblem p{};
   FwdProblem& f = p.fwd;
   f.dtype = a.q.dtype == ScalarType::Half ? DType::FP16 : DType::BF16;
-  FC_CHECK(dense || (a.cu_seqlens_q->dims == 1 && a.cu_seqlens_q->size(0) > 0), "cu_seqlens_q must hold offsets");
+  FC_CHECK(dense || (a.cu_seqlens_q->dims == 1 && a.cu_seqlens_q->size(0) > 0),
+           "cu_seqlens_q must be a vector of batch + 1 offsets");
   f.batch = checked_int(dense ? a.q.size(0) : a.cu_seqlens_q->size(0) - 1, "batch");
   f.seqlen_q = checked_int(dense ? a.q.size(1) : a.max_seqlen_q, "max_seqlen_q");
   f.total_q = dense ? a.q.size(0) * a.q.size(1) : a.q.size(0);
@@ -128,8 +138,10 @@ DecodeProblem make_problem(const KvcacheArguments& a) {
   p.added = make_new_keys(a, f.batch);
   p.rotary = make_rotary(a, f.batch, f.head_dim);
   p.unrotated_q = f.q;
-  FC_CHECK(a.num_splits >= 0 && a.split_size >= 0 && (a.num_splits == 0 || a.split_size == 0),
-           "num_splits and split_size are counts, of which one at most is not 0");
+  FC_CHECK(a.num_splits >= 0 && a.split_size >= 0, "num_splits is ", a.num_splits, " and split_size ", a.split_size,
+           "; expected counts >= 0 (0: the library chooses)");
+  FC_CHECK(a.num_splits == 0 || a.split_size == 0, "num_splits is ", a.num_splits, " and split_size ", a.split_size,
+           "; give one of them");
   p.num_splits = checked_int(std::min<int64_t>(a.num_splits, Band::kUnbounded - 1), "num_splits");
   p.split_size = checked_int(std::min<int64_t>(a.split_size, Band::kUnbounded - 1), "split_size");
   return p;

@@ -1,5 +1,5 @@
-// torch.ops.flash_cute.fwd_kvcache and attend_kvcache, and varlen_fwd over pages: check, allocate, describe the problem,
-// choose its route, launch.
+// torch.ops.flash_cute.fwd_kvcache and attend_kvcache, and varlen_fwd over pages: check, allocate, describe the
+// problem, choose its route, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"
@@ -52,7 +52,8 @@ void attend_cache(StableIValue* stack, bool joins) {
     rotated = allocate_out(a.q, a.q);
     p.fwd.q = tensor_view(View(rotated), "q");
   }
-  FC_CHECK(!p.whole_vectors() || p.has_vectors(), "q and the caches must have vectors on 16-byte boundaries");
+  FC_CHECK(!p.whole_vectors() || p.has_vectors(),
+           "heads of q, k_cache and v_cache must start on 16-byte boundaries; call contiguous() or clone()");
   const Route route = choose_route(built_kernels(), p, device(a.q.device));
   if (route.gather) {
     if (route.append) check_cuda("append_keys", append_keys(p, current_stream(a.q)));

@@ -19,7 +19,7 @@ inline cudaError_t zero_fill(const DecodeProblem& p, cudaStream_t stream) {
   return zero_fill(p.fwd, stream);
 }
 
-// The tiles of queries, and in backward of keys, that a kernel may take a CTA each for.
+// The most CTAs of a kernel with one for each tile of queries, or in backward of keys.
 inline int64_t most_tiles(const KernelConfig& config, const FwdProblem& p) {
   return int64_t(detail::ceil_div(p.seqlen_q, config.block_m)) * p.heads * p.batch;
 }

@@ -80,7 +80,8 @@ Tensor allocate(const View& like, const int64_t* sizes, int dims, ScalarType dty
 TensorView tensor_view(const View& t, const char* name) {
   const int dims = t.dims;
   FC_CHECK(dims == 3 || dims == 4, name, " has ", dims, " dimensions; expected 3 or 4");
-  FC_CHECK(is_last_contiguous(t), name, "'s last dimension must be contiguous; its stride is ", t.stride(dims - 1));
+  FC_CHECK(is_last_contiguous(t), name, "'s last dimension has stride ", t.stride(dims - 1),
+           "; it must be contiguous (stride 1): call ", name, ".contiguous()");
   TensorView m{.ptr = t.ptr,
                .batch = dims == 4 ? step(t, 0) : 0,
                .row = step(t, dims - 3),
@@ -94,7 +95,7 @@ TensorView tensor_view(const View& t, const char* name) {
 
 RowStats row_stats(const View& t, const char* name, const View& q) {
   FC_CHECK(t.dtype == ScalarType::Float && t.device == q.device && is_contiguous(t), name,
-           " must be a contiguous fp32 tensor on q's device");
+           " must be a contiguous float32 tensor on q's device");
   const bool dense = q.dims == 4;
   const int64_t rows = dense ? q.size(1) : q.size(0), heads = dense ? q.size(2) : q.size(1);
   const int64_t expected[] = {q.size(0), heads, rows};
@@ -132,11 +133,12 @@ void check_outputs(NamedViews outputs, NamedViews inputs) {
       FC_CHECK(t->size(dim) <= 1 || t->stride(dim) != 0, name, " has elements that share memory: dimension ", dim,
                " has stride 0");
     }
-    auto check_apart = [&, t = t, name = name](const auto& other) {
-      FC_CHECK(!has_elements(other.first) || other.first->ptr != t->ptr, name, " shares memory with ", other.second);
+    auto check_no_aliasing = [&, t = t, name = name](const auto& other) {
+      FC_CHECK(!has_elements(other.first) || other.first->ptr != t->ptr, name, " shares memory with ", other.second,
+               "; give each its own");
     };
-    std::for_each(outputs.begin(), output, check_apart);
-    std::for_each(inputs.begin(), inputs.end(), check_apart);
+    std::for_each(outputs.begin(), output, check_no_aliasing);
+    std::for_each(inputs.begin(), inputs.end(), check_no_aliasing);
   }
 }
 
@@ -156,7 +158,7 @@ cudaStream_t current_stream(const View& t) {
   void* stream = nullptr;
   FC_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
                aoti_torch_get_current_cuda_stream(t.device, &stream) == AOTI_TORCH_SUCCESS,
-           "this torch has no CUDA stream for the tensors given");
+           "this torch was built without CUDA, and has no stream for the tensors");
   return static_cast<cudaStream_t>(stream);
 }
 

@@ -32,7 +32,7 @@ void tile_lists(StableIValue* stack, uint64_t, uint64_t) {
   const View codes = in.view();
   const auto capacity = in.take<int64_t>();
   check_int32(codes, 4, "codes");
-  FC_CHECK(capacity >= 0, "capacity is ", capacity, "; expected the most entries of a list");
+  FC_CHECK(capacity >= 0, "capacity is ", capacity, "; expected a count >= 0, the most entries of a list");
   const torch::stable::accelerator::DeviceGuard guard(codes.device);
   const Tensor lists = allocate_lists(codes, codes.size(2), capacity);
   const TileCodes table{static_cast<const int*>(codes.ptr), codes.size(0) * codes.size(1),
@@ -47,7 +47,7 @@ void transposed_tile_lists(StableIValue* stack, uint64_t, uint64_t) {
   const auto tiles = in.take<int64_t>();
   check_int32(lists, 5, "lists");
   FC_CHECK(lists.size(3) >= 1 && lists.size(4) == 2, "lists must be (batch, heads, tiles, 1 + entries, 2)");
-  FC_CHECK(tiles >= 0, "tiles is ", tiles, "; expected how many tiles the entries count");
+  FC_CHECK(tiles >= 0, "tiles is ", tiles, "; expected a count >= 0, of the tiles that entries number");
   const torch::stable::accelerator::DeviceGuard guard(lists.device);
   const cudaStream_t stream = current_stream(lists);
   const int64_t rows = lists.size(2), numbers = lists.size(0) * lists.size(1) * rows * tiles;

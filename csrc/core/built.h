@@ -17,7 +17,7 @@ struct Kernels {
   }
 };
 
-const Kernels& built_kernels();  // none in a build for the CPU alone
+const Kernels& built_kernels();  // none in a CPU-only build
 const Kernels& all_kernels();
 
 bool is_built(const KernelConfig& config);

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/asked.h"
+#include "core/plan_request.h"
 #include "core/route.h"
 #include "core/family.h"
 #include "core/rows.h"
@@ -47,7 +47,7 @@ const KernelConfig* kernel_named(const std::string& id) {
   for (const Row& row : rows_of_configs()) {
     if (row.config.id() == id) return &row.config;
   }
-  throw std::invalid_argument("flash_cute: the calibration names " + id + ", which is no kernel's id");
+  throw std::invalid_argument("flash_cute: " + id + " is no kernel's id; kernels() lists them");
 }
 
 // "ID", or "ID num_splits=2 pack_gqa=1".
@@ -58,11 +58,12 @@ Entry read_entry(const std::string& text) {
   Entry entry{kernel_named(word), {}};
   while (words >> word) {
     if (!parse_override(entry.overrides, word)) {
-      throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N behind a kernel's id, got " + word);
+      throw std::invalid_argument("flash_cute: expected num_splits=N or pack_gqa=N after a kernel's id, got " + word);
     }
   }
   if (entry.overrides.any() && (entry.kernel->op != Op::Fwd || !family_of(*entry.kernel).facts.takes_overrides)) {
-    throw std::invalid_argument("flash_cute: num_splits and pack_gqa are those of Hopper's forward, got " + text);
+    throw std::invalid_argument("flash_cute: only Hopper's forward has num_splits and pack_gqa, not " +
+                                entry.kernel->id());
   }
   return entry;
 }
@@ -86,7 +87,7 @@ std::string bucket(const Problem<op>& problem, const Device& gpu) {
   auto mean = [&](bool packed, int longest, int64_t total) {
     return packed && p.batch > 0 ? std::min<int64_t>(longest, total / p.batch) : longest;
   };
-  const bool all_before = p.band.left == Band::kUnbounded, all_behind = p.band.right == Band::kUnbounded;
+  const bool sees_all_before = p.band.left == Band::kUnbounded, sees_all_after = p.band.right == Band::kUnbounded;
   std::string line = "sm";
   auto add = [&](const char* before, const std::string& value) { line.append(before).append(value); };
   add("", std::to_string(gpu.capability));
@@ -96,7 +97,7 @@ std::string bucket(const Problem<op>& problem, const Device& gpu) {
   add(" ", name(p.dtype));
   add(" d", std::to_string(p.head_dim));
   add("/", std::to_string(p.head_dim_v));
-  line += all_before && all_behind ? " full" : all_before && p.band.right == 0 ? " causal" : " window";
+  line += sees_all_before && sees_all_after ? " full" : sees_all_before && p.band.right == 0 ? " causal" : " window";
   line += p.pages.ids != nullptr ? " pages" : p.dense() ? " dense" : " packed";
   if (p.tier() == Tier::Rich) line += " rich";
   if (p.rules.rng != nullptr) line += " dropout";
@@ -138,16 +139,16 @@ std::string set_calibration(std::string lines) {
 }
 
 std::string calibration_bucket(std::string problem) {
-  const Asked asked = read(problem);
-  if (asked.op == Op::Fwd && asked.fwd().pages.ids != nullptr) {
-    int lengths = 0;
-    const DecodeProblem p = over_pages(asked.fwd(), &lengths);
-    if (reads_pages_in_place(p)) return bucket<Op::Decode>(p, asked.gpu);
-    throw std::invalid_argument("flash_cute: keys of this call are laid out anew, and no calibration counts");
+  const PlanRequest request = read_plan_request(problem);
+  if (request.op == Op::Fwd && request.fwd().pages.ids != nullptr) {
+    const DecodeProblem p = over_pages(request.fwd());
+    if (reads_pages_in_place(p)) return bucket<Op::Decode>(p, request.gpu);
+    throw std::invalid_argument(
+        "flash_cute: this call copies its keys out of their pages; the calibration does not apply to it");
   }
-  if (asked.op == Op::Fwd) return bucket<Op::Fwd>(asked.fwd(), asked.gpu);
-  if (asked.op == Op::Bwd) return bucket<Op::Bwd>(asked.bwd, asked.gpu);
-  return bucket<Op::Decode>(asked.decode, asked.gpu);
+  if (request.op == Op::Fwd) return bucket<Op::Fwd>(request.fwd(), request.gpu);
+  if (request.op == Op::Bwd) return bucket<Op::Bwd>(request.bwd, request.gpu);
+  return bucket<Op::Decode>(request.decode, request.gpu);
 }
 
 // The table's entry for a problem; without a kernel if there is none.

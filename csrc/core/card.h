@@ -1,4 +1,4 @@
-// Numbers that were fitted to measurements on one GPU, with their units: one struct per card. They are only here.
+// The cost models' constants, fitted to measurements: one struct per GPU. No other file has such numbers.
 #pragma once
 
 #include <cstdint>
@@ -25,48 +25,50 @@ struct Card {
 
   // Forward instead of decode, over a cache.
   struct Cached {
-    double around_us;  // time of decode without its products
-    double long_us;  // time of decode from which on 32 rows of products hide forward's overhead
-    int few_rows;  // up to so many query rows decode is memory-bound
-    int more_rows;  // rows of the tile whose products take a tenth longer than reading, with 128 dims
+    double decode_overhead_us;  // time of decode without its products
+    double long_decode_us;  // decode that takes longer is long enough for forward to make up for its overhead
+    int memory_bound_rows;  // up to so many query rows decode is memory-bound
+    int near_bound_rows;  // decode's tile of so many rows takes a tenth longer than reading the keys, with 128 dims
   } cached;
 
   struct Decode {
     double rate;  // speed with tiles of 64 rows, in the units of forward's
     double rows_of_reading;  // reading keys costs as much as so many rows of products
     double overlapped;  // time with two overlapping CTAs per SM, relative to one
-    // Work tiles per SM from which on two resident CTAs beat one.
-    double overlap_short, overlap_unknown, overlap_long, overlap_long_much;
-    int many_heads;  // kv heads of 64 dims that leave few CTAs each
-    int much_gb_s;  // bandwidth per SM above which one CTA suffices for long sequences (H200: 37, H100: 25)
-    int64_t short_numbers;  // up to so many numbers of keys a sequence counts as short
-    // Blocks of 64 KB per CTA of a cluster up to which clusters beat even splits: wide for more than 128 dims, unknown
-    // for lengths on the device, alone for a single sequence.
+    // With so many work tiles per SM or more, two resident CTAs beat one: for short sequences, for lengths that only
+    // the device knows, and for long sequences on a GPU with less or more than `high_gb_s`.
+    double overlap_short, overlap_unknown, overlap_long, overlap_long_high_gb_s;
+    int many_heads;  // kv heads of 64 dims, of which each has few CTAs
+    int high_gb_s;  // bandwidth per SM with which one CTA suffices for long sequences (H200: 37, H100: 25)
+    int64_t short_numbers;  // a sequence with up to so many elements of K per head is short
+    // Clusters beat even splits with up to so many blocks of 64 KB per CTA: `wide` if head dims are over 128, `unknown`
+    // if only the device knows lengths, `alone` for a single sequence.
     int cluster_blocks, cluster_blocks_wide, cluster_blocks_all_sms, cluster_blocks_unknown, cluster_blocks_alone;
     double all_sms, many_sms;  // fractions of the SMs that clusters keep busy
-    // Even splits, in quanta: tail CTAs get a share of the chunks, 1 / taken_off, in parts of 1 / tail_parts.
-    int large_chunk, taken_off, tail_parts;
-    int own_cta_quanta;  // quanta of a work tile that may have a CTA of its own,
-    int own_cta_waves;  // if each resident CTA has so many work tiles
-    double l2_room;  // share of L2 for keys that the next call may hit
-    float l2_share;  // share of such loads that L2 keeps: all of them would thrash when it is slightly too small
+    // Even splits: of a chunk of `large_chunk` quanta or more, 1 / tail_share goes to tail CTAs, in chunks of
+    // 1 / tail_parts of it.
+    int large_chunk, tail_share, tail_parts;
+    // A work tile has a CTA of its own if it has so many quanta, and each resident CTA so many work tiles.
+    int own_cta_quanta, own_cta_waves;
+    double l2_room;  // keys and values of up to this fraction of L2 stay there for the next call
+    float l2_share;  // fraction of such loads that L2 keeps: all of them would thrash if L2 is slightly too small
   } decode;
 
   struct Backward {
-    double around_us;  // time of a CTA before its first and after its last step
+    double prologue_epilogue_us;  // time of a CTA before its first and after its last step
     double kernel_us;  // time of one more kernel
     double number_us;  // time of an fp32 number that a split writes and combine reads
     double product_us;  // time of one of the products of a step, per query, key and column
-    double worthwhile;  // splits of all tiles are used if they take at most this fraction of the time without,
-    double worthwhile_last;  // splits of the last wave's tiles at most this one
+    double worthwhile;  // splits of all tiles are used if they take at most this fraction of the time without splits
+    double worthwhile_last;  // the same for splits of only the last wave's tiles
     double throttled_l2;  // size of queries, dO and dQ, relative to L2, above which CTAs are throttled
-    int stored_keys;  // up to so many keys of a query its first tile stores dQ, instead of adding to zeros
+    int stored_keys;  // if a query sees up to so many keys, the first tile stores its dQ instead of adding to zeros
     int stored_keys_pair;  // stored_keys of the 2-CTA backward
-    int alternating_columns;  // the most columns of dQ of the heads whose tiles alternate
-    int alternating_tiles;  // tiles of the alternating heads together, on Ampere
+    int alternating_columns;  // the most columns of dQ, over all heads whose tiles alternate
+    int alternating_tiles;  // tiles over all heads whose tiles alternate, on Ampere
   } backward;
 
-  double l2_kept;  // share of L2 that stays while other data pass through
+  double l2_kept;  // fraction of L2 that keeps its data while other data stream through
 };
 
 // Fitted on an H200, forward's speeds with plain kernels.
@@ -83,16 +85,16 @@ inline constexpr Card kH200 = {
                 .kernel_us = 3,
                 .number_us = 1 / 3e5,
                 .empty_row = 0.6},
-    .cached = {.around_us = 15, .long_us = 75, .few_rows = 16, .more_rows = 32},
+    .cached = {.decode_overhead_us = 15, .long_decode_us = 75, .memory_bound_rows = 16, .near_bound_rows = 32},
     .decode = {.rate = 345,
                .rows_of_reading = 40,
                .overlapped = 0.99,
                .overlap_short = 1.01,
                .overlap_unknown = 1.9,
                .overlap_long = 3.5,
-               .overlap_long_much = 16,
+               .overlap_long_high_gb_s = 16,
                .many_heads = 32,
-               .much_gb_s = 30,
+               .high_gb_s = 30,
                .short_numbers = 64 * 1024,
                .cluster_blocks = 10,
                .cluster_blocks_wide = 12,
@@ -102,13 +104,13 @@ inline constexpr Card kH200 = {
                .all_sms = 0.9,
                .many_sms = 0.3,
                .large_chunk = 128,
-               .taken_off = 16,
+               .tail_share = 16,
                .tail_parts = 8,
                .own_cta_quanta = 8,
                .own_cta_waves = 8,
                .l2_room = 0.8,
                .l2_share = 0.75f},
-    .backward = {.around_us = 4,
+    .backward = {.prologue_epilogue_us = 4,
                  .kernel_us = 2.5,
                  .number_us = 2 * 4 / 3e6,
                  .product_us = 4.2e-7,

@@ -9,11 +9,11 @@
 namespace flash_cute {
 namespace {
 
-constexpr int kAtOnce = 32768;
-constexpr int kSector = 8;  // counters in 32 bytes, which those of different streams do not share
+constexpr int kAllocation = 32768;  // counters
+constexpr int kSector = 8;          // counters in a sector of 32 bytes, which streams do not share
 
-// Zeroed memory on the current device. It works while a stream is being captured, and is never freed: graphs keep using
-// it.
+// Allocates zeros on the current device, also while a stream is being captured. They are never freed: graphs keep using
+// them.
 cudaError_t allocate_zeros(unsigned*& memory, int count) {
   const size_t bytes = sizeof(unsigned) * count;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -37,14 +37,14 @@ cudaError_t allocate_zeros(unsigned*& memory, int count) {
 struct Pool {
   unsigned* next = nullptr;
   int left = 0;
-  std::map<std::pair<unsigned long long, int>, unsigned*> of_streams;  // and counts
+  std::map<std::pair<unsigned long long, int>, unsigned*> of_streams;  // by stream and number of counters
 
   cudaError_t take(unsigned*& counters, int count) {
     count = (count + kSector - 1) / kSector * kSector;
     if (left < count) {
-      const int all = std::max(kAtOnce, count);
-      if (cudaError_t e = allocate_zeros(next, all)) return e;
-      left = all;
+      const int allocated = std::max(kAllocation, count);
+      if (cudaError_t e = allocate_zeros(next, allocated)) return e;
+      left = allocated;
     }
     counters = next;
     next += count;

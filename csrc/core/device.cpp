@@ -52,7 +52,7 @@ const Device& device(int index) {
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> queried;
   if (index < 0 || index >= kMaxDevices) {
-    throw std::runtime_error("flash_cute: device index " + std::to_string(index) + " is not in [0, " +
+    throw std::runtime_error("flash_cute: device is " + std::to_string(index) + "; expected an index in [0, " +
                              std::to_string(kMaxDevices) + ")");
   }
   std::call_once(queried[index], [index] {

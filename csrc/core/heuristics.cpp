@@ -11,7 +11,7 @@
 namespace flash_cute {
 
 // The cost of a microsecond, in units that depend on a kernel's head dims.
-static double a_microsecond(const KernelConfig& config, int sms) {
+static double cost_per_us(const KernelConfig& config, int sms) {
   return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
 }
 
@@ -34,8 +34,8 @@ bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads) 
   return heads >= 1 && pack_gqa(config, problem) % heads == 0;
 }
 
-int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& asked) {
-  return may_pack(config, problem, asked.pack_gqa) ? asked.pack_gqa : pack_gqa(config, problem);
+int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& overrides) {
+  return may_pack(config, problem, overrides.pack_gqa) ? overrides.pack_gqa : pack_gqa(config, problem);
 }
 
 // Tiles of queries per sequence and head, each of a CTA or of a cluster.
@@ -53,13 +53,13 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
   if (!family_of(config).facts.takes_overrides || config.walks_lists()) return 1;
   if (!problem.dense() && config.cluster > 1) return 1;
   const FwdProblem one = one_sequence(problem);
-  const double all = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
-  const double of_waves = all > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / all, 1) : kMaxSplits;
+  const double work_tiles = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
+  const double of_waves = work_tiles > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / work_tiles, 1) : kMaxSplits;
   const int most = std::min(kMaxSplits, detail::ceil_div(one.seqlen_k, config.block_n));
   return std::max(1, static_cast<int>(std::min<double>(most, of_waves)));
 }
 
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms, int asked) {
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms, int num_splits) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   const Card::Forward& card = kCard.forward;
   const FwdProblem one = one_sequence(problem);
@@ -69,7 +69,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const bool banded = one.band.left < Band::kUnbounded || one.band.right < Band::kUnbounded;
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = config.block_m * config.cluster, tiles = row_tiles(config, one);
-  const double all = double(tiles) * (problem.heads / heads) * problem.batch;
+  const double work_tiles = double(tiles) * (problem.heads / heads) * problem.batch;
   const double resident_ctas = resident_ctas_of(config, sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
   const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
@@ -81,10 +81,10 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
       return (of_split + tile_keys + waiting_keys) * config.block_m / rate * filled;
     });
     const double passes_us = splits == 1 ? 0 : card.kernel_us + merging * splits;
-    return cost_of(costs, all * splits, resident_ctas) + passes_us * a_microsecond(config, sms);
+    return cost_of(costs, work_tiles * splits, resident_ctas) + passes_us * cost_per_us(config, sms);
   };
   const int most = most_splits(config, problem, heads, sms);
-  if (1 <= asked && asked <= most) return {cost_with(asked), asked};
+  if (1 <= num_splits && num_splits <= most) return {cost_with(num_splits), num_splits};
   const double whole = cost_with(1);
   SplitCost best{whole, 1};
   for (int splits = 2; splits <= most; ++splits) {
@@ -98,22 +98,22 @@ double cost(const KernelConfig& config, const DecodeProblem& problem, const Devi
   return family_of(config).decode_cost(config, problem, gpu);
 }
 
-double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& asked) {
-  return cheapest_splits(config, problem, packed_heads(config, problem, asked), gpu.sms, asked.num_splits).cost;
+double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& overrides) {
+  return cheapest_splits(config, problem, packed_heads(config, problem, overrides), gpu.sms, overrides.num_splits).cost;
 }
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
-                        const Device& gpu, const FwdOverrides& asked) {
+                        const Device& gpu, const FwdOverrides& overrides) {
   const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
-  if (!family_of(forward).facts.reads_caches || rows <= card.few_rows) return false;
-  const double decode_us = cost(decode, p, gpu) / a_microsecond(decode, gpu.sms);
-  if (rows <= decode.block_m &&
-      decode.block_m == card.more_rows) {  // from pages forward always makes up for its overhead
-    const bool reads_once = packed_heads(forward, p.fwd, asked) * p.fwd.heads_k == p.fwd.heads;
-    return reads_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || decode_us > card.long_us);
+  if (!family_of(forward).facts.reads_caches || rows <= card.memory_bound_rows) return false;
+  const double decode_us = cost(decode, p, gpu) / cost_per_us(decode, gpu.sms);
+  if (rows <= decode.block_m && decode.block_m == card.near_bound_rows) {
+    // Over pages forward is always faster in spite of its overhead.
+    const bool reads_keys_once = packed_heads(forward, p.fwd, overrides) * p.fwd.heads_k == p.fwd.heads;
+    return reads_keys_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || decode_us > card.long_decode_us);
   }
-  return cost(forward, p.fwd, gpu, asked) / a_microsecond(forward, gpu.sms) < decode_us + card.around_us;
+  return cost(forward, p.fwd, gpu, overrides) / cost_per_us(forward, gpu.sms) < decode_us + card.decode_overhead_us;
 }
 
 }  // namespace flash_cute

@@ -19,7 +19,7 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b);
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
 // The override's pack_gqa if the kernel supports it, else pack_gqa().
-int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& asked);
+int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& overrides);
 
 // The most splits of the keys of a forward with so many heads per tile: at most the number of key tiles, and two waves.
 // 1 for kernels without splits.
@@ -32,9 +32,11 @@ struct SplitCost {
   double cost;
   int num_splits;
 };
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms, int asked = 0);
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms,
+                          int num_splits = 0);
 
-double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& asked = {});
+double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu,
+            const FwdOverrides& overrides = {});
 
 // The cost of decode with even splits: products of all query tiles with all keys, and reading the keys. For a kernel in
 // clusters 0 or infinity: whether clusters suit.
@@ -43,12 +45,12 @@ double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gp
 // Whether a forward kernel may replace decode over a cache, and is likely faster. Never if one tile of 16 rows (or,
 // with exceptions, 32) has all rows of a kv head: decode is memory-bound there, which forward's cost does not model.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
-                        const Device& gpu, const FwdOverrides& asked = {});
+                        const Device& gpu, const FwdOverrides& overrides = {});
 
 // The first kernel that `fits` accepts, or the cheapest of its alternatives; null if none.
 template <class Fits, class P>
 const KernelConfig* preferred(const std::vector<const KernelConfig*>& kernels, const Fits& fits, const P& problem,
-                              const Device& gpu, const FwdOverrides& asked = {}) {
+                              const Device& gpu, const FwdOverrides& overrides = {}) {
   const KernelConfig* best = nullptr;
   double least = -1;  // cost of the best, once there is an alternative
   for (const KernelConfig* kernel : kernels) {
@@ -57,8 +59,8 @@ const KernelConfig* preferred(const std::vector<const KernelConfig*>& kernels, c
       best = kernel;
       continue;
     }
-    if (least < 0) least = cost(*best, problem, gpu, asked);
-    const double other = cost(*kernel, problem, gpu, asked);
+    if (least < 0) least = cost(*best, problem, gpu, overrides);
+    const double other = cost(*kernel, problem, gpu, overrides);
     if (other >= least) continue;
     best = kernel;
     least = other;

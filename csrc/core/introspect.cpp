@@ -130,16 +130,16 @@ std::string describe_gpu(int64_t index) {
 }
 
 std::string plan(std::string problem) {
-  const Asked asked = read(problem);
-  auto planned_of = [&](const auto& p) { return planned(choose_route(asked.kernels(), p, asked.gpu), p); };
-  return asked.op == Op::Fwd   ? planned_of(asked.fwd())
-         : asked.op == Op::Bwd ? planned_of(asked.bwd)
-                               : planned_of(asked.decode);
+  const PlanRequest request = read_plan_request(problem);
+  auto planned_of = [&](const auto& p) { return planned(choose_route(request.kernels(), p, request.gpu), p); };
+  return request.op == Op::Fwd   ? planned_of(request.fwd())
+         : request.op == Op::Bwd ? planned_of(request.bwd)
+                                 : planned_of(request.decode);
 }
 
 std::string explain(std::string problem) {
   std::vector<std::string> rows;
-  for (const Verdict& v : verdicts(read(problem))) {
+  for (const Verdict& v : verdicts(read_plan_request(problem))) {
     const bool fits = v.refused.empty();
     rows.push_back(JsonObject()
                        .text("id", v.kernel->id())

@@ -38,9 +38,9 @@ class Reader {
   std::string quoted() {
     expect('"');
     const size_t end = text_.find('"', at_);
-    if (end == std::string::npos) fail("a string has no end in " + text_);
+    if (end == std::string::npos) fail("a string is not closed in " + text_);
     const std::string value = text_.substr(at_, end - at_);
-    if (value.find('\\') != std::string::npos) fail("escapes in strings are not read: " + value);
+    if (value.find('\\') != std::string::npos) fail("escapes in strings are not supported: " + value);
     at_ = end + 1;
     return value;
   }
@@ -68,11 +68,11 @@ JsonFields::JsonFields(const std::string& text) {
     do {
       const std::string name = in.quoted();
       in.expect(':');
-      if (!fields_.emplace(name, in.value()).second) fail(name + " is there twice in " + text);
+      if (!fields_.emplace(name, in.value()).second) fail(name + " is given twice in " + text);
     } while (in.take(','));
     in.expect('}');
   }
-  if (!in.at_end()) fail("something follows the object in " + text);
+  if (!in.at_end()) fail("expected the end after the object in " + text);
 }
 
 const std::string* JsonFields::find(const std::string& name) {
@@ -117,8 +117,7 @@ int64_t JsonFields::integer(const std::string& name, int64_t otherwise, int64_t 
 void JsonFields::end() const {
   const std::string known = "\n" + known_;
   for (const auto& [name, value] : fields_) {
-    if (known.find("\n" + name + "\n") == std::string::npos)
-      fail("no field is called " + name + "; fields are" + known);
+    if (known.find("\n" + name + "\n") == std::string::npos) fail("unknown field " + name + "; supported:" + known);
   }
 }
 

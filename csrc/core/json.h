@@ -18,7 +18,7 @@ class JsonFields {
   bool flag(const std::string& name);  // false if it is not there
   double number(const std::string& name, double otherwise);
   int64_t integer(const std::string& name, int64_t otherwise, int64_t least, int64_t most);
-  void end() const;  // every field was asked for
+  void end() const;  // throws if a field was never read
 
  private:
   const std::string* find(const std::string& name);

@@ -63,7 +63,7 @@ std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem,
   if (!is_allowed(config)) add_reason(reasons, "not one of the kernels that this thread is limited to");
   if constexpr (op == Op::Fwd) {
     auto add = [&](const char* name, int number, const char* most, int heads_or_splits) {
-      add_reason(reasons, name + (" is " + std::to_string(number)) + ", and it takes " + most + "up to " +
+      add_reason(reasons, name + (" is " + std::to_string(number)) + "; it supports " + most + "up to " +
                               std::to_string(heads_or_splits) + " for this call");
     };
     const auto& [num_splits, heads] = overrides_of_limit();

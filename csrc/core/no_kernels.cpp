@@ -1,4 +1,4 @@
-// A build for the CPU alone: no kernels, and no device.
+// A CPU-only build: no kernels, and no device.
 #include <stdexcept>
 
 #include "core/built.h"
@@ -12,7 +12,7 @@ const Kernels& built_kernels() {
 }
 
 const Device& device(int) {
-  throw std::invalid_argument("flash_cute: this build has no CUDA, and knows no device");
+  throw std::invalid_argument("flash_cute: this build of flash_cute holds no CUDA kernels, and cannot query a GPU");
 }
 
 namespace lab {

@@ -59,7 +59,7 @@ struct ScoreRules {
   int64_t alibi_batch = 0;
   const int64_t* rng = nullptr;     // {seed, offset} of dropout; null: off
   int drop_below = 0;  // of 65536: elements with a smaller random number are dropped
-  float keep_scale = 1.f;           // 65536 / (65536 - drop_below); 0 where everything is dropped
+  float keep_scale = 1.f;           // 65536 / (65536 - drop_below); 0 if everything is dropped
 
   // Factor that backward leaves out of dS, and puts into dK and dQ at the end.
   constexpr float gradient_scale() const { return keep_scale > 0.f ? keep_scale : 1.f; }
@@ -91,14 +91,14 @@ struct TileEntry {
   int tile, code;
 };
 
-// Sparse attention: for each tile of queries the tiles of keys that it sees, in backward for each tile of keys the tiles
-// of queries that see it, ascending. The band hides more. Unchecked device data: TileList clamps it.
+// Sparse attention: for each tile of queries the tiles of keys that it sees, in backward for each tile of keys the
+// tiles of queries that see it, ascending. The band hides more. Unchecked device data: TileList clamps it.
 struct TileLists {
   const TileEntry* ptr = nullptr;  // [batch, heads, tiles, 1 + capacity]; the first entry's tile is their number
   int64_t batch = 0, head = 0;  // strides in entries; 0 if all share the lists
   int tiles = 0;  // lists of a head
   int capacity = 0;  // entries that a list may have
-  int heads_together = 1;  // query heads that share a list
+  int heads_per_list = 1;  // query heads that share a list
   const uint32_t* bits = nullptr;  // [masks, kTileSide, kTileSide / 32], token masks of tiles; may be null
   int masks = 0;
   // Backward: of each entry the number of key tiles before it in the list of its tile of queries; null: not known.

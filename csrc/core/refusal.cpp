@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/family.h"
+#include "core/layout/smem_atoms.h"
 
 namespace flash_cute {
 
@@ -17,32 +18,32 @@ static bool lacks_vectors(const DecodeProblem& p) {
 
 // The refusals that depend only on sizes.
 template <Op op>
-static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& asked) {
-  const FwdProblem& problem = forward_of(asked);
+static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& problem) {
+  const FwdProblem& forward = forward_of(problem);
   return {
-      .dtype = config.dtype != problem.dtype,
-      .tier = !config.rich() && problem.tier() == Tier::Rich,
-      .head_dim = problem.head_dim > config.head_dim,
-      .head_dim_v = problem.head_dim_v > config.head_dim_v,
-      .vectors = lacks_vectors(asked),
-      .tiles = config.walks_lists() != problem.lists.on(),
+      .dtype = config.dtype != forward.dtype,
+      .tier = !config.rich() && forward.tier() == Tier::Rich,
+      .head_dim = forward.head_dim > config.head_dim,
+      .head_dim_v = forward.head_dim_v > config.head_dim_v,
+      .vectors = lacks_vectors(problem),
+      .tiles = config.walks_lists() != forward.lists.on(),
   };
 }
 
 template <Op op>
-Refusal refusal(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
+Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
   const Family& family = family_of(config);
-  Refusal found = refusal_of_sizes<op>(config, asked);
+  Refusal found = refusal_of_sizes<op>(config, problem);
   found.gpu = !family.runs_on(device.capability);
   found.shared_memory = family.smem_bytes(config) > device.smem_optin;
-  family.refuse(found, config, asked);
+  family.refuse(found, config, problem);
   return found;
 }
 
 template <Op op>
-bool fits(const KernelConfig& config, const Problem<op>& asked, const Device& device) {
-  return !refusal_of_sizes<op>(config, asked).any() && family_of(config).runs_on(device.capability) &&
-         !refusal<op>(config, asked, device).any();
+bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device) {
+  return !refusal_of_sizes<op>(config, problem).any() && family_of(config).runs_on(device.capability) &&
+         !refusal<op>(config, problem, device).any();
 }
 
 template Refusal refusal<Op::Fwd>(const KernelConfig&, const FwdProblem&, const Device&);
@@ -62,12 +63,13 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   auto number = [](int64_t value) { return std::to_string(value); };
   auto arch = [&](int capability) { return "sm_" + number(capability); };
   const std::string dims = number(problem.head_dim) + " and " + number(problem.head_dim_v) + " of v";
+  auto empty_up_to = [&](int columns) { return number(columns - atom_columns(columns, element_bytes(config.dtype))); };
   std::string reasons;
   auto add = [&](bool holds, const std::string& reason) {
     if (holds) add_reason(reasons, reason);
   };
   add(refusal.dtype, std::string("computes in ") + name(config.dtype) + ", the call in " + name(problem.dtype));
-  add(refusal.tier, "has no softcap, ALiBi, dropout or scale below 0 (plain), the call has");
+  add(refusal.tier, "has no softcap, ALiBi, dropout or scale below 0 (plain), the call has one of them");
   add(refusal.head_dim, "head dim up to " + number(config.head_dim) + ", the call has " + number(problem.head_dim));
   add(refusal.head_dim_v,
       "head dim of v up to " + number(config.head_dim_v) + ", the call has " + number(problem.head_dim_v));
@@ -78,17 +80,19 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
                                  number(device.smem_optin));
   add(refusal.tensor_map,
       "needs tensors that are not empty, with vectors on 16-byte boundaries and strides that are not 0");
-  add(refusal.empty_columns, "its tiles are wider by 64 columns or more (by 32, if 96 wide) than head dims " + dims);
+  add(refusal.empty_columns, "head dims " + dims +
+                                 " would leave a whole block of its tile's columns empty; it needs head dims above " +
+                                 empty_up_to(config.head_dim) + " and " + empty_up_to(config.head_dim_v) + " of v");
   add(refusal.pages, "does not read pages, or none of " + number(problem.pages.size) +
-                         " rows, or not in a window that is bounded to the left");
-  add(refusal.dropout, "has no dropout, or none in a window that is bounded to the left");
-  add(refusal.splits, "splits keys by itself: takes no num_splits and no split_size");
-  add(refusal.fp32_gradients, "rounds gradients to the dtype of q, k and v; Hopper's kernels leave them in fp32");
-  add(refusal.vectors, "reads vectors of 8 numbers on 16-byte boundaries");
-  add(refusal.tiles, config.walks_lists() ? "walks lists of tiles, the call has none"
-                                          : "walks all tiles, the call has lists of them (sparse)");
+                         " rows, or none with a window that is bounded to the left");
+  add(refusal.dropout, "has no dropout, or none with a window that is bounded to the left");
+  add(refusal.splits, "splits keys by itself: does not support num_splits and split_size");
+  add(refusal.fp32_gradients, "rounds gradients to the dtype of q, k and v; only Hopper's kernels write them in fp32");
+  add(refusal.vectors, "needs head dims that are multiples of 8, and vectors of 8 numbers on 16-byte boundaries");
+  add(refusal.tiles, config.walks_lists() ? "for sparse calls (tile_lists), the call is not sparse"
+                                          : "not for sparse calls (tile_lists), the call is sparse");
   add(refusal.lists,
-      "over lists of tiles it is deterministic only with tile_ranks, and without a window bounded to the left");
+      "deterministic over tile_lists only with tile_ranks and without a window that is bounded to the left");
   return reasons;
 }
 

@@ -23,7 +23,7 @@ struct Refusal {
 template <Op op>
 Refusal refusal(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
-// Whether there is no reason; most rows are refused by sizes or the GPU, before their family is asked.
+// Whether there is no reason. Faster than refusal(): sizes and the GPU already refuse most kernels.
 template <Op op>
 bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
@@ -36,13 +36,14 @@ constexpr const char* kNotBuilt = "not in this build of the library";
 
 void add_reason(std::string& reasons, const std::string& reason);
 
-// With num_splits or split_size the result must be batch-invariant, so candidates are ranked as if batch were 1.
+// The problem whose costs rank kernels: with num_splits or split_size of batch 1, since results must not depend on the
+// batch.
 template <class P>
-const FwdProblem& weighed(const P& p) {
+const FwdProblem& problem_to_rank(const P& p) {
   return forward_of(p);
 }
 
-inline DecodeProblem weighed(const DecodeProblem& p) {
+inline DecodeProblem problem_to_rank(const DecodeProblem& p) {
   DecodeProblem one = p;
   if (!p.even_splits()) one.fwd.batch = 1;
   return one;

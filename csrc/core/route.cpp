@@ -10,8 +10,11 @@
 namespace flash_cute {
 namespace {
 
-// The inputs of the choice: a GPU, kernels, and a call over a cache, if it is one.
-struct Choice {
+// A pass will write the lengths: until then only this pointer's not being null counts.
+constexpr int kPlaceholderLengths = 0;
+
+// The inputs of choose_route(): kernels, a GPU, and the call if it is one over a cache.
+struct RouteChooser {
   const Kernels& kernels;
   const Device& gpu;
   const DecodeProblem* cached = nullptr;
@@ -82,15 +85,15 @@ struct Choice {
 
 template <Op op>
 const KernelConfig* find_kernel(const Kernels& kernels, const Problem<op>& problem, const Device& gpu, bool measured) {
-  auto can_do = [&](const KernelConfig& kernel) {
+  auto may_run = [&](const KernelConfig& kernel) {
     return fits<op>(kernel, problem, gpu) && beyond_limit<op>(kernel, problem, gpu).empty();
   };
   if (const KernelConfig* const fastest = measured ? calibrated<op>(problem, gpu) : nullptr) {
     for (const KernelConfig* kernel : kernels.of<op>()) {
-      if (same_kernel(*kernel, *fastest) && can_do(*kernel)) return kernel;
+      if (same_kernel(*kernel, *fastest) && may_run(*kernel)) return kernel;
     }
   }
-  return preferred(kernels.of<op>(), can_do, weighed(problem), gpu, overrides_of_limit());
+  return preferred(kernels.of<op>(), may_run, problem_to_rank(problem), gpu, overrides_of_limit());
 }
 
 template const KernelConfig* find_kernel<Op::Fwd>(const Kernels&, const FwdProblem&, const Device&, bool);
@@ -118,46 +121,45 @@ bool reads_pages_in_place(const DecodeProblem& p) {
 }
 
 Route choose_route(const Kernels& kernels, const FwdProblem& problem, const Device& gpu) {
-  const Choice choice{kernels, gpu};
+  const RouteChooser chooser{kernels, gpu};
   Route route;
   if (problem.pages.ids == nullptr) {
-    choice.add_forward(route, problem, true);
+    chooser.add_forward(route, problem, true);
     return route;
   }
   route.count_keys = true;
-  int lengths = 0;
-  DecodeProblem p = over_pages(problem, &lengths);
+  DecodeProblem p = over_pages(problem);
   if (reads_pages_in_place(p)) {
-    choice.add_cached(route, p);
+    chooser.add_cached(route, p);
     if (problem.row_max.ptr == nullptr && problem.softmax == nullptr) return route;
   }
   if (route.over_cache()) p.fwd.out = contiguous(p.fwd, p.fwd.seqlen_q, p.fwd.heads, p.fwd.head_dim_v);
   p.fwd.row_max = problem.row_max;
   p.fwd.softmax = problem.softmax;
-  choice.add_gathered(route, p.fwd, gathered_rows(problem));
+  chooser.add_gathered(route, p.fwd, gathered_rows(problem));
   return route;
 }
 
 Route choose_route(const Kernels& kernels, const DecodeProblem& problem, const Device& gpu) {
-  const Choice choice{kernels, gpu, &problem};
+  const RouteChooser chooser{kernels, gpu, &problem};
   Route route;
   route.append = problem.appends();
   if (problem.whole_vectors()) {
-    choice.add_cached(route, problem);
+    chooser.add_cached(route, problem);
   } else {
-    choice.add_gathered(route, problem.fwd, problem.fwd.seqlen_k);
+    chooser.add_gathered(route, problem.fwd, problem.fwd.seqlen_k);
   }
   return route;
 }
 
 Step<Op::Bwd> choose_route(const Kernels& kernels, const BwdProblem& problem, const Device& gpu) {
-  const KernelConfig& kernel = Choice{kernels, gpu}.kernel<Op::Bwd>(problem, true);
+  const KernelConfig& kernel = RouteChooser{kernels, gpu}.kernel<Op::Bwd>(problem, true);
   return {&kernel,
           make_plan(kernel, problem, gpu),
           {.zero_fill = !problem.fwd.dense(), .sink_gradient = problem.dsink != nullptr}};
 }
 
-DecodeProblem over_pages(const FwdProblem& problem, int* lengths) {
+DecodeProblem over_pages(const FwdProblem& problem, const int* lengths) {
   DecodeProblem p{};
   p.fwd = problem;
   p.fwd.varlen.cu_k = p.fwd.varlen.used_k = nullptr;
@@ -168,6 +170,10 @@ DecodeProblem over_pages(const FwdProblem& problem, int* lengths) {
   p.cache.lengths = lengths;
   p.unrotated_q = problem.q;
   return p;
+}
+
+DecodeProblem over_pages(const FwdProblem& problem) {
+  return over_pages(problem, &kPlaceholderLengths);
 }
 
 FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& k, const TensorView& v,
@@ -183,13 +189,12 @@ FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& 
 }
 
 FwdProblem over_gathered(const FwdProblem& problem, int rows) {
-  static constexpr int kLengths = 0;  // a placeholder: a pass will write the lengths
   auto view = [&](int dim) {
     TensorView keys = contiguous(problem, rows, problem.heads_k, dim);
     keys.batch = rows * keys.row;
     return keys;
   };
-  return over_gathered(problem, rows, view(problem.head_dim), view(problem.head_dim_v), &kLengths);
+  return over_gathered(problem, rows, view(problem.head_dim), view(problem.head_dim_v), &kPlaceholderLengths);
 }
 
 TensorView contiguous(const FwdProblem& problem, int64_t rows, int heads, int dim) {

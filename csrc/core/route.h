@@ -1,5 +1,5 @@
-// The steps of one call, in order: choose_route() chooses them, api/ allocates and launches them, introspect.h prints
-// them. Nothing else chooses.
+// The steps of one call, in order. Only choose_route() chooses them; api/ allocates and launches them, introspect.h
+// prints them.
 #pragma once
 
 #include <cstdint>
@@ -30,33 +30,32 @@ struct Step {
   explicit operator bool() const { return kernel != nullptr; }
 };
 
-// The route of forward: steps run in the order of the fields.
+// The route of forward. Steps run in the order of the fields.
 struct Route {
   bool count_keys = false;  // of packed sequences over pages
   bool append = false;      // new keys join the cache, queries are rotated
-  Step<Op::Decode> decode;  // reads the cache,
-  Step<Op::Fwd> in_pages;   // or a kernel of forward does
-  bool gather = false;      // copies keys out of the cache, for the next steps
+  Step<Op::Decode> decode;  // a decode kernel reads the cache in place,
+  Step<Op::Fwd> in_pages;   // or a forward kernel does
+  bool gather = false;      // keys are copied out of the cache, for the next steps
   int gathered_rows = 0;    // of each sequence
-  // Row maxima under an element-wise rule need another launch: a kernel that computes them rounds differently, and out
-  // and lse must not depend on optional results.
+  // Row maxima under an element-wise rule need a launch of their own: a kernel that computes them rounds differently,
+  // and out and lse must not depend on optional results.
   Step<Op::Fwd> row_max;
   Step<Op::Fwd> forward;  // over keys that are dense, packed or gathered
 
   bool over_cache() const { return decode || in_pages; }
-  // Whether the steps after the cache's kernel only compute row maxima or probabilities: their out and lse are
-  // discarded.
+  // Whether the steps after the cache's kernel compute the call again, for row maxima or probabilities. Their out and
+  // lse are discarded.
   bool repeats() const { return over_cache() && gather; }
 };
 
-// The route of a call with these kernels, under this thread's limit (limit.h). Throws NoKernel's error if none supports
-// it.
+// The route of a call with these kernels, under this thread's limit (limit.h). Throws an error if none supports it.
 Route choose_route(const Kernels& kernels, const FwdProblem& problem, const Device& gpu);
 Route choose_route(const Kernels& kernels, const DecodeProblem& problem, const Device& gpu);
 Step<Op::Bwd> choose_route(const Kernels& kernels, const BwdProblem& problem, const Device& gpu);
 
-// The preferred kernel of an op for a problem: the measured one (calibration.h; only for calls of the op itself), else
-// the one that heuristics.h prefers; null if none supports it.
+// The preferred kernel of an op for a problem: with `measured` that of the calibration (calibration.h), if it has one,
+// else the one that heuristics.h prefers; null if none supports the problem.
 template <Op op>
 const KernelConfig* find_kernel(const Kernels& kernels, const Problem<op>& problem, const Device& gpu, bool measured);
 
@@ -75,7 +74,9 @@ bool may_be_forward(const DecodeProblem& problem);
 bool reads_pages_in_place(const DecodeProblem& problem);
 
 // Packed sequences over pages as a problem over a cache, with their lengths at `lengths`.
-DecodeProblem over_pages(const FwdProblem& problem, int* lengths);
+DecodeProblem over_pages(const FwdProblem& problem, const int* lengths);
+// The same problem before the lengths are allocated.
+DecodeProblem over_pages(const FwdProblem& problem);
 
 // The problem over keys that were gathered in contiguous tensors k and v, with their lengths at `lengths`.
 FwdProblem over_gathered(const FwdProblem& problem, int rows, const TensorView& k, const TensorView& v,

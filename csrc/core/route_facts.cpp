@@ -84,7 +84,7 @@ std::vector<std::string> launches(const Step<Op::Bwd>& step) {
 
 int64_t workspace_bytes(const Route& route, const FwdProblem& problem) {
   if (problem.pages.ids == nullptr) return bytes_of_forward(route, problem);
-  DecodeProblem p = over_pages(problem, nullptr);
+  DecodeProblem p = over_pages(problem);
   const int64_t cached = bytes_of_cached(route, p);
   p.fwd.row_max = problem.row_max;
   return bytes_of_lengths(problem) + std::max(cached, bytes_of_forward(route, p.fwd));

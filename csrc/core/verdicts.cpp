@@ -24,26 +24,27 @@ std::string three_digits(double value) {
 // The kernels of one op, and the best of them; another op's may still be preferred.
 template <Op op>
 struct Candidates {
-  const Asked& asked;
+  const PlanRequest& request;
   const Problem<op>& problem;
   bool measured;  // whether the calibration of the op applies
   const KernelConfig* best = nullptr;
 
-  Candidates(const Asked& asked, const Problem<op>& problem, bool measured)
-      : asked(asked),
+  Candidates(const PlanRequest& request, const Problem<op>& problem, bool measured)
+      : request(request),
         problem(problem),
         measured(measured),
-        best(find_kernel<op>(asked.kernels(), problem, asked.gpu, measured)) {}
+        best(find_kernel<op>(request.kernels(), problem, request.gpu, measured)) {}
 
   // Adds the verdict of each; the best one is passed over if a reason is given.
   void judge(std::vector<Verdict>& all, const std::string& best_is_not_taken) const {
-    const KernelConfig* const fastest = measured ? calibrated<op>(problem, asked.gpu) : nullptr;
+    const KernelConfig* const fastest = measured ? calibrated<op>(problem, request.gpu) : nullptr;
     for (const KernelConfig* kernel : all_kernels().of<op>()) {
-      std::string refused = explain(refusal<op>(*kernel, problem, asked.gpu), *kernel, forward_of(problem), asked.gpu);
-      if (asked.built_only && !is_built(*kernel)) add_reason(refused, kNotBuilt);
-      add_reason(refused, beyond_limit<op>(*kernel, problem, asked.gpu));
+      std::string refused =
+          explain(refusal<op>(*kernel, problem, request.gpu), *kernel, forward_of(problem), request.gpu);
+      if (request.built_only && !is_built(*kernel)) add_reason(refused, kNotBuilt);
+      add_reason(refused, beyond_limit<op>(*kernel, problem, request.gpu));
       if (!refused.empty() && fastest != nullptr && same_kernel(*kernel, *fastest)) {
-        add_reason(refused, "the calibration names it in vain");
+        add_reason(refused, "the calibration in use names this kernel, but it cannot run this call");
       }
       const bool is_best = best != nullptr && same_kernel(*kernel, *best);
       const std::string passed_over = !refused.empty() ? ""
@@ -59,9 +60,10 @@ struct Candidates {
       return "slower than " + best->id() + " by the calibration in use";
     }
     if (!alternatives(*best, other)) return "comes after " + best->id() + " in order of preference";
-    const auto& to_rank = weighed(problem);
+    const auto& to_rank = problem_to_rank(problem);
     const FwdOverrides& of_limit = overrides_of_limit();
-    const double least = cost(*best, to_rank, asked.gpu, of_limit), more = cost(other, to_rank, asked.gpu, of_limit);
+    const double least = cost(*best, to_rank, request.gpu, of_limit),
+                 more = cost(other, to_rank, request.gpu, of_limit);
     return std::isfinite(more) && least > 0
                ? "estimated to take " + three_digits(more / least) + " times as long as " + best->id()
                : "not for such sizes, by the estimate that prefers " + best->id();
@@ -69,38 +71,37 @@ struct Candidates {
 };
 
 // Forward over gathered keys: neither the alignment nor the pages of the cache matter to it.
-void judge_gathered(std::vector<Verdict>& all, const Asked& asked, const FwdProblem& problem, int rows) {
+void judge_gathered(std::vector<Verdict>& all, const PlanRequest& request, const FwdProblem& problem, int rows) {
   const FwdProblem gathered = over_gathered(problem, rows);
-  Candidates<Op::Fwd>(asked, gathered, false).judge(all, "");
+  Candidates<Op::Fwd>(request, gathered, false).judge(all, "");
 }
 
-void judge_over_cache(std::vector<Verdict>& all, const Asked& asked, const DecodeProblem& p) {
-  const CacheKernels found = find_cache_kernels(asked.kernels(), p, asked.gpu);
-  const Candidates<Op::Decode> decode(asked, p, true);
+void judge_over_cache(std::vector<Verdict>& all, const PlanRequest& request, const DecodeProblem& p) {
+  const CacheKernels found = find_cache_kernels(request.kernels(), p, request.gpu);
+  const Candidates<Op::Decode> decode(request, p, true);
   decode.judge(all, found.forward_is_taken ? "estimated to take longer than " + found.forward->id() : "");
   if (found.decode == nullptr || !may_be_forward(p)) return;
-  const Candidates<Op::Fwd> forward(asked, p.fwd, false);
+  const Candidates<Op::Fwd> forward(request, p.fwd, false);
   forward.judge(all, found.forward_is_taken ? "" : "over a cache " + found.decode->id() + " is preferred");
 }
 
 }  // namespace
 
-std::vector<Verdict> verdicts(const Asked& asked) {
+std::vector<Verdict> verdicts(const PlanRequest& request) {
   std::vector<Verdict> all;
-  if (asked.op == Op::Bwd) {
-    Candidates<Op::Bwd>(asked, asked.bwd, true).judge(all, "");
-  } else if (asked.op == Op::Decode) {
-    judge_over_cache(all, asked, asked.decode);
-    if (!asked.decode.whole_vectors()) judge_gathered(all, asked, asked.decode.fwd, asked.decode.fwd.seqlen_k);
-  } else if (asked.fwd().pages.ids == nullptr) {
-    Candidates<Op::Fwd>(asked, asked.fwd(), true).judge(all, "");
+  if (request.op == Op::Bwd) {
+    Candidates<Op::Bwd>(request, request.bwd, true).judge(all, "");
+  } else if (request.op == Op::Decode) {
+    judge_over_cache(all, request, request.decode);
+    if (!request.decode.whole_vectors()) judge_gathered(all, request, request.decode.fwd, request.decode.fwd.seqlen_k);
+  } else if (request.fwd().pages.ids == nullptr) {
+    Candidates<Op::Fwd>(request, request.fwd(), true).judge(all, "");
   } else {
-    int lengths = 0;
-    const DecodeProblem p = over_pages(asked.fwd(), &lengths);
+    const DecodeProblem p = over_pages(request.fwd());
     const bool in_place = reads_pages_in_place(p),
-               gathers = asked.fwd().row_max.ptr != nullptr || asked.fwd().softmax != nullptr;
-    if (in_place) judge_over_cache(all, asked, p);
-    if (!in_place || gathers) judge_gathered(all, asked, p.fwd, gathered_rows(asked.fwd()));
+               gathers = request.fwd().row_max.ptr != nullptr || request.fwd().softmax != nullptr;
+    if (in_place) judge_over_cache(all, request, p);
+    if (!in_place || gathers) judge_gathered(all, request, p.fwd, gathered_rows(request.fwd()));
   }
   return all;
 }

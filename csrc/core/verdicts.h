@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/asked.h"
+#include "core/plan_request.h"
 #include "core/rows.h"
 
 namespace flash_cute {
@@ -16,6 +16,6 @@ struct Verdict {
   std::string passed_over;  // if it fits and another one is chosen
 };
 
-std::vector<Verdict> verdicts(const Asked& asked);
+std::vector<Verdict> verdicts(const PlanRequest& request);
 
 }  // namespace flash_cute

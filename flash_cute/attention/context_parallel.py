@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns, checked_device
-from flash_cute.attention.parts import attend_masked_part, attend_part
+from flash_cute.attention.query_slice import attend_masked_slice, attend_slice
 from flash_cute.attention.shared import (
     SharedAttention,
     refuse_cross_attention,
@@ -159,9 +159,9 @@ class ContextParallelAttention(SharedAttention):
         for (start, _, device), (q, _, _) in zip(pieces, qkv, strict=True):
             k, v = gathered[device]
             if mask is None:
-                out = attend_part(q, k, v, start, options)
+                out = attend_slice(q, k, v, start, options)
             else:
-                out = attend_masked_part(q, k, v, start, mask.to(device), options)
+                out = attend_masked_slice(q, k, v, start, mask.to(device), options)
             _, _, weight, bias = weights[device]
             outs.append(F.linear(out.flatten(-2), weight, bias).to(x.device, non_blocking=True))
         return torch.cat(outs, 1)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_cute.attention.config import AttentionConfig, AttentionPatterns
-from flash_cute.attention.parts import attend_masked_part
+from flash_cute.attention.query_slice import attend_masked_slice
 from flash_cute.core.multihead import MultiHeadAttention
 from flash_cute.core.padding import check_mask
 
@@ -173,7 +173,7 @@ def _attend_masked(
     mask = cp_ops.gather(mask, plan.key)
     check_mask(mask, k)  # after gathering, so that all ranks get the same answer
     start = sum(plan.rows(rank) for rank in range(cp.rank))
-    return attend_masked_part(q, k, v, start, mask != 0, options)
+    return attend_masked_slice(q, k, v, start, mask != 0, options)
 
 
 def with_any_floats(mask: Any) -> Any:

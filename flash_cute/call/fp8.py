@@ -1,4 +1,4 @@
-"""fp8 inputs of the attention functions: forward only, with descales, by widening.
+"""fp8 inputs of the attention functions: they are cast to 16 bits. Forward only, with descales.
 
 There are no fp8 kernels yet. q and k, and v if it is fp8 too, are cast to v's 16-bit dtype, or to
 bf16, and the 16-bit kernels run. fp16 and bf16 hold every value of e4m3 and e5m2, so the cast is
@@ -29,8 +29,10 @@ OUT_DTYPES = (*WIDE_DTYPES, torch.float32)
 Descale = Tensor | float | None
 
 
-def is_asked(tensors: tuple[Any, ...], descales: tuple[Descale, ...], out_dtype: Any) -> bool:
-    """Whether a call has fp8 inputs, or an argument that only calls with fp8 inputs take."""
+def has_fp8_arguments(
+    tensors: tuple[Any, ...], descales: tuple[Descale, ...], out_dtype: Any
+) -> bool:
+    """Whether a call has fp8 inputs, or an argument that only such calls may have."""
     if out_dtype is not None or any(x is not None for x in descales):
         return True
     return any(isinstance(x, Tensor) and x.dtype in DTYPES for x in tensors)
@@ -43,8 +45,8 @@ def unpacked(name: str, x: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Narrow:
-    """A call with fp8 inputs: its casts and descales before and after 16-bit attention."""
+class Fp8Widening:
+    """The casts and descales of a call with fp8 inputs, before and after 16-bit attention."""
 
     descales: tuple[Descale, Descale, Descale]  # of q, k and v
     dtype: torch.dtype  # of the attention that runs
@@ -59,10 +61,11 @@ class Narrow:
         descales: tuple[Descale, Descale, Descale],
         out_dtype: torch.dtype | None,
         out: Tensor | None = None,
-    ) -> Narrow:
+    ) -> Fp8Widening:
         """Checks the dtypes; out is bf16 without ``out_dtype``.
 
-        Raises TypeError, ValueError, and NotImplementedError for a gradient, and for ``out``.
+        Raises TypeError, ValueError, and NotImplementedError if an input requires grad or ``out``
+        is given.
         """
         if out is not None:
             raise NotImplementedError(
@@ -135,6 +138,10 @@ class Narrow:
             )
         out = out.to(self.out_dtype)
         return (out, *rest) if rest else out
+
+
+# The names in flash_cute/functional.
+is_asked, Narrow = has_fp8_arguments, Fp8Widening
 
 
 def _is_number(x: Any) -> bool:

@@ -42,12 +42,12 @@ _ELSEWHERE = {
 IntegerLike = Any  # int, or a numpy integer or tensor without dimensions
 
 
-def rows(*tensors: Any) -> tuple[Any, ...]:
+def copy_if_last_dim_strided(*tensors: Any) -> tuple[Any, ...]:
     """The tensors; those whose last dimension is not contiguous are copied, as flash-attn does."""
-    return tuple(x.contiguous() if _is_in_columns(x) else x for x in tensors)
+    return tuple(x.contiguous() if _is_last_dim_strided(x) else x for x in tensors)
 
 
-def _is_in_columns(x: Any) -> bool:
+def _is_last_dim_strided(x: Any) -> bool:
     if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided or x.dim() == 0:
         return False
     return not validate.has_rows(x)
@@ -96,7 +96,7 @@ def sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
     return given[0] if given else None
 
 
-def keys(
+def pack_keys(
     k: Tensor, v: Tensor, seqused_k: Tensor | None, block_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k, v and cu_seqlens_k of a call with ``cu_seqlens_k=None``, which gives seqused_k instead.
@@ -117,9 +117,9 @@ def keys(
     return k.flatten(0, 1), v.flatten(0, 1), offsets
 
 
-def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
-    """Checks keywords beyond the function's own: hints, features that do not exist, switched off,
-    and ``return_softmax_lse``, whose value it returns.
+def check_extra_kwargs(function: Callable[..., Any], named: dict[str, Any]) -> bool:
+    """Checks keywords that the function does not name: hints, which are ignored, features that do
+    not exist and must be off, and ``return_softmax_lse``, whose value it returns.
 
     Raises:
         NotImplementedError: a feature that does not exist is switched on.
@@ -140,6 +140,10 @@ def others(function: Callable[..., Any], named: dict[str, Any]) -> bool:
         elif name != "return_softmax_lse":
             raise TypeError(_unknown(function, name))
     return bool(named.get("return_softmax_lse"))
+
+
+# The names in flash_cute/functional.
+rows, keys, others = copy_if_last_dim_strided, pack_keys, check_extra_kwargs
 
 
 def _unknown(function: Callable[..., Any], name: str) -> str:

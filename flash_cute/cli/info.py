@@ -19,7 +19,7 @@ from flash_cute import kernels
 from flash_cute.native import library
 
 # Distributions whose versions matter to calls.
-_BESIDE = ("triton", "transformers", "flash-attn", "vllm", "diffusers")
+_RELATED_PACKAGES = ("triton", "transformers", "flash-attn", "vllm", "diffusers")
 
 
 def gather() -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _torch() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": _guarded(torch.backends.cudnn.version),
         "threads": torch.get_num_threads(),
-        **{name: _version(name) for name in _BESIDE},
+        **{name: _version(name) for name in _RELATED_PACKAGES},
     }
 
 

@@ -98,8 +98,8 @@ def flash_attn_lse(softmax_lse: Tensor) -> Tensor:
     return softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)
 
 
-def own_lse(softmax_lse: Tensor) -> Tensor:
-    """The inverse: -inf for rows without keys."""
+def flash_cute_lse(softmax_lse: Tensor) -> Tensor:
+    """The inverse of :func:`flash_attn_lse`: -inf for rows without keys."""
     return softmax_lse.masked_fill(softmax_lse == torch.inf, -torch.inf)
 
 

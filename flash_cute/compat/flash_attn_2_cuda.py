@@ -33,7 +33,7 @@ def fwd(
     gen: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, softmax_lse, S_dmask, rng_state); S_dmask is empty without return_softmax."""
-    q, k, v = spellings.rows(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     return _results(
         mha.mha_fwd(
             q, k, v, out, calls.detached(alibi_slopes), p_dropout, softmax_scale,
@@ -75,7 +75,7 @@ def varlen_fwd(
     ``seqused_k`` and no pages, sequence b has the ``seqused_k[b]`` keys from ``cu_seqlens_k[b]``
     on, even beyond ``cu_seqlens_k[b + 1]``: xFormers' masks with gaps need it.
     """
-    q, k, v = spellings.rows(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if leftpad_k is not None:
         raise NotImplementedError(
@@ -145,10 +145,11 @@ def bwd(
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv, softmax_d); writes to dq, dk and dv if they are given."""
-    dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
+    dout, q, k, v, out = spellings.copy_if_last_dim_strided(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_bwd(
-        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, calls.detached(alibi_slopes),
+        dout, q, k, v, out, calls.flash_cute_lse(softmax_lse), dq, dk, dv,
+        calls.detached(alibi_slopes),
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
         calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip
@@ -182,11 +183,11 @@ def varlen_bwd(
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of sequences laid end to end."""
-    dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
+    dout, q, k, v, out = spellings.copy_if_last_dim_strided(dout, q, k, v, out)
     seed, offset = (None, None) if rng_state is None else rng_state.unbind()
     return mha.mha_varlen_bwd(
-        dout, q, k, v, out, calls.own_lse(softmax_lse), dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
+        dout, q, k, v, out, calls.flash_cute_lse(softmax_lse), dq, dk, dv, cu_seqlens_q,
+        cu_seqlens_k, calls.detached(alibi_slopes), spellings.integer(max_seqlen_q),
         spellings.integer(max_seqlen_k), p_dropout, softmax_scale, zero_tensors, is_causal,
         window_size_left, window_size_right, calls.softcap(softcap), deterministic, seed, offset,
     )  # fmt: skip

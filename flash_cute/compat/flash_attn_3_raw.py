@@ -158,7 +158,7 @@ def _flash_attn_backward(
     for name, x in written.items():
         if x is None:
             raise ValueError(f"{name[:2]} is None; give a tensor like {name[1]} for the result")
-    dout, q, k, v, out = spellings.rows(dout, q, k, v, out)
+    dout, q, k, v, out = spellings.copy_if_last_dim_strided(dout, q, k, v, out)
     left, right = calls.sides(window_size_left, window_size_right)
     score: Any = {
         "softmax_scale": softmax_scale, "is_causal": is_causal, "window_size_left": left,

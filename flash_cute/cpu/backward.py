@@ -51,12 +51,12 @@ def differentiate_rows(
     """
     options, q = tiles.options, select(tiles.q, rows)
     dq = torch.zeros_like(q)
-    dead = lse == -torch.inf
-    some_dead = bool(dead.any())
+    sees_nothing = lse == -torch.inf
+    some_see_nothing = bool(sees_nothing.any())
     for keys, hidden in tiles.key_blocks(rows):
         p, tanh = tiles.probabilities(rows, keys, hidden, lse)
-        if some_dead:
-            hidden = dead.expand_as(p) if hidden is None else hidden | dead
+        if some_see_nothing:
+            hidden = sees_nothing.expand_as(p) if hidden is None else hidden | sees_nothing
         seen_by = None if hidden is None else hidden.transpose(-1, -2)
         ds = torch.bmm(dout, v[:, keys].transpose(1, 2))
         dropped = tiles.dropped(rows, keys)

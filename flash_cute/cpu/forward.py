@@ -200,8 +200,8 @@ def varlen_fwd(call: VarlenFwdCall) -> tuple[Tensor, Tensor, Tensor | None, Tens
 
 
 def over_sequences(call: VarlenFwdCall, attend_one: Callable[..., None]) -> Outputs:
-    """Results of a packed batch, each sequence by ``attend_one``, which has the arguments of
-    :func:`attend`."""
+    """Results of a packed batch: each sequence is computed by ``attend_one``, whose arguments are
+    those of :func:`attend`."""
     q, options = call.q, Options.of(call)
     total_q, heads, _ = q.shape
     batch = max(len(call.cu_seqlens_q) - 1, 0)

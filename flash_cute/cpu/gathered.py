@@ -1,5 +1,5 @@
-"""Tiles of the score matrix that lists name, gathered: rows of tiles that visit equally many keys
-are computed at once, as if they were sequences of 128 queries with these keys alone."""
+"""The listed tiles of a score matrix, gathered: rows of tiles with equally many listed tiles are
+computed at once, as sequences of 128 queries that have only these keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_cute.cpu.tiles import KEY_BLOCK, Options, Tiles, fold
 from flash_cute.sparse.bits import pairs
 from flash_cute.sparse.lists import QUADRANTS, TILE, tiles_of
 
-# Of gathered keys, and as many of values: on a CPU what its caches hold.
+# Elements of gathered keys, and as many of values: on a CPU as many as its caches hold.
 _NUMBERS_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
 _ROWS_AT_ONCE = {"cpu": 32 * TILE, "cuda": 4096 * TILE}
 
@@ -30,8 +30,8 @@ class Rows(NamedTuple):
     codes: Tensor  # int32 (m, n)
 
 
-class Whole:
-    """A dense call with lists: its tensors by tiles, and the rows of tiles that see anything.
+class ListedCall:
+    """A dense call with lists: its tensors by tiles, and the rows of tiles that see any key.
 
     q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v; ``codes`` (batch
     or 1, heads_k, heads or 1, tiles of queries, tiles of keys). Tensors are folded by the heads of
@@ -61,16 +61,16 @@ class Whole:
         self.codes = codes.masked_fill(~self._reached(), 0)
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """q, or what has its layout, as (n * tiles, group, 128, dim), 0 behind the end."""
+        """q, or a tensor with its layout, as (n * tiles, group, 128, dim), padded with zeros."""
         return by_tiles(fold(x, self.list_heads))
 
-    def statistic(self, x: Tensor, behind: float) -> Tensor:
-        """Row statistics (batch, heads, seqlen_q) likewise, with ``behind`` behind the end."""
+    def statistic(self, x: Tensor, padding: float) -> Tensor:
+        """Row statistics (batch, heads, seqlen_q) likewise, padded with ``padding``."""
         x = x.reshape(self.batch * self.list_heads, self.group, self.seqlen_q, 1)
-        return by_tiles(x, behind)
+        return by_tiles(x, padding)
 
     def _reached(self) -> Tensor:
-        """Tiles in which the band leaves any pair: bool (tiles of queries, tiles of keys)."""
+        """Tiles of which the band shows any pair: bool (tiles of queries, tiles of keys)."""
         top = torch.arange(tiles_of(self.seqlen_q), device=self.q.device)[:, None] * TILE
         left = torch.arange(tiles_of(self.seqlen_k), device=self.q.device) * TILE
         bottom = (top + TILE).clamp_max(self.seqlen_q) - 1
@@ -96,7 +96,7 @@ class Whole:
 
 
 def by_tiles(x: Tensor, value: float = 0.0) -> Tensor:
-    """(n, group, seqlen, dim) as (n * tiles, group, 128, dim), filled up with ``value``."""
+    """(n, group, seqlen, dim) as (n * tiles, group, 128, dim), padded with ``value``."""
     room = -x.shape[2] % TILE
     if room:
         x = F.pad(x, (0, 0, 0, room), value=value)
@@ -111,11 +111,11 @@ def from_tiles(x: Tensor, seqlen: int) -> Tensor:
 
 
 class GatheredTiles(Tiles):
-    """The tiles of ``rows`` as :class:`Tiles` of m sequences of 128 queries."""
+    """The tiles of ``rows`` as :class:`Tiles` of m sequences of 128 queries each."""
 
-    def __init__(self, whole: Whole, rows: Rows) -> None:
+    def __init__(self, whole: ListedCall, rows: Rows) -> None:
         self.whole, self.options = whole, whole.options
-        self.at = rows = self._cut_tiles_first(rows)
+        self.at = rows = self._partial_tiles_first(rows)
         self.batch, self.heads, self.first = whole.batch, whole.heads, whole.first
         self.group, self.shift = whole.group, whole.seqlen_k - whole.seqlen_q
         of_lists = rows.batch * whole.list_heads + rows.head
@@ -129,22 +129,21 @@ class GatheredTiles(Tiles):
         self.query_heads = rows.head[:, None] * self.group + in_group
 
     def queries(self, x: Tensor) -> Tensor:
-        """Of (n * tiles, group, 128, any): (m, group * 128, any)."""
+        """Selects queries from (n * tiles, group, 128, any): (m, group * 128, any)."""
         return x.index_select(0, self.at_rows).flatten(1, 2)
 
     def write_queries(self, total: Tensor, x: Tensor) -> None:
-        """Writes ``x`` (m, group * 128, any) to where it is of in (n * tiles, group, 128, any)."""
+        """The inverse of :meth:`queries`: writes ``x`` into (n * tiles, group, 128, any)."""
         total.index_copy_(0, self.at_rows, x.unflatten(1, (-1, TILE)))
 
     def keys(self, x: Tensor) -> Tensor:
-        """Of (n * tiles, 128, dim): (m, keys, dim)."""
+        """Selects keys from (n * tiles, 128, dim): (m, keys, dim)."""
         return x.index_select(0, self.at_keys).view(len(self.at_rows), -1, x.shape[-1])
 
     def add_to_keys(self, total: Tensor, x: Tensor) -> None:
-        """Adds ``x`` (m, keys, dim) to the tiles of (n * tiles, 128, dim) that it is of, bitwise
-        repeatable."""
+        """The inverse of :meth:`keys`: adds ``x`` to (n * tiles, 128, dim), bitwise repeatable."""
         by_tile = x.view(-1, TILE, x.shape[-1])
-        if x.is_cuda:  # where index_add_ adds by atomics
+        if x.is_cuda:  # index_add_ would use atomics
             total.index_put_((self.at_keys,), by_tile, accumulate=True)
         else:
             total.index_add_(0, self.at_keys, by_tile)
@@ -154,20 +153,21 @@ class GatheredTiles(Tiles):
         return values.repeat_interleave(TILE, 1)[..., None]
 
     def key_blocks(self, rows: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        for begin, end in ((0, self.cut), (self.cut, self.at.columns.shape[1])):
+        for begin, end in ((0, self.partial_tiles), (self.partial_tiles, self.at.columns.shape[1])):
             for start in range(begin, end, KEY_BLOCK // TILE):
                 tiles = slice(start, min(start + KEY_BLOCK // TILE, end))
-                hidden = self._hidden_pairs(tiles) if begin < self.cut else None
+                hidden = self._hidden_pairs(tiles) if begin < self.partial_tiles else None
                 yield slice(tiles.start * TILE, tiles.stop * TILE), hidden
 
-    def _cut_tiles_first(self, rows: Rows) -> Rows:
-        """The rows in an order in which tiles with any hidden pair are among the first ``cut``."""
+    def _partial_tiles_first(self, rows: Rows) -> Rows:
+        """The rows in an order in which tiles with any hidden pair are among the first
+        ``partial_tiles``."""
         whole, top, left = self.whole, rows.row[:, None] * TILE, rows.columns * TILE
         bottom, right = (top + TILE).clamp_max(whole.seqlen_q) - 1, left + TILE - 1
-        inside = (left >= bottom + whole.low) & (right <= top + whole.high)
-        inside &= (right < whole.seqlen_k) & (rows.codes == QUADRANTS - 1)
-        self.cut = int((~inside).sum(-1).max())
-        order = inside.byte().argsort(dim=-1, stable=True)
+        is_whole = (left >= bottom + whole.low) & (right <= top + whole.high)
+        is_whole &= (right < whole.seqlen_k) & (rows.codes == QUADRANTS - 1)
+        self.partial_tiles = int((~is_whole).sum(-1).max())
+        order = is_whole.byte().argsort(dim=-1, stable=True)
         columns, codes = rows.columns.gather(-1, order), rows.codes.gather(-1, order)
         return rows._replace(columns=columns, codes=codes)
 
@@ -186,7 +186,7 @@ class GatheredTiles(Tiles):
         return (self.at.columns[:, tiles, None] * TILE + self._side()).flatten(1)
 
     def _side(self) -> Tensor:
-        """Of a tile: 0 to 127."""
+        """Positions in a tile: 0 to 127."""
         return torch.arange(TILE, device=self.q.device)
 
     def distance(self, rows: slice, keys: slice) -> Tensor:

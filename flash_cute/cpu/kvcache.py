@@ -24,7 +24,7 @@ class Rotary(NamedTuple):
     sin: Tensor
     interleaved: bool
 
-    def turn(self, x: Tensor, position: int, step: int) -> Tensor:
+    def rotate(self, x: Tensor, position: int, step: int) -> Tensor:
         """x (rows, heads, dim) with row i rotated to ``position + i * step``, in its dtype."""
         positions = (position + step * torch.arange(len(x), device="cpu")).clamp_(
             0, len(self.cos) - 1
@@ -35,12 +35,12 @@ class Rotary(NamedTuple):
         pairs = pairs.unflatten(-1, (half, 2) if self.interleaved else (2, half))
         axis = -1 if self.interleaved else -2
         a, b = pairs.unbind(axis)
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2)
-        return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2)
+        return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), -1)
 
 
-class Place(NamedTuple):
-    """Where a sequence is in a cache: its pages in order, and its rows before k is appended."""
+class CachedSequence(NamedTuple):
+    """A sequence in a cache: its pages in order, and its rows before k is appended."""
 
     pages: Tensor  # (blocks,), ids of which some may not exist
     used: int
@@ -55,23 +55,23 @@ class Place(NamedTuple):
         return ids, rows % page_size, (ids >= 0) & (ids < len(cache))
 
     def write(self, cache: Tensor, new: Tensor, last: int) -> None:
-        """Writes the first rows of ``new`` behind those in use, up to row ``last``."""
-        ids, rows, there = self.rows(cache, self.used, last)
-        cache[ids[there], rows[there]] = new[: len(ids)][there]
+        """Writes the first rows of ``new`` after those in use, up to row ``last``."""
+        ids, rows, exists = self.rows(cache, self.used, last)
+        cache[ids[exists], rows[exists]] = new[: len(ids)][exists]
 
     def read(self, cache: Tensor, last: int) -> Tensor:
         """Rows [leftpad, last) as a batch of one, a view if they are in one page; pages that do not
         exist are zeros."""
         if len(self.pages) == 1 and 0 <= (page := int(self.pages)) < len(cache):
             return cache[page, None, self.leftpad : last]
-        ids, rows, there = self.rows(cache, self.leftpad, last)
+        ids, rows, exists = self.rows(cache, self.leftpad, last)
         gathered = cache.new_zeros((len(ids), *cache.shape[2:]))
-        gathered[there] = cache[ids[there], rows[there]]
+        gathered[exists] = cache[ids[exists], rows[exists]]
         return gathered[None]
 
 
-def _places(call: FwdKvcacheCall, batch: int) -> Iterator[Place]:
-    """The place of each sequence; without a table a sequence has one page."""
+def _cached_sequences(call: FwdKvcacheCall, batch: int) -> Iterator[CachedSequence]:
+    """Each sequence; without a table it has one page."""
     if call.block_table is not None:
         pages = call.block_table.long()
     elif call.cache_batch_idx is not None:
@@ -83,7 +83,7 @@ def _places(call: FwdKvcacheCall, batch: int) -> Iterator[Place]:
     lengths = [capacity] * batch if used is None else used.clamp(0, capacity).tolist()
     pads = [0] * batch if leftpad is None else leftpad.tolist()
     for page, length, pad in zip(pages, lengths, pads, strict=True):
-        yield Place(page, length, min(max(pad, 0), length), capacity)
+        yield CachedSequence(page, length, min(max(pad, 0), length), capacity)
 
 
 @torch.no_grad()
@@ -105,21 +105,21 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
         offsets = torch.arange(len(q) + 1, device="cpu") * longest_q
     statistic = (heads := q.shape[-2], len(packed))
     outputs = Outputs.of_no_keys(packed, call.v_cache, statistic, (), False, False)
-    places = list(_places(call, len(offsets) - 1))
-    joining = _new_rows(call, len(places))
+    sequences = list(_cached_sequences(call, len(offsets) - 1))
+    appended = _new_rows(call, len(sequences))
     rows_of_each = varlen.spans(offsets, None, longest_q, len(packed))
-    for index, (rows, place) in enumerate(zip(rows_of_each, places, strict=True)):
-        queries, last = packed[rows], place.used
+    for index, (rows, sequence) in enumerate(zip(rows_of_each, sequences, strict=True)):
+        queries, last = packed[rows], sequence.used
         position = last if call.rotary_seqlens is None else int(call.rotary_seqlens[index])
         if call.k is not None and call.v is not None:
-            new_k, new_v = call.k[joining[index]], call.v[joining[index]]
-            last = min(last + len(new_k), place.capacity)
+            new_k, new_v = call.k[appended[index]], call.v[appended[index]]
+            last = min(last + len(new_k), sequence.capacity)
             if rotary is not None:
-                new_k = rotary.turn(new_k, position, 1)
-                queries = rotary.turn(queries, position, step)
-            place.write(call.k_cache, new_k, last)
-            place.write(call.v_cache, new_v, last)
-        keys, values = place.read(call.k_cache, last), place.read(call.v_cache, last)
+                new_k = rotary.rotate(new_k, position, 1)
+                queries = rotary.rotate(queries, position, step)
+            sequence.write(call.k_cache, new_k, last)
+            sequence.write(call.v_cache, new_v, last)
+        keys, values = sequence.read(call.k_cache, last), sequence.read(call.v_cache, last)
         part = outputs.of_sequence(index, rows, keys.shape[1])
         attend(queries[None], keys, values, options, part, index)
     out, lse = outputs.out, outputs.softmax_lse

@@ -1,8 +1,8 @@
-"""Numbers that ATen's flash kernel must not get: inf, NaN, and those that may overflow.
+"""Inputs that ATen's flash kernel computes wrongly: inf, NaN, and numbers that may overflow.
 
-The kernel multiplies hidden values by 0, and its maximum and its exponential may lose a NaN. So it
-gets 0 instead of such numbers, and the results that depend on them are computed by tiles: all
-others keep their bits.
+The kernel multiplies hidden values by 0, and its maximum and its exponential may lose a NaN. It is
+therefore given 0 instead of such numbers, and the results that depend on them are computed by
+tiles. All other results keep their bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 # Sums of up to 2^10 products of two such numbers, times a scale of up to 2^16, are finite in fp32.
 LARGEST = 2.0**50
-# From this many elements on torch uses several threads, which wait for each other on a busy machine
-# longer than one thread takes for a few times as many.
+# With this many elements or more torch uses several threads. On a busy machine these wait for each
+# other longer than one thread takes for a few times as many.
 _GRAIN = 2**15
 
 

@@ -1,9 +1,9 @@
-"""Plain attention by ATen's own flash kernel for the CPU: softmax of scaled scores, without a mask
-or causal over as many queries as keys.
+"""Plain attention by ATen's flash kernel for the CPU: softmax of scaled scores, without a mask, or
+causal over as many queries as keys.
 
-The kernel gets half types as fp32: else its log-sum-exps are off by 6e-5, and its backward rounds
-sums once a block. But out is right in bf16, too, and takes a third of the time if the CPU
-multiplies bf16. :mod:`flash_cute.cpu.odd` keeps inf and NaN from the kernel.
+Inputs of 16 bits are cast to fp32: otherwise the kernel's log-sum-exps have errors of 6e-5, and its
+backward rounds sums once per block. But out is accurate in bf16 too, and takes a third of the time
+if the CPU multiplies bf16. :mod:`flash_cute.cpu.odd` keeps inf and NaN from the kernel.
 """
 
 from __future__ import annotations

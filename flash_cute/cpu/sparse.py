@@ -1,8 +1,8 @@
-"""Attention on the CPU over lists of tiles: what they do not name is not computed.
+"""Attention on the CPU over lists of tiles: only the listed tiles are computed.
 
-``lists`` and ``masks`` are ``tile_lists`` and ``tile_bits`` of the ops, :mod:`flash_cute.sparse`
-says what they hold. Each row of tiles is attention of its queries over the keys that it lists, by
-the loops of dense calls; rows with equally many are computed together.
+``lists`` and ``masks`` are the ops' ``tile_lists`` and ``tile_bits`` (:mod:`flash_cute.sparse`).
+Each row of tiles is attention of its queries over the keys that it lists, by the loops of dense
+calls; rows with equally many tiles are computed together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu import backward, forward
 from flash_cute.cpu.forward import Outputs
-from flash_cute.cpu.gathered import GatheredTiles, Whole, from_tiles
+from flash_cute.cpu.gathered import GatheredTiles, ListedCall, from_tiles
 from flash_cute.cpu.plain import Gradients
 from flash_cute.cpu.tiles import Options, unfold_into
 from flash_cute.sparse.lists import TILE, codes_of, tiles_of
@@ -30,8 +30,8 @@ _QUERIES = slice(0, TILE)
 def fwd(call: FwdCall, lists: Tensor, masks: Tensor | None) -> Outputs:
     """The op ``fwd`` with lists that have queries as rows: as :func:`flash_cute.cpu.forward.fwd`"""
     q, k, statistic = call.q, call.k, (len(call.q), call.q.shape[2], call.q.shape[1])
-    asked = (call.return_softmax, call.return_row_max)
-    outputs = Outputs.of_no_keys(q, call.v, statistic, (*statistic, k.shape[1]), *asked)
+    optional = (call.return_softmax, call.return_row_max)
+    outputs = Outputs.of_no_keys(q, call.v, statistic, (*statistic, k.shape[1]), *optional)
     codes = codes_of(lists, tiles_of(k.shape[1]))
     _attend(q, k, call.v, Options.of(call), outputs, codes, masks)
     return outputs
@@ -88,9 +88,9 @@ def _attend(
     masks: Tensor | None,
     first: int = 0,
 ) -> None:
-    """Attention of dense q, k and v, written into ``outputs``; ``codes`` as :class:`Whole` has
+    """Attention of dense q, k and v, written into ``outputs``; ``codes`` as :class:`ListedCall` has
     them, ``first`` is the index of the first sequence in the whole batch."""
-    whole = Whole(q, k, v, options, codes, masks, first)
+    whole = ListedCall(q, k, v, options, codes, masks, first)
     out = whole.q.new_zeros((*whole.q.shape[:-1], v.shape[-1]))
     lse, row_max = (whole.q.new_full((*whole.q.shape[:-1], 1), -torch.inf) for _ in range(2))
     if options.sink is not None:
@@ -145,7 +145,7 @@ def _differentiate(
     first: int = 0,
 ) -> Gradients:
     """(dq, dk, dv) of dense tensors, bitwise repeatable; statistics (batch, heads, seqlen_q)."""
-    whole = Whole(q, k, v, options, codes, masks, first)
+    whole = ListedCall(q, k, v, options, codes, masks, first)
     dout_tiles = whole.of_queries(dout)
     lse, correction = whole.statistic(softmax_lse, -torch.inf), whole.statistic(softmax_d, 0)
     dq, dk, dv = torch.zeros_like(whole.q), torch.zeros_like(whole.k), torch.zeros_like(whole.v)

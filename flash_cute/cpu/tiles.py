@@ -1,4 +1,4 @@
-"""Tiles of the score matrix of equally long sequences: which there are, and what they hold.
+"""Tiles of the score matrix of equally long sequences: their ranges, and their contents.
 
 Query heads that share a kv head form a group. Folded tensors have n = batch * heads_k in front, and
 a tile stacks the rows of a group: it is one batched matrix product of (n, group * rows, dim) and
@@ -51,25 +51,25 @@ def positions(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
 
 
 def product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
-    """``a @ b`` for a (n, rows, cols) and b (n, cols, dim), in which hidden pairs take no part.
+    """``a @ b`` for a (n, rows, cols) and b (n, cols, dim), without hidden pairs.
 
     ``hidden`` is bool (rows, cols) or (n, rows, cols), or None for no hidden pair. ``a`` must be 0
-    where it is True, which hides finite rows of b; the others are taken out of the product and
-    added to those rows alone that see them.
+    for hidden pairs, which suffices for finite rows of b. Other rows of b are left out of the
+    product, and added only to the rows that see them.
     """
     if hidden is None or b.isfinite().all():
         return torch.bmm(a, b)
-    odd = ~b.isfinite().all(-1, keepdim=True)  # (n, cols, 1)
-    total = torch.bmm(a, b.masked_fill(odd, 0))
-    for col in odd.any(0).flatten().nonzero().flatten().tolist():
-        row = b[:, col, None].masked_fill(~odd[:, col, None], 0)
+    not_finite = ~b.isfinite().all(-1, keepdim=True)  # (n, cols, 1)
+    total = torch.bmm(a, b.masked_fill(not_finite, 0))
+    for col in not_finite.any(0).flatten().nonzero().flatten().tolist():
+        row = b[:, col, None].masked_fill(~not_finite[:, col, None], 0)
         total += (a[:, :, col, None] * row).masked_fill_(hidden[..., col, None], 0)
     return total
 
 
 @dataclass(frozen=True)
 class Options:
-    """What turns products q·k into attention weights: the options of the ops, normalised."""
+    """The options of a call that turn products q·k into attention weights, normalised."""
 
     scale: float
     window: tuple[int, int]  # keys visible before and after the diagonal; negative: all
@@ -81,7 +81,7 @@ class Options:
 
     @classmethod
     def of(cls, call: Any) -> Options:
-        """Of a call of any op of attention; those over a cache have no dropout."""
+        """The options of a call of any attention op; those over a cache have no dropout."""
         dtype, dim = compute_dtype(call.q), call.q.shape[-1]
         slopes, sink, dropout_p = call.alibi_slopes, call.sink, getattr(call, "dropout_p", 0.0)
         return cls(
@@ -155,7 +155,7 @@ class Tiles:
     def key_blocks(self, rows: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """The keys that any of ``rows`` sees, block by block.
 
-        The second item is a bool mask (group * rows, keys), True for hidden pairs, or None where
+        The second item is a bool mask (group * rows, keys), True for hidden pairs, or None if
         every row sees every key.
         """
         begin, end = self._clamp(rows.start + self.low), self._clamp(rows.stop + self.high)
@@ -164,10 +164,10 @@ class Tiles:
         if full_begin >= full_end:
             full_begin = full_end = end
         parts = ((begin, full_begin, True), (full_begin, full_end, False), (full_end, end, True))
-        for part_begin, part_end, cut in parts:
+        for part_begin, part_end, is_partial in parts:
             for start in range(part_begin, part_end, KEY_BLOCK):
                 keys = slice(start, min(start + KEY_BLOCK, part_end))
-                yield keys, self._hidden(rows, keys) if cut else None
+                yield keys, self._hidden(rows, keys) if is_partial else None
 
     def _clamp(self, key: int) -> int:
         return min(max(key, 0), self.seqlen_k)

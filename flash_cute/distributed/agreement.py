@@ -17,7 +17,7 @@ _ERRORS = {error.__name__: error for error in _KINDS}
 
 
 def agree(group: Any, what: str, problem: Exception | None = None) -> None:
-    """Exchanges what each rank is about to do; one message of 24 bytes, if they agree.
+    """Checks that all ranks are about to do the same; one message of 24 bytes if they are.
 
     Args:
         group: of ranks, for tensors on the CPU; None is a group of one.
@@ -26,29 +26,29 @@ def agree(group: Any, what: str, problem: Exception | None = None) -> None:
 
     Raises:
         TypeError, ValueError, NotImplementedError: a rank has a problem, or ranks differ: with the
-            same message on all of them, which says what each rank has. If the others never ask, it
-            is this rank's problem alone.
-        RuntimeError: a rank does not ask within the group's timeout.
+            same message on all of them, which says what each rank has. If the other ranks never
+            call this, a rank raises its own problem.
+        RuntimeError: a rank does not call this within the group's timeout.
     """
     if group is None:
         if problem is not None:
             raise problem
         return
-    _ask(group, what, problem)()
+    _start_check(group, what, problem)()
 
 
 @contextmanager
-def agreeing(group: Any, what: str, otherwise: Callable[[], None]) -> Iterator[None]:
-    """The same, asked at the begin; answers are waited for at this thread's first message of
-    :mod:`flash_cute.distributed.comm`, or at the end. ``otherwise`` is called before an error of
-    all ranks, unlike one of what is done inside."""
-    end = _ask(group, what, None)
+def agreeing(group: Any, what: str, on_error: Callable[[], None]) -> Iterator[None]:
+    """:func:`agree` around a block: it sends at the start, and waits for the others at the block's
+    first message of :mod:`flash_cute.distributed.comm`, or at its end. ``on_error`` is called
+    before an error of all ranks is raised, but not for an error of the block."""
+    wait = _start_check(group, what, None)
 
     def check() -> None:
         try:
-            end()
+            wait()
         except Exception:
-            otherwise()
+            on_error()
             raise
 
     comm.defer_check(check)
@@ -58,18 +58,18 @@ def agreeing(group: Any, what: str, otherwise: Callable[[], None]) -> Iterator[N
         comm.finish_pending_checks()
 
 
-def _ask(
+def _start_check(
     group: Any, what: str, problem: Exception | None, number: int = 0
 ) -> Callable[[], list[int]]:
-    """Sends what this rank is about to do, and a number; the result waits for the others', and may
-    raise. All messages are of one size: gloo ends a process that gets another one."""
+    """Sends a digest of ``what`` and a number. The result waits for those of all ranks; it returns
+    the numbers, or raises. All messages have one size: gloo aborts a process if sizes differ."""
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little", signed=True)
     mine = torch.tensor([digest, int(problem is not None), number], device="cpu")
     ranks = dist.get_world_size(group)
     of_all = mine.new_empty(3 * ranks)
     work = comm.start_all_gather(of_all, mine, group=group, async_op=True)
 
-    def end() -> list[int]:
+    def wait() -> list[int]:
         try:
             work.wait()
         except RuntimeError as error:
@@ -92,7 +92,7 @@ def _ask(
         texts = "; ".join(f"rank {rank} has {what}" for rank, (what, _, _) in enumerate(reports))
         raise ValueError(f"ranks differ: {texts}. All must make the same call")
 
-    return end
+    return wait
 
 
 def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]:
@@ -100,11 +100,11 @@ def counts(group: Any, mine: int, problem: Exception | None = None) -> list[int]
     if group is None:
         agree(group, "", problem)
         return [mine]
-    return _ask(group, "a layer's tokens, to be counted", problem, mine)()
+    return _start_check(group, "a layer's tokens, to be counted", problem, mine)()
 
 
 def error_of(kind: str, text: str) -> Exception:
-    """One of this kind's name, which all ranks know."""
+    """An error of the class with this name; ValueError for unknown names."""
     return _ERRORS.get(kind, ValueError)(text)
 
 

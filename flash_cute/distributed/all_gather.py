@@ -17,7 +17,14 @@ from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.comm import Group
 from flash_cute.distributed.costs import Links, Sizes
 from flash_cute.distributed.layouts import Runs
-from flash_cute.distributed.local import Output, Saved, differentiate, merges, of_heads, takes_sink
+from flash_cute.distributed.local import (
+    Output,
+    Saved,
+    call_of_heads,
+    differentiate,
+    merges,
+    takes_sink,
+)
 from flash_cute.distributed.plan import Plan
 from flash_cute.distributed.strategy import Strategy
 from flash_cute.distributed.tiles import Launches
@@ -49,8 +56,8 @@ class AllGather(Strategy):
         if late_sink is not None:
             call = call._replace(sink=None)
         for heads_k, k_all, v_all in _gathered(plan, group, k, v):
-            heads = of_queries(heads_k, q, k)
-            output.of_heads(heads).attend(of_heads(call, heads, k_all, v_all), launches)
+            heads = query_heads(heads_k, q, k)
+            output.of_heads(heads).attend(call_of_heads(call, heads, k_all, v_all), launches)
         return output.result(q, late_sink)
 
     def backward(
@@ -62,14 +69,14 @@ class AllGather(Strategy):
         dq = torch.zeros_like(q, dtype=dtype)
         reductions = []
         for heads_k, k_all, v_all in _gathered(plan, group, k, v):
-            heads = of_queries(heads_k, q, k)
+            heads = query_heads(heads_k, q, k)
             dkv = k.new_zeros(
                 (plan.total, len(k), k_all.shape[2], k.shape[-1] + v.shape[-1]), dtype=dtype
             )
             dk, dv = dkv.transpose(0, 1).split((k.shape[-1], v.shape[-1]), -1)
             gradients = (dq[:, :, heads], dk, dv)
-            some = of_heads(call, heads, k_all, v_all)
-            differentiate(saved.of_heads(heads), some, launches, gradients)
+            call_of_part = call_of_heads(call, heads, k_all, v_all)
+            differentiate(saved.of_heads(heads), call_of_part, launches, gradients)
             place = plan.slots(plan.outer_parts, k.device)
             if place is not None:
                 padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
@@ -84,13 +91,13 @@ class AllGather(Strategy):
 
 
 def to_rows(x: Tensor, rows: int) -> Tensor:
-    """(batch, seqlen, ..) to contiguous (rows, batch, ..), zeros behind."""
+    """(batch, seqlen, ..) as contiguous (rows, batch, ..), padded with zeros."""
     x = x.transpose(0, 1)
     padding = rows - len(x)
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x.contiguous()
 
 
-def of_queries(heads_k: slice, q: Tensor, k: Tensor) -> slice:
+def query_heads(heads_k: slice, q: Tensor, k: Tensor) -> slice:
     """The query heads that read these kv heads."""
     group = q.shape[2] // k.shape[2]
     return slice(heads_k.start * group, heads_k.stop * group)

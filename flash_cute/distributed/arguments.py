@@ -18,14 +18,14 @@ from flash_cute.call.validate import options as validate_options
 
 
 def whole_list(name: str, x: Any) -> list[Any]:
-    """x as a list; refuses what is no sequence."""
+    """x as a list; refuses all but sequences."""
     if isinstance(x, str) or not isinstance(x, Iterable):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a sequence of ints")
     return list(x)
 
 
 def check_positive(name: str, x: Any) -> None:
-    """Refuses what is no finite number above 0."""
+    """Refuses all but finite numbers above 0."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a number")
     if not (math.isfinite(x) and x > 0):
@@ -33,7 +33,7 @@ def check_positive(name: str, x: Any) -> None:
 
 
 def check_timeout(timeout: Any) -> None:
-    """Refuses what is no time above 0; None is the default."""
+    """Refuses all but None, which is the default, and times above 0."""
     if timeout is None:
         return
     if not isinstance(timeout, timedelta):
@@ -43,13 +43,13 @@ def check_timeout(timeout: Any) -> None:
 
 
 def check_one_of(name: str, given: Any, supported: tuple[str, ...]) -> None:
-    """Refuses other names."""
+    """Refuses names that are not supported."""
     if given not in supported:
         raise ValueError(f"{name} is {given!r}; supported: {', '.join(supported)}")
 
 
 def check_ranks(ranks: Any) -> None:
-    """Refuses what are no ranks, or do not include this process."""
+    """Refuses all but None, and groups and meshes that include this process."""
     if ranks is None:
         return
     if isinstance(ranks, DeviceMesh):
@@ -67,7 +67,8 @@ def check_ranks(ranks: Any) -> None:
 
 
 def check_group(name: str, group: Any, expected: str) -> None:
-    """Refuses what is no group that this process is in: new_group gives others a number."""
+    """Refuses all but groups that include this process. To other processes new_group returns a
+    number."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{name} is {validate.kind_of(group)}; expected {expected}")
     if dist.get_rank(group) < 0:
@@ -75,7 +76,7 @@ def check_group(name: str, group: Any, expected: str) -> None:
 
 
 def check_heads(heads: Any, heads_k: Any) -> None:
-    """Refuses numbers of heads that no call has; None is unknown."""
+    """Refuses numbers of heads that no call can have; None is unknown."""
     for name, x in (("heads", heads), ("heads_k", heads_k)):
         if x is not None:
             validate.count(name, x, 1)
@@ -90,13 +91,13 @@ def check_heads(heads: Any, heads_k: Any) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Refuses what is no dtype."""
+    """Refuses all but dtypes."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {validate.kind_of(dtype)}; expected a torch.dtype")
 
 
 def check_window(window_size: Any) -> None:
-    """Refuses what :func:`flash_cute.flash_attn_func` does."""
+    """Refuses windows that :func:`flash_cute.flash_attn_func` refuses."""
     validate_options.window(*validate_options.sides(window_size))
 
 

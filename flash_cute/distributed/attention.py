@@ -48,7 +48,7 @@ def cp_attention(
     rng: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """What :func:`flash_cute.flash_attn_func` would give of all ranks' tokens: this rank's rows.
+    """This rank's rows of :func:`flash_cute.flash_attn_func` over the tokens of all ranks.
 
     Every rank calls it, with its own tokens. It is exact: masks, ALiBi and documents go by the
     positions of tokens in the whole batch, wherever these lie. Gradients are exact, too; those of
@@ -79,8 +79,8 @@ def cp_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: by name; and ValueError if ranks differ in
             shapes, dtypes, options, plans, values of slopes and sinks, or tensors that want
-            gradients. All ranks raise the same message. Values on a GPU are not waited for: what
-            differs is told by a later call, or by backward.
+            gradients. All ranks raise the same message. The host does not wait for values on a
+            GPU: a later call, or backward, raises the error.
         RuntimeError: of a call or of backward that not all ranks make, within the group's timeout.
 
     Example::
@@ -94,7 +94,7 @@ def cp_attention(
         q, k, v = (cp.shard(x, plan, dim=0) for x in (q, k, v))
         out = cp_attention(q, k, v, plan, window_size=(255, 0))
     """
-    here = _constant(plan.key) if torch.compiler.is_compiling() else _here(check_plan(plan))
+    here = _constant(plan.key) if torch.compiler.is_compiling() else _on_rank(check_plan(plan))
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
@@ -138,19 +138,19 @@ def cp_attention(
 
 
 def _refused(
-    here: Here, qkv: QKV, return_lse: bool, problem: tuple[str, str]
+    here: PlanOnRank, qkv: QKV, return_lse: bool, problem: tuple[str, str]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Of a graph whose call is refused, on all ranks, once it runs."""
+    """The results in a graph of a call that is refused: all ranks raise when the graph runs."""
     q, _, v = qkv
     out = cp_ops.refuse(q, v.shape[-1], *problem, here.context)
     return (out, out.select(-1, 0).float().transpose(-1, -2)) if return_lse else out
 
 
-class Here:
-    """What a call takes of its plan, and of this rank.
+class PlanOnRank:
+    """The facts of a plan and of this rank that a call needs.
 
     Attributes:
-        cp, rank, rows: the ranks, which of them this is, and its tokens.
+        cp, rank, rows: the ContextParallel, this rank, and the number of its tokens.
         asks, context: whether calls are compared, and the name by which ops find the ranks.
         total, key, packed, ranks, inner, outer, strategy, lengths: the plan's.
     """
@@ -165,32 +165,33 @@ class Here:
         self.inner, self.outer, self.strategy = plan.inner, plan.outer, plan.strategy
 
 
-_here = kept(Here)
+_on_rank = kept(PlanOnRank)
 
 
 @internals.constant_in_graphs
-def _constant(key: str) -> Here:
-    """An object of the graph's own, whose numbers are no inputs of it: a graph is made for each
-    plan by its key."""
-    return _here(plan_of(key))
+def _constant(key: str) -> PlanOnRank:
+    """The facts as constants of a graph, not inputs: each plan has a graph of its own, by its
+    key."""
+    return _on_rank(plan_of(key))
 
 
 def _local(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> tuple[QKV, Wrap]:
-    """What this rank has, in the dtype of the call, and how the result is wrapped."""
+    """This rank's q, k and v in the call's dtype, and how to wrap the result."""
     *qkv, wrap = to_local(cp, q, k, v)
     q, k, v = autocast.cast(*qkv)
     return (q, k, v), wrap
 
 
 def _attend(
-    plan: Here,
+    plan: PlanOnRank,
     qkv: QKV,
     options: dict[str, Any],
     random: Random,
     return_lse: bool,
     asked: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, if it is asked for, lse. ``asked`` is what ops are to compare over ranks."""
+    """(out, lse); lse may be None without ``return_lse``. ``asked`` is a text that the ops compare
+    between ranks."""
     q, k, v = (x[None] for x in qkv) if plan.packed else qkv
     lse: Tensor | None
     if plan.inner > 1 or plan.ranks == 1:
@@ -204,7 +205,7 @@ def _attend(
 
 
 def _over_tokens(
-    plan: Here, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
+    plan: PlanOnRank, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], asked: str
 ) -> tuple[Tensor, Tensor]:
     """All_gather or ring, of all heads."""
     q, k, v = (x if validate.has_rows(x) else x.contiguous() for x in (q, k, v))
@@ -224,7 +225,7 @@ def _call_of(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> FwdCal
 
 
 def _over_heads(
-    plan: Here,
+    plan: PlanOnRank,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -268,7 +269,7 @@ def _per_head(options: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _whole(
-    plan: Here, share: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
+    plan: PlanOnRank, share: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
     rng: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of whole documents, of this rank's heads.
@@ -310,8 +311,10 @@ def _randomness(cp: ContextParallel, q: Tensor, dropout_p: float, random: Random
     return rng
 
 
-def _check(plan: Here, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any) -> None:
-    """What this rank can tell by itself."""
+def _check(
+    plan: PlanOnRank, qkv: QKV, options: dict[str, Any], random: Random, return_lse: Any
+) -> None:
+    """Checks a call as far as one rank can."""
     validate.whole_sequences()
     q, k, v = qkv
     for name, x in (("q", q), ("k", k), ("v", v)):

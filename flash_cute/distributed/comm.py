@@ -1,5 +1,6 @@
-"""What strategies ask of torch.distributed. Tensors are contiguous, and parts lie along their first
-dimension. ``group`` None is a group of one. Each returns the result, and what to wait for."""
+"""The collectives that strategies use, by torch.distributed. Tensors are contiguous, and are split
+along their first dimension. ``group`` None is a group of one. Each returns the result, and a
+:class:`Work` to wait for."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from flash_cute.distributed.trace import named
 
 
 class Work(Protocol):
-    """Of a collective: after wait() kernels of this stream may read its result."""
+    """A running collective: after wait() kernels of this stream may read its result."""
 
     def wait(self) -> Any: ...
 
 
 class Done:
-    """Of one that had nothing to do."""
+    """The work of a collective that has nothing to do."""
 
     def wait(self) -> None: ...
 
@@ -29,23 +30,23 @@ class Done:
 Group = Any  # dist.ProcessGroup | None
 
 
-class _Asked(threading.local):
+class _PendingChecks(threading.local):
     def __init__(self) -> None:
-        self.ends: list[Callable[[], object]] = []
+        self.checks: list[Callable[[], object]] = []
 
 
-_asked = _Asked()
+_pending = _PendingChecks()
 
 
-def defer_check(end: Callable[[], object]) -> None:
-    """Has ``end`` called before this thread communicates, or by :func:`finish_pending_checks`."""
-    _asked.ends.append(end)
+def defer_check(check: Callable[[], object]) -> None:
+    """Calls ``check`` before this thread communicates, or in :func:`finish_pending_checks`."""
+    _pending.checks.append(check)
 
 
 def finish_pending_checks() -> None:
-    """Ends what other ranks were asked; raises if they do not agree."""
-    while _asked.ends:
-        _asked.ends.pop()()
+    """Runs the deferred checks, which wait for other ranks and raise if they do not agree."""
+    while _pending.checks:
+        _pending.checks.pop()()
 
 
 # The names since torch 2.13, and those before.

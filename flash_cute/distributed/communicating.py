@@ -1,8 +1,8 @@
 """How the ops that communicate are made, called, and compared between ranks.
 
-A plan goes in as text, and names the :class:`ContextParallel` whose groups are used. The first op
-of a graph, and each of backward, asks all ranks first whether they are there, so that no message
-waits for a rank that does something else, nor meets another one.
+A plan is an argument of them, as text that names the :class:`ContextParallel` whose groups are
+used. The first op of a graph, and each op of backward, first checks that all ranks run it, so that
+no rank waits for a message that never comes, or receives that of another op.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flash_cute.distributed.context import context_of
 from flash_cute.distributed.plan import Plan
 from flash_cute.ops import autograd
 
-# By op: the Python function that it runs, and autograd's function of those that have a gradient.
+# By op: the Python function that it runs, and the autograd function of ops with a gradient.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _FORMULAS: dict[Any, type[torch.autograd.Function]] = {}
 
 
-def op_of(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an op of a function, whose annotations are the schema if none is given."""
+def make_op(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an op that runs a function. Without ``schema`` its annotations are the schema."""
 
     def make(function: Callable[..., Any]) -> Any:
         op = torch.library.custom_op(
@@ -56,8 +56,8 @@ def differentiable(op: Any, back: Callable[..., Any], keep: Callable[..., None])
 
 
 def call(op: Any, *args: Any) -> Any:
-    """The op; without the dispatcher's way to it, some 50 us with a gradient, where nobody else
-    could see the call."""
+    """Calls the op. If no mode or subclass of torch could see the call, it passes the dispatcher
+    by, which takes some 50 us with a gradient."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if internals.in_forward_mode():
         autograd.refuse_tangents(tensors)
@@ -70,22 +70,23 @@ def call(op: Any, *args: Any) -> Any:
 
 
 @contextmanager
-def asking(
-    plan: Plan, asked: str, qkv: tuple[Tensor, ...], **same: Tensor | None
+def agreeing_on_call(
+    plan: Plan, options: str, qkv: tuple[Tensor, ...], **same: Tensor | None
 ) -> Iterator[None]:
-    """In a graph the first op asks all ranks what :func:`cp_attention` asks them outside of one."""
-    cp = context_of(plan) if asked else None
+    """Checks inside that all ranks make this call, which :func:`cp_attention` checks itself outside
+    of graphs: there ``options`` is "". ``same`` are tensors of equal values on all ranks."""
+    cp = context_of(plan) if options else None
     if cp is None or not cp.asks:
         yield
         return
-    with cp.agreeing(description.of_attention(asked, plan, qkv, same)):
+    with cp.agreeing(description.of_attention(options, plan, qkv, same)):
         yield
         cp.compare(same)
 
 
 @contextmanager
-def asking_backward(plan: Plan, op: str, *tensors: Tensor | None) -> Iterator[None]:
-    """Whether all ranks run this part of backward. ``op`` "" is forward, which was asked before."""
+def agreeing_on_backward(plan: Plan, op: str, *tensors: Tensor | None) -> Iterator[None]:
+    """Checks inside that all ranks run this op of backward; "" is forward, checked before."""
     cp = context_of(plan) if op else None
     if cp is None or not cp.asks:
         yield

@@ -37,7 +37,7 @@ class ContextParallel:
         head_groups: into how many groups of kv heads all_gather cuts its work, if they divide them.
         check: whether each call asks all ranks if they make the same one, and raises the same error
             on all of them if not: one message of 24 bytes between hosts. Without it they may hang
-            until the groups' timeout, or compute nonsense.
+            until the groups' timeout, or return wrong results.
         timeout: of groups that are made here; None is that of the ranks' own group.
         links: speeds that "auto" reckons with, as :func:`measure_links` finds them; None is those
             of Hopper GPUs on NVLink.
@@ -254,13 +254,13 @@ class ContextParallel:
     def plan_of_parts(
         self, rows: int, problem: Exception | None = None, besides: str = "", **options: Any
     ) -> Plan:
-        """The plan of a dense batch that is already shared out in order: asks all ranks how many
-        tokens they have.
+        """The plan of a dense batch whose tokens are already on the ranks, in order. It gathers the
+        number of tokens of each rank.
 
         Args:
             rows: tokens of this rank.
-            problem: what is wrong with this rank's call, for all ranks to raise.
-            besides: what all ranks must have besides, in words.
+            problem: an error of this rank's call, which all ranks raise.
+            besides: a text that must be equal on all ranks.
             options: of :meth:`plan`, but seqlen, cu_seqlens and sizes.
         """
         sizes = agreement.counts(self._hosts, rows, problem)
@@ -324,7 +324,7 @@ class ContextParallel:
             raise ValueError(f"plan is of {plan.ranks} ranks; this ContextParallel has {self.size}")
 
     def agree(self, what: str, problem: Exception | None = None) -> None:
-        """Raises the same error on all ranks if one has a problem, or does something else."""
+        """Raises the same error on all ranks if one has a problem, or if ``what`` differs."""
         if self.check or self._hosts is None:
             try:
                 agreement.agree(self._hosts, what, problem or self._values.problem())
@@ -336,7 +336,8 @@ class ContextParallel:
 
     @contextmanager
     def agreeing(self, what: str, problem: Exception | None = None) -> Iterator[None]:
-        """The same, before the first message of what is done inside; with a problem at once."""
+        """:meth:`agree` around a block: a problem is raised at once, else the block's first message
+        waits for the other ranks."""
         if self.check:
             problem = problem or self._values.problem()
         if problem is not None or self._hosts is None or not self.check:
@@ -347,8 +348,8 @@ class ContextParallel:
                 yield
 
     def compare(self, tensors: dict[str, Tensor | None]) -> None:
-        """Asks behind a call whether tensors on GPUs have the same values on all ranks. Those on
-        the CPU are in what :meth:`agree` compares."""
+        """Starts to compare values of tensors on GPUs between ranks; a later call raises the error.
+        :meth:`agree` compares those on the CPU."""
         if self.check and self.size > 1:
             self._values.compare(tensors, self.group)
 
@@ -363,7 +364,7 @@ def context_named(name: str) -> ContextParallel:
     """The ContextParallel of a name.
 
     Raises:
-        ValueError: there is none any more.
+        ValueError: it does not exist any more.
     """
     cp: ContextParallel | None = registry.find(name)
     if cp is None:
@@ -379,7 +380,7 @@ def context_of(plan: Plan) -> ContextParallel:
 
 
 def check_plan(plan: Any) -> Plan:
-    """Refuses what is no plan."""
+    """Refuses all but plans."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan is {validate.kind_of(plan)}; expected what ContextParallel.plan returns"

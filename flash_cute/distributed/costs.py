@@ -1,4 +1,4 @@
-"""What the expected times of strategies are made of: speeds of links, and sizes of a batch."""
+"""The inputs of the strategies' expected times: speeds of links, and sizes of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKWARD = 2.5  # times forward's products
 
 @dataclass(frozen=True)
 class Links:
-    """Speeds that times are expected from, of one GPU.
+    """The speeds of one GPU from which times are estimated.
 
     Attributes:
         gb_s: bytes that it sends in a second, in 1e9; NCCL counts 360 for the NVLink of a Hopper.
@@ -21,7 +21,7 @@ class Links:
         memory_gb_s: of its memory, in 1e9.
 
     Raises:
-        TypeError, ValueError: one is no finite number above 0.
+        TypeError, ValueError: one is not a finite number above 0.
 
     Example::
 
@@ -41,7 +41,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a batch and its attention; ``pairs`` of a query and a key that it sees, of one head."""
+    """The sizes of a batch; ``pairs`` are the visible pairs of a query and a key, of one head."""
 
     total: int
     pairs: int
@@ -65,7 +65,7 @@ class Sizes:
         return (1 + BACKWARD) * 2 * self.pairs * self.width / ranks / (links.tflops * 1e12)
 
     def keys_to_all(self, ranks: int, links: Links) -> float:
-        """Seconds in which a rank gives all others its keys and values, in forward and backward,
-        and gets their gradients, in fp32."""
+        """Seconds of a rank to send its keys and values to all others in forward and backward, and
+        to receive their gradients, in fp32."""
         elements = (ranks - 1) / ranks * self.total * self.width_k
         return (2 * self.dtype.itemsize + 4) * elements / (links.gb_s * 1e9)

@@ -1,5 +1,6 @@
-"""The ops that communicate, beside those of :mod:`flash_cute.distributed.exchange`: opaque to
-torch.compile, which so traces fullgraph. ``cp_attention`` is a strategy's forward and backward."""
+"""The ops that communicate, except those of :mod:`flash_cute.distributed.exchange`. They are opaque
+to torch.compile, so calls trace with fullgraph. ``cp_attention`` is a strategy's forward and
+backward."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.distributed import agreement, all_gather, comm, layouts
 from flash_cute.distributed.communicating import (
-    asking,
-    asking_backward,
+    agreeing_on_backward,
+    agreeing_on_call,
     call,
     differentiable,
-    op_of,
+    make_op,
 )
 from flash_cute.distributed.context import context_named
 from flash_cute.distributed.groups import groups_of
@@ -30,23 +31,23 @@ from flash_cute.ops.typed import FwdCall
 OPS = torch.ops.flash_cute
 
 
-# What a strategy needs of attention: a call of fwd, by its own schema.
+# The arguments of attention that a strategy needs: those of fwd.
 _CALL = internals.argument_list(OPS.fwd.default)
 _NO_GRADIENTS: Any = FwdCall._make([None] * len(FwdCall._fields))
 
 
-@op_of("cp_attention", f"(str plan, str asked, {_CALL}) -> (Tensor, Tensor)")
+@make_op("cp_attention", f"(str plan, str asked, {_CALL}) -> (Tensor, Tensor)")
 def attention(plan: str, asked: str, *args: Any) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's q (batch, rows, heads, dim) over all ranks' k and v.
 
     k and v that :func:`exchange_qkv` copied are fp32, and so are their gradients, with numbers of
-    q's dtype. What is ``asked`` for, beside tensors and plan, must be equal on all ranks; "" is not
-    compared.
+    q's dtype. ``asked`` is a text of the options, which must be equal on all ranks; with "" nothing
+    is compared.
     """
     whole, given = plan_of(plan), FwdCall(*args)
     groups = groups_of(whole)
     same = {"alibi_slopes": given.alibi_slopes, "sink": given.sink}
-    with asking(whole, asked, given[:3], **same):
+    with agreeing_on_call(whole, asked, given[:3], **same):
         out, lse = over_tokens(whole).forward(
             whole, groups.outer_rank, groups.outer, _of_one_dtype(given)
         )
@@ -63,7 +64,7 @@ def _(plan: str, asked: str, *args: Any) -> tuple[Tensor, Tensor]:
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 
 
-@op_of(
+@make_op(
     "cp_attention_backward",
     f"(str plan, {_SAVED}, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -76,7 +77,7 @@ def attention_backward(
     whole_call = _of_one_dtype(given)._replace(
         sink=None, deterministic=switches.deterministic(given.deterministic)
     )
-    with asking_backward(whole, "attention" * (whole.outer > 1), dout, *qkv):
+    with agreeing_on_backward(whole, "attention" * (whole.outer > 1), dout, *qkv):
         gradients = over_tokens(whole).backward(
             whole, groups.outer_rank, groups.outer, whole_call, saved
         )
@@ -132,7 +133,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 differentiable(attention, autograd.once_differentiable(_differentiate), _keep)
 
 
-@op_of("cp_gather")
+@make_op("cp_gather")
 def gather(x: Tensor, plan: str) -> Tensor:
     """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch."""
     whole = plan_of(plan)
@@ -144,7 +145,7 @@ def gather(x: Tensor, plan: str) -> Tensor:
     return gathered.transpose(0, 1).clone()
 
 
-@op_of("cp_scatter_sum")
+@make_op("cp_scatter_sum")
 def scatter_sum(x: Tensor, plan: str) -> Tensor:
     """This rank's rows (batch, rows, ..) of the sum over ranks of x (batch, all rows, ..)."""
     whole = plan_of(plan)
@@ -155,7 +156,7 @@ def scatter_sum(x: Tensor, plan: str) -> Tensor:
         longest = max(map(layouts.rows, whole.parts))
         padded = total.new_zeros((whole.ranks * longest, *total.shape[1:]))
         total = padded.index_copy_(0, place, total)
-    with asking_backward(whole, "gather", x):
+    with agreeing_on_backward(whole, "gather", x):
         mine, work = comm.reduce_scatter(total, groups.whole)
     work.wait()
     return mine[: whole.rows(groups.rank)].transpose(0, 1).to(x.dtype, copy=True)
@@ -202,10 +203,10 @@ def problem_in_graph(check: Callable[[], Any], *tensors: Any) -> tuple[str, str]
     return f"{type(problem).__name__}", f"{problem.args[0]}"
 
 
-@op_of("cp_refuse")
+@make_op("cp_refuse")
 def refuse(x: Tensor, width: int, kind: str, text: str, context: str) -> Tensor:
-    """Raises on all ranks, which ask for agreement, what a graph found wrong with this rank's call,
-    whose result would be as x, with its last dimension."""
+    """Raises on all ranks the error that a graph found in this rank's call. Its fake has the shape
+    of the call's result: x with a last dimension of ``width``."""
     context_named(context).agree("none", agreement.error_of(kind, text))
     return x.new_empty((*x.shape[:-1], width))
 

@@ -45,7 +45,7 @@ def cp_decode(
     sink: Tensor | None = None,
     block: int | None = None,
 ) -> Any:
-    """What :func:`flash_cute.flash_attn_with_kvcache` gives over the caches of all ranks together.
+    """:func:`flash_cute.flash_attn_with_kvcache` over the caches of all ranks together.
 
     Every rank calls it with the same q, k, v and lengths, and with its own cache. It attends to
     the tokens that it has; one message of a rank's out and LSE, in fp32, gives all ranks the result
@@ -192,7 +192,7 @@ class _Tokens:
 
 
 def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -> dict[str, Any]:
-    """The arguments that append this rank's of k and v: packed to the front, the rest behind."""
+    """The arguments that append this rank's rows of k and v, which are packed at the front."""
     if k is None or v is None or k.shape[1] == 0:
         return {}
     steps = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
@@ -208,7 +208,7 @@ def _new(tokens: _Tokens, lengths: Tensor, k: Tensor | None, v: Tensor | None) -
 
 @named("merge")
 def _merged(out: Tensor, lse: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    """Over the tokens of all ranks, in fp32, of one message."""
+    """out and lse over the tokens of all ranks, merged in fp32 from one message."""
     mine = torch.cat((out.to(lse.dtype), rows(lse)), -1)
     gathered, work = comm.all_gather(mine, cp.group if cp.size > 1 else None)
     work.wait()
@@ -234,11 +234,13 @@ def _check(
     caches: dict[str, Any], cache_batch_idx: Tensor | None, num_splits: int,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """What this rank can tell by itself, before anything is written; returns the lengths."""
+    """Checks a call as far as one rank can, before anything is written; returns the lengths."""
     k_cache, v_cache, block_table = caches.values()
     used, block, slopes = options["cache_seqlens"], options["block"], options["alibi_slopes"]
     if used is None:
-        raise ValueError("cache_seqlens is None; expected the tokens on all ranks before k joins")
+        raise ValueError(
+            "cache_seqlens is None; expected the tokens on all ranks before k is appended"
+        )
     lengths = used
     if not isinstance(used, Tensor):
         validate.length("cache_seqlens", used)
@@ -278,7 +280,7 @@ def _check(
     right = 0 if call.is_causal else right
     if slopes is not None and q.shape[1] > 1 and right != 0:
         raise NotImplementedError(
-            f"alibi_slopes are given for {q.shape[1]} queries that see tokens behind them; give "
+            f"alibi_slopes are given for {q.shape[1]} queries that see later tokens; give "
             "causal=True"
         )
     return lengths

@@ -1,4 +1,4 @@
-"""What ranks must agree on: the one list of it, as the text that they compare.
+"""Texts of all that ranks must agree on, which they compare.
 
 A call of :func:`flash_cute.distributed.cp_attention` is described in two steps, since a graph knows
 its options when it is made, and its tensors when it runs.
@@ -21,8 +21,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_options(options: Mapping[str, Any], return_lse: bool, qkv: tuple[Any, ...]) -> str:
-    """All that is no tensor, and which tensors want gradients."""
-    # The text comes first: by it a graph makes numbers constants, which no later look can.
+    """The options that are not tensors, and the names of tensors that require grad."""
+    # Formatting makes a graph's numbers constants, so it must come before they are read otherwise.
     listed = ", ".join(f"{name} {x}" for name, x in options.items() if name not in OF_ONE_VALUE)
     tensors = dict(zip("qkv", qkv, strict=True)) | {
         name: options.get(name) for name in OF_ONE_VALUE
@@ -50,7 +50,7 @@ def of_masked(plan: Plan, tensors: tuple[Tensor, ...], options: Mapping[str, Any
 
 
 def of_gradient(op: str, plan: Plan, *tensors: Tensor | None) -> str:
-    """Backward of a part of it that communicates."""
+    """Backward of an op that communicates."""
     kinds = ", ".join(_kind(x, True) for x in tensors)
     return f"backward of cp_attention ({op}) of {kinds}, plan {plan.digest}"
 
@@ -71,14 +71,15 @@ def wants_gradient(x: Any) -> bool:
 
 
 def kind_and_value(x: Any) -> str:
-    """Of a tensor on the CPU its values, too, as a digest: those of a GPU's are compared there."""
+    """Shape, dtype and device; for a tensor on the CPU also a digest of its values. Those on GPUs
+    are compared there."""
     if not isinstance(x, Tensor) or x.device.type != "cpu":
         return _kind(x, False)
     return f"{_kind(x, False)} of values {digest(x).item() % 2**64:016x}"
 
 
 def _kind(x: Any, is_shared: bool) -> str:
-    """``is_shared``: ranks may have different numbers of tokens."""
+    """Shape, dtype and device; with ``is_shared`` without the number of tokens."""
     if not isinstance(x, Tensor):
         return str(x)
     shape = list(x.shape)
@@ -88,14 +89,14 @@ def _kind(x: Any, is_shared: bool) -> str:
 
 
 def digest(x: Tensor) -> Tensor:
-    """int64 (): a hash of a tensor's bits, computed where it lies."""
+    """int64 (): a hash of a tensor's bits, computed on its device."""
     bits = x.detach().contiguous().view(_BITS[x.dtype.itemsize]).flatten()
     return (bits.to(torch.int64) * _weights(len(bits), x.device)).sum()
 
 
 @lru_cache(maxsize=16)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd and random, the same in every process."""
+    """Random odd weights, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu") * 2 + 1
     return weights.to(device)

@@ -1,5 +1,5 @@
-"""The ops of ulysses: all-to-alls between shares of tokens and shares of heads (DeepSpeed-Ulysses,
-arXiv 2309.14509), whose gradients are the way back."""
+"""The ops of ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): all-to-alls between shares of tokens
+and shares of heads, whose gradients are the all-to-alls back."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 from flash_cute.distributed import comm, layouts
 from flash_cute.distributed.communicating import (
-    asking,
-    asking_backward,
+    agreeing_on_backward,
+    agreeing_on_call,
     call,
     differentiable,
-    op_of,
+    make_op,
 )
 from flash_cute.distributed.groups import Groups, groups_of
 from flash_cute.distributed.plan import Plan, plan_of
 
 
-@op_of("cp_exchange")
+@make_op("cp_exchange")
 def exchange(x: Tensor, to_heads: bool, plan: str, asked: str = "") -> Tensor:
     """(batch, rows, heads, dim) of a rank's tokens to (batch, all rows, heads / ranks, dim) of its
     share of heads, over the ranks that share them; or the way back. ``asked``: of backward."""
     whole = plan_of(plan)
-    with asking_backward(whole, asked, x):
+    with agreeing_on_backward(whole, asked, x):
         return (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
 
 
-@op_of("cp_exchange_results")
+@make_op("cp_exchange_results")
 def exchange_results(
     out: Tensor, lse: Tensor, to_heads: bool, plan: str, asked: str = ""
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def exchange_results(
     some have a gradient of one of them alone send the same."""
     whole = plan_of(plan)
     lse = lse.transpose(1, 2).unsqueeze(-1)
-    with asking_backward(whole, asked, out, lse):
+    with agreeing_on_backward(whole, asked, out, lse):
         out, lse = (
             (_to_heads if to_heads else _to_tokens)((x,), whole, groups_of(whole))[0]
             for x in (out, lse)
@@ -45,7 +45,7 @@ def exchange_results(
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
-@op_of("cp_exchange_qkv")
+@make_op("cp_exchange_qkv")
 def exchange_qkv(
     q: Tensor,
     k: Tensor,
@@ -57,28 +57,28 @@ def exchange_qkv(
     sink: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`exchange` to heads of all three in one message; ``asked`` as in :func:`attention`, for
-    which all heads' slopes, sinks and the random state are here.
+    """:func:`exchange` of q, k and v to heads, in one message. ``asked`` is that of
+    ``cp_attention``; slopes, sinks and the random state are only compared between ranks.
 
-    With ``copies`` > 1 each head of k and v is copied as often, and both are given in fp32, so that
-    autograd keeps the copies' gradients in fp32 until they are added up.
+    With ``copies`` > 1 each head of k and v is repeated so often, and both are returned in fp32, so
+    that autograd keeps the copies' gradients in fp32 until they are added up.
     """
     whole = plan_of(plan)
-    with asking(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink, rng=rng):
+    with agreeing_on_call(whole, asked, (q, k, v), alibi_slopes=alibi_slopes, sink=sink, rng=rng):
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
         q, k, v = _to_heads((q, k, v), whole, groups_of(whole))
     return (q, k, v) if copies == 1 else (q, k.float(), v.float())
 
 
-@op_of("cp_exchange_qkv_back")
+@make_op("cp_exchange_qkv_back")
 def exchange_qkv_back(
     dq: Tensor, dk: Tensor, dv: Tensor, copies: int, plan: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The way back, of their gradients. Those of copies are added up, and rounded to dq's dtype
     once."""
     whole, groups = plan_of(plan), groups_of(plan_of(plan))
-    with asking_backward(whole, "exchange_qkv", dq, dk, dv):
+    with agreeing_on_backward(whole, "exchange_qkv", dq, dk, dv):
         if copies == 1:
             dq, dk, dv = _to_tokens((dq, dk, dv), whole, groups)
             return dq, dk, dv
@@ -94,7 +94,7 @@ def _members(plan: Plan, groups: Groups) -> tuple[layouts.Runs, ...]:
 
 
 def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
-    """Tensors (batch, rows, heads, dim) travel beside one another; what pads parts is not read."""
+    """Tensors (batch, rows, heads, dim) are sent in one message, whose padding is not read."""
     members = _members(plan, groups)
     longest = max(map(layouts.rows, members))
     first, heads = tensors[0], [x.shape[2] // plan.inner for x in tensors]

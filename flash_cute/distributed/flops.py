@@ -1,5 +1,5 @@
-"""What FlopCounterMode counts for the ops of :mod:`flash_cute.distributed.cp_ops`: this rank's
-matrix products, of whole tiles, as :mod:`flash_cute.ops.flops` counts them."""
+"""The FLOPs that FlopCounterMode counts for the ops of :mod:`flash_cute.distributed.cp_ops`: this
+rank's matrix products, of whole tiles, as :mod:`flash_cute.ops.flops` counts them."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ class Groups:
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """What a :class:`ContextParallel` communicates in.
+    """The process groups of a :class:`ContextParallel`.
 
     Attributes:
-        group: of all that share tokens.
+        group: all ranks that share tokens.
         hosts: the same ranks, for tensors on the CPU; None if there is one rank.
-        mesh: that it was given, or None.
-        by_inner: how ranks are grouped where so many share heads.
+        mesh: the mesh that was given, or None.
+        by_inner: the groups, by the number of ranks that share heads.
     """
 
     group: Any
@@ -53,7 +53,7 @@ class ContextGroups:
 
 
 def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) -> ContextGroups:
-    """Those of all ranks of a group, or of a mesh that the group is of."""
+    """The groups for the ranks of ``group``, which are those of ``mesh`` if it is given."""
     size = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     whole = None if size == 1 else group
@@ -70,7 +70,7 @@ def groups_in(group: Any, mesh: DeviceMesh | None, timeout: timedelta | None) ->
 
 
 def groups_of(plan: Plan) -> Groups:
-    """Those that a plan's strategy communicates in."""
+    """The groups in which a plan's strategy communicates."""
     known: ContextGroups = registry.held_by(plan.context)
     return known.by_inner[plan.inner]
 
@@ -88,9 +88,9 @@ def group_of_all(mesh: DeviceMesh, timeout: timedelta | None) -> Any:
 
 
 def group_of_hosts(group: Any, timeout: timedelta | None) -> Any:
-    """A group of the same ranks that takes tensors on the CPU: agreement must not wait for GPUs.
+    """A group of the same ranks for tensors on the CPU, so that agreement does not wait for GPUs.
 
-    Its messages meet no others, of another size, which would end gloo's process.
+    It is used for nothing else: gloo aborts a process that receives a message of another size.
     """
     return _made(group, dist.get_process_group_ranks(group), timeout, "gloo")
 
@@ -107,8 +107,8 @@ def part_of(group: Any, size: int) -> Any:
 def _made(
     group: Any, ranks: list[int], timeout: timedelta | None = None, backend: str | None = None
 ) -> Any:
-    """One of these ranks, with the timeout and backend of a group if none is given. It is made once
-    for that group, and lives as long: ranks may collect what used it at different times."""
+    """A group of these ranks, with ``group``'s timeout and backend if none is given. It is made
+    once and lives as long as ``group``: ranks may garbage-collect its users at different times."""
     of_group = registry.made_for(group)
     key = (tuple(ranks), timeout, backend)
     if key not in of_group:
@@ -122,7 +122,7 @@ def _made(
 
 
 def device_of(group: Any) -> torch.device:
-    """Where tensors of a group's default backend lie."""
+    """The device of tensors of a group's default backend."""
     if group is None or "nccl" not in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

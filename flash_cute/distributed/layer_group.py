@@ -65,7 +65,7 @@ def layer_group(group: Any, is_lost: bool = False) -> LayerGroup:
 
 @internals.constant_in_graphs
 def name_of(group_id: str, size: int, strategy: str) -> str:
-    """That of a layer's ContextParallel."""
+    """The name of a layer's ContextParallel."""
     return context(registry.find(group_id), size, strategy).name
 
 
@@ -73,15 +73,15 @@ def name_of(group_id: str, size: int, strategy: str) -> str:
 def equal_plan(
     group_id: str, size: int, strategy: str, rows: int, causal: bool, window: tuple[int, int]
 ) -> Plan:
-    """The plan of ranks with as many tokens each; asks nobody."""
+    """The plan of ranks with ``rows`` tokens each, without communication."""
     cp = context(registry.find(group_id), size, strategy)
     sizes = [rows] * size
     return cp.plan_alone(sum(sizes), causal=causal, window_size=window, sizes=sizes)
 
 
 def context(of_layer: LayerGroup, size: int, strategy: str) -> ContextParallel:
-    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once, and again if
-    torch.distributed was started again."""
+    """The ContextParallel of ``size`` consecutive ranks of a layer's group: made once, and again
+    if torch.distributed was restarted."""
     whole = dist.group.WORLD if of_layer.value is None else of_layer.value
     part = groups.part_of(whole, size)
     cp = of_layer.contexts.get((size, strategy))

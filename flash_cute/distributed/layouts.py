@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Fixed(tuple[T, ...]):
-    """A tuple whose hash is computed once: caches are asked by long ones in every call."""
+    """A tuple whose hash is computed once: long ones are keys of caches in every call."""
 
     def __hash__(self) -> int:
         known: int | None = self.__dict__.get("hash")

@@ -26,15 +26,15 @@ from flash_cute.native import limits
 from flash_cute.ops.typed import OPS, FwdCall, VarlenFwdCall
 
 
-def of_heads(call: FwdCall, heads: slice, k: Tensor, v: Tensor) -> FwdCall:
-    """Some query heads of a call, over keys and values of theirs."""
+def call_of_heads(call: FwdCall, heads: slice, k: Tensor, v: Tensor) -> FwdCall:
+    """The call for some of its query heads, with ``k`` and ``v`` of their kv heads."""
     slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., heads]
     sink = None if call.sink is None else call.sink[heads]
     return call._replace(q=call.q[:, :, heads], k=k, v=v, alibi_slopes=slopes, sink=sink)
 
 
 def statistic_dtype(x: Tensor) -> torch.dtype:
-    """Of LSEs, and of sums."""
+    """The dtype of LSEs, and of sums."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -55,7 +55,7 @@ def _takes_fp32_gradients(
     problem = kernels.Problem(
         "bwd", dtype, head_dim=head_dim, head_dim_v=head_dim_v, fp32_gradients=True
     )
-    with limits.limited(""):
+    with limits.limit_kernels(""):
         return any(row.verdict != "refused" for row in kernels.explain(problem, device.index))
 
 
@@ -66,10 +66,10 @@ def unrounded(q: Tensor, v: Tensor) -> bool:
 
 
 class Output:
-    """Results over the keys that were seen so far: nothing at first.
+    """Results over the keys so far; at first over none.
 
-    Rows that only one call reaches are kept as they came, in q's dtype, unless ``merges``: sums
-    are in fp32, fp64 of fp64.
+    With ``merges``, if several calls reach a row, they are sums in fp32, or fp64 for fp64 inputs.
+    Otherwise they are the calls' results, in q's dtype.
     """
 
     def __init__(self, q: Tensor, v: Tensor, merges: bool) -> None:
@@ -87,7 +87,7 @@ class Output:
         return part
 
     def attend(self, call: FwdCall, launches: Sequence[Launch]) -> None:
-        """Adds what q sees of k and v, and in each launch the sink, if :func:`takes_sink`."""
+        """Adds attention over the call's k and v, and if :func:`takes_sink` over its sink."""
         for launch in launches:
             part = TileCall(launch, call)
             out, lse = part.forward()
@@ -128,7 +128,7 @@ def takes_sink(launches: Launches, rows: int) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward takes of forward's results, of all keys, and their gradients."""
+    """Forward's results over all keys, and their gradients, for backward."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -152,7 +152,7 @@ def differentiate(
     launches: Sequence[Launch],
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds what a call's keys give to dq, dk and dv, in place."""
+    """Adds the gradients of a call to dq, dk and dv, in place."""
     for launch in launches:
         part = TileCall(launch, call)
         rows = (part.q_rows, part.k_rows, part.k_rows)
@@ -196,7 +196,7 @@ class TileCall:
         return out[None], lse[None]
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """q, k and v, and what every op takes besides."""
+        """q, k and v, and the other arguments that every op has."""
         options = self.call._asdict()
         for name in ("return_softmax", "return_row_max"):
             del options[name]
@@ -204,9 +204,9 @@ class TileCall:
 
     @named("backward")
     def backward(self, saved: Saved) -> tuple[Tensor, ...]:
-        """dq, dk and dv of the rows, in fp32 if that can be had; those of no tile are 0."""
+        """dq, dk and dv of the rows, in fp32 if the kernels support it; those of no tile are 0."""
         q, k, v, options = self._parts()
-        options["sink"] = None  # whose gradient is that of all keys together
+        options["sink"] = None  # its gradient is computed once, over all keys
         dout, out = saved.dout[:, self.q_rows], saved.out[:, self.q_rows]
         lse = saved.lse[:, :, self.q_rows]
         lse = lse.contiguous() if self.distance is None else lse + self.distance
@@ -216,11 +216,11 @@ class TileCall:
         if self.is_varlen:
             given, op = tuple(x[0] for x in given), OPS.varlen_bwd
             dlse = None if dlse is None else dlse[0]
-        # Hopper's kernels, which do so on CUDA, take vectors on 16-byte boundaries.
+        # On CUDA only Hopper's kernels do, and they need vectors on 16-byte boundaries.
         if unrounded(q, v) and all(x.data_ptr() % 16 == 0 for x in given[:5]):
             results = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in given[1:4])
             dq, dk, dv = results
-            with internals.below_versions():  # nobody has seen what is written
+            with internals.below_versions():  # the results are new tensors
                 op.out(*given, **self.sequences, dlse=dlse, **options, dq=dq, dk=dk, dv=dv)
         else:
             results = op.default(*given, **self.sequences, dlse=dlse, **options)[:3]
@@ -229,9 +229,9 @@ class TileCall:
     def _distance(
         self, launch: Launch, slopes: Tensor | None, distance: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """What is taken off the LSE, (1 or batch, heads, 1 or rows); None where it is nothing.
+        """The ALiBi term to subtract from the LSE, (1 or batch, heads, 1 or rows); None if it is 0.
 
-        ``slopes`` have the launch's sign, and ``distance`` takes it away again.
+        ``slopes`` and ``distance`` both have the launch's sign, which cancels.
         """
         if slopes is None or distance == 0:
             return None
@@ -247,10 +247,10 @@ class TileCall:
 
 @kept
 def _sequences(launch: Launch, device: torch.device) -> dict[str, Any]:
-    """The varlen ops' sequences, of rows counted from the first tile.
+    """The varlen ops' arguments of sequences, with rows counted from the first tile.
 
-    Tiles may lie apart: a sequence reaches from its tile to the next one, and only the tile is
-    used.
+    There may be rows between tiles: a sequence extends to the next tile, and its tile is the used
+    part.
     """
     first = launch[0]
     q_starts = [tile.q_start - first.q_start for tile in launch]

@@ -89,7 +89,7 @@ def measure_links(group: Any = None, *, megabytes: float = 64, rounds: int = 5) 
 
 
 def _problem(megabytes: Any, rounds: Any) -> Exception | None:
-    """What is wrong with these numbers, for all ranks to raise."""
+    """The error of these numbers, which all ranks raise; None if they are valid."""
     for name, x, kinds in (("megabytes", megabytes, (int, float)), ("rounds", rounds, (int,))):
         if isinstance(x, bool) or not isinstance(x, kinds):
             return TypeError(f"{name} is {validate.kind_of(x)}; expected a number")

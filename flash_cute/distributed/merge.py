@@ -1,4 +1,4 @@
-"""One result of attention from results over parts of the keys."""
+"""Merges results of attention over parts of the keys."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Plan:
 
     @kept
     def hops(self, window: Window) -> int:
-        """Steps of a ring until nobody sees any more keys."""
+        """The steps of a ring after which no rank sees further keys."""
         parts = self.outer_parts
         for hop in range(self.outer - 1, 0, -1):
             if any(self.launches(runs, parts[r - hop], window, False)

@@ -1,7 +1,7 @@
-"""What ops and graphs find by name: objects, and the process groups that each communicates in.
+"""Objects that ops and graphs find by name, with the process groups that each uses.
 
-Groups are held here alone, until the interpreter exits: a group has threads as long as anything
-refers to it, and those of gloo abort a process whose interpreter has ended.
+Only this module holds groups, until the interpreter exits: a group has threads as long as anything
+refers to it, and gloo's threads abort a process whose interpreter has ended.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ for _held in (_ENTRIES, _MADE):
 
 
 def register(owner: Any, groups: Any) -> str:
-    """The name of an object, and holds its groups as long as it lives. A text: graphs never make
-    symbols of it. It is the same on ranks that make as many objects of a class."""
+    """Holds an object's groups as long as it lives; returns its name: a text, never symbolic in
+    graphs. It is the same on ranks that made equally many objects of the class."""
     kind = type(owner)
     name = f"{kind.__name__}{next(_NUMBERS[kind])}"
     _ENTRIES[name] = _Entry(weakref.ref(owner), groups)
@@ -41,22 +41,22 @@ def register(owner: Any, groups: Any) -> str:
 
 
 def held_by(name: str) -> Any:
-    """What an object was registered with."""
+    """The groups of a registered object."""
     return _ENTRIES[name].groups
 
 
 def find(name: str) -> Any:
-    """The object of a name; None if there is none any more."""
+    """The object with this name; None if it does not exist any more."""
     entry = _ENTRIES.get(name)
     return None if entry is None else entry.owner()
 
 
 def living(kind: type[T]) -> list[T]:
-    """All objects of a class, as old as they are."""
+    """All registered objects of a class, the oldest first."""
     owners = [entry.owner() for entry in list(_ENTRIES.values())]
     return [x for x in owners if isinstance(x, kind)]
 
 
 def made_for(group: Any) -> dict[tuple[Any, ...], Any]:
-    """The groups that were made for another one, which live as long as it does."""
+    """The groups that were derived from ``group``; they live as long as it does."""
     return _MADE.setdefault(group, {})

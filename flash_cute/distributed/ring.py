@@ -90,7 +90,7 @@ class Ring(Strategy):
 
 
 def _travelling(plan: Plan, k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values beside one another, (rows, batch, heads_k, dim + dim_v)."""
+    """Keys and values concatenated, (rows, batch, heads_k, dim + dim_v)."""
     longest = max(map(layouts.rows, plan.outer_parts))
     return to_rows(torch.cat((k, v), -1), longest)
 
@@ -101,7 +101,7 @@ def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launches(plan: Plan, rank: int, hop: int, call: FwdCall) -> Launches:
-    """What the rank's queries see of the keys that have come ``hop`` ranks far."""
+    """The launches of the rank's queries over keys of the rank ``hop`` ranks before it."""
     parts = plan.outer_parts
     alibi = call.alibi_slopes is not None
     return plan.launches(parts[rank], parts[rank - hop], window_of(call), alibi)

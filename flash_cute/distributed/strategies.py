@@ -15,18 +15,18 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def over_tokens(plan: Plan) -> Strategy:
-    """What attends where a plan's ranks share tokens; one rank has all keys at once."""
+    """The strategy among ranks that split tokens; all_gather if there is only one such rank."""
     return STRATEGIES["all_gather" if plan.outer == 1 else plan.strategy]
 
 
 def expected_times(sizes: Sizes, ranks: int, links: Links) -> dict[str, float]:
-    """Seconds of forward and backward of one layer, by strategy; of those that can do it."""
+    """Seconds of forward and backward of one layer, by strategy, for those that support it."""
     times = {name: x.expected_time(sizes, ranks, links) for name, x in STRATEGIES.items()}
     return {name: time for name, time in times.items() if time is not None}
 
 
 def fastest(sizes: Sizes, ranks: int, links: Links) -> str:
-    """The least time; all_gather where others are no faster than by one part in a hundred."""
+    """The strategy with the least time; all_gather if no other is faster by more than 1 %."""
     times = expected_times(sizes, ranks, links)
     best = min(times, key=lambda name: times[name])
     gathered = times.get("all_gather")

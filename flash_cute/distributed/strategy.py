@@ -1,4 +1,4 @@
-"""``Strategy``: how ranks attend together to tokens that they share."""
+"""``Strategy``: how ranks compute attention over tokens that are split between them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flash_cute.ops.typed import FwdCall
 
 
 class Strategy(ABC):
-    """One way, which :mod:`flash_cute.distributed.strategies` lists by its name.
+    """A strategy; :mod:`flash_cute.distributed.strategies` lists all by their names.
 
     Attributes:
         name: of plans and contexts.
         is_2d: whether it needs a mesh of two dimensions.
-        balances: whether a rank's work depends on which tokens it has: "auto" lays them out so that
-            ranks have as much to do.
-        takes_dropout: whether what is dropped is the same for any number of ranks.
+        balances: whether a rank's work depends on which tokens it has. The layout "auto" then
+            gives all ranks equal work.
+        takes_dropout: whether dropout is supported, with a mask that does not depend on the ranks.
     """
 
     name: ClassVar[str]
@@ -37,12 +37,12 @@ class Strategy(ABC):
         return 1
 
     def expected_time(self, sizes: Sizes, ranks: int, links: Links) -> float | None:
-        """Seconds of forward and backward of one layer; None if "auto" does not take it."""
+        """Seconds of forward and backward of one layer; None if "auto" never chooses it."""
         return None
 
     @abstractmethod
     def keys(self, plan: Plan) -> tuple[Runs, ...]:
-        """The keys that a rank's queries are held against, as the parts that they come in."""
+        """The keys that a rank's queries attend to, in parts that arrive one after the other."""
 
     @abstractmethod
     def forward(self, plan: Plan, rank: int, group: Group, call: FwdCall) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
-"""What a rank's queries see of some keys, as calls of the attention ops.
+"""Calls of the attention ops that compute what a rank's queries see of some keys.
 
 The ops align masks to the bottom right: of m queries and n keys, query i sees keys j with
 ``-right <= i + (n - m) - j <= left``. Here queries begin at position a of their document, keys at
-position b, and the wanted distance is ``i + a - b - j``. Where both differ, the bounds move by the
-difference. Bounds below 0, which ops do not take, mean that the last keys, or the last queries, see
-nothing: they are left out, by which the bound becomes 0.
+position b, and the wanted distance is ``i + a - b - j``. If both differ, the bounds move by the
+difference. A bound below 0, which ops do not support, means that the last keys are not seen, or
+that the last queries see nothing: they are left out, and the bound becomes 0.
 
 ALiBi's ``-slope |distance|`` is linear on either side of its zero. A tile that holds pairs on both
-sides of the wanted zero, or of the op's, is cut there. Inside of a part both differ by a sign,
+sides of the wanted zero, or of the op's, is split there. Inside of a part both differ by a sign,
 which goes to the slopes, and a constant, which goes to the LSE.
 """
 
@@ -23,10 +23,10 @@ FULL: Window = (-1, -1)
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of one document as the ops can take them.
+    """Queries and keys of one document that one call of an op computes.
 
     Attributes:
-        document: which.
+        document: its index.
         q_start, q_len: rows of queries.
         k_start, k_len: rows of keys.
         window: the op's.
@@ -52,12 +52,12 @@ class Tile:
         return self.k_start + self.k_len
 
 
-Launch = Fixed[Tile]  # one call of an op: alike but for their rows, in ascending order
+Launch = Fixed[Tile]  # tiles of one call of an op, which differ only in rows, in ascending order
 Launches = Fixed[Launch]
 
 
 def launches(queries: Runs, keys: Runs, window: Window, alibi: bool, packed: bool) -> Launches:
-    """The calls that together make up what ``queries`` see of ``keys``, each pair once. Of a batch
+    """The calls that together compute what ``queries`` see of ``keys``, each pair once. Of a batch
     that is not packed each tile is a call."""
     tiles: list[Tile] = []
     if queries == keys and window == (-1, 0) and not alibi:
@@ -141,8 +141,7 @@ def _cut(q: Run, k: Run, low: int, high: int, bounds: Window, to_zero: bool = Fa
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
-    """Whole tiles beside one another become one: more keys for the same queries, or queries that
-    see the same keys."""
+    """Merges adjacent whole tiles: those with the same queries, and those with the same keys."""
     by_keys: list[Tile] = []
     for tile in tiles:
         last = by_keys[-1] if by_keys else None

@@ -13,14 +13,14 @@ from flash_cute.distributed.description import digest
 
 
 class ValuesOnGPU:
-    """What calls compared: digests travel behind a call, from GPU to GPU, and what differs is told
-    at a later call, once the host has it."""
+    """Comparisons under way. After a call the GPUs exchange digests of tensors. Once these are on
+    the host, a later call raises an error if they differ."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[list[str], Tensor, torch.cuda.Event]] = deque()
 
     def compare(self, tensors: dict[str, Tensor | None], group: Any) -> None:
-        """Starts it, for those that are on a GPU. Every rank makes the same call."""
+        """Starts to compare the tensors that are on a GPU. Every rank makes the same call."""
         given = {name: x for name, x in tensors.items() if x is not None and x.is_cuda}
         if not given:
             return
@@ -37,7 +37,7 @@ class ValuesOnGPU:
         self._under_way.append((list(given), on_host, event))
 
     def problem(self) -> ValueError | None:
-        """What is known to differ by now."""
+        """The error of values that are known by now to differ; None if there are none."""
         if self._under_way and torch.cuda.is_current_stream_capturing():
             return None
         while self._under_way and self._under_way[0][2].query():
@@ -45,13 +45,13 @@ class ValuesOnGPU:
             of_ranks = digests.view(-1, len(names)).T.tolist()
             for name, of_rank in zip(names, of_ranks, strict=True):
                 if len(set(of_rank)) > 1:
-                    told = ", ".join(f"{x % 2**64:016x}" for x in of_rank)
+                    by_rank = ", ".join(f"{x % 2**64:016x}" for x in of_rank)
                     return ValueError(
                         f"ranks gave {name} of different values in an earlier call (digests by "
-                        f"rank: {told}); all must give the same"
+                        f"rank: {by_rank}); all must give the same"
                     )
         return None
 
     def forget(self) -> None:
-        """After an error of all ranks: what was compared before it is not told of again."""
+        """Drops the comparisons under way, after an error of all ranks."""
         self._under_way.clear()

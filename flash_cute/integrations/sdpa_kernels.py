@@ -86,9 +86,9 @@ def sdpa_backward(
     rng = philox_seed.view(torch.int64) if dropout_p else None
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     saved = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    dout, q, k, v, out = spellings.rows(*saved)
+    dout, q, k, v, out = spellings.copy_if_last_dim_strided(*saved)
     rows = tuple(x.transpose(1, 2) for x in grads)
-    written = spellings.rows(*rows)
+    written = spellings.copy_if_last_dim_strided(*rows)
     call = BwdCall(
         dout, q, k, v, out, logsumexp.contiguous(), softmax_scale=scale, is_causal=is_causal,
         dropout_p=dropout_p, rng=rng, deterministic=deterministic(False),
@@ -119,7 +119,7 @@ def _dense(
     with internals.below_versions():  # the written tensors are new
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-            q, k, v = spellings.rows(q, k, v)
+            q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
         call: tuple[Any, ...] = (q, k, v, scale, is_causal)
         allow_tf32 = ops.allow_tf32(query)
         if right != -1 or dropout_p or allow_tf32:  # each argument costs time
@@ -221,7 +221,7 @@ def cpu_backward(
         )  # fmt: skip
     seen_k, seen_v, right = _top_left(query, key, value, is_causal)
     tensors = (grad_out, query, seen_k, seen_v, out)
-    dout, q, k, v, out = spellings.rows(*(x.transpose(1, 2) for x in tensors))
+    dout, q, k, v, out = spellings.copy_if_last_dim_strided(*(x.transpose(1, 2) for x in tensors))
     call = BwdCall(
         dout, q, k, v, out, logsumexp.contiguous(), softmax_scale=scale, window_size_right=right,
         deterministic=deterministic(False),
@@ -271,7 +271,7 @@ def flash_forward(
     """ATen's forward of packed sequences, also in pages; dense without ``cum_seq_q``."""
     lost = {"seqused_k": seqused_k, "alibi_slopes": alibi_slopes, "block_table": block_table}
     _refuse_gradients((query, key, value), lost)
-    q, k, v = spellings.rows(query, key, value)
+    q, k, v = spellings.copy_if_last_dim_strided(query, key, value)
     window = _bound(window_size_left), _bound(window_size_right)
     if block_table is not None:
         out, lse = kvcache.flash_attn_with_kvcache(
@@ -286,7 +286,7 @@ def flash_forward(
         )
     rng = rng_state(q.device) if dropout_p else None
     if cum_seq_q is not None and cum_seq_k is None:
-        k, v, cum_seq_k = spellings.keys(k, v, seqused_k, None)
+        k, v, cum_seq_k = spellings.pack_keys(k, v, seqused_k, None)
     options: dict[str, Any] = {
         "softmax_scale": scale, "is_causal": is_causal, "window_size_left": window[0],
         "window_size_right": window[1], "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
@@ -344,7 +344,7 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = spellings.rows(grad_out, query, key, value, out)
+    dout, q, k, v, out = spellings.copy_if_last_dim_strided(grad_out, query, key, value, out)
     window = _bound(window_size_left), _bound(window_size_right)
     rng = state.view(torch.int64) if dropout_p else None
     options: dict[str, Any] = {

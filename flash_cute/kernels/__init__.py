@@ -5,19 +5,15 @@ no tensor, GPU or CUDA build.
 """
 
 from flash_cute.kernels.calibration import use_calibration
+from flash_cute.kernels.configs import KernelConfig, ctas_an_sm, kernels
+from flash_cute.kernels.gpus import GPUS, Gpu, gpu
 from flash_cute.kernels.plans import (
-    GPUS,
     MOST_SPLITS,
-    Gpu,
-    KernelConfig,
     KeyOrder,
     Plan,
     Verdict,
     bucket,
-    ctas_an_sm,
     explain,
-    gpu,
-    kernels,
     nearest,
     only,
     plan,

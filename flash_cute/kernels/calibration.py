@@ -24,7 +24,9 @@ import torch
 
 from flash_cute.kernels import files
 from flash_cute.kernels.choice import Choice
-from flash_cute.kernels.plans import MOST_SPLITS, Gpu, KernelConfig, as_gpu, is_count, kernels
+from flash_cute.kernels.configs import KernelConfig, kernels
+from flash_cute.kernels.gpus import Gpu, as_gpu
+from flash_cute.kernels.plans import MOST_SPLITS, is_count
 from flash_cute.native import library
 
 VERSION = 1

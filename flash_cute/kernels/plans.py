@@ -1,4 +1,4 @@
-"""GPUs, kernels and plans as values; ``csrc/core/`` makes the plans."""
+"""Plans as values, which ``csrc/core/`` makes."""
 
 from __future__ import annotations
 
@@ -7,81 +7,18 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cache
 
 import torch
 
 from flash_cute.call import validate
+from flash_cute.kernels.configs import KernelConfig, kernels
+from flash_cute.kernels.gpus import GPUS, Gpu, as_gpu
 from flash_cute.kernels.problem import Problem
 from flash_cute.native import limits
 from flash_cute.native.library import can_use_cuda, has_cuda_kernels
 from flash_cute.native.library import kernels as built_kernels
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """The properties of a GPU that plans depend on; ``smem_optin`` is the largest shared memory of
-    a CTA in bytes.
-
-    Raises:
-        TypeError, ValueError: a number is not an int >= 1, or the name not a str.
-    """
-
-    name: str
-    capability: int  # 10 * major + minor
-    smem_optin: int
-    sms: int
-    memory_gb_s: int
-    l2_bytes: int  # of its L2 cache
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"name is {validate.kind_of(self.name)}; expected a str")
-        for name in ("capability", "smem_optin", "sms", "memory_gb_s", "l2_bytes"):
-            validate.count(name, getattr(self, name), 1)
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100", 80, 166_912, 108, 2039, 40 << 20),
-        Gpu("a10", 86, 101_376, 72, 600, 6 << 20),
-        Gpu("l40s", 89, 101_376, 142, 864, 96 << 20),
-        Gpu("h100", 90, 232_448, 132, 3352, 50 << 20),
-        Gpu("h200", 90, 232_448, 132, 4917, 60 << 20),
-    )
-}
-
-
 MOST_SPLITS = 64  # of the keys, in a call of Hopper's forward
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """One kernel, a row of ``csrc/kernels/*/rows.def``. Sizes are those of its tiles."""
-
-    id: str
-    op: str  # "fwd", "bwd", or "decode": forward over a key/value cache
-    arch: int  # 80 runs on sm_80 and newer GPUs, 90 only on Hopper
-    dtype: str  # "fp16", "bf16", "tf32", or "tf32x3": fp32 in three products of TF32
-    tier: str  # "rich" has softcap, ALiBi, dropout and scales below 0
-    head_dim: int  # the largest that it supports
-    head_dim_v: int
-    block_m: int  # query rows a tile
-    block_n: int  # key rows a tile
-    stages: int
-    warps: int
-    threads: int
-    ctas: int  # CTAs per SM that the launch bounds ask for
-    cluster: int
-    smem_bytes: int  # of a CTA
-    tiles: str = "interval"  # key tiles that it visits: consecutive ("interval") or of a "list"
-    built: bool = True  # whether the loaded library has it
-
-    @property
-    def most_registers(self) -> int:
-        """Registers of a thread by the launch bounds; Hopper's warps redistribute them later."""
-        return min(255, 65_536 // (self.threads * self.ctas) // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -136,54 +73,6 @@ class Verdict:
     id: str
     verdict: str
     reason: str  # as in the error that a call raises; empty for the chosen one
-
-
-@cache
-def kernels() -> tuple[KernelConfig, ...]:
-    """Every row of ``csrc/kernels/*/rows.def``, whether the loaded library has it or not.
-
-    Example::
-
-        from flash_cute import kernels
-        print([kernel.id for kernel in kernels.kernels() if kernel.block_m == 192])
-    """
-    rows = json.loads(torch.ops.flash_cute.describe_kernels())
-    return tuple(KernelConfig(**row) for row in rows)
-
-
-def gpu(index: int | None = None) -> Gpu:
-    """A GPU of this machine; None is the current one.
-
-    Raises:
-        TypeError, ValueError: ``index`` is not an int >= 0.
-        RuntimeError: there is none, or this build has no CUDA.
-
-    Example::
-
-        from flash_cute import kernels
-        print(kernels.gpu())
-    """
-    if index is not None:
-        validate.count("index", index)
-    if not has_cuda_kernels():
-        raise RuntimeError("this build of flash_cute has no CUDA, and cannot query a GPU")
-    index = torch.cuda.current_device() if index is None else index
-    facts = json.loads(torch.ops.flash_cute.describe_gpu(index))
-    return Gpu(torch.cuda.get_device_name(index), **facts)
-
-
-def ctas_an_sm(kernel: KernelConfig, gpu: Gpu) -> int:
-    """CTAs of a kernel that an SM holds at once by its launch bounds and shared memory; 0 if none
-    fits, or the GPU has another arch.
-
-    Example::
-
-        from flash_cute import kernels
-        print(kernels.ctas_an_sm(kernels.kernels()[0], kernels.GPUS["h100"]))
-    """
-    kept = 1024  # bytes that an SM keeps for itself of each CTA
-    runs = gpu.capability == 90 if kernel.arch == 90 else gpu.capability >= kernel.arch
-    return min(kernel.ctas, (gpu.smem_optin + kept) // (kernel.smem_bytes + kept)) if runs else 0
 
 
 def plan(problem: Problem, gpu: Gpu | str | int | None = None) -> Plan:
@@ -256,14 +145,6 @@ def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
     gpu = as_gpu(gpu)
     facts = {f"gpu_{f.name}": getattr(gpu, f.name) for f in fields(gpu) if f.name != "name"}
     return json.dumps(request | facts)
-
-
-def as_gpu(gpu: Gpu | str | int) -> Gpu:
-    """The GPU, or the one of a name in :data:`GPUS`; ValueError for anything else."""
-    found = GPUS.get(gpu) if isinstance(gpu, str) else gpu
-    if not isinstance(found, Gpu):
-        raise ValueError(f"gpu is {gpu!r}; expected one of {list(GPUS)}, or a Gpu")
-    return found
 
 
 def nearest(
@@ -346,7 +227,7 @@ def only(*ids: str, num_splits: int | None = None, pack_gqa: int | None = None) 
             f"{', '.join(map(str, unknown))} is no kernel's id; kernels() lists them. Pass each id "
             "as an argument of its own"
         )
-    with limits.limited(limits.merge_with_current(ids, num_splits, pack_gqa)):
+    with limits.limit_kernels(limits.merge_with_current(ids, num_splits, pack_gqa)):
         yield
 
 

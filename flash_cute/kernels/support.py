@@ -76,5 +76,5 @@ def reads_caches_in_place(
 def _plan(fields: tuple[tuple[str, Any], ...], gpu: str | int | None) -> kernels.Plan | None:
     if isinstance(gpu, int) and not has_cuda_kernels():
         return None
-    with limits.limited(""):
+    with limits.limit_kernels(""):
         return supports(dict(fields), gpu).plan

@@ -210,7 +210,7 @@ def check_memory(given: dict[str, Tensor]) -> None:
     if "o" in given:
         validate_ops.check_not_expanded("o", given["o"])
         if not internals.is_fake(q):
-            validate_ops.apart({"o": given["o"]}, given)
+            validate_ops.check_no_aliasing({"o": given["o"]}, given)
 
 
 def check_gpu(device: torch.device) -> None:

@@ -82,7 +82,7 @@ def backward(
     q, k, v, dout, out, softmax_lse = (
         call.q, call.k, call.v, call.dout, call.out, call.softmax_lse
     )  # fmt: skip
-    validate_ops.of_forward(q, v, out, softmax_lse, dout, None)
+    validate_ops.forward_results(q, v, out, softmax_lse, dout, None)
     validate.contiguous_last("dout", dout)
     validate.contiguous_last("out", out)
     if not softmax_lse.is_contiguous():
@@ -108,7 +108,7 @@ def _buffers(given: dict[str, tuple[Tensor, tuple[int, ...]]], read: dict[str, T
         validate_ops.buffer(name, x, shape, read["q"].dtype, read["q"].device)
         validate.contiguous_last(name, x)
     if not torch.compiler.is_compiling():  # torch 2.10 cannot trace it; the op checks at run time
-        validate_ops.apart({name: x for name, (x, _) in given.items()}, read)
+        validate_ops.check_no_aliasing({name: x for name, (x, _) in given.items()}, read)
 
 
 def _generator(gen_: torch.Generator, q: Tensor, dropout_p: float) -> None:

@@ -100,5 +100,5 @@ def only(*parts: str) -> Iterator[None]:
     ids = [kernel for kernel in _KERNELS if any(part in kernel for part in parts)]
     if not ids:
         raise ValueError(f"no kernel's id contains any of {parts}; kernels() lists them")
-    with limits.limited(limits.merge_with_current(ids)):
+    with limits.limit_kernels(limits.merge_with_current(ids)):
         yield

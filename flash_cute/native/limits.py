@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-_here = threading.local()
+_thread = threading.local()
 
 
 def current() -> str:
@@ -35,26 +35,29 @@ def merge_with_current(
 
 
 @contextmanager
-def limited(limit: str) -> Iterator[None]:
+def limit_kernels(limit: str) -> Iterator[None]:
     """Inside, calls of this thread obey the limit, or raise RuntimeError with the reasons; so does
     their backward, in any thread."""
     before = _of_thread()
-    _limit(limit)
+    _set_limit(limit)
     try:
         yield
     finally:
-        _limit(before)
+        _set_limit(before)
 
 
-def again(limit: str) -> AbstractContextManager[None]:
-    """:func:`limited` for a backward, by the limit of its forward."""
-    return nullcontext() if limit == current() else limited(limit)
+def restore_limit(limit: str) -> AbstractContextManager[None]:
+    """:func:`limit_kernels` for a backward, with the limit of its forward."""
+    return nullcontext() if limit == current() else limit_kernels(limit)
+
+
+again = restore_limit  # the name in flash_cute/functional
 
 
 def _of_thread() -> str:
-    return getattr(_here, "limit", "")
+    return getattr(_thread, "limit", "")
 
 
-def _limit(limit: str) -> None:
+def _set_limit(limit: str) -> None:
     torch.ops.flash_cute.limit_kernels(limit)
-    _here.limit = limit
+    _thread.limit = limit

@@ -1,8 +1,8 @@
-"""``torch.autocast``: q, k and v are taken in its dtype, as those of torch's own attention are.
+"""``torch.autocast``: q, k and v are cast to its dtype, as by torch's own attention.
 
-Sinks, slopes and log-sum-exps keep theirs, and so do key/value caches, which are written in place.
-The public functions cast before they validate; the ops ``fwd`` and ``varlen_fwd`` have the same
-rule for direct calls. Backward ops take what forward took.
+Sinks, slopes and log-sum-exps are not cast, nor are key/value caches, which are written in place.
+The public functions cast before they validate; the ops ``fwd`` and ``varlen_fwd`` cast in direct
+calls. Backward ops are called with forward's cast inputs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flash_cute.ops.schema import OPS
 
 
 def cast(*tensors: Any) -> tuple[Any, ...]:
-    """``tensors`` in autocast's dtype if it is on where the first one is; else as they are.
+    """``tensors`` in autocast's dtype if it is on for the first one's device; else unchanged.
 
-    Only floating point of that device is cast, and no fp64. What is no tensor stays.
+    Only floating-point tensors of that device are cast, except fp64.
     """
     device = _device(tensors[0])
     if not torch.is_autocast_enabled(device):
@@ -29,7 +29,7 @@ def cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def cast_as(cache: Any, *tensors: Any) -> tuple[Any, ...]:
-    """The same with the dtype of ``cache``, which keeps it."""
+    """:func:`cast` to the dtype of ``cache``, which is not cast."""
     device = _device(cache)
     if not torch.is_autocast_enabled(device) or not _is_cast(cache, device):
         return tensors
@@ -60,7 +60,7 @@ def _kernel(op: Any, key: str) -> Callable[..., Any]:
 
 
 def register(library: torch.library.Library) -> None:
-    """Gives the forward ops their rule."""
+    """Registers the cast of the forward ops."""
     for name in ("fwd", "varlen_fwd"):
         op = getattr(OPS, name).default
         for key in ("AutocastCPU", "AutocastCUDA"):

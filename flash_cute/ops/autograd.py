@@ -127,7 +127,8 @@ def _below_autograd(op: Any, args: Sequence[Any]) -> Any:
 
 
 def forward_of(op: Any, args: Sequence[Any]) -> Results:
-    """What a formula's forward returns; levels of torch.func below have gradients of their own."""
+    """The op's results, for a formula's forward. Lower levels of torch.func record their
+    gradients."""
     if not internals.in_transform():
         return _below_autograd(op, args)
     with internals.with_derivatives():
@@ -135,14 +136,14 @@ def forward_of(op: Any, args: Sequence[Any]) -> Results:
 
 
 def _inputs(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Of a formula: what has gradients, and the whole call as one, for autograd takes its time over
-    each that it is given."""
+    """A formula's inputs: the tensors with gradients, and the call as one object, since autograd
+    takes time for each input."""
     own = _LAYOUTS[op].inputs
     return lambda call: (*own(call), call)
 
 
 def _formula(op: Any) -> type[internals.Formula]:
-    """Of a forward op, whose gradient is one call of its backward op."""
+    """The formula of a forward op, whose gradient is one call of its backward op."""
     may_have_pages = "block_table" in CALLS[op]._fields
 
     class Attention(internals.Formula):
@@ -162,7 +163,7 @@ def _formula(op: Any) -> type[internals.Formula]:
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
             saved = ctx.saved_tensors  # once: a checkpoint unpacks them one time
             given = backward_arguments(ctx, op, saved, dout, dlse)
-            with limits.again(ctx.limit):
+            with limits.restore_limit(ctx.limit):
                 results = call(_BACKWARD_OF[op], given)
             gradients = [results[i] for i in _LAYOUTS[op].gradients]
             return (*map(_in_dtype_of, saved[: len(gradients)], gradients), None)
@@ -171,7 +172,7 @@ def _formula(op: Any) -> type[internals.Formula]:
 
 
 def _in_dtype_of(x: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """The gradient of ``x`` as autograd wants it; None if there is no ``x``."""
+    """The gradient in the dtype of ``x``, which autograd requires; None if there is no ``x``."""
     if x is None or gradient is None or gradient.dtype == x.dtype:
         return gradient
     return gradient.to(x.dtype)
@@ -196,8 +197,8 @@ def refusal(op: Any) -> type[internals.Formula]:
 
 
 def differentiable(op: Any, args: Sequence[Any], allow_tf32: bool) -> Results:
-    """A forward op with its gradient, without the dispatcher's way to it: for plain tensors, with
-    nothing around the call."""
+    """A forward op with its gradient, past the dispatcher: for plain tensors, outside of modes and
+    transforms."""
     attention = CALLS[op](*args)
     if allow_tf32:
         attention = attention._replace(allow_tf32=True)
@@ -207,22 +208,22 @@ def differentiable(op: Any, args: Sequence[Any], allow_tf32: bool) -> Results:
 def save_for_backward(
     ctx: Any, op: Any, first: Sequence[Tensor | None], args: Sequence[Any]
 ) -> None:
-    """Keeps some tensors, and behind them what :func:`backward_arguments` needs of a forward op's
-    arguments; and the kernels that backward may take, in ``ctx.limit``."""
+    """Saves the tensors ``first``, then those arguments of a forward op that
+    :func:`backward_arguments` needs, and in ``ctx.limit`` the kernels that backward may run."""
     layout = _LAYOUTS[op]
     ctx.save_for_backward(*first, *layout.tensors(args))
     ctx.others, ctx.limit = layout.others(args), limits.current()
 
 
 def call(op: Any, args: Sequence[Any]) -> Any:
-    """The op; straight below autograd where nobody can ask for derivatives of its results."""
+    """Calls the op, below autograd if its results cannot require grad."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or internals.transformed():
         return op(*args)
     return _below_autograd(op, args)
 
 
 def refuse_tangents(args: Sequence[Any]) -> None:
-    """Refuses derivatives in forward mode, which are asked for by what tensors carry."""
+    """Refuses forward-mode derivatives: tensors that carry tangents."""
     tensors = (x for x in args if isinstance(x, Tensor))
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
@@ -233,8 +234,8 @@ def refuse_tangents(args: Sequence[Any]) -> None:
 def backward_arguments(
     ctx: Any, op: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None
 ) -> list[Any]:
-    """What the backward op of ``op`` takes, in order. ``saved`` are the inputs with gradients, out
-    and softmax_lse, and the tensors that :func:`save_for_backward` kept behind the first."""
+    """The arguments of the backward op of ``op``, in order. ``saved``: inputs with gradients, out
+    and softmax_lse, and tensors that :func:`save_for_backward` saved after those."""
     layout = _LAYOUTS[op]
     deterministic = switches.deterministic(ctx.others[layout.deterministic])
     out = saved[len(layout.gradients)]
@@ -246,13 +247,14 @@ def backward_arguments(
 
 
 def _with_lists_of_keys(call: Any) -> list[Any]:
-    """Backward's lists are those of the tiles of keys, forward's those of the tiles of queries."""
+    """The arguments of a call of backward, whose lists are transposed: forward has a list for each
+    tile of queries, backward one for each tile of keys."""
     if call.tile_lists is not None:
         longest = call.max_seqlen_k if hasattr(call, "max_seqlen_k") else call.k.shape[1]
         lists, ranks = torch.ops.flash_cute.transposed_tile_lists(
             call.tile_lists, tiles_of(longest)
         )
-        dout = call.dout.contiguous()  # no other kernel over lists reads its rows otherwise
+        dout = call.dout.contiguous()  # no kernel over lists reads other strides
         call = call._replace(dout=dout, tile_lists=lists, tile_ranks=ranks)
     return list(call)
 
@@ -263,8 +265,8 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd.Function that has no derivative, which ``create_graph=True`` asks
-    for. torch's own decorator lets it pass where the gradients that come in require none."""
+    """Marks the backward of an autograd.Function as not differentiable: ``create_graph=True`` is an
+    error. torch's own decorator raises none if the incoming gradients do not require grad."""
 
     @wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
@@ -283,10 +285,10 @@ def no_double_backward() -> None:
 
 
 def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[..., Any]:
-    """Autograd's kernel of an op that has no gradient. What it writes, with the argument
-    ``writes_with`` alone if one is named, gets another version, by which autograd knows that a
-    tensor saved for backward has changed."""
-    names, written = CALLS[op]._fields, schema.written(op)
+    """Autograd's kernel of an op without a gradient. It increments the version of tensors that the
+    op writes (if ``writes_with`` is named, only with that argument): autograd then notices
+    changes of tensors that were saved for backward."""
+    names, written = CALLS[op]._fields, schema.written_arguments(op)
 
     def kernel(*args: Any, **named: Any) -> Any:
         tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]

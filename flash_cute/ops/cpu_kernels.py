@@ -19,7 +19,7 @@ from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
 
 
 def register(library: torch.library.Library) -> None:
-    internals.settle_vector_math()
+    internals.warm_up_mkl_vector_math()
     functions: dict[str, tuple[Callable[[Any], Results], Callable[..., Results]]] = {
         "fwd": (cpu.fwd, sparse.fwd),
         "bwd": (cpu.bwd, sparse.bwd),
@@ -40,7 +40,8 @@ def register(library: torch.library.Library) -> None:
 def _checked(
     function: Callable[[Any], Results], of_lists: Callable[..., Results]
 ) -> Callable[[Any], Results]:
-    """What computes a call that is checked first, by one function or, if sparse, by the other."""
+    """A function that checks a call and computes it by ``function``, or by ``of_lists`` if
+    sparse."""
 
     def run(call: Any) -> Results:
         if call.tile_lists is None:
@@ -66,8 +67,8 @@ def _functional(op: Any, compute: Callable[[Any], Results]) -> Callable[..., Res
 def _into(
     op: Any, compute: Callable[[Any], Results], out_alone: Callable[[Any], Results]
 ) -> Callable[..., None]:
-    """The kernel of an out overload: computes, by ``out_alone`` if no more than that is asked for,
-    then copies into the tensors given."""
+    """The kernel of an out overload: computes, by ``out_alone`` if only out is given, then copies
+    the results into the tensors given."""
     names, call_of = internals.results(op), CALLS[op]
 
     def out_kernel(*args: Any, **given: Any) -> None:

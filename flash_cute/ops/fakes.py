@@ -131,7 +131,7 @@ def _fwd_kvcache(*args: Any, **named: Any) -> Results:
 
 
 def _out(op: Any, functional: Any, *args: Any, **named: Any) -> None:
-    written = schema.written(op)
+    written = schema.written_arguments(op)
     outputs = {name: named.pop(name, None) for name in written}
     _refuse_lost_views(**outputs)
     fake = _fwd if functional in (fwd, varlen_fwd) else _bwd

@@ -1,7 +1,6 @@
-"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops: their matrix products.
-
-They count as those of torch's own attention: nothing is taken off for what a mask hides. Of sparse
-calls the tiles count that the lists have room for, as no device is waited for.
+"""The FLOPs that ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops: their matrix
+products, as for torch's own attention, without regard to masks. Sparse calls count as many tiles as
+the lists have room for: reading them would wait for the device.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from flash_cute.sparse.lists import TILE
 
 
 def register(_: torch.library.Library) -> None:
-    """With torch's counter, which imports triton where there is one."""
+    """Registers the formulas when torch's counter is imported, which also imports triton."""
     when_imported("torch.utils.flop_counter", _register_formulas)
 
 
 def _register_formulas() -> None:
-    """Of every op that multiplies matrices, its overloads included."""
+    """The formulas of every op that multiplies matrices, with its overloads."""
     from torch.utils.flop_counter import register_flop_formula
 
     for packet, pairs in (
@@ -103,11 +102,11 @@ def _cached_pairs(cached: FwdKvcacheCall | AttendKvcacheCall) -> int:
     else:
         queries = _lengths(call.cu_seqlens_q, call.max_seqlen_q, q.shape[0])
     if call.k is None:
-        joining = [0] * len(queries)
+        new = [0] * len(queries)
     elif call.cu_seqlens_k_new is None:
-        joining = [call.k.shape[1]] * len(queries)
+        new = [call.k.shape[1]] * len(queries)
     else:
-        joining = _lengths(call.cu_seqlens_k_new, call.k.shape[0], call.k.shape[0])
+        new = _lengths(call.cu_seqlens_k_new, call.k.shape[0], call.k.shape[0])
     used, pads = call.cache_seqlens, call.cache_leftpad
     if used is None or _is_unknown(used):
         in_use = [capacity] * len(queries)
@@ -116,13 +115,13 @@ def _cached_pairs(cached: FwdKvcacheCall | AttendKvcacheCall) -> int:
     hidden = [0] * len(queries) if pads is None or _is_unknown(pads) else pads.tolist()
     return sum(
         rows * (min(n + m, capacity) - min(max(pad, 0), n))
-        for rows, n, m, pad in zip(queries, in_use, joining, hidden, strict=True)
+        for rows, n, m, pad in zip(queries, in_use, new, hidden, strict=True)
     )
 
 
 def _lengths(offsets: Tensor, longest: int, total: int, used: Tensor | None = None) -> list[int]:
-    """Of sequences end to end, as the ops take them; the longest for all where the offsets' values
-    are not known."""
+    """The lengths of packed sequences, clamped as in the ops; the longest for all if the offsets'
+    values are not known."""
     if _is_unknown(offsets):
         return [longest] * (len(offsets) - 1)
     return [rows.stop - rows.start for rows in spans(offsets, used, longest, total)]

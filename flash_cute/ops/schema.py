@@ -11,7 +11,7 @@ import flash_cute.native.library  # noqa: F401  loads the ops
 from flash_cute import _torch_internals as internals
 from flash_cute.ops import typed
 
-Results = tuple[Tensor | None, ...]  # of an op; None is what was not asked for
+Results = tuple[Tensor | None, ...]  # of an op; None for optional results of other calls
 
 OPS = torch.ops.flash_cute
 fwd = OPS.fwd.default
@@ -21,6 +21,7 @@ varlen_bwd = OPS.varlen_bwd.default
 fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
 combine = OPS.combine.default
+# The out overload of each op, and below the op of each class of calls.
 OUT_OF = {
     fwd: OPS.fwd.out,
     bwd: OPS.bwd.out,
@@ -42,7 +43,7 @@ CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}
 OP_OF = {CALLS[op]: op for op in OUT_OF}
 
 
-def written(op: Any) -> list[str]:
+def written_arguments(op: Any) -> list[str]:
     """Names of the arguments that the op writes into."""
     infos = {argument.name: argument.alias_info for argument in internals.arguments(op)}
     return [name for name, info in infos.items() if info is not None and info.is_write]

@@ -34,7 +34,7 @@ _OF_SEQUENCES = {
 }  # fmt: skip
 # Arguments whose places are known; a call with others is refused.
 _KNOWN = _ROWS | _STATISTICS | _OF_SEQUENCES | {"alibi_slopes", "sink"}
-_ASKED = {"row_max": "return_row_max", "softmax": "return_softmax"}
+_FLAG_OF_RESULT = {"row_max": "return_row_max", "softmax": "return_softmax"}
 
 
 def register(_: torch.library.Library) -> None:
@@ -100,9 +100,9 @@ def _shardings(op: Any, *args: Any, **named: Any) -> list[tuple[list[Any], list[
 
 
 def _is_there(call: Any, result: str) -> bool:
-    """Whether a call has this result: one that is asked for, or the gradient of what is given."""
-    if result in _ASKED:
-        return bool(getattr(call, _ASKED[result]))
+    """Whether a call has this optional result, or the gradient of an optional argument."""
+    if result in _FLAG_OF_RESULT:
+        return bool(getattr(call, _FLAG_OF_RESULT[result]))
     return getattr(call, result.removeprefix("d"), call.q) is not None
 
 

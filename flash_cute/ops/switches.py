@@ -18,6 +18,6 @@ def _matmuls_in_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def deterministic(asked: bool) -> bool:
-    """Whether backward must be bitwise repeatable: asked for here, or by torch's global switch."""
-    return asked or torch.are_deterministic_algorithms_enabled()
+def deterministic(requested: bool) -> bool:
+    """Whether backward must be bitwise repeatable: by the call, or by torch's global switch."""
+    return requested or torch.are_deterministic_algorithms_enabled()

@@ -1,17 +1,17 @@
-"""``torch.vmap`` over the ops: one call for all samples where that gives what one call each would.
+"""``torch.vmap`` over the ops: one call for all samples, if its results equal those of one each.
 
-A sample is one of the calls that vmap stands for. Samples become part of the batch, or of the
-heads, both of which attention keeps apart:
+A sample is one of the calls that vmap replaces. Samples become part of the batch or of the heads,
+which are independent in attention:
 
 - dense calls and calls over a cache: the batch, most often without a copy;
 - dense calls whose sink differs from sample to sample or gets a gradient (a sink has one logit a
   head for the whole batch), and packed sequences, which all samples share: the heads;
 - ``combine``: the rows.
 
-Some calls are made one by one. Sparse ones. With dropout, as what is dropped depends on the place
-in the batch and in the heads. And where samples differ in what describes packed sequences; over a
-cache where queries are packed, and where samples differ in the sink or in one cache of the two. Ops
-that write into their arguments raise an error that names them.
+Other calls are made one by one: sparse calls; those with dropout, whose mask depends on the index
+in the batch and in the heads; those whose samples differ in offsets or lengths of packed sequences;
+and over a cache those with packed queries, or whose samples differ in the sink or in only one of
+the caches. Ops that write into their arguments raise an error that names them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HEADS = {"softmax": -3, "dsink": -1}
 
 
 def _readable(name: str, x: Tensor) -> Tensor:
-    """``x``, or a copy of it that is as contiguous as the ops want the argument of this name."""
+    """``x``, or a contiguous copy if the ops need one for the argument of this name."""
     if name not in _STATISTICS and (x.stride(-1) == 1 or x.shape[-1] <= 1):
         return x
     return x.contiguous()
@@ -58,7 +58,7 @@ def _each(name: str, samples: int, mapped: set[str], call: Any) -> Tensor:
 
 
 def _given(call: Any, *names: str) -> list[str]:
-    """Those of the names that the call has, and not as None."""
+    """Those of the names whose arguments the call has, and which are not None."""
     return [name for name in names if getattr(call, name, None) is not None]
 
 
@@ -73,7 +73,7 @@ def _one_by_one(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
 
 
 def _into_batch(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
-    """Results have the batch in front, all of them: dsink is none."""
+    """Samples become part of the batch, the first dimension of all results: dsink must be None."""
     batch = call.q.shape["q" in mapped]
     folded = {
         name: _readable(name, _each(name, samples, mapped, call).flatten(0, 1))
@@ -106,7 +106,7 @@ def _into_heads(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
 
 
 def _attention(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
-    """Of ``fwd``, ``bwd`` and their varlen forms."""
+    """The rule of ``fwd``, ``bwd`` and their varlen forms."""
     given = {name for name, x in call._asdict().items() if isinstance(x, Tensor)}
     if call.dropout_p > 0 or mapped & _SEQUENCES or given - _KNOWN:
         return _one_by_one(op, samples, mapped, call)
@@ -118,7 +118,7 @@ def _attention(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
 
 
 def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcacheCall) -> Any:
-    """Samples share their caches, or have caches of their own, which become one."""
+    """Samples share their caches, or each has its own, which are concatenated."""
     caches = mapped & {"k_cache", "v_cache"}
     if call.cu_seqlens_q is not None or "sink" in mapped or len(caches) == 1:
         return _one_by_one(op, samples, mapped, call)
@@ -131,7 +131,7 @@ def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcache
     folded: dict[str, Any] = {}
     if getattr(call, name) is not None:
         places = _each(name, samples, mapped, call)
-        if caches:  # a place that is outside of its sample's cache stays outside of all
+        if caches:  # indices outside of their sample's cache stay invalid
             first = torch.arange(samples, dtype=torch.int32, device=q.device) * pages
             first = first.view(samples, *[1] * (places.dim() - 1))
             places = torch.where((places >= 0) & (places < pages), places + first, -1)
@@ -142,7 +142,7 @@ def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcache
 
 
 def _combine(op: Any, samples: int, mapped: set[str], call: CombineCall) -> Any:
-    """(parts, .., dim) of each sample becomes (parts, rows, dim) of all."""
+    """Samples of shape (parts, .., dim) become rows of one (parts, rows, dim)."""
     out_partial, lse_partial = (
         _each(name, samples, mapped, call).movedim(0, 1) for name in ("out_partial", "lse_partial")
     )
@@ -179,7 +179,7 @@ def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequ
     call = call._replace(**{name: getattr(call, name).movedim(d, 0) for name, d in dims.items()})
     if samples > 0:
         return rule(op, samples, set(dims), call)
-    # Nothing has the shapes of one sample's results, so that one of zeros is computed.
+    # With no sample the shapes of results are unknown: those of one sample of zeros are used.
     given = {name: getattr(call, name) for name in dims}
     one = {name: x.new_zeros((1, *x.shape[1:])) for name, x in given.items()}
     results, out_dims = rule(op, 1, set(dims), call._replace(**one))
@@ -191,7 +191,7 @@ def _apply(op: Any, rule: Rule, samples: int, in_dims: Sequence[Any], args: Sequ
 
 
 def _legacy(op: Any, rule: Rule, *args: Any) -> Results:
-    """Kernel for the tensors of ``is_grads_batched``."""
+    """The kernel for tensors of autograd's ``is_grads_batched``."""
     for level in range(1, 65):  # as many as torch has
         plain, in_dims = zip(*(internals.without_samples(x, level) for x in args), strict=True)
         if any(dim is not None for dim in in_dims):

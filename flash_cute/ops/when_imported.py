@@ -1,4 +1,4 @@
-"""Registrations that need a module of torch which is not to be loaded for their sake."""
+"""Registrations in modules of torch that are slow to import, and that most programs never do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def when_imported(name: str, register: Callable[[], None]) -> None:
-    """Calls ``register`` now if the module is there, else as soon as somebody imports it."""
+    """Calls ``register`` now if the module is imported, else right after its first import."""
     if name in sys.modules:
         register()
     else:
@@ -18,7 +18,7 @@ def when_imported(name: str, register: Callable[[], None]) -> None:
 
 
 class _Once(MetaPathFinder):
-    """Finds the module as others would, once, and registers behind its import."""
+    """Finds the module as the other finders do, once, and calls ``register`` after its import."""
 
     def __init__(self, name: str, register: Callable[[], None]) -> None:
         self.name, self.register = name, register

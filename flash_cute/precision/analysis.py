@@ -84,8 +84,8 @@ def analyze_precision_opportunities(
 
 
 def _smallest(model: nn.Module, sample: Tensor) -> tuple[PrecisionConfig, Plan, float, float]:
-    """The config of the highest target within the allowed error, its plan, the outputs' squares
-    and the error. Targets that are expected to miss it by far are not tried."""
+    """(config, plan, sum of squares of the outputs, error) of the highest target whose error is
+    allowed. Targets whose estimated error is far too large are not run."""
     config = PrecisionConfig(allocation_strategy=AllocationStrategy.GRADIENT_WEIGHTED)
     weights = packable(model)
     if not weights:

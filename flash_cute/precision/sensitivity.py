@@ -167,20 +167,22 @@ def _recorder(
     return record
 
 
-def measured(model: nn.Module, weights: Mapping[str, Tensor], samples: Samples) -> dict[str, float]:
+def error_per_noise(
+    model: nn.Module, weights: Mapping[str, Tensor], samples: Samples
+) -> dict[str, float]:
     """Squared error of the outputs per squared error of each weight: one layer at a time gets noise
     of 5 % of its weights, as rounding to 5 bits would give it, and the samples are run."""
     found: dict[str, float] = {}
     generator = torch.Generator().manual_seed(0)
     with state_preserved(model), torch.no_grad():
         calls = batches(samples)
-        right = [outputs_of(model(*arguments)) for arguments in calls]
+        expected_outputs = [outputs_of(model(*arguments)) for arguments in calls]
         for name, weight in weights.items():
             noise = torch.randn(weight.shape, generator=generator).to(weight.device)
             noise *= NOISE * weight.float().square().mean().sqrt()
             other = (weight.float() + noise).to(weight.dtype)
             error = 0.0
-            for arguments, expected in zip(calls, right, strict=True):
+            for arguments, expected in zip(calls, expected_outputs, strict=True):
                 got = outputs_of(torch.func.functional_call(model, {name: other}, arguments))
                 pairs = zip(got, expected, strict=True)
                 error += sum((a.float() - b.float()).square().sum().item() for a, b in pairs)
@@ -205,15 +207,17 @@ def error_weights(
     if samples is None:
         samples = generated_samples(model)
     if strategy is AllocationStrategy.SENSITIVITY:
-        return measured(model, weights, samples)
+        return error_per_noise(model, weights, samples)
     found = calibrate(model, weights, samples)
-    by_input = {n: _by_input(w, found.moments.get(n), relative[n]) for n, w in weights.items()}
+    by_input = {
+        n: _output_sensitivity(w, found.moments.get(n), relative[n]) for n, w in weights.items()
+    }
     if strategy is AllocationStrategy.ACTIVATION_AWARE:
         return by_input
     if strategy is AllocationStrategy.GRADIENT_WEIGHTED:
         return found.gradients
-    together = max(1.0, config.gradient_weight + config.activation_weight)
-    g, a = config.gradient_weight / together, config.activation_weight / together
+    total = max(1.0, config.gradient_weight + config.activation_weight)
+    g, a = config.gradient_weight / total, config.activation_weight / total
     parts = [
         (_normalised(relative), 1 - g - a),
         (_normalised(by_input), a),
@@ -222,7 +226,7 @@ def error_weights(
     return {n: math.prod(part[n] ** power for part, power in parts) for n in weights}
 
 
-def _by_input(weight: Tensor, moments: Tensor | None, relative: float) -> float:
+def _output_sensitivity(weight: Tensor, moments: Tensor | None, relative: float) -> float:
     """The relative error of a layer's output per squared error of its weight, if that is the same
     in all columns; without moments the relative error of the weight itself."""
     if moments is None:

@@ -108,7 +108,7 @@ def trials(seed: int, device: str) -> Iterator[Trial]:
 
 
 @dataclass(frozen=True)
-class OfSystem:
+class RunnableSystemTrial:
     """A trial of a system, in the processes of a runner."""
 
     trial: systems.SystemTrial
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     with progress(options.total) as to, Runner(options.device, options.seconds_a_case) as runner:
         chosen = (
-            OfSystem(trial, runner) if isinstance(trial, systems.SystemTrial) else trial
+            RunnableSystemTrial(trial, runner) if isinstance(trial, systems.SystemTrial) else trial
             for trial in options.chosen
         )  # fmt: skip
         tally = fuzz(chosen, options.device, seconds, to)

@@ -89,8 +89,8 @@ def _bwd(
 
 def _check_tile_fits(q: Tensor, tile: streaming.Tile) -> None:
     """Refuses a tile that is larger than the shared memory of q's GPU."""
-    there = _shared_memory(q.get_device())
-    check_shared_memory(tile.keys, tile.rows, q.shape[-1], q.element_size(), there)
+    available = _shared_memory(q.get_device())
+    check_shared_memory(tile.keys, tile.rows, q.shape[-1], q.element_size(), available)
 
 
 @cache
@@ -163,8 +163,8 @@ class _Attention(internals.Formula):
 # --- torch.vmap ----------------------------------------------------------------------------------
 
 
-def _of_samples(op: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
-    """Samples become part of the batch."""
+def _vmap_rule(op: Any, info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    """The samples of vmap become part of the batch."""
     samples = info.batch_size
 
     def folded(x: Any, dim: int | None) -> Any:
@@ -202,6 +202,6 @@ for _op, _function, _fake, _formula in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_op, _function, _key)
     torch.library.register_fake(_op, _fake, lib=_library)
-    torch.library.register_vmap(_op, lambda *args, op=_op: _of_samples(op, *args), lib=_library)
+    torch.library.register_vmap(_op, lambda *args, op=_op: _vmap_rule(op, *args), lib=_library)
     _library.impl(_op, autograd.differentiable_kernel(_op, _formula), "Autograd")
 when_imported("torch.utils.flop_counter", _count_flops)

@@ -13,7 +13,8 @@ from statistics import median
 from flash_cute import kernels
 from flash_cute.kernels import Gpu, Problem, calibration
 from flash_cute.kernels.choice import Choice
-from flash_cute.kernels.plans import as_gpu, is_count
+from flash_cute.kernels.gpus import as_gpu
+from flash_cute.kernels.plans import is_count
 from flash_cute.native import limits
 from flash_cute.tuning import rules
 from flash_cute.tuning.clock import Clock, CudaClock, check_plain
@@ -93,7 +94,7 @@ def autotune(
     for problem in everything:
         check_plain(problem)
     measured = []
-    with calibration.suspended(), limits.limited(""):
+    with calibration.suspended(), limits.limit_kernels(""):
         for done, problem in enumerate(everything):
             if progress:
                 progress(done, len(everything), problem)

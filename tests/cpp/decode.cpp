@@ -52,7 +52,7 @@ struct Call {
 
   // As the kernel does it: by what the host has planned, or by the lengths.
   CtaChunks chunks() const {
-    if (p.uniform.known) return CtaChunks::foreseen(p);
+    if (p.uniform.known) return CtaChunks::planned(p);
     int per_head = 0;
     for (int b = 0; b < p.fwd.batch; ++b) per_head += quanta(b).per_head;
     return CtaChunks::of(p, per_head, p.fwd.batch == 0 ? 1 : quanta(0).per_tile);

@@ -76,7 +76,7 @@ Shares share_out(const Shape& shape) {
     per_first_tile = quanta.per_tile;
   }
   const CtaChunks chunks =
-      params.uniform.known ? CtaChunks::foreseen(params) : CtaChunks::of(params, per_head, per_first_tile);
+      params.uniform.known ? CtaChunks::planned(params) : CtaChunks::of(params, per_head, per_first_tile);
   Shares shares{params.slots, {}};
   for (int cta = 0; cta < params.ctas(); ++cta) {
     SplitIterator<kRows, kKeys> splits(params, chunks, cta, {0, 0});

@@ -64,7 +64,7 @@ def test_the_mask_of_a_call_is_its_own_or_the_plan_s(two):
 
 
 def half_precision(dtype: torch.dtype) -> list[tuple[str, str, float]]:
-    """Errors of ranks over those of one process, beside fp64."""
+    """Errors of ranks against fp64, divided by those of one process."""
     results = []
     for strategy, documents, heads_k, window in (
         ("all_gather", (150,), 4, (-1, 0)),
@@ -162,5 +162,5 @@ def of_several_groups() -> float:
     return (out - flash_cute.flash_attn_func(q, k, v, causal=True)).abs().max().item()
 
 
-def test_groups_beside_one_another(four):
+def test_independent_groups_at_the_same_time(four):
     assert max(four.run(of_several_groups)) < 1e-12

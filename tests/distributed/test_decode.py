@@ -118,7 +118,7 @@ def test_ranks_equal_one_process(ranks):
 
 
 def refused(change: str) -> str:
-    """What a rank raises where the last one's call is changed, and whether caches are as before."""
+    """The error of a call that the last rank changes; the caches must not be written."""
     cp = ContextParallel()
     q, k = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
     k_cache, v_cache = torch.zeros(2, 2, 6, 2, 8).unbind()
@@ -132,6 +132,8 @@ def refused(change: str) -> str:
             q = None
         elif change == "capacity":
             k_cache, v_cache = (x[:, :5] for x in (k_cache, v_cache))
+        elif change == "queries with alibi":
+            q, given["alibi_slopes"] = torch.randn(2, 3, 4, 8), torch.rand(4)
         else:
             given |= eval(change)
     errors = (TypeError, ValueError, NotImplementedError, RuntimeError)
@@ -156,11 +158,12 @@ def refused(change: str) -> str:
         ("{'sink': torch.ones(4)}", "sink [4]"),
         ("{'sink': torch.ones(4, requires_grad=True)}", "rank 1: sink requires grad"),
         ("{'cache_seqlens': 12}", "have room for 6 each"),
-        ("{'cache_seqlens': None}", "cache_seqlens is None"),
+        ("{'cache_seqlens': None}", "expected the tokens on all ranks before k is appended"),
         ("{'softcap': -1.0}", "softcap"),
         ("{'return_softmax_lse': None}", "return_softmax_lse is NoneType"),
         ("{'return_softmax_lse': '8'}", "return_softmax_lse is str"),
-        ("{'block': 2, 'alibi_slopes': torch.rand(4)}", "alibi_slopes"),
+        ("{'block': 2, 'alibi_slopes': torch.rand(4)}", "alibi_slopes are given and block is 2"),
+        ("queries with alibi", "3 queries that see later tokens; give causal=True"),
     ],
 )
 def test_all_ranks_raise_the_same_and_write_nothing(two, change, words):
@@ -169,7 +172,7 @@ def test_all_ranks_raise_the_same_and_write_nothing(two, change, words):
 
 
 def prompts_with_windows(ranks_block: int | None) -> float:
-    """One query behind a prompt that is longer than its window, and a short prompt's queries."""
+    """One query after a prompt that is longer than its window, and a short prompt's queries."""
     torch.manual_seed(0)
     cp, error = ContextParallel(), 0.0
     q, k, v = randn(2, 3, 4, DIM), randn(2, 100, 2, DIM), randn(2, 100, 2, DIM_V)
@@ -209,7 +212,7 @@ def test_blocks_that_do_not_divide_the_capacity(three, capacity, block):
 
 
 def low_precision() -> tuple[float, float]:
-    """Errors of ranks and of one process in bf16, beside fp64."""
+    """Errors of ranks and of one process in bf16, against fp64."""
     torch.manual_seed(0)
     cp = ContextParallel()
     q, k, v = (torch.randn(2, n, h, 64).bfloat16() for n, h in ((1, 8), (200, 2), (200, 2)))

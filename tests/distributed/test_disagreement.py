@@ -73,7 +73,8 @@ def test_ranks_go_on_afterwards(two):
 
 
 def call_in_halves() -> str:
-    """In each half of the ranks, and there alone, two calls differ: what this rank is told."""
+    """Ranks 0 and 1 are a group, and 2 and 3; in each group the ranks' calls differ. Returns the
+    error of this rank."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     cp = ContextParallel(halves[rank // 2])
@@ -83,17 +84,17 @@ def call_in_halves() -> str:
     return str(error.value)
 
 
-def test_groups_of_some_ranks_are_told_of_their_own(four):
-    told = four.run(call_in_halves)
-    assert told[0] == told[1] != told[2] == told[3]
-    for text, softcaps in ((told[0], "01"), (told[2], "23")):
+def test_an_error_names_only_ranks_of_its_group(four):
+    errors = four.run(call_in_halves)
+    assert errors[0] == errors[1] != errors[2] == errors[3]
+    for text, softcaps in ((errors[0], "01"), (errors[2], "23")):
         first, second = text.split("; rank 1 has ")
         assert f"softcap {softcaps[0]}.0" in first and f"softcap {softcaps[1]}.0" in second
 
 
 def alone_after_equal_calls(strategy: str) -> None:
-    """Calls that were equal before are asked about again: the second rank makes another one, and
-    in "local" of a window so short that nothing is communicated."""
+    """After three equal calls the second rank makes a different one. In "local" the window is so
+    short that attention communicates nothing."""
     cp = cases.context("ring" if strategy == "local" else strategy, "contiguous", 1, "cpu")
     window = (0, 0) if strategy == "local" else (-1, -1)
     plan = cp.plan(24, window_size=window)
@@ -113,7 +114,7 @@ def test_a_rank_that_differs_alone_is_found_after_equal_calls(two, strategy):
 
 @pytest.mark.parametrize("strategy", disagreement.STRATEGIES)
 def test_what_must_agree(two, strategy):
-    """Values, LSEs, gradients, backward; over NCCL: python -m flash_cute.testing.disagreement."""
+    """All cases of flash_cute.testing.disagreement, which also runs as a module, over NCCL."""
     for case in disagreement.CASES:
         outcomes = two.outcomes(disagreement.one_differs, case, strategy, "cpu")
         assert disagreement.wrong_of(case, outcomes) == "", case
@@ -127,7 +128,7 @@ def test_backward_of_one_rank_alone_is_an_error_in_time():
 
 
 def backward_while_a_layer_counts() -> None:
-    """The second rank runs backward of a layer, the first one goes on to the next call."""
+    """The second rank runs backward of a layer, while the first one makes the next call."""
     torch.manual_seed(0)
     layer = create_ring_attention(16, 2)
     x = torch.randn(1, 5, 16)
@@ -145,7 +146,7 @@ def test_backward_of_one_rank_while_a_layer_goes_on(two):
 
 
 def lse_in_one_loss(strategy: str) -> float:
-    """The second rank's loss alone has the LSE; the error of q's gradient."""
+    """Only the second rank's loss depends on the LSE. Returns the largest error of gradients."""
     cp = cases.context(strategy, "contiguous", 1, "cpu")
     plan = cp.plan(24)
     torch.manual_seed(0)
@@ -167,20 +168,20 @@ def test_the_lse_in_the_loss_of_one_rank(two, strategy):
 
 
 def digests_of_small_changes() -> int:
-    """Of a tensor, and of it with two values swapped, moved or one bit flipped: all differ."""
+    """How many tensors have a digest that another one has, of tensors that hardly differ."""
     x = torch.tensor([0.25, 0.5, 0.5, 0.25, 1.0, -1.0])
     changed = [x, x[[1, 0, 3, 2, 4, 5]], x[[1, 0, 2, 3, 4, 5]], x.roll(1), x.nextafter(x + 1)]
     changed += [x.double(), x.bfloat16(), torch.cat((x, x[:1]))]
-    return len({description.digest(y).item() for y in changed}) - len(changed)
+    return len(changed) - len({description.digest(y).item() for y in changed})
 
 
-def test_digests_tell_small_changes_and_the_order(two):
+def test_digests_differ_after_small_changes_and_swaps(two):
     assert digests_of_small_changes() == 0
     assert description.digest(torch.ones(3)).item() == description.digest(torch.ones(3)).item()
 
 
 def die_in_the_middle(strategy: str) -> float:
-    """The last rank ends after a call that went well; seconds until the others know."""
+    """The last rank exits after a successful call. Returns the seconds until the others raise."""
     cp = cases.context(strategy, "contiguous", 1, "cpu")
     plan = cp.plan(24)
     q = torch.randn(1, plan.rows(cp.rank), 12, 8)

@@ -259,7 +259,7 @@ def fine() -> int:
 
 
 def wrong_alone() -> float:
-    """Seconds until the second rank says what is wrong, if the first one goes on without it."""
+    """Seconds until the second rank raises its error, if the first rank does not wait for it."""
     ContextParallel()
     start = time.perf_counter()
     if is_wrong():
@@ -268,13 +268,13 @@ def wrong_alone() -> float:
     return time.perf_counter() - start
 
 
-def test_what_is_wrong_is_said_if_nobody_asks():
+def test_an_error_is_raised_without_checks():
     with Ranks(2, seconds=3.0) as ranks:
         first, second = ranks.run(wrong_alone)
     assert first < 1 and second < 12
 
 
-def test_nobody_is_waited_for_without_checks(pair):
+def test_without_checks_no_rank_waits(pair):
     assert pair.run(unchecked) == [0, 1]
 
 

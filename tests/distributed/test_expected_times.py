@@ -59,7 +59,7 @@ def test_a_ring_merges_outputs_in_memory(ranks: int):
     assert times == {"ring": pytest.approx(merged), "all_gather": none, "ulysses": none}
 
 
-def test_what_travels_is_hidden_under_products():
+def test_communication_overlaps_products():
     """The ring's altogether, half of all_gather's, nothing of ulysses."""
     slow, fast = replace(FREE, tflops=1e-3), replace(FREE, gb_s=3.0)
     products = expected_times(SIZES, 2, slow)["ring"]

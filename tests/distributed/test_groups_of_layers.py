@@ -30,7 +30,7 @@ def layer_of(kind: str, **fields: object) -> nn.Module:
 
 
 def error_of(layer: nn.Module, mask: Tensor | None = None, first: int = 5) -> float:
-    """Of a rank's tokens, beside one device with all of them; the first rank has fewer."""
+    """The error of a rank's tokens against one device with all tokens; the first rank has fewer."""
     alone = FlashAttention3(D, HEADS, dtype=torch.float64)
     alone.load_state_dict(layer.state_dict())
     x = torch.randn(2, 12, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -155,7 +155,7 @@ def test_state_and_copies(two):
 
 
 def in_a_graph(kind: str, causal: bool) -> float:
-    """A compiled layer beside the same one, over two lengths."""
+    """The error of a compiled layer against the same layer in eager mode, over two lengths."""
     torch._dynamo.reset()
     layer = layer_of(kind, 2)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -87,5 +87,5 @@ def what_is_kept(strategy: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
-def test_errors_of_all_ranks_alone_forget_what_was_compared(two, strategy):
+def test_only_errors_of_all_ranks_drop_comparisons(two, strategy):
     assert two.run(what_is_kept, strategy) == [(1, 1, 0)] * 2

@@ -40,7 +40,7 @@ def test_merge_of_many_in_any_order():
         torch.testing.assert_close(lse, expected_lse.transpose(-1, -2))
 
 
-def test_a_row_that_sees_nothing_stays_so():
+def test_merging_keeps_rows_without_keys():
     out, lse = torch.zeros(1, 1, 2, 4), torch.full((1, 2, 1), -torch.inf)
     merge_(out, lse, torch.zeros_like(out), lse.clone())
     assert torch.equal(out, torch.zeros_like(out)) and (lse == -torch.inf).all()

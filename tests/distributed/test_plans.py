@@ -132,7 +132,7 @@ def groups_of_many_contexts() -> list[int]:
     return counts
 
 
-def test_contexts_of_one_group_share_what_they_ask_over(two):
+def test_contexts_of_one_group_share_their_host_group(two):
     for one, ten in two.run(groups_of_many_contexts):
         assert one == ten
 
@@ -200,7 +200,7 @@ def refused_in_a_graph() -> str:
     return "nothing"
 
 
-def test_graphs_refuse_what_calls_do(two):
+def test_graphs_refuse_the_same_arguments_as_calls(two):
     for told in two.run(refused_in_a_graph):
         assert "dropout needs strategy='ulysses'" in told
 

@@ -23,7 +23,7 @@ class Another(AllGather):
 
 @mock.patch.dict(STRATEGIES, another=Another())
 def of_another() -> tuple[list[float], list[int], str]:
-    """Its errors beside one process's, what it counts beside all_gather, and what it refuses."""
+    """A strategy's errors against one process, its FLOPs against all_gather, and its refusals."""
     of_auto = ContextParallel().plan(16, causal=True, heads=4, heads_k=4)
     assert (of_auto.strategy, of_auto.layout) == ("another", "contiguous")
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def of_another() -> tuple[list[float], list[int], str]:
     return errors, flops, ""
 
 
-def test_one_that_is_listed_is_taken_everywhere(two):
+def test_a_listed_strategy_is_supported_everywhere(two):
     for errors, flops, refused in two.run(of_another):
         assert max(errors) < 1e-12 and flops[0] == flops[1] > 0
         assert "the plan's strategy another" in refused

@@ -33,7 +33,7 @@ def has_module(name: str) -> Callable[[], bool]:
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "flash_cute.integrations.transformers": ("transformers", has_module("transformers")),
     "flash_cute.integrations.vllm": ("vLLM", has_module("vllm")),
-    "flash_cute.kernels.plans.gpu": ("a GPU", library.can_use_cuda),
+    "flash_cute.kernels.gpus.gpu": ("a GPU", library.can_use_cuda),
     "flash_cute.lab.calls": (
         "a GPU and the lab's kernels",
         lambda: library.can_use_cuda() and bool(library.lab_kernels()),

@@ -1,4 +1,4 @@
-"""The examples of the document behind flash_cute.tiled, as a reader would run them."""
+"""The examples of the document that flash_cute.tiled follows, as a reader would run them."""
 
 from __future__ import annotations
 

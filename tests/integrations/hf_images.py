@@ -96,7 +96,7 @@ class Text:
         return given | {types: self.is_image.long()}
 
     def append(self, tokens: torch.Tensor) -> None:
-        """One of text behind each row."""
+        """Appends a text token to each row."""
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
         self.padding, self.is_image = (
             torch.nn.functional.pad(x, (0, 1), value=value)

@@ -33,7 +33,7 @@ def found() -> list[str]:
 
 
 @pytest.mark.skipif(bool(found()), reason="flash-attn itself is installed")
-def test_it_is_found_between_install_and_uninstall_if_asked():
+def test_metadata_is_found_between_install_and_uninstall():
     finders = list(sys.meta_path)
     compat.install()
     assert found() == [] and sys.meta_path == finders

@@ -47,7 +47,7 @@ def test_logits_and_gradients(name, side, dtype, seed):
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", NAMES)
 def test_generate(name, side, cache):
-    """Token for token, beside dense attention without a cache."""
+    """The same tokens as with dense attention without a cache."""
     text = Text(name, 7, 2, 23, side)
     settings = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
     if cache == "static":
@@ -65,7 +65,7 @@ def test_generate(name, side, cache):
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_in_chunks(name, side, split):
-    """An image that a chunk cuts sees itself as far as it is there."""
+    """The tokens of an image that a chunk boundary splits see those that are in the cache."""
     from transformers import DynamicCache
 
     text = Text(name, split, 2, 21, side)

@@ -117,7 +117,7 @@ def test_positions_that_do_not_restart_are_one_document(name):
     assert_equal(results(made, shifted), results(eager, shifted))
 
 
-def test_positions_from_0_behind_a_cache_see_it():
+def test_positions_from_0_after_a_cache_see_it():
     ids, logits = tokens(1, SEQLEN), []
     for implementation in ("flash_cute", "eager"):
         made = model("gpt_oss", implementation)
@@ -129,7 +129,7 @@ def test_positions_from_0_behind_a_cache_see_it():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "opt"])
-def test_documents_behind_a_cache_are_refused(name):
+def test_documents_after_a_cache_are_refused(name):
     made, ids = model(name, "flash_cute"), tokens(1, SEQLEN)
     with torch.no_grad():
         cache = made(ids[:, :7], use_cache=True).past_key_values

@@ -83,7 +83,7 @@ def test_registration(vllm):
     assert builder._cudagraph_support is vllm_interface.AttentionCGSupport.ALWAYS
     assert backend.supports_sink() and backend.supports_non_causal()
     assert backend.supports_sliding_window()
-    assert backend.supports_batch_invariance() is False  # nobody has shown it of every kernel
+    assert backend.supports_batch_invariance() is False  # not shown for every kernel
     assert backend.supports_head_size(64) and not backend.supports_head_size(512)
     assert backend.supports_kv_cache_dtype("auto")
     assert not backend.supports_kv_cache_dtype("fp8_e4m3")

@@ -69,7 +69,7 @@ def oracle(far: Far, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: t
 
 
 def chain(q, k, v, behind, alibi_slopes, is_causal, softmax_scale):
-    """The unfused chain; query i of n stands at key seqlen_k - behind - n + i."""
+    """The unfused chain; query i of n is at key seqlen_k - behind - n + i."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     stand = k.shape[1] - behind - q.shape[1] + torch.arange(q.shape[1], device=q.device)

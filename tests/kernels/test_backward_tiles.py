@@ -30,7 +30,7 @@ PARTED = {
     "rows without keys": Case(heads=2, batch=1, seqlen_q=2000, seqlen_k=700, is_causal=True),
     "sink": Case(heads=8, heads_k=2, batch=1, seqlen_q=500, seqlen_k=300, sink=True),
     "rules": Case(heads=4, batch=1, seqlen_q=900, seqlen_k=300, alibi="heads", dropout_p=0.2),
-    # A way through more queries than the L2 cache holds, where CTAs wait for those behind them.
+    # More queries than the L2 cache holds: CTAs that are ahead wait for the others.
     "long way": Case(heads=32, heads_k=2, batch=1, seqlen_q=8300, seqlen_k=130),
     # More tiles than SMs, of which the last ones are cut: of other heads, or the late keys of some.
     "last heads": Case(
@@ -65,7 +65,7 @@ def planned(
     length: Callable[[Sequence[int]], int],
     deterministic: bool = False,
 ) -> Plan:
-    """The plan of a case; `length` of sequences end to end stands for all."""
+    """The plan of a case; `length` is that of all packed sequences."""
     if isinstance(case, VarlenCase):
         count, varlen = len(case.lengths_q), True
         seqlens = (length(case.lengths_q), length(case.lengths_k))
@@ -130,7 +130,7 @@ def test_parts_give_the_same_bits_again(cuda, name, dims):
 
 
 # More than twice as many tiles of keys as SMs: CTAs of Hopper take one after the other, of many
-# steps, of one, of none where nobody sees the keys, and of sequences with fewer than the longest.
+# steps, of one, of none if no query sees the keys, and of sequences with fewer than the longest.
 MANY_TILES = {
     "full": Case(heads=30, batch=3, seqlen_q=150, seqlen_k=300),
     "causal": Case(heads=30, batch=3, seqlen_q=300, seqlen_k=300, is_causal=True),

@@ -12,7 +12,7 @@ from cpu_oracle import assert_bounded, qkv, randn
 
 from flash_cute import reference
 from flash_cute.cpu import odd, plain, streaming, tiles, varlen
-from flash_cute.cpu.kvcache import Place, Rotary
+from flash_cute.cpu.kvcache import CachedSequence, Rotary
 from flash_cute.cpu.odd import NonFinite, is_in_range
 from flash_cute.ops.typed import FwdCall
 
@@ -52,7 +52,7 @@ def test_head_dims_and_lengths():
 
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 4), (1, 6), (6, 1), (1, 1)], ids=str)
 def test_masks_are_the_kernel_s_only_if_they_hide_the_same(lengths: tuple[int, int]):
-    """Of all windows: no mask where nothing is hidden, the causal one where it is that."""
+    """All windows: without a mask if nothing is hidden, causal if the window is."""
     q, k, v = qkv(1, *lengths)
     everything = reference.visible(*lengths, False, -1, -1)
     causal = reference.visible(*lengths, True, -1, -1)
@@ -97,7 +97,7 @@ GRAIN = odd._GRAIN
     "size", [1, GRAIN - 1, GRAIN, GRAIN + 1, 2 * GRAIN, 8 * GRAIN, 8 * GRAIN + 1]
 )
 def test_every_element_is_looked_at(size: int):
-    """However many there are: the first and the last, and those beside each border."""
+    """For any number of keys: the first and the last one, and those next to each boundary."""
     x = torch.zeros(size)
     assert is_in_range(x)
     step = GRAIN - 1
@@ -166,7 +166,7 @@ def test_rotary_embedding_turns_pairs_by_the_angle_of_their_position(interleaved
     rotary = Rotary(angles.cos().double(), angles.sin().double(), interleaved)
     x = randn(4, 2, 8, dtype=torch.float64)
     for position in (0, 2, 4, -3, 90):
-        turned = rotary.turn(x, position, step)
+        turned = rotary.rotate(x, position, step)
         places = [min(max(position + i * step, 0), 5) for i in range(4)]
         pairs = x[..., :6].unflatten(-1, (3, 2) if interleaved else (2, 3))
         pairs = pairs if interleaved else pairs.transpose(-1, -2)
@@ -182,15 +182,15 @@ def test_rotary_embedding_turns_pairs_by_the_angle_of_their_position(interleaved
 def test_rows_of_a_sequence_in_pages():
     """Page 7 does not exist; what it would hold reads as zeros, and is not written."""
     cache = torch.arange(1.0, 13).view(4, 3, 1, 1)
-    place = Place(torch.tensor([2, 7, 0]), used=5, leftpad=1, capacity=9)
+    place = CachedSequence(torch.tensor([2, 7, 0]), used=5, leftpad=1, capacity=9)
     assert place.read(cache, 9).flatten().tolist() == [8, 9, 0, 0, 0, 1, 2, 3]
     ids, rows, there = place.rows(cache, 2, 7)
     assert ids.tolist() == [2, 7, 7, 7, 0] and rows.tolist() == [2, 0, 1, 2, 0]
     assert there.tolist() == [True, False, False, False, True]
     place.write(cache, torch.tensor([50.0, 60, 70, 80]).view(4, 1, 1), 8)
     assert cache.flatten().tolist() == [60, 70, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    alone = Place(torch.tensor([3]), used=2, leftpad=1, capacity=3)
+    alone = CachedSequence(torch.tensor([3]), used=2, leftpad=1, capacity=3)
     view = alone.read(cache, 3)
     assert view.flatten().tolist() == [11, 12] and view.data_ptr() == cache[3, 1].data_ptr()
     for page in (-1, 4):
-        assert not Place(torch.tensor([page]), 2, 0, 3).read(cache, 2).any()
+        assert not CachedSequence(torch.tensor([page]), 2, 0, 3).read(cache, 2).any()

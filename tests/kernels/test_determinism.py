@@ -84,7 +84,7 @@ def test_cpu_deterministic_flag_changes_no_bit():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_repeats_under_load(cuda, name, deterministic):
-    """200 runs beside a stream of matrix products; compared on the device, without a sync."""
+    """200 runs while another stream multiplies matrices; compared on the device, without a sync."""
     inputs = make_inputs(CASES[name], cuda)
     expected = repeatable(inputs, deterministic)
     differences = {key: torch.zeros((), dtype=torch.int64, device=cuda) for key in expected}
@@ -180,7 +180,7 @@ def test_torch_switch_asks_for_determinism(device, name):
 
 
 def test_compiled_backward_follows_torchs_switch(device):
-    """A graph holds what the switch was when it was traced, and another switch asks for another."""
+    """A graph has the switch's value at tracing as a constant; another value makes a new graph."""
     asked = []
 
     def record(graph, _):

@@ -230,7 +230,7 @@ def test_huge_inputs(make, dtype, value, sign):
     inputs = make(Case(seqlen_q=130, seqlen_k=300, dtype=dtype))
     for x in (inputs.q, inputs.k, inputs.v):
         x.fill_(value)
-    inputs.q[:, 1::2] *= sign  # rows whose scores are all far below 0, beside such far above
+    inputs.q[:, 1::2] *= sign  # rows with scores far below 0 alternate with rows far above
     out, _, _, _ = inputs.forward()
     assert out.isfinite().all()
     expected = torch.full_like(out, value, dtype=torch.float64)
@@ -239,7 +239,7 @@ def test_huge_inputs(make, dtype, value, sign):
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("softmax_scale", [0.125, -0.125])
-def test_softcap_of_small_scores_beside_large_ones(make, softmax_scale, dim):
+def test_softcap_of_small_and_large_scores(make, softmax_scale, dim):
     """CUDA goes another way where all scores of a warp are small under the cap."""
     sizes = {"seqlen_q": 200, "seqlen_k": 700, "dim": dim}
     inputs = make(Case(**sizes, softcap=40.0, softmax_scale=softmax_scale, dtype=BF16))
@@ -278,7 +278,7 @@ def test_huge_score_after_small_ones(make):
         bounds.compare("out", out, expected, expected.abs() * 2**-8)
 
 
-def test_row_beside_one_that_becomes_huge(make):
+def test_row_next_to_one_that_becomes_huge(make):
     """Both rows in one warp on CUDA, whose maxima are then taken exactly from some tile on."""
     inputs = make(Case(seqlen_q=16, seqlen_k=300, softmax_scale=1.0, dtype=BF16))
     inputs.q.zero_()
@@ -357,7 +357,7 @@ def test_row_max_of_negative_scores_under_softcap(make, top):
     bounds.check_lse("row_max", row_max, oracle.row_max)
 
 
-def test_outputs_not_asked_for_are_none(make):
+def test_outputs_that_are_not_requested_are_none(make):
     assert make(Case(dtype=BF16)).forward()[2:] == (None, None)
 
 

@@ -44,7 +44,7 @@ def test_parts_of_keys(cuda, dims, feature):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_parts_of_keys_of_sequences_end_to_end(cuda, is_causal):
+def test_splits_of_packed_keys(cuda, is_causal):
     """Sequences without queries, without keys, and with fewer keys than parts have tiles."""
     lengths = {"lengths_q": (130, 0, 1, 64, 7), "lengths_k": (6000, 300, 2900, 0, 100)}
     rows = {"rows_before": 3, "rows_after": 5, "used_q": (130, 0, 1, 50, 7)}
@@ -53,7 +53,7 @@ def test_parts_of_keys_of_sequences_end_to_end(cuda, is_causal):
     checks.forward(make_inputs(case, cuda))
 
 
-def test_parts_of_keys_write_the_outputs_only(cuda):
+def test_splits_write_only_the_outputs(cuda):
     case = Case(batch=1, heads=3, seqlen_q=70, seqlen_k=4000, dim=72, dtype=BF16)
     check_outputs_only(make_inputs(case, cuda))
 
@@ -122,7 +122,7 @@ GIVEN = {
 
 @pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", GIVEN)
-def test_parts_and_heads_that_are_given(cuda, name):
+def test_num_splits_and_pack_gqa_that_are_given(cuda, name):
     """All numbers that a kernel for Hopper can have, also those that are never estimated."""
     if torch.cuda.get_device_capability(cuda) != (9, 0):
         pytest.skip("not a Hopper GPU")
@@ -151,7 +151,7 @@ def test_parts_and_heads_that_are_given(cuda, name):
                 try:
                     planned = kernels.plan(problem)
                 except RuntimeError:  # it cannot have these
-                    with pytest.raises(RuntimeError, match="and it takes"):
+                    with pytest.raises(RuntimeError, match="; it supports"):
                         inputs.forward()
                     continue
                 assert planned.kernel.id == kernel
@@ -172,7 +172,7 @@ def test_parts_and_heads_that_are_given(cuda, name):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_special_values_in_parts_of_keys(cuda, is_causal):
+def test_special_values_in_splits(cuda, is_causal):
     case = Case(batch=1, seqlen_q=70, seqlen_k=4000, dtype=BF16, is_causal=is_causal)
     inputs = make_inputs(case, cuda)
     before = inputs.forward()[0]

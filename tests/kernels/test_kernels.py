@@ -95,8 +95,8 @@ def test_warpgroups_with_uneven_work(cuda, name, uneven):
 
 
 @pytest.mark.parametrize("name", [kernel for kernel in KERNELS if "fwd_sm90" in kernel])
-def test_tiles_of_keys_that_end_behind_the_tensor(cuda, name):
-    """Each tensor fills blocks of memory of its own, so that what lies behind is not mapped."""
+def test_tiles_of_keys_that_end_after_the_tensor(cuda, name):
+    """Each tensor fills memory blocks of its own, so that the addresses after it are not mapped."""
     kernel = parse(name)
     dtype, heads = kernel.dtype, 2048 // kernel.dim
     with library.only(name):
@@ -146,7 +146,7 @@ def test_hopper_kernels_refuse_what_they_lack(cuda):
         odd = q[..., :100].contiguous()
         with pytest.raises(RuntimeError, match="16-byte boundaries"):
             torch.ops.flash_cute.fwd(odd, odd, odd)
-        with pytest.raises(RuntimeError, match="wider by 64 columns"):
+        with pytest.raises(RuntimeError, match="of its tile's columns empty; it needs head"):
             torch.ops.flash_cute.fwd(q, q, q[..., :64])
         repeated = q[:, :, :1].expand(-1, -1, 2, -1)
         with pytest.raises(RuntimeError, match="strides that are not 0"):

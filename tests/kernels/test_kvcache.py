@@ -208,7 +208,7 @@ def test_rows_that_join(make_cache, dim, dim_v, rotary_dim, rotary, aligned):
 
 
 def off_boundary(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, contiguous, one element behind a boundary of 16 bytes."""
+    """The same numbers, contiguous, starting one element after a 16-byte boundary."""
     moved = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     assert moved.data_ptr() % 16 != 0
     return moved
@@ -286,7 +286,7 @@ def test_many_keys(cuda, heads_k, keys, dim, bytes_of_cta, page_size):
 
 @pytest.mark.xdist_group("memory")
 def test_more_elements_than_int32_counts(cuda):
-    """Pages that start behind 2^31 elements."""
+    """Pages that start after 2^31 elements."""
     pages, page_size = 2**31 // (16 * 8 * 128) + 50, 16
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GB")
@@ -335,7 +335,7 @@ def test_graph_replays_follow_the_lengths(cuda, splits):
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 4}, {"split_size": 512}], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["lengths", "whole"])
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_calls_wait_for_what_comes_right_before(cuda, page_size, given, splits):
+def test_calls_wait_for_the_previous_kernel(cuda, page_size, given, splits):
     """Kernels start while the one before ends: that which wrote their queries, keys, lengths or
     pages."""
     batch = 48 if page_size else 4  # pages are looked at early where CTAs have many keys

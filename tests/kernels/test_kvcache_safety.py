@@ -61,7 +61,7 @@ def test_bad_pages_under_long_queries(cuda, pages, bad):
 
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, "pages"])
 def test_bad_pages_of_many_keys(cuda, bad):
-    """So many that a CTA asks for pages before it may know the table."""
+    """So many sequences that a CTA loads pages before it has read the table."""
     sizes = {"lengths": (16_000,) * 8, "heads": 8, "heads_k": 2, "dim": 64}
     inputs = make_cache_inputs(CacheCase(**sizes, page_size=16, dtype=BF16), cuda)
     inputs["block_table"][:, ::5] = len(inputs["k_cache"]) if bad == "pages" else bad
@@ -85,7 +85,7 @@ def test_bad_offsets_of_queries_are_clamped(make_cache):
 
 
 @pytest.mark.parametrize("tail", [0, -1, 4])
-def test_offsets_behind_the_last_sequence(make_cache, tail):
+def test_offsets_after_the_last_sequence(make_cache, tail):
     """As in a buffer for more sequences, of which some are none."""
     case = CacheCase(
         lengths=(62, 40, 3, 5, 7, 9), seqlens_q=(3, 2, 0, 0, 0, 0), seqlens_new=(3, 2, 0, 0, 0, 0),
@@ -96,7 +96,7 @@ def test_offsets_behind_the_last_sequence(make_cache, tail):
     check(inputs.changed(cu_seqlens_q=offsets, cu_seqlens_k_new=offsets))
 
 
-def test_windows_that_hide_nothing_turn_queries_by_their_places(make_cache):
+def test_rotary_positions_under_windows_that_hide_nothing(make_cache):
     sizes = {"lengths": (62, 40), "seqlens_q": 3, "seqlens_new": 3, "dim": 64, "dtype": BF16}
     case = CacheCase(**sizes, rotary="interleaved", window=(2**40, 2**40))
     check(make_cache(case))
@@ -197,7 +197,7 @@ def test_a_page_that_begins_where_a_sequence_ends_is_not_used(make_cache):
     assert flash_cute.kvcache_status(**{name: inputs[name] for name in names}).tolist() == [0, 0]
 
 
-def test_the_row_behind_a_cache_is_none(make_cache):
+def test_check_indices_refuses_the_row_after_the_cache(make_cache):
     inputs = make_cache(CacheCase(lengths=(20, 20), batch_idx=True, dim=64, dtype=BF16))
     rows = len(inputs["k_cache"])
     call(inputs.changed(cache_batch_idx=[rows - 1, 0]), check_indices=True)
@@ -240,7 +240,7 @@ def test_two_sequences_may_share_a_row_of_the_cache_but_not_append_to_it(make_ca
 
 
 def test_two_sequences_may_share_pages_but_not_append_to_one(make_cache):
-    """Pages in front of the row that joins are read alone."""
+    """Pages before the appended row are only read."""
     inputs = make_cache(
         CacheCase(lengths=(20, 20), seqlens_new=1, page_size=16, dim=64, dtype=BF16)
     )

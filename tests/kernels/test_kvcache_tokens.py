@@ -1,4 +1,4 @@
-"""One token joins each sequence, as where text is generated."""
+"""Decoding appends one token to each sequence."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flash_cute.testing.kernels import parse
 from flash_cute.testing.kvcache import CacheCase, CacheInputs, check, make_cache_inputs
 
 BF16 = torch.bfloat16
-# Around blocks of 16, 64, 128 and 256 keys, which the token may begin or end.
+# Around multiples of 16, 64, 128 and 256 keys: the token begins or ends a block.
 LENGTHS = (33, 0, 130, 301, 127, 128, 63, 64, 15, 16, 255, 256, 700)
 
 
 def with_offsets(inputs: CacheInputs) -> CacheInputs:
-    """The same rows, of which offsets say whose they are."""
+    """The same call with new keys packed, and their offsets."""
     k, v = inputs["k"], inputs["v"]
     rows = list(range(len(k) + 1))
     return inputs.changed(k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_k_new=rows)
@@ -28,7 +28,7 @@ def with_offsets(inputs: CacheInputs) -> CacheInputs:
 @pytest.mark.parametrize("rotary", ["", "interleaved", "halves"])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (32, 1)], ids=str)
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_a_token_joins(make_cache, dim, rotary, heads, page_size):
+def test_append_of_a_token(make_cache, dim, rotary, heads, page_size):
     sizes = {"heads": heads[0], "heads_k": heads[1], "dim": dim[0], "dim_v": dim[1], "dtype": BF16}
     case = CacheCase(
         lengths=LENGTHS, seqlens_new=1, page_size=page_size, rotary=rotary, is_causal=True, **sizes
@@ -61,7 +61,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rotary", ["interleaved", "halves"])
-def test_a_token_joins_with(make_cache, options, rotary):
+def test_append_of_a_token_with_options(make_cache, options, rotary):
     sizes = {"heads": 8, "heads_k": 2, "dim": 128, "dtype": torch.float16}
     inputs = make_cache(
         CacheCase(lengths=LENGTHS, seqlens_new=1, **sizes, **({"rotary": rotary} | options))
@@ -71,7 +71,7 @@ def test_a_token_joins_with(make_cache, options, rotary):
 
 
 @pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
-def test_a_token_joins_in_every_kernel(cuda, name):
+def test_append_of_a_token_in_every_kernel(cuda, name):
     kernel = parse(name)
     sizes = {"heads": 8, "heads_k": 2, "dim": kernel.dim, "dim_v": kernel.dim_v}
     case = CacheCase(
@@ -82,8 +82,8 @@ def test_a_token_joins_in_every_kernel(cuda, name):
 
 
 @pytest.mark.parametrize("page_size", [None, 2, 16])
-def test_tokens_join_many_short_sequences(make_cache, page_size):
-    """A CTA has many parts, some of a single tile."""
+def test_append_to_many_short_sequences(make_cache, page_size):
+    """A CTA has splits of many sequences, some of a single tile."""
     lengths = tuple(i * 37 % 290 for i in range(400))
     case = CacheCase(
         lengths=lengths, seqlens_new=1, page_size=page_size, rotary="halves", heads=4, heads_k=2,
@@ -95,7 +95,7 @@ def test_tokens_join_many_short_sequences(make_cache, page_size):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_no_token_joins_a_full_cache(make_cache, aligned):
+def test_append_to_a_full_cache(make_cache, aligned):
     capacity = 128 if aligned else 100
     case = CacheCase(
         lengths=(capacity, capacity - 1, 30), capacity=capacity, seqlens_new=1, rotary="halves",
@@ -106,8 +106,8 @@ def test_no_token_joins_a_full_cache(make_cache, aligned):
     check_same(inputs, with_offsets(inputs))
 
 
-def test_tokens_join_one_after_the_other(cuda):
-    """Each call reads what those before it appended, and takes its rows from the last result."""
+def test_appends_in_stream_order(cuda):
+    """Each call reads what earlier calls appended, and appends rows of the last call's result."""
     case = CacheCase(
         lengths=(900, 5, 300, 0), seqlens_new=1, capacity=1000, rotary="halves", heads=8, heads_k=2,
         dim=128, is_causal=True, dtype=BF16,

@@ -109,6 +109,15 @@ def test_backward(cuda, name, shape, masked, deterministic):
     verify(name, shape, masked, True, parse(name), deterministic)
 
 
+def test_backward_needs_one_list_for_all_query_heads_of_a_kv_head(cuda):
+    q, k = (torch.randn(1, 200, heads, 64, device=cuda, dtype=torch.bfloat16) for heads in (4, 2))
+    lists = random_lists(1, 4, (200, 200), 1.0, False).tile_lists
+    lse = torch.zeros(1, 4, 200, device=cuda)
+    words = "tile_lists has 4 heads; backward on CUDA needs one list .* of a kv head: 1 or 2 heads"
+    with pytest.raises(RuntimeError, match=words):
+        torch.ops.flash_cute.bwd(q, q, k, k, q, lse, tile_lists=lists)
+
+
 @pytest.mark.parametrize("name", [id for id in BACKWARD if "bf16" in id])
 def test_deterministic_gradients_repeat(cuda, name):
     kernel = parse(name)
@@ -207,7 +216,8 @@ def test_lists_are_those_of_the_cpu(cuda):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pattern", [SparsePattern.LOCAL_GLOBAL, SparsePattern.STRIDED])
 def test_layer_in_16_bits(cuda, pattern, causal):
-    """Static patterns, whose blocks rounding does not change, beside the same layer on the CPU."""
+    """Static patterns, whose blocks do not depend on rounding, against the same layer on the
+    CPU."""
     layer = create_sparse_attention(256, 4, 0.8, pattern, causal=causal)
     on_gpu = copy.deepcopy(layer).to("cuda", torch.bfloat16)
     layer = layer.double()
@@ -218,8 +228,8 @@ def test_layer_in_16_bits(cuda, pattern, causal):
     assert (got.double().cpu() - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-def test_what_no_kernel_does_is_computed_all_the_same(cuda):
-    """fp32, whose results are beside those of the CPU; a limited thread gets the refusal."""
+def test_sparse_calls_without_a_kernel_are_computed(cuda):
+    """fp32, whose results are compared with the CPU's; a limited thread gets the refusal."""
     q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
     sparse = random_lists(2, 4, (300, 300), 0.6, True)
     with pytest.warns(UserWarning, match="no kernel does a sparse call"):

@@ -115,6 +115,6 @@ def test_pairwise_needs_few_rows_and_repeats_them():
     assert pairwise({"a": "xy"}) == [] and pairwise({"a": "xy", "b": ""}) == []
 
 
-def test_pairwise_says_what_cannot_stand_together():
+def test_pairwise_names_values_that_exclude_each_other():
     with pytest.raises(ValueError, match="c: every value is excluded by"):
         pairwise({"a": "x", "b": "y", "c": "z"}, lambda pair: "z" in pair.values())

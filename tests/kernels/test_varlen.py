@@ -222,7 +222,7 @@ PAGED = {
 
 @pytest.mark.parametrize("name", PAGED)
 def test_features_over_pages(make, name):
-    """Whatever the kernels over a cache do not do, too; `verify` asks for all that is returned."""
+    """Also features that kernels over a cache lack; `verify` requests all optional results."""
     lengths = {"lengths_q": (1, 70, 3, 2), "lengths_k": (65, 130, 0, 5)}
     verify_families(make(VarlenCase(**lengths, page_size=16, **PAGED[name])))
 

@@ -151,7 +151,7 @@ def test_autocast_that_is_off_or_for_another_device(device):
 
 @pytest.mark.parametrize("cache_dtype", [F16, BF16, F32])
 def test_caches_keep_their_dtype(device, cache_dtype):
-    """What joins them, the queries and the rotary tables are cast to it."""
+    """Queries, appended keys and values, and rotary tables are cast to the cache's dtype."""
     if device == "cuda" and cache_dtype == F32:
         pytest.skip("there are no fp32 kernels over caches")
     q, k, v = (randn(device, 2, 1, 2, 16, dtype=t) for t in (F32, F32, BF16))

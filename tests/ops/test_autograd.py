@@ -189,7 +189,7 @@ def test_gradients_of_torch_func_of_packed_and_varlen(device):
 
 
 def test_second_derivatives_of_torch_func_are_refused(device):
-    """However they are asked for: none is zero by mistake."""
+    """For every way to request them, and none is zero by mistake."""
     q, k, v = (torch.randn(1, 8, 2, 16, device=device, dtype=BF16) for _ in range(3))
 
     def loss(q):

@@ -136,7 +136,7 @@ def test_options_whose_sign_alone_is_known_are_refused(option):
 
 
 @pytest.mark.parametrize("option", ["dropout_p", "softcap"])
-def test_options_of_data_work_beside_graphs(option):
+def test_options_that_depend_on_data_work_outside_of_graphs(option):
     """Without a full graph the number is read, and the call made for it."""
 
     def call(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def test_a_cache_that_is_too_small_under_dynamic_shapes(of_data):
         elif not of_data:
             with pytest.raises(Exception, match=message):
                 compiled(q, cache, new, n)
-        else:  # the graph is there, and asks when it runs
+        else:  # the graph exists, and checks when it runs
             with pytest.raises(RuntimeError):
                 compiled(q, cache, new, n)
 

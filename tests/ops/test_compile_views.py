@@ -54,7 +54,7 @@ def check(call: Callable[..., torch.Tensor], args: Sequence[Any], expected: Sequ
 
 @pytest.fixture(autouse=True)
 def no_graphs_of_before():
-    """Nor such as torch keeps on disk: it takes a graph of other offsets for the same."""
+    """Nor graphs that torch caches on disk: it reuses one with other offsets."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield

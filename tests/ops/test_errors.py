@@ -233,7 +233,7 @@ def test_functions(device, name):
     assert torch.equal(call(**arguments), expected)
 
 
-def test_alibi_slopes_that_require_a_gradient_which_nobody_wants(device):
+def test_alibi_slopes_that_require_grad_under_no_grad(device):
     arguments = good_arguments("func", device)
     slopes = torch.rand(4, device=device)
     expected = flash_cute.flash_attn_func(**arguments, alibi_slopes=slopes)

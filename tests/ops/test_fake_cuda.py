@@ -106,7 +106,7 @@ def test_backward_of_autograd(cuda, name):
         assert [properties(x.grad) for x in leaves] == [properties(x) for x in leaves]
 
 
-def test_what_kernels_do_not_do_is_refused_as_ever():
+def test_calls_without_a_kernel_are_still_refused():
     arguments = good_arguments("func", "cpu")
     with FakeTensorMode(), pytest.raises(NotImplementedError, match="float64"):
         flash_cute.flash_attn_func(**{n: x.double() for n, x in fakes(arguments).items()})

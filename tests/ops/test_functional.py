@@ -98,8 +98,8 @@ def test_packed_sequences_that_are_used_in_part(device):
     assert not expected[7:20].any() and not expected[53:].any()
 
 
-def test_a_new_thread(device):
-    """It has no CUDA context yet, as autograd's threads have none."""
+def test_forward_in_a_new_thread(device):
+    """A new thread has no CUDA context, as autograd's threads have none."""
     inputs = make_inputs(Case(dtype=BF16), device)
     expected = inputs.forward()[0]
     with ThreadPoolExecutor(1) as threads:
@@ -121,7 +121,7 @@ def test_windows_that_hide_nothing(device, largest):
         bounds.check_same_bits("out", out, expected)
 
 
-def test_results_asked_for(device):
+def test_return_lse(device):
     inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
     out = inputs.attend()
     assert isinstance(out, torch.Tensor)
@@ -181,7 +181,7 @@ def test_no_dropout_draws_no_random_number(device):
 
 
 def test_autocast(device):
-    """Tensors in its dtype are taken as they are; what autocast produces around them fits."""
+    """Inputs in its dtype are not cast, and results of layers under autocast are accepted."""
     inputs = make_inputs(Case(seqlen_q=40, seqlen_k=70, dtype=BF16), device)
     expected = inputs.attend()
     with torch.autocast(device, dtype=BF16):

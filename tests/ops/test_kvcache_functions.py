@@ -198,7 +198,7 @@ def test_what_a_call_writes_has_another_version(make_cache):
 
 
 def test_no_query_heads(make_cache):
-    """Rows join the cache, and there is nothing else to do."""
+    """Rows are appended to the cache, and there are no queries."""
     inputs = make_cache(CacheCase(lengths=(40, 3), seqlens_new=2, dim=64, dtype=BF16))
     expected, got = inputs.fresh(), inputs.changed(q=inputs["q"][:, :, :0]).fresh()
     expected.run()

@@ -117,7 +117,7 @@ def cache(device: str, **changes: Any) -> Arguments:
     return {"q": random(2, 1, 4, 16), **caches, **new} | changes
 
 
-def test_rows_that_join_just_fit(device):
+def test_append_fills_the_cache(device):
     arguments = cache(device, cache_seqlens=6)
     flash_cute.flash_attn_with_kvcache(**arguments)
     assert torch.equal(arguments["k_cache"][:2, 6:], arguments["k"])

@@ -182,7 +182,7 @@ def test_a_graph_is_refused_as_it_is_made(dynamic):
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_sizes_that_data_tells_are_asked_when_the_graph_runs():
+def test_sizes_that_depend_on_data_are_checked_when_the_graph_runs():
     def some(q: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         x = q[:, chosen.nonzero().flatten()]
         return attention(q, x, x)

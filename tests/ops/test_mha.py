@@ -352,7 +352,7 @@ def test_tables_and_generators_go_by_their_names(device):
         compiled(q)
 
 
-def test_out_lies_in_rows_and_apart(device):
+def test_out_is_contiguous_in_memory_of_its_own(device):
     inputs = make_inputs(Case(dtype=BF16), device)
     wide = torch.ones(2, 64, 2, 128, dtype=BF16, device=device)
     for out, said in (
@@ -401,7 +401,7 @@ def test_bad_backward(device, name):
     assert type(raised.value) is error and dq.isnan().all()
 
 
-def test_what_backward_reads_lies_in_rows_and_apart(device):
+def test_inputs_of_backward_are_contiguous_in_memory_of_their_own(device):
     inputs = make_inputs(Case(dtype=BF16), device)
     results = forward(inputs)
     for name, x in (("dout", inputs.dout), ("out", results[0])):

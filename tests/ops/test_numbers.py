@@ -1,4 +1,4 @@
-"""Every number and flag of every public function: what is no such thing is refused by its name."""
+"""Every number and flag of every public function: other values are refused by the name."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CALLS: dict[str, Call] = {
             "bucket": {"problem": PROBLEM},
             "nearest": {"problem": PROBLEM, "block_m": 64, "block_n": 64},
         },
-        kernels.plans: {"as_gpu": {"gpu": "h100"}},
+        kernels.gpus: {"as_gpu": {"gpu": "h100"}},
         flash_attn: {
             "flash_attn_func": DENSE,
             "flash_attn_varlen_func": ROWS | LENGTHS,
@@ -252,7 +252,7 @@ def right(call: str, name: str, parameter: inspect.Parameter) -> set[str]:
 
 
 @pytest.mark.parametrize("call, name", NUMBERS)
-def test_what_is_no_such_number_is_refused_by_its_name(call, name):
+def test_wrong_numbers_are_refused_by_their_name(call, name):
     function, given = CALLS[call]
     parameter = inspect.signature(function).parameters[name]
     allowed = right(call, name, parameter)
@@ -267,7 +267,7 @@ def test_what_is_no_such_number_is_refused_by_its_name(call, name):
 
 
 @pytest.mark.parametrize("call, name", NUMBERS)
-def test_what_is_right_is_taken(call, name):
+def test_valid_numbers_are_accepted(call, name):
     """So that the table above allows no more than there is."""
     function, given = CALLS[call]
     for kind in right(call, name, inspect.signature(function).parameters[name]) - NONE:
@@ -279,8 +279,9 @@ def test_what_is_right_is_taken(call, name):
 def test_the_table_has_every_public_function():
     """Of these modules, whose functions have numbers."""
     known = {function for function, _ in CALLS.values()}
-    modules = (mha.functions, kernels.plans, tiled.functions, flash_attn, flash_attn_2_cuda,
-               flash_attn_interface, flash_attn_3_raw, bert_padding, rotary)  # fmt: skip
+    modules = (mha.functions, kernels.configs, kernels.gpus, kernels.plans, tiled.functions,
+               flash_attn, flash_attn_2_cuda, flash_attn_interface, flash_attn_3_raw, bert_padding,
+               rotary)  # fmt: skip
     public = {getattr(flash_cute, name) for name in flash_cute.__all__ if name != "autotune"}
     for module in modules:
         public |= {
@@ -319,7 +320,7 @@ def test_heads_that_k_and_v_cannot_share(num_heads_q):
 
 
 def test_rotary_positions_before_the_first_are_not_turned():
-    """Tensors, which nobody looks into; ints below 0 are refused."""
+    """Values in tensors are not checked; ints below 0 are refused."""
     x, offsets = torch.randn(1, 4, 2, 16), torch.tensor([-2])
     out = rotary.apply_rotary_emb(x, TABLES, TABLES, seqlen_offsets=offsets)
     assert torch.equal(out[:, :2], x[:, :2])

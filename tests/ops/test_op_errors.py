@@ -31,11 +31,11 @@ def same_place(out: torch.Tensor) -> torch.Tensor:
 
 
 OPS: dict[str, tuple[Change, str]] = {
-    "k_of_another_batch": (on("k", lambda x: x[:1]), r"batch|\bk\b"),
-    "k_of_another_dim": (on("k", lambda x: x[..., :8].contiguous()), r"dim|\bk\b"),
+    "k_of_another_batch": (on("k", lambda x: x[:1]), "batch sizes differ: q has 2, k 1"),
+    "k_of_another_dim": (on("k", lambda x: x[..., :8].contiguous()), "q and k differ in head dim"),
     "v_of_another_seqlen": (on("v", lambda x: x[:, :5]), r"seqlen|\bv\b"),
     "k_dtype": (on("k", torch.Tensor.half), r"dtype|\bk\b"),
-    "heads_not_a_multiple": (on("q", lambda x: x[:, :, :3]), "heads"),
+    "heads_not_a_multiple": (on("q", lambda x: x[:, :, :3]), r"q has 3 heads and k .*\(GQA\)"),
     "q_of_3_dims": (on("q", lambda x: x[0]), r"\bq\b"),
     "out_shape": (on("out", lambda x: x[:1]), "out"),
     "out_dtype": (on("out", lambda x: torch.full_like(x, NAN, dtype=torch.float32)), "out"),
@@ -48,13 +48,13 @@ OPS: dict[str, tuple[Change, str]] = {
     "dropout_without_rng": (to(dropout_p=0.3), "rng|dropout"),
     "rng_dtype": (vector("rng", 2, dtype=INT32), "rng"),
     "rng_shape": (vector("rng", 3, dtype=torch.int64), "rng"),
-    "dropout_above_1": (to(dropout_p=1.5), "dropout"),
+    "dropout_above_1": (to(dropout_p=1.5), "dropout_p is 1.5; expected a probability in"),
     "softcap_negative": (to(softcap=-1.0), "softcap is -1.*positive"),
     "softcap_subnormal": (to(softcap=1e-40), "softcap is 1e-40.*normal"),
     "softcap_nan": (to(softcap=NAN), "softcap is nan"),
     "softcap_large": (to(softcap=1e300), "softcap is 1e.?300"),
-    "scale_nan": (to(softmax_scale=NAN), "softmax_scale"),
-    "window_minus_2": (to(window_size_left=-2), "window"),
+    "scale_nan": (to(softmax_scale=NAN), "softmax_scale is nan; expected None or a number"),
+    "window_minus_2": (to(window_size_left=-2), "window_size_left is -2; -1 means unbounded"),
     "return_softmax": (to(return_softmax=True), "return_softmax: the out overload"),
     "return_row_max": (to(return_row_max=True), "return_row_max: the out overload"),
     "alibi_shape": (vector("alibi_slopes", 3), "alibi"),
@@ -63,7 +63,10 @@ OPS: dict[str, tuple[Change, str]] = {
     "sink_shape": (vector("sink", 3), "sink"),
     "sink_dtype": (vector("sink", 4, dtype=INT32), "sink"),
     "sink_strided": (strided("sink", 4), "sink"),
-}
+    "bits_without_lists": (
+        vector("tile_bits", 1, 128, 4, dtype=INT32), "tile_bits is given, and tile_lists is None"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPS)

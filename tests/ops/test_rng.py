@@ -1,4 +1,4 @@
-"""The random state of dropout: drawn, given, returned, replayed, and refused where it is wrong."""
+"""The random state of dropout: drawn, given, returned, replayed, and refused if it is invalid."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_results_in_order(device, function):
     assert call(**arguments, rng=rng, return_rng=True)[1] is None
 
 
-def test_the_default_generator_draws_what_nobody_gives(device):
+def test_the_default_generator_draws_without_rng_or_generator(device):
     arguments = good_arguments("func", device)
     torch.manual_seed(3)
     out = flash_cute.flash_attn_func(**arguments, **P)

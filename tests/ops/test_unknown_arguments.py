@@ -33,7 +33,7 @@ def test_dtensors_are_refused():
         sharding._refuse(fwd, FwdCall(q, q, q), tensors)
 
 
-def test_results_are_there_as_they_are_asked_for():
+def test_results_are_those_requested():
     q = torch.empty(1, 1, 1, 8)
     call = FwdCall(q, q, q, return_softmax=True)
     names = ("out", "softmax_lse", "row_max", "softmax", "dq", "dsink", "softmax_d")

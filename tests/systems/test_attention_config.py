@@ -195,6 +195,6 @@ for module in (flash_cute.attention, flash_cute.core):
 """
 
 
-def test_imported_when_asked_for():
+def test_lazy_import():
     result = subprocess.run([sys.executable, "-c", NOT_LOADED], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""flash_cute.core beside torch's own layers: parameters, values, gradients, and what they save."""
+"""flash_cute.core against torch's layers: parameters, values, gradients, and saved tensors."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_each_of_q_k_v_and_with_head_each_head_has_its_scale(device, scaling, ma
         layer.out_proj.weight.copy_(torch.eye(D))
         values = layer.in_proj_weight[-kv_heads * 16 :]
         values *= 1e-6
-        small = layer(*args)  # beside q and k, with their scale, all would be 0
+        small = layer(*args)  # with the scale of q and k all would be 0
         assert small.unflatten(-1, (HEADS, 16)).abs().amax((0, 1, 3)).min() > 1e-8
         values[16:] *= 1e6
         first = layer(*args)[..., :16]

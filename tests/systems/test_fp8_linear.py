@@ -286,7 +286,7 @@ def test_says_how_it_multiplies():
 @pytest.mark.parametrize("name", ["default", "e4m3 gradients"])
 @pytest.mark.parametrize("tokens,sizes", [(17, (61, 37)), (32, (48, 32)), (1, (1, 3))], ids=str)
 def test_calls_keep_the_rules_of_tensor_cores(monkeypatch, tokens, sizes, name):
-    """The CPU, which has no such rules, computes what is asked of tensor cores."""
+    """The CPU, which has no such limits, computes what tensor cores must compute."""
     calls = []
 
     def strict(a, b, scale_a, scale_b, out_dtype, fast):

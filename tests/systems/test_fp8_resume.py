@@ -1,4 +1,4 @@
-"""A training run in fp8 that stops and goes on: the trainer's state."""
+"""A training run in fp8 that stops and resumes: the trainer's state."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_strategies_fuse_what_their_name_says(strategy, level, device):
 
 @pytest.mark.parametrize("level", OptimizationLevel)
 def test_levels_choose_kernels(level):
-    """Steps beside attention have functions of their own from BALANCED on."""
+    """Steps other than attention have functions of their own from BALANCED on."""
     layer = encoder_layer()
     fused = create_unified_attention_fusion(layer, optimization_level=level)
     out = fused(tokens(layer))

@@ -78,7 +78,7 @@ def with_attention(attend) -> LlamaBlock:
 
 
 def reason(block: nn.Module) -> str:
-    """What the report says, beside a block that is fused; the state of generators must not move."""
+    """The report of a block next to one that is fused; the state of generators must not change."""
     model = nn.Sequential(block, encoder_layer(batch_first=True))
     states = torch.get_rng_state(), random.getstate()
     fused = create_unified_attention_fusion(model)

@@ -1,4 +1,4 @@
-"""flash_cute.hardware: the truth about devices, and models that are laid out for them."""
+"""flash_cute.hardware: facts about devices, and models whose layout fits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of memory beside what the allocator gives out."""
+"""Estimates of memory against what the allocator allocates."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from flash_cute.attention import (
     create_ring_attention,
 )
 from flash_cute.attention.fp8 import RoundToFP8, power_of_two_scale
-from flash_cute.attention.parts import attend_masked_part, attend_part
+from flash_cute.attention.query_slice import attend_masked_slice, attend_slice
 
 D, HEADS, SEQLEN = 32, 4, 12
 SIDES = (-1, 0, 1, 5, SEQLEN, 100)
@@ -38,7 +38,7 @@ def test_parts_of_a_sequence_are_the_whole(window: tuple[int, int], causal: bool
     options = {"window_size": window, "causal": causal, "softcap": 2.0, "softmax_scale": 0.4}
     whole = flash_cute.flash_attn_func(q, k, v, **options)
     for start, stop in ((0, 1), (0, SEQLEN), (3, 7), (7, 12), (11, 12), (5, 5)):
-        part = attend_part(q[:, start:stop], k, v, start, options)
+        part = attend_slice(q[:, start:stop], k, v, start, options)
         torch.testing.assert_close(part, whole[:, start:stop], rtol=0, atol=1e-12)
 
 
@@ -55,7 +55,7 @@ def test_parts_of_tokens_that_take_part(window: tuple[int, int], causal: bool):
         x[~mask] = torch.nan
     options = {"window_size": window, "causal": causal, "softmax_scale": 0.4}
     for start, stop in ((0, SEQLEN), (0, 4), (4, 9), (9, 12)):
-        out = attend_masked_part(q[:, start:stop], k, v, start, mask, options)
+        out = attend_masked_slice(q[:, start:stop], k, v, start, mask, options)
         for i in range(2):
             seen = mask[i]
             alone = flash_cute.flash_attn_func(
@@ -73,8 +73,8 @@ def test_windows_that_masks_refuse(window: tuple[int, int]):
     mask = torch.ones(2, SEQLEN)
     options: dict[str, Any] = {"window_size": window, "causal": False}
     with pytest.raises(NotImplementedError, match=rf"window_size \({window[0]}, {window[1]}\)"):
-        attend_masked_part(q, k, v, 0, mask, options)
-    attend_masked_part(q, k, v, 0, mask, options | {"causal": True})  # right is 0 then
+        attend_masked_slice(q, k, v, 0, mask, options)
+    attend_masked_slice(q, k, v, 0, mask, options | {"causal": True})  # right is 0 then
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

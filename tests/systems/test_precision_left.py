@@ -57,7 +57,7 @@ def test_weights_that_others_derive_from_stay(name: str):
     assert all(p.grad is not None for p in small.parameters() if p.requires_grad)
 
 
-class Held(nn.Module):
+class HoldsWeightTwice(nn.Module):
     """Reads a weight under a second name that no registry knows."""
 
     def __init__(self, where: str) -> None:
@@ -80,7 +80,7 @@ class Held(nn.Module):
 @pytest.mark.parametrize("where", ["list", "dict", "nested"])
 def test_weights_that_a_list_holds_besides_stay(where: str):
     torch.manual_seed(0)
-    model, x = Held(where), torch.randn(5, 128)
+    model, x = HoldsWeightTwice(where), torch.randn(5, 128)
     small = create_ultra_precision_module(model, config())
     assert set(small.get_precision_stats().layers) == {"other.weight"}
     assert 0 < error(small(x), model(x)) < 0.02
@@ -90,7 +90,7 @@ def test_weights_that_a_list_holds_besides_stay(where: str):
 def test_layers_that_a_list_holds_stay_and_are_counted():
     """Their weights are no parameters of the model, but in memory."""
     torch.manual_seed(0)
-    model, x = Held("list"), torch.randn(5, 128)
+    model, x = HoldsWeightTwice("list"), torch.randn(5, 128)
     model.held, hidden = [torch.eye(128)], nn.Linear(128, 128)
     before = create_ultra_precision_module(model, config()).get_precision_stats()
     model.hidden = {"it": [nn.Sequential(hidden), model.other]}

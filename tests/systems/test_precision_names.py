@@ -1,4 +1,4 @@
-"""Weights and layers that a model has under several names, or holds beside its registries."""
+"""Weights and layers that a model has under several names, or holds outside of its registries."""
 
 from __future__ import annotations
 

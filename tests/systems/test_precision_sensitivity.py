@@ -14,9 +14,9 @@ from flash_cute.precision.sensitivity import (
     batches,
     calibrate,
     entropy,
+    error_per_noise,
     error_weights,
     generated_samples,
-    measured,
     outputs_of,
     state_preserved,
 )
@@ -52,7 +52,7 @@ def test_of_a_linear_layer_all_is_known():
     # 4 projections of 512 rows each: a deviation of sqrt(2 / 2048) or less.
     exact = squares.mean().item()
     assert found.gradients["weight"] == pytest.approx(exact, rel=4 * math.sqrt(2 / 2048))
-    by_noise = measured(model, weights, x)["weight"]
+    by_noise = error_per_noise(model, weights, x)["weight"]
     assert by_noise == pytest.approx(exact, rel=4 * math.sqrt(2 / (48 * 512)) + 0.05)
 
 
@@ -123,7 +123,7 @@ def test_activations_and_gradients_count_as_the_formulas_say():
     assert of_gradients == calibrate(model, packable(model), x).gradients
     second = model[0](x).square().sum(0).mean().item()  # the last layer's Jacobian is its input
     assert of_gradients["1.weight"] == pytest.approx(second, rel=4 * math.sqrt(2 / 96))
-    assert weights_of("sensitivity", x) == measured(model, packable(model), x)
+    assert weights_of("sensitivity", x) == error_per_noise(model, packable(model), x)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The validator beside what the process has chosen for its products."""
+"""The validator under the process's settings of matrix products."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ import pytest
 
 @pytest.fixture
 def backend(monkeypatch):
-    """The module, over a scikit-build-core that asks for ninja, which tests need not install."""
+    """The module, over a fake scikit-build-core that requires ninja, which tests need not
+    install."""
     package = ModuleType("scikit_build_core")
     package.build = ModuleType("scikit_build_core.build")
     for kind in ("editable", "sdist", "wheel"):

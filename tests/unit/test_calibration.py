@@ -76,13 +76,21 @@ def test_lengths_within_a_power_of_two_share_a_bucket():
     assert at[4096] == at[8191] and at[4095] != at[4096] and at[8191] != at[8192]
 
 
+def test_calls_that_copy_their_keys_have_no_bucket():
+    problem = replace(PROBLEM, varlen=True, page_size=16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="copies its keys out of their pages; the calibration"):
+        kernels.bucket(problem, "h100")
+
+
 def test_a_kernel_that_cannot_is_passed_over():
     planned, narrow = kernels.plan(PROBLEM, "h100"), replace(PROBLEM, head_dim=64)
     too_narrow = kernels.plan(narrow, "h100").kernel.id
     use((kernels.bucket(PROBLEM, "h100"), too_narrow))
     assert kernels.plan(PROBLEM, "h100") == planned
     reasons = {row.id: row.reason for row in kernels.explain(PROBLEM, "h100")}
-    assert reasons[too_narrow].endswith("the calibration names it in vain")
+    assert reasons[too_narrow].endswith(
+        "the calibration in use names this kernel, but it cannot run this call"
+    )
     assert reasons[too_narrow].startswith("head dim up to 64, the call has 128")
 
 
@@ -190,16 +198,20 @@ def test_numbers_of_a_limit_come_before_the_calibration():
     assert (plan.num_splits, plan.pack_gqa) == (3, free.pack_gqa)
 
 
+BACKWARD = "bwd_sm80_bf16_plain_d64x64_m64_n128_s2_w4_c2"
 BAD_LINES = {
-    "a bucket": "a bucket",
-    "no kernel": "a bucket = no_kernel",
-    "nothing": "a bucket = ",
-    "below 1": "a bucket = {fwd} num_splits=0",
-    "no number": "a bucket = {fwd} pack_gqa=two",
-    "too large": "a bucket = {fwd} pack_gqa=99999999999",
-    "no name": "a bucket = {fwd} 2",
-    "another name": "a bucket = {fwd} order=2",
-    "backward": "a bucket = bwd_sm80_bf16_plain_d64x64_m64_n128_s2_w4_c2 num_splits=2",
+    "a bucket": ("a bucket", "expected a bucket, "),
+    "no kernel": ("a bucket = no_kernel", "no_kernel is no kernel's id; kernels.. lists them"),
+    "nothing": ("a bucket = ", " is no kernel's id"),
+    "below 1": ("a bucket = {fwd} num_splits=0", "a whole number from 1 on, got num_splits=0"),
+    "no number": ("a bucket = {fwd} pack_gqa=two", "from 1 on, got pack_gqa=two"),
+    "too large": ("a bucket = {fwd} pack_gqa=99999999999", "from 1 on, got pack_gqa=9999"),
+    "no name": ("a bucket = {fwd} 2", "num_splits=N or pack_gqa=N after a kernel's id, got 2"),
+    "another name": ("a bucket = {fwd} order=2", "expected num_splits=N or pack_gqa=N, "),
+    "backward": (
+        f"a bucket = {BACKWARD} num_splits=2",
+        f"only Hopper's forward has num_splits and pack_gqa, not {BACKWARD}",
+    ),
 }
 
 
@@ -207,6 +219,7 @@ BAD_LINES = {
 def test_a_bad_line_changes_nothing(name):
     kernel = others(PROBLEM)[0]
     use((kernels.bucket(PROBLEM, "h100"), kernel))
-    with pytest.raises((RuntimeError, ValueError), match=r"a bucket|kernel|num_splits"):
-        torch.ops.flash_cute.set_calibration(BAD_LINES[name].format(fwd=kernel))
+    line, message = BAD_LINES[name]
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        torch.ops.flash_cute.set_calibration(line.format(fwd=kernel))
     assert kernels.plan(PROBLEM, "h100").kernel.id == kernel

@@ -140,7 +140,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path):
     assert target.read_text() == "kept"
 
 
-def test_a_link_put_at_the_lock_meanwhile_is_not_followed(tmp_path, monkeypatch):
+def test_a_link_that_replaces_the_lock_is_not_followed(tmp_path, monkeypatch):
     path, target = tmp_path / "calibration.json", tmp_path / "precious"
     target.write_text("kept")
     (tmp_path / "calibration.json.lock").symlink_to(target)
@@ -237,7 +237,7 @@ def test_a_name_that_the_system_refuses_is_an_error_of_the_path(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_could_not_be_read_again_is_not_written(tmp_path):
+def test_a_file_too_large_to_read_is_not_written(tmp_path):
     path = tmp_path / "calibration.json"
     stored(path)
     before = path.read_bytes()
@@ -248,7 +248,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path):
 
 
 ANY_BUCKET = kernels.bucket(PROBLEM, "h100")
-NO_RULES = {
+BAD_ENTRIES = {
     "word": ("foo", None, "kernels.bucket"),
     "digits": (ANY_BUCKET.replace("SMs132", "SMs" + 5000 * "1"), None, "kernels.bucket"),
     "other digits": (ANY_BUCKET.replace("SMs132", "SMs\u0661\u0663\u0662"), None, "kernels.bucket"),
@@ -265,9 +265,9 @@ NO_RULES = {
 }
 
 
-@pytest.mark.parametrize("name", NO_RULES)
-def test_what_no_call_can_take_is_a_miss(name, tmp_path):
-    bucket, entry, reason = NO_RULES[name]
+@pytest.mark.parametrize("name", BAD_ENTRIES)
+def test_an_entry_that_no_call_can_use_is_a_miss(name, tmp_path):
+    bucket, entry, reason = BAD_ENTRIES[name]
     path, free = tmp_path / "calibration.json", kernels.plan(PROBLEM, "h100")
     named = entry is None or (isinstance(entry, dict) and name != "no kernel")
     whole = {"kernel": free.kernel.id, **(entry or {})} if named else entry
@@ -313,7 +313,7 @@ def test_a_path_below_a_file_is_refused_at_once(tmp_path):
         calibration.checked_path(program / "calibration.json")
 
 
-def test_most_splits_are_most():
+def test_no_plan_has_more_than_most_splits():
     long = replace(FEW_QUERIES, batch=1, heads=1, heads_k=1, seqlen_k=1 << 20)
     with kernels.only(num_splits=kernels.MOST_SPLITS):
         assert kernels.plan(long, "h100").num_splits == kernels.MOST_SPLITS
@@ -334,7 +334,7 @@ def test_numbers_are_stored_and_used(tmp_path):
     assert kernels.plan(FEW_QUERIES, "h100").num_splits == 2 != free.num_splits
 
 
-NONSENSE = {
+BAD_NUMBERS = {
     "none": ({"num_splits": 0}, "num_splits is 0; expected a whole number"),
     "text": ({"pack_gqa": "2"}, "pack_gqa is '2'; expected a whole number"),
     "flag": ({"pack_gqa": True}, "pack_gqa is True; expected a whole number"),
@@ -348,9 +348,9 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("name", NONSENSE)
+@pytest.mark.parametrize("name", BAD_NUMBERS)
 def test_numbers_that_no_call_can_have_are_a_miss(name, tmp_path):
-    entry, reason = NONSENSE[name]
+    entry, reason = BAD_NUMBERS[name]
     path, free = tmp_path / "calibration.json", kernels.plan(FEW_QUERIES, "h100")
     bucket = kernels.bucket(FEW_QUERIES, "h100")
     calibration.store(H100, {bucket: {"kernel": free.kernel.id, **entry}}, path)

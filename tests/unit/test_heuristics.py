@@ -1,4 +1,4 @@
-"""The choice among kernels for the same problem: from sizes alone, and near the best measured."""
+"""The heuristics that choose kernels, splits and orders from a problem's sizes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ D128 = "fwd_sm90_bf16_plain_d128x128_"
         ((4, 32, 4096, 4096, 257), {}, None),
     ],
 )  # fmt: skip
-def test_picks(sizes, options, expected):
+def test_preferred_kernels(sizes, options, expected):
     found = plan("fwd", *sizes, **options)
     assert (found and found.kernel.id) == expected
 
@@ -74,24 +74,24 @@ def test_heads_that_share_a_tile(heads, heads_k, seqlen_q, head_dim, expected):
 @pytest.mark.parametrize(
     ("sizes", "options", "expected"),
     [
-        # As many tiles as SMs, or more.
+        # As many tiles as SMs, or more: no splits.
         ((4, 16, 4096, 4096, 128), {}, {1}),
         ((1, 32, 512, 32768, 128), {}, {1}),
         ((1, 132, 1, 32768, 128), {}, {1}),
-        # So few keys that merging costs more than it spares.
+        # So few keys that combining the splits costs more than it saves.
         ((1, 8, 512, 512, 128), {"right": 0}, {1}),
         ((1, 8, 128, 4096, 128), {"left": 128, "right": 0}, {1}),
-        # Every SM has a part.
+        # As many splits as fill the SMs.
         ((1, 32, 256, 32768, 128), {"right": 0}, {2}),
         ((1, 32, 128, 32768, 128), {}, {4}),
         ((1, 32, 1, 32768, 64), {}, {4}),
         ((1, 1, 1, 65536, 128), {}, range(20, 65)),
-        # Sequences end to end: by their mean lengths.
+        # Packed sequences count with their mean lengths.
         ((4, 4, 128, 8192, 128), {"varlen": True}, {8}),
         ((0, 8, 128, 8192, 128), {"varlen": True}, {1}),
     ],
 )  # fmt: skip
-def test_parts_of_keys(sizes, options, expected):
+def test_splits_of_keys(sizes, options, expected):
     assert plan("fwd", *sizes, **options).num_splits in expected
 
 
@@ -107,8 +107,9 @@ def test_every_split_has_keys():
         assert 1 <= found.num_splits <= max(1, -(-seqlen_k // found.kernel.block_n))
 
 
-def test_any_sizes_have_a_kernel_and_packed_sequences_none_with_clusters():
-    """Hopper's, if there are queries and keys, and tiles are not much wider than heads."""
+def test_kernels_of_random_sizes():
+    """All sizes have a kernel, that of packed sequences without clusters. Dense ones have Hopper's
+    if there are queries and keys, and head dims above 32 that are multiples of 8."""
     draw = random.Random(7)
     for _ in range(500):
         sizes = (draw.randint(0, 64), draw.randint(1, 64), draw.randint(0, 70000),
@@ -159,28 +160,28 @@ CAUSAL = {"right": 0}
 @pytest.mark.parametrize(
     ("sizes", "options", "expected"),
     [
-        # Enough key tiles, or so many that the last turn of SMs matters little.
+        # Enough key tiles, or so many that the last wave matters little.
         ((2, 16, 16, 4096, 4096, 128, 128), {}, (1, 1, 0)),
         ((2, 16, 16, 4096, 4096, 128, 128), CAUSAL, (1, 1, 0)),
         ((1, 16, 16, 1024, 1024, 128, 128), {}, (1, 1, 0)),
         ((1, 32, 8, 8192, 8192, 128, 128), {}, (1, 1, 0)),
-        # Heads first: as many parts as there is room for.
+        # Heads are split first: into as many splits as there are idle SMs for.
         ((1, 32, 1, 4096, 4096, 128, 128), {}, (4, 1, 0)),
         ((1, 32, 1, 4096, 4096, 128, 128), CAUSAL, (8, 1, 0)),
         ((1, 8, 1, 1024, 1024, 128, 128), {}, (8, 2, 0)),
         ((1, 48, 2, 4096, 4096, 128, 128), {}, (2, 1, 0)),
         ((1, 16, 1, 1024, 1024, 256, 256), {}, (8, 1, 0)),
-        # Queries, where heads have nothing to share.
+        # Queries are split if a kv head has only one query head.
         ((1, 8, 8, 1024, 1024, 128, 128), {}, (1, 2, 0)),
         ((1, 8, 8, 1024, 1024, 128, 128), CAUSAL, (1, 2, 0)),
         ((1, 1, 1, 4096, 128, 128, 128), {}, (1, 16, 0)),
-        # Too little to share: a few queries, a narrow window.
+        # Too little work to split: a few queries, a narrow window.
         ((1, 1, 1, 128, 4096, 128, 128), {}, (1, 1, 0)),
         ((1, 2, 2, 4096, 4096, 128, 128), {"left": 128, **CAUSAL}, (1, 1, 0)),
-        # Sequences end to end count as so many of their mean length.
+        # Packed sequences count with their mean length.
         ((4, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (4, 1, 0)),
         ((64, 32, 1, 1024, 1024, 128, 128), {"varlen": True}, (1, 1, 0)),
-        # Of many tiles those that the last turn is left with, where all are alike and dense.
+        # Only the tiles of the last wave are split, if tiles are equally long and dense.
         ((1, 32, 32, 16384, 16384, 64, 64), {}, (1, 16, 4092)),
         ((1, 16, 16, 16384, 16384, 128, 128), {}, (1, 7, 1980)),
         ((1, 8, 8, 16384, 16384, 256, 256), {}, (1, 7, 990)),
@@ -192,13 +193,13 @@ CAUSAL = {"right": 0}
         ((1, 32, 1, 4096, 4096, 257, 257), {}, None),
     ],
 )  # fmt: skip
-def test_parts_of_backward(sizes, options, expected):
+def test_splits_of_backward(sizes, options, expected):
     found = plan("bwd", *sizes, **options)
-    parts = found and (found.splits_of_heads, found.splits_of_queries, found.whole_tiles)
-    assert parts == expected
+    splits = found and (found.splits_of_heads, found.splits_of_queries, found.whole_tiles)
+    assert splits == expected
 
 
-def test_parts_of_backward_divide_the_heads_and_are_few():
+def test_splits_of_backward_divide_the_heads_and_are_few():
     draw = random.Random(7)
     for _ in range(2000):
         heads_k, group = draw.choice([1, 1, 2, 3, 16]), draw.choice([1, 2, 6, 7, 32])
@@ -212,15 +213,15 @@ def test_parts_of_backward_divide_the_heads_and_are_few():
             whole = found.whole_tiles
             assert found.num_splits == heads * queries
             assert group % heads == 0 and queries >= 1 and heads * queries <= 16
-            turns = [max(1, sms // pair) for pair in (1, 2)]
-            assert whole == 0 or (heads * queries > 1 and 0 in [whole % turn for turn in turns])
+            waves = [max(1, sms // pair) for pair in (1, 2)]
+            assert whole == 0 or (heads * queries > 1 and 0 in [whole % wave for wave in waves])
 
 
 @pytest.mark.skipif(
     "FLASH_CUTE_TIMING" not in os.environ, reason="times kernels: needs a GPU alone"
 )
 @pytest.mark.parametrize("name", list(map(str, SUITES["train"])))
-def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
+def test_the_preferred_kernel_is_within_3_percent_of_the_fastest(cuda, name):
     case, device = Case.parse(name), torch.device(cuda, 0)
     x = make_inputs(case, device, seed=3)
     rows = [
@@ -234,19 +235,20 @@ def test_the_pick_is_within_3_percent_of_the_best(cuda, name):
     assert ms["pick"] <= 1.03 * min(ms.values()), ms
 
 
-def paced(*sizes, **options):
+def is_throttled(*sizes, **options):
     return plan("bwd", *sizes, **options).l2_throttle
 
 
 def test_only_long_walks_are_throttled():
-    """More than 64 MB of queries, dO and sums of dQ for the heads of a group; the same for all."""
+    """Above 64 MB of queries, dO and sums of dQ of a kv head, in dense calls without a mask that
+    are not deterministic."""
     sizes = (1, 64, 8, 8193, 8192, 128, 128)
-    assert paced(*sizes)
-    assert not paced(1, 64, 8, 8192, 8192, 128, 128)
-    assert paced(1, 1, 1, 65537, 64, 128, 128)
-    assert paced(1, 64, 8, 16385, 16385, 64, 64)
-    assert not paced(1, 64, 8, 16384, 16384, 64, 64)
-    assert paced(*sizes, left=8192, right=8193)
+    assert is_throttled(*sizes)
+    assert not is_throttled(1, 64, 8, 8192, 8192, 128, 128)
+    assert is_throttled(1, 1, 1, 65537, 64, 128, 128)
+    assert is_throttled(1, 64, 8, 16385, 16385, 64, 64)
+    assert not is_throttled(1, 64, 8, 16384, 16384, 64, 64)
+    assert is_throttled(*sizes, left=8192, right=8193)
     for options in (
         {"right": 0},
         {"right": 8191},
@@ -254,8 +256,8 @@ def test_only_long_walks_are_throttled():
         {"varlen": True},
         {"deterministic": True},
     ):
-        assert not paced(*sizes, **options)
-    assert not paced(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs
+        assert not is_throttled(*sizes, **options)
+    assert not is_throttled(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_only_long_walks_are_throttled():
          "atomic"),
         ((2, 16, 16, 8192, 8192, 64, 64), {"left": 8191, "right": 0},
          "first_stores"),
-        # Queries that all see nearly all keys, or that are behind them.
+        # Queries that all see nearly all keys, or come after all keys.
         ((1, 16, 16, 128, 8192, 128, 128), {"right": 0}, "atomic"),
         ((1, 16, 16, 8192, 8192, 128, 128), {"right": 8190}, "atomic"),
         ((1, 16, 16, 16384, 8192, 128, 128), {"right": 0}, "first_stores"),
@@ -313,11 +315,10 @@ def test_order_of_dq(sizes, options, expected):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "by_default", "in_turns"),
+    ("sizes", "options", "by_default", "serialized"),
     [
-        # Tiles that start together, heads whose tiles alternate; whether late keys come first,
-        # a tile goes through the heads of a query tile, and sets walk down and up.
-        # In turns twice as many heads alternate, but not of short sequences.
+        # The fields of KeyOrder: tiles_of_set, heads_together, late_first, heads_inside,
+        # down_and_up. Serialized twice as many heads alternate, except for short sequences.
         ((4, 16, 16, 4096, 4096, 128, 128), CAUSAL,
          (128, 4, True, True, True), (128, 8, True, True, False)),
         ((1, 16, 16, 16384, 16384, 128, 128), CAUSAL,
@@ -330,7 +331,7 @@ def test_order_of_dq(sizes, options, expected):
          (64, 2, False, True, True), (64, 4, True, True, False)),
         ((1, 8, 8, 16384, 16384, 256, 256), CAUSAL,
          (64, 1, False, True, True), (64, 1, True, True, False)),
-        # Under a mask sets of groups walk down and up if the L2 cache does not hold their queries.
+        # Under a mask grouped heads have down_and_up if the L2 cache does not hold their queries.
         ((4, 32, 8, 4096, 4096, 128, 128), CAUSAL,
          (128, 4, False, True, True), (128, 8, False, True, False)),
         ((8, 64, 8, 2048, 2048, 128, 128), CAUSAL,
@@ -348,21 +349,21 @@ def test_order_of_dq(sizes, options, expected):
          (128, 4, False, True, True), (128, 2, False, True, False)),
         ((2, 64, 8, 8192, 8192, 128, 128), {},
          (128, 2, False, True, True), (128, 1, False, True, False)),
-        # In windows a tile goes through one head after the other.
+        # In windows a tile of keys visits one query head after the other.
         ((4, 32, 8, 4096, 4096, 128, 128), {"left": 1024, "right": 0},
          (128, 4, False, False, False), (128, 8, False, False, False)),
         ((4, 32, 8, 4096, 4096, 128, 128), {"left": 3500, "right": 0},
          (128, 4, False, False, False), (128, 8, False, True, False)),
     ],
 )  # fmt: skip
-def test_order_of_keys(sizes, options, by_default, in_turns):
-    for deterministic, expected in ((False, by_default), (True, in_turns)):
+def test_order_of_keys(sizes, options, by_default, serialized):
+    for deterministic, expected in ((False, by_default), (True, serialized)):
         order = plan("bwd", *sizes, **options, deterministic=deterministic).key_order
         assert dataclasses.astuple(order) == expected
 
 
-def test_nobody_waits_for_two_reasons():
-    """Turns and the pace count in the same memory."""
+def test_serialized_adds_are_never_throttled():
+    """Semaphores and the throttle's counter are in the same memory."""
     seen = set()
     for seqlen_q, seqlen_k, right, deterministic in itertools.product(
         (4096, 70_000), (512, 8192), (-1, 0), (False, True)

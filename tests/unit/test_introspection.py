@@ -26,7 +26,7 @@ def chosen(problem, gpu="h100"):
 
 
 def reason(problem, id, gpu="h100"):
-    """Why not the first kernel whose id begins so."""
+    """The reason of the first kernel whose id starts with ``id``."""
     return next(row.reason for row in k.explain(problem, gpu) if row.id.startswith(id))
 
 
@@ -65,7 +65,7 @@ def test_registers_fill_no_more_than_an_sm():
         assert kernel.most_registers * kernel.threads * kernel.ctas <= 65_536
 
 
-def test_workspace_is_what_parts_write():
+def test_workspace_holds_what_splits_write():
     draw = random.Random(3)
     seen = set()
     for _ in range(300):
@@ -99,7 +99,7 @@ def test_plans_over_caches_are_the_ones_explained():
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_keys_of_odd_head_dims_are_laid_out_for_forward(page_size):
+def test_keys_with_odd_head_dims_are_gathered_for_forward(page_size):
     problem = k.Problem(
         "decode", heads=8, seqlen_q=1, seqlen_k=4096, head_dim=100, page_size=page_size
     )
@@ -119,9 +119,10 @@ def test_keys_of_odd_head_dims_are_laid_out_for_forward(page_size):
         ({"head_dim": 100}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
         ({"unaligned": True}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
         ({"batch": 0}, "fwd_sm90_bf16_plain_d128", "tensors that are not empty"),
-        ({"head_dim": 64}, "fwd_sm90_bf16_plain_d128", "wider by 64 columns"),
+        ({"head_dim": 64}, "fwd_sm90_bf16_plain_d128", 
+         "empty; it needs head dims above 64 and 64 of v"),
         ({"dropout": True, "window_size": (5, 0)}, "fwd_sm90_bf16_rich_d128",
-         "none in a window that is bounded to the left"),
+         "none with a window that is bounded to the left"),
         ({"op": "decode", "num_splits": 2}, "decode_sm90_bf16_rich_d128",
          "splits keys by itself"),
         ({"op": "decode", "page_size": 12, "seqlen_q": 200}, "fwd_sm90_bf16_plain_d128",
@@ -191,7 +192,7 @@ def test_fp8_is_planned_as_what_it_is_widened_to():
     assert k.plan(problem, "h100") == k.plan(A_CALL, "h100")
 
 
-def test_a_limit_is_one_of_its_thread():
+def test_a_limit_holds_for_its_thread():
     names = [kernel.id for kernel in k.kernels() if kernel.id.startswith("fwd_sm80_bf16_rich")]
     free = k.plan(A_CALL, "h100").kernel.id
     seen = []
@@ -212,7 +213,7 @@ def test_a_limit_is_one_of_its_thread():
         pass
 
 
-def test_an_error_of_a_limit_names_the_kernels_that_it_keeps_from_the_call():
+def test_an_error_of_a_limit_names_the_kernels_that_it_excludes():
     fitting = [row.id for row in k.explain(A_CALL, "h100") if row.verdict != "refused"]
     with k.only(num_splits=64), pytest.raises(RuntimeError, match=r"within kernels\.only") as error:
         k.plan(A_CALL, "h100")
@@ -256,7 +257,7 @@ def test_a_limit_holds_for_the_backward_of_its_calls(monkeypatch):
     with k.only(k.plan(A_CALL, "h100").kernel.id):
         ids = limits.current()
         outs = flash_attn_func(q, q, q), flash_attn_qkvpacked_func(qkv)
-    monkeypatch.setattr(limits, "_limit", calls.append)
+    monkeypatch.setattr(limits, "_set_limit", calls.append)
     for out in (*outs, flash_attn_func(q, q, q)):
         out.sum().backward()
     assert ids and calls == 2 * [ids, ""]
@@ -267,14 +268,14 @@ FEW_QUERIES = k.Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=8192)
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 33, 64])
 @pytest.mark.parametrize("pack_gqa", [1, 2, 4])
-def test_parts_and_shared_tiles_may_be_given(num_splits, pack_gqa):
-    """The memory of parts is that of the number given, and the other estimates follow it."""
+def test_num_splits_and_pack_gqa_override_the_estimates(num_splits, pack_gqa):
+    """The workspace is that of the given num_splits."""
     free = k.plan(FEW_QUERIES, "h100")
     assert free.pack_gqa == 4 and free.num_splits > 1
     most = -(-2 * 132 // (32 // pack_gqa))  # which fill two waves
     with k.only(free.kernel.id, num_splits=num_splits, pack_gqa=pack_gqa):
         if num_splits > most:
-            with pytest.raises(RuntimeError, match=f"num_splits is {num_splits}, .* up to {most} "):
+            with pytest.raises(RuntimeError, match=f"num_splits is {num_splits}; .* up to {most} "):
                 k.plan(FEW_QUERIES, "h100")
             return
         plan = k.plan(FEW_QUERIES, "h100")
@@ -285,13 +286,13 @@ def test_parts_and_shared_tiles_may_be_given(num_splits, pack_gqa):
         assert k.plan(FEW_QUERIES, "h100").pack_gqa == pack_gqa
 
 
-def test_the_estimate_given_is_the_plan():
+def test_overrides_equal_to_the_estimates_change_nothing():
     free = k.plan(FEW_QUERIES, "h100")
     with k.only(free.kernel.id, num_splits=free.num_splits, pack_gqa=free.pack_gqa):
         assert k.plan(FEW_QUERIES, "h100") == free
 
 
-CANNOT = {
+UNSUPPORTED = {
     "groups": (FEW_QUERIES, "pack_gqa", 3, "powers of two up to 4"),
     "many queries": (replace(FEW_QUERIES, seqlen_q=65), "pack_gqa", 2, "powers of two up to 1"),
     "dropout": (replace(FEW_QUERIES, dropout=True), "pack_gqa", 2, "powers of two up to 1"),
@@ -300,23 +301,23 @@ CANNOT = {
 }
 
 
-@pytest.mark.parametrize("name", CANNOT)
-def test_what_no_kernel_can_is_refused(name):
-    problem, asked, number, most = CANNOT[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_overrides_that_no_kernel_supports_are_refused(name):
+    problem, override, number, most = UNSUPPORTED[name]
     fitting = [row.id for row in k.explain(problem, "h100") if row.verdict != "refused"]
-    with k.only(**{asked: number}):
+    with k.only(**{override: number}):
         with pytest.raises(RuntimeError, match="no kernel for this call") as error:
             k.plan(problem, "h100")
         reasons = {row.id: row.reason for row in k.explain(problem, "h100")}
-    assert f"{asked} is {number}, and it takes {most} for this call" in str(error.value)
-    assert all(reasons[id].startswith(f"{asked} is {number}, ") for id in fitting)
+    assert f"{override} is {number}; it supports {most} for this call" in str(error.value)
+    assert all(reasons[id].startswith(f"{override} is {number}; ") for id in fitting)
 
 
-def test_older_gpus_have_neither():
+def test_older_gpus_support_no_overrides_above_1():
     with k.only(num_splits=1, pack_gqa=1):
         assert k.plan(FEW_QUERIES, "a100").kernel.arch == 80
     for given in ({"num_splits": 2}, {"pack_gqa": 2}):
-        with k.only(**given), pytest.raises(RuntimeError, match=r"is 2, and it takes .*up to 1"):
+        with k.only(**given), pytest.raises(RuntimeError, match=r"is 2; it supports .*up to 1"):
             k.plan(FEW_QUERIES, "a100")
 
 
@@ -337,7 +338,7 @@ def test_a_nested_limit_keeps_values_that_it_does_not_set():
 
 @pytest.mark.parametrize("name", ["num_splits", "pack_gqa"])
 @pytest.mark.parametrize("number", [0, -1, True, 2.0, "2", 2**31])
-def test_numbers_that_are_none(name, number):
+def test_overrides_that_are_no_counts(name, number):
     with pytest.raises(ValueError, match=f"{name} is {number!r}"), k.only(**{name: number}):
         pass
 
@@ -398,22 +399,25 @@ def test_bad_gpus():
         ("", "expected '{'"),
         ("{", "expected '\"'"),
         ('{"op": }', "expected a value"),
-        ('{"op": "fwd"} x', "something follows"),
-        ('{"op": "fwd"}\0x', "something follows"),
+        ('{"op": "fwd"} x', "expected the end after the object"),
+        ('{"op": "fwd"}\0x', "expected the end after the object"),
         ('{"batch": 0x10}', "expected a number"),
         ('{"softmax_scale": 1e300}', "softmax_scale is not finite"),
         ('{"heads": 0}', "heads_k is 0"),
-        ('{"op": "decode", "num_splits": 2, "split_size": 64}', "num_splits and split_size"),
-        ('{"op": "fw', "no end"),
+        (
+            '{"op": "decode", "num_splits": 2, "split_size": 64}',
+            "num_splits is 2 and split_size 64; give one of them",
+        ),
+        ('{"op": "fw', "a string is not closed"),
         ('{"op": "fwd",}', "expected '\"'"),
-        ('{"batch": 1, "batch": 2}', "batch is there twice"),
+        ('{"batch": 1, "batch": 2}', "batch is given twice"),
         ('{"op": 3}', "expected a string"),
-        ('{"op": "fwd", "batches": 3}', "no field is called batches"),
+        ('{"op": "fwd", "batches": 3}', "unknown field batches"),
         ('{"batch": "3"}', "expected a number"),
         ('{"batch": 1.5}', "expected an integer"),
         ('{"batch": 1e300}', "expected an integer"),
         ('{"heads_k": 0}', "heads_k is 0"),
-        ('{"heads": 3, "heads_k": 2}', "multiple"),
+        ('{"heads": 3, "heads_k": 2}', "heads is 3; expected a multiple of heads_k, 2"),
         ('{"varlen": 1}', "expected a bool"),
         ('{"dtype": "fp8"}', "dtype is fp8"),
         ('{"op": "x"}', "op is x"),

@@ -260,7 +260,7 @@ int main() {
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_what_is_compiled_is_what_is_listed(tmp_path):
-    """The rows come as CMake asks for them, of a Python that has neither torch nor flash_cute."""
+    """CMake gets the rows from a Python that has neither torch nor flash_cute."""
     script = ROOT / "flash_cute" / "lab" / "kernel_configs.py"
     run = subprocess.run(
         [sys.executable, "-I", "-S", script, "all"], capture_output=True, text=True, check=True

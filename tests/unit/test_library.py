@@ -88,9 +88,9 @@ def test_an_error_of_cpp_is_a_runtime_error():
 def test_an_error_of_cuda_code_is_a_runtime_error(cuda):
     q = torch.zeros(2, 8, 4, 32, device=cuda, dtype=torch.float16)
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="q and k differ in batch size"):
+        with pytest.raises(RuntimeError, match="batch sizes differ: q has 2, k 1"):
             torch.ops.flash_cute.fwd(q, q[:1], q)
-        with pytest.raises(RuntimeError, match="q and k differ in batch size"):
+        with pytest.raises(RuntimeError, match="batch sizes differ: q has 2, k 1"):
             torch.ops.flash_cute.bwd(q, q, q[:1], q, q, torch.zeros(2, 4, 8, device=cuda))
 
 

@@ -47,7 +47,7 @@ def test_a_call_runs_the_calibrated_kernel(cuda):
 
 
 def test_a_calibration_of_forward_does_not_apply_to_a_gathered_cache(cuda):
-    """Its keys are laid out anew for forward; results must not depend on the batch, buckets do."""
+    """Its keys are gathered for forward. Results must not depend on the batch, but buckets do."""
     q = torch.randn(1, 64, 8, 100, device=cuda, dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 900, 8, 100, device=cuda, dtype=torch.bfloat16)
     problem = Problem.of(q, k, v)

@@ -12,7 +12,7 @@ namespace flash_cute {
 template <QueryTiles Tiles>
 class BackwardWork {
  public:
-  int cut;  // index of the tile among the split tiles, or negative
+  int split_tile;  // index of the tile among the tiles that are split, or negative
   int split;
   KeyTile tile;
   SeqInfo seq;
@@ -21,7 +21,7 @@ class BackwardWork {
   uint32_t steps_until_end = 0;  // of the CTA, from its start to this tile's end (2-CTA backward)
   bool has_unfinished = false;  // the previous tile's dV, dK and last dQ are still to be stored
 
-  // `splits`: of a tile that is split.
+  // `splits`: how many splits a tile that is split has.
   FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number)
       : BackwardWork(p, splits, block_n, number, number - p.splits.whole_tiles) {}
 
@@ -37,16 +37,18 @@ class BackwardWork {
   }
 
  private:
-  // `behind`: the index of the work, counted from the first tile that is split.
-  FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number, int behind)
-      : cut(behind < 0 || !p.sums_of_splits ? -1 : splits.div(behind)),
-        split(cut < 0 ? 0 : behind - cut * splits.value),
-        tile(p.fwd, block_n, p.order.heads_together, p.order.late_first, cut < 0 ? number : p.splits.whole_tiles + cut),
+  // `index_from_first_split`: counts works from the first tile that is split.
+  FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number,
+                              int index_from_first_split)
+      : split_tile(index_from_first_split < 0 || !p.sums_of_splits ? -1 : splits.div(index_from_first_split)),
+        split(split_tile < 0 ? 0 : index_from_first_split - split_tile * splits.value),
+        tile(p.fwd, block_n, p.order.heads_together, p.order.late_first,
+             split_tile < 0 ? number : p.splits.whole_tiles + split_tile),
         seq(p.fwd, tile.batch) {
     queries = Tiles::of(p.fwd, seq, tile);
     heads = p.fwd.heads / p.fwd.heads_k;
     first_head = tile.head * heads;
-    if (cut >= 0) {
+    if (split_tile >= 0) {
       static_cast<TileRange&>(queries) = even_share(queries, split % p.splits.queries, p.splits.queries);
       heads /= p.splits.heads;
       first_head += split / p.splits.queries * heads;

@@ -54,7 +54,7 @@ struct CtaChunks {
   }
 
   // The chunks that the host has planned for a uniform batch.
-  FC_HOST_DEVICE static CtaChunks foreseen(const DecodeParams& p) {
+  FC_HOST_DEVICE static CtaChunks planned(const DecodeParams& p) {
     const UniformBatch& uniform = p.uniform;
     return {p.even_splits(), p.fwd.batch * uniform.per_sequence.value, uniform.chunk.value, uniform.full_ctas,
             uniform.tail_chunk.value};
@@ -137,14 +137,14 @@ class SplitIterator {
     const int work_tile = quotient(quantum_ - place_.first, quanta.per_tile, p.uniform.per_tile);
     const int first_quantum = place_.first + work_tile * quanta.per_tile, at = quantum_ - first_quantum;
     const int count = chunks_.even ? detail::at_most(quanta.per_tile - at, end_ - quantum_) : 1;
-    const int first = quanta.first_block + at * quanta.size, behind = quanta.first_block + quanta.blocks;
+    const int first = quanta.first_block + at * quanta.size, past = quanta.first_block + quanta.blocks;
     quantum_ += count;
     KvSplit split{.seq = seq,
                   .b = place_.b,
                   .head_k = head_,
                   .row = work_tile * kBlockM,
                   .first = first,
-                  .last = detail::at_most(first + count * quanta.size, behind),
+                  .last = detail::at_most(first + count * quanta.size, past),
                   .quanta = count,
                   .all = {false, quanta.per_tile, head_ * chunks_.per_head + first_quantum},
                   .index = at};
@@ -163,9 +163,9 @@ class SplitIterator {
     return chunks_.full_ctas + quotient(of_small, chunks_.tail, p.uniform.tail_chunk);
   }
 
-  // n / value, by multiplication where the host knew the value.
-  FC_HOST_DEVICE static int quotient(int n, int value, const FastDivmod& foreseen) {
-    return foreseen.value == value ? foreseen.div(n) : n / value;
+  // n / value, by multiplication if the host planned with this value.
+  FC_HOST_DEVICE static int quotient(int n, int value, const FastDivmod& planned) {
+    return planned.value == value ? planned.div(n) : n / value;
   }
 
   CtaChunks chunks_;

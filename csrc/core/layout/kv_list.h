@@ -17,7 +17,7 @@ struct ShownKeys {
   }
 };
 
-// The entries of a tile of queries, some of which see `keys`.
+// The list of a tile of queries, without the tiles that have none of `keys`.
 FC_HOST_DEVICE TileList key_list(const FwdProblem& p, const QueryTile& tile, RowSpan keys) {
   return {p.lists,
           tile.batch,
@@ -38,7 +38,10 @@ struct KvList : TileRange {
   int rows;       // quadrants of the queries
 
   FC_HOST_DEVICE KvList(const TileList& list, int end, RowSpan shown, int row, int rows)
-      : TileRange{0, end, 0, 0}, list(list), shown(shown), rows(TileCode::of_queries(row % kTileSide, rows)) {}
+      : TileRange{0, end, 0, 0},
+        list(list),
+        shown(shown),
+        rows(TileCode::quadrants_of_queries(row % kTileSide, rows)) {}
 
   FC_HOST_DEVICE static KvList of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
     const ShownKeys keys(seq, p.band, tile.row, rows);
@@ -56,7 +59,7 @@ struct KvList : TileRange {
     return shown.first <= key && key + kBlockN <= shown.last;
   }
   FC_HOST_DEVICE bool full(int n) const {
-    return in_band(n) && code(n).shows(rows & TileCode::of_keys(n % kParts * kBlockN, kBlockN));
+    return in_band(n) && code(n).shows(rows & TileCode::quadrants_of_keys(n % kParts * kBlockN, kBlockN));
   }
   FC_HOST_DEVICE int past_keys() const { return empty() ? 0 : first_key(end - 1) + kBlockN; }
   FC_HOST_DEVICE int step(int n) const { return first_key(n) - (n + 1 < end ? first_key(n + 1) : past_keys()); }

@@ -13,9 +13,9 @@ struct QueryList : TileRange {
   static_assert(kParts <= 2 && kBlockN == kTileSide && kTileSide % kBlockM == 0 && kBlockM % 64 == 0,
                 "parts of quadrants");
   TileList list;
-  RowSpan seeing;  // queries that the band shows all keys to
-  int last;          // first query of the last tile
-  const int* ranks;  // of the entries
+  RowSpan seeing_all;  // queries to which the band shows all the keys
+  int last_first_query;  // of the sequence's last tile
+  const int* ranks;  // of the entries: TileLists::ranks
 
   FC_HOST_DEVICE static QueryList of(const FwdProblem& p, const SeqInfo& seq, const KeyTile& keys) {
     const RowSpan queries = seeing_queries(seq, p.band, keys.row, kBlockN);
@@ -30,17 +30,17 @@ struct QueryList : TileRange {
                     ragged ? RowSpan{} : all,
                     detail::at_least(0, past - 1) / kBlockM * kBlockM,
                     p.lists.ranks == nullptr ? nullptr : p.lists.ranks + (list.entries - p.lists.ptr)};
-    if (tiles.end > 0 && tiles.part(tiles.end - 1) > tiles.last) --tiles.end;
+    if (tiles.end > 0 && tiles.part(tiles.end - 1) > tiles.last_first_query) --tiles.end;
     return tiles;
   }
 
   FC_HOST_DEVICE TileCode code(int n) const { return list.code(n / kParts); }
-  FC_HOST_DEVICE int first_query(int n) const { return detail::at_most(part(n), last); }
+  FC_HOST_DEVICE int first_query(int n) const { return detail::at_most(part(n), last_first_query); }
   FC_HOST_DEVICE int part(int n) const { return list.tile(n / kParts) * kTileSide + n % kParts * kBlockM; }
   FC_HOST_DEVICE bool full(int n) const {
     const int query = first_query(n);
-    return seeing.first <= query && query + kBlockM <= seeing.last &&
-           code(n).shows(TileCode::of_queries(n % kParts * kBlockM, kBlockM));
+    return seeing_all.first <= query && query + kBlockM <= seeing_all.last &&
+           code(n).shows(TileCode::quadrants_of_queries(n % kParts * kBlockM, kBlockM));
   }
   FC_HOST_DEVICE int index(int n) const { return first_query(n) / kBlockM; }
 
@@ -51,7 +51,7 @@ struct QueryList : TileRange {
   };
   FC_HOST_DEVICE Turn turn(int n) const { return {index(n), ranks[n / kParts]}; }
 
-  // It is not known, so sums of dQ start from zeros.
+  // Unknown without reading the lists, so sums of dQ start from zeros.
   FC_HOST_DEVICE static bool any_adds(const FwdProblem&, const SeqInfo&, const QueryTile&) { return false; }
 };
 static_assert(QueryTiles<QueryList<64, 128>>);

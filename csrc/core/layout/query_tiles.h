@@ -15,9 +15,9 @@ struct KeyTile {
   FC_HOST_DEVICE KeyTile(int index, int row, int head, int batch)
       : index(index), row(row), head(head), batch(batch), late_first(false) {}
 
-  // Early keys first: under a causal mask they see the most queries. With `late` the late ones first, except in the
-  // last heads, whose longest tiles would finish last. Tiles of `heads_together` heads alternate, as many as L2 holds
-  // the queries of.
+  // Early keys first: under a causal mask the most queries see them. With `late` the late ones first, except in the
+  // last heads, whose longest tiles would finish last. Tiles of `heads_together` heads, whose queries L2 holds,
+  // alternate.
   FC_HOST_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late, int number) {
     const int tiles = (p.seqlen_k + block_n - 1) / block_n;
     const int first_head = number / (tiles * heads_together) * heads_together;

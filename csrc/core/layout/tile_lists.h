@@ -13,11 +13,13 @@ struct TileCode {
   static constexpr int kQuadrants = 4, kWhole = 15;
   int value;
 
-  // The quadrants of some queries, or of some keys, of a tile: of one half, or of both.
-  FC_HOST_DEVICE static int of_queries(int first, int count) {
+  // The quadrants of `count` queries, or keys, of a tile from `first` on, which are one half of its queries or all.
+  FC_HOST_DEVICE static int quadrants_of_queries(int first, int count) {
     return count > 64 ? kWhole : first < 64 ? 0b0011 : 0b1100;
   }
-  FC_HOST_DEVICE static int of_keys(int first, int count) { return count > 64 ? kWhole : first < 64 ? 0b0101 : 0b1010; }
+  FC_HOST_DEVICE static int quadrants_of_keys(int first, int count) {
+    return count > 64 ? kWhole : first < 64 ? 0b0101 : 0b1010;
+  }
 
   FC_HOST_DEVICE bool has_mask() const { return value >> kQuadrants > 0; }
   FC_HOST_DEVICE bool shows(int quadrants) const { return (value & quadrants) == quadrants && !has_mask(); }
@@ -30,20 +32,21 @@ struct TileCode {
   }
 };
 
-// The entries of a list for tiles [first, past) of the sequence's `all` tiles.
+// The entries of a list for tiles [first, past) of a sequence of `sequence_tiles` tiles.
 struct TileList {
   const TileEntry* entries;
   int count;
-  int last_tile;  // of those that exist
+  int last_tile;  // no entry names a later tile
 
   TileList() = default;
-  FC_HOST_DEVICE TileList(const TileLists& lists, int batch, int head, int tile, int first, int past, int all)
+  FC_HOST_DEVICE TileList(const TileLists& lists, int batch, int head, int tile, int first, int past,
+                          int sequence_tiles)
       : last_tile(detail::at_least(0, past - 1)) {
-    const TileEntry* const list = lists.ptr + batch * lists.batch + head / lists.heads_together * lists.head +
+    const TileEntry* const list = lists.ptr + batch * lists.batch + head / lists.heads_per_list * lists.head +
                                   int64_t(detail::at_most(tile, lists.tiles - 1)) * (1 + lists.capacity);
     entries = list + 1;
     count = detail::at_least(0, detail::at_most(list->tile, lists.capacity));
-    if (past < all && count > 0 && entries[count - 1].tile >= past) count = before(past);
+    if (past < sequence_tiles && count > 0 && entries[count - 1].tile >= past) count = before(past);
     if (first > 0 && count > 0 && entries[0].tile < first) {
       const int hidden = before(first);
       entries += hidden;

@@ -24,9 +24,8 @@ struct Mma16816<DType::BF16> {
   using Atom = MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>;
 };
 
-// How warps share a dimension of a product's result: in pieces of 16, so that one ldmatrix fills a whole fragment, and
-// kPieces of them each. Pieces lie in pairs where their number is even: dropout's random numbers come for 32 x 32
-// scores.
+// How warps share a dimension of a product's result: kPieces pieces of 16 each, so that one ldmatrix fills a whole
+// fragment. Pieces come in pairs if their number is even: dropout draws random numbers for 32 x 32 scores at once.
 template <int kPieces, int kWarps>
 struct Share {
   static constexpr int kTogether = kPieces % 2 == 0 ? 2 : 1;
@@ -77,7 +76,7 @@ CUTE_DEVICE std::pair<uint32_t, uint32_t> lane_place() {
 }
 
 // One operand of a product, (kOuter,K) in pieces of 16 x 16, in a shared tile of SharedLayout<kRows, kCols>: its rows
-// are the outer dimension, which kWarps warps share, or K where it is kTransposed.
+// are the outer dimension, which kWarps warps share, or K if kTransposed.
 //
 // A lane reads every piece from one address, moved by constants: swizzling turns a step along the columns of an atom
 // into an XOR of the address bits that count 16-byte vectors.
@@ -114,8 +113,8 @@ struct SharedOperand {
   }
 };
 
-// acc += A B^T, with step k of A, (MMA,MMA_M), from a(k), which may do work that this step alone waits for. Pieces of B
-// are on their way to registers while the tensor cores work on the pieces before.
+// acc += A B^T. a(k) returns step k of A, (MMA,MMA_M), and may compute it: only this step waits. Pieces of B are loaded
+// to registers while the tensor cores work on earlier ones.
 template <class Mma, class Accumulator, class A, class B>
 CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const B& b) {
   constexpr int kAhead = 2, kSlots = kAhead + 1, kTotal = B::kSteps * B::kPieces;
@@ -141,7 +140,7 @@ CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const B& 
   }
 }
 
-// This thread's share of an accumulator (kRows,kCols), which kDown x kAcross warps share, on its way to a shared tile of
+// This thread's share of an accumulator (kRows,kCols) of kDown x kAcross warps, on its way to a shared tile of
 // SharedLayout<kRows, kCols>.
 template <class Element, int kRows, int kCols, int kDown, int kAcross>
 class SharedResult {
@@ -207,7 +206,7 @@ class SharedResult {
   static constexpr int kAtom = atom_columns(kCols, sizeof(Element));
   static constexpr int kRow = kAtom * kElement;  // bytes
 
-  uint32_t lane_bytes_;  // where this lane's share of the first piece is in the tile
+  uint32_t lane_bytes_;  // offset of this lane's share of the first piece in the tile
   uint32_t tile_bytes_;  // shared address of the tile, the same in all lanes
 };
 

@@ -71,8 +71,8 @@ struct TileThreads {
   static constexpr CUTE_HOST_DEVICE int distance(int i, int j) { return (i * kDown + j * kRows) * kAtom; }
 };
 
-// Elements that exist of a vector at (row, col), where rows of `span` do, and their first `cols` columns.
-CUTE_DEVICE int elements_there(int row, int col, RowSpan span, int cols) {
+// How many elements of the vector at (row, col) exist. Rows of `span` exist, and their first `cols` columns.
+CUTE_DEVICE int existing_elements(int row, int col, RowSpan span, int cols) {
   return span.first <= row && row < span.last ? min(max(cols - col, 0), kVector) : 0;
 }
 
@@ -87,7 +87,8 @@ CUTE_DEVICE void load_ragged(uint32_t to, const Element* from, int64_t stride, b
     CUTE_NO_UNROLL
     for (int j = 0; j < kCols / T::kAtom; ++j) {
       const uint32_t vector = to + T::distance(i, j) * int(sizeof(Element));
-      const int count = elements_there(row + T::row(thread) + i * T::kDown, T::col(thread) + j * T::kAtom, span, cols);
+      const int count =
+          existing_elements(row + T::row(thread) + i * T::kDown, T::col(thread) + j * T::kAtom, span, cols);
       if (vectors) {
         cp_async_16(vector, from + j * T::kAtom, count * int(sizeof(Element)));
       } else {
@@ -154,7 +155,7 @@ class TileCopy {
     for (int i = 0; i < kRows / T::kDown; ++i) {
       CUTE_UNROLL
       for (int j = 0; j < kCols / T::kAtom; ++j) {
-        const int count = elements_there(row + i * T::kDown, col + j * T::kAtom, span_, cols_);
+        const int count = existing_elements(row + i * T::kDown, col + j * T::kAtom, span_, cols_);
         cutlass::Array<Element, kVector> vector;
         auto* words = reinterpret_cast<uint32_t*>(&vector);
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -29,8 +29,8 @@ CUTE_DEVICE float rule_scale_log2(const ScoreMod& mod, bool biased) {
   return biased ? kLog2e : mod.rest_log2();
 }
 
-// The element-wise rule and ALiBi of one head. `at`: coordinates of scores (rows,columns) in a tile whose first query is
-// at key position `row` and whose first key is `col`. Shortcuts take registers.
+// The element-wise rule and ALiBi of one head. `at`: coordinates of scores (rows,columns) in a tile whose first query
+// is at key position `row` and whose first key is `col`. Shortcuts take registers.
 template <bool kShortcuts>
 class ForwardRules {
  public:

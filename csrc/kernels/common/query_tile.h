@@ -21,7 +21,7 @@ CUTE_DEVICE int64_t first_of(const RowStats& s, const QueryTile& tile, const Seq
   return tile.batch * s.batch + tile.head * s.head + seq.q.offset;
 }
 
-// Writes the natural-log LSE of each row, and the maximum where asked for.
+// Writes the natural-log LSE of each row, and the maximum if p.row_max is given.
 template <class Softmax, class Lse, class Coordinates>
 CUTE_DEVICE void store_row_stats(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, const Softmax& softmax,
                                  const Lse& lse, const Coordinates& at) {

@@ -60,8 +60,8 @@ struct Softcap {
 };
 
 // The element-wise rule of a call, for kernels: a product x of query and key becomes the score outer() * value(x *
-// inner()), without a rule x * softmax_scale. outer() is above 0; value is odd, and derivative(value(0)) is 1. What names
-// Softcap or SmallTanh here is softcap's: another rule needs its own (docs/architecture.md).
+// inner()), without a rule x * softmax_scale. outer() is above 0; value is odd, and derivative(value(0)) is 1. Softcap
+// and SmallTanh are softcap's: another rule needs its own (docs/architecture.md).
 class ScoreMod {
  public:
   CUTE_HOST_DEVICE explicit ScoreMod(const FwdProblem& p) : rule_(p.rules.element), scale_(p.softmax_scale) {}
@@ -73,7 +73,7 @@ class ScoreMod {
   CUTE_DEVICE float value_fp32(float x) const { return Softcap::value_fp32(x); }
   CUTE_DEVICE float derivative(float value) const { return Softcap::derivative(value); }
 
-  // Products become scores without the factor rest(); without a rule they change sign where the scale is negative. The
+  // Products become scores without the factor rest(); without a rule they change sign if the scale is negative. The
   // shortcut is for small scores, the usual case, and takes registers.
   template <bool kShortcuts, class Scores>
   CUTE_DEVICE void apply(Scores&& scores) const {

@@ -98,7 +98,7 @@ struct OnlineSoftmax {
   }
 
   // Whether scores of these magnitudes(), times at most `most`, need no rescale, as far as this thread knows. Then row
-  // maxima need not be computed, unless they are asked for.
+  // maxima need not be computed, unless they are a result of the call.
   CUTE_DEVICE bool fits_limit(const RowMaxima& magnitudes, float most) const {
     bool does = true;
     CUTE_UNROLL

@@ -16,7 +16,7 @@ CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeParams& p) {
   const int batch = p.fwd.batch, cta = static_cast<int>(blockIdx.x), lane = threadIdx.x % kLanes;
   const int number = p.heads_k.div(cta);  // among its head's CTAs
   if (p.uniform.known) [[likely]] {
-    const CtaChunks chunks = CtaChunks::foreseen(p);
+    const CtaChunks chunks = CtaChunks::planned(p);
     const int b = p.uniform.per_sequence.div(chunks.first_quantum(number));
     return SplitsOf<C>(p, chunks, cta, {b, b * p.uniform.per_sequence.value});
   }
@@ -31,15 +31,15 @@ CUTE_DEVICE SplitsOf<C> splits_of_cta(const DecodeParams& p) {
   }
   int up_to = own;
   CUTE_UNROLL
-  for (int apart = 1; apart < kLanes; apart *= 2) {
-    const int other = __shfl_up_sync(0xffffffff, up_to, apart);
-    if (lane >= apart) up_to += other;
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    const int other = __shfl_up_sync(0xffffffff, up_to, distance);
+    if (lane >= distance) up_to += other;
   }
   const int per_head = __shfl_sync(0xffffffff, up_to, kLanes - 1);
   const CtaChunks chunks = CtaChunks::of(p, per_head, __shfl_sync(0xffffffff, per_tile, 0));
-  const unsigned behind = __ballot_sync(0xffffffff, up_to > chunks.first_quantum(number));
-  if (behind == 0) return SplitsOf<C>(p, chunks, cta, {batch, per_head});
-  const int found = __ffs(behind) - 1;
+  const unsigned lanes_past_start = __ballot_sync(0xffffffff, up_to > chunks.first_quantum(number));
+  if (lanes_past_start == 0) return SplitsOf<C>(p, chunks, cta, {batch, per_head});
+  const int found = __ffs(lanes_past_start) - 1;
   return SplitsOf<C>(p, chunks, cta, {found * each, __shfl_sync(0xffffffff, up_to - own, found)});
 }
 

@@ -13,17 +13,17 @@ namespace flash_cute::hopper {
 struct TileCounter {
   unsigned* counter;  // 0 before and after the kernel
   int tiles;
-  int given;  // tiles that are taken by grid index: one per CTA, or none
+  int first_tiles;  // tiles that CTAs get by grid index: one per CTA, or none
   unsigned last;  // the counter's last value, after which an increment wraps it to 0 for the next launch
 
-  static TileCounter of(int64_t tiles, int64_t takers, bool in_order) {
-    const int64_t given = in_order ? 0 : takers;
+  static TileCounter of(int64_t tiles, int64_t workers, bool in_order) {
+    const int64_t first_tiles = in_order ? 0 : workers;
     // Each CTA fetches one number past the end.
-    return {nullptr, static_cast<int>(tiles), static_cast<int>(given),
-            static_cast<unsigned>(tiles - given + takers - 1)};
+    return {nullptr, static_cast<int>(tiles), static_cast<int>(first_tiles),
+            static_cast<unsigned>(tiles - first_tiles + workers - 1)};
   }
 
-  CUTE_DEVICE int fetch() const { return given + static_cast<int>(atomicInc(counter, last)); }
+  CUTE_DEVICE int fetch() const { return first_tiles + static_cast<int>(atomicInc(counter, last)); }
 };
 
 // Heads run in sets whose K and V fit into L2 together. In a set late rows come first (longest processing time first):

@@ -84,8 +84,8 @@ CUTE_DEVICE void arrive() {
   __syncthreads();
 }
 
-// One operand of a product in a shared block, (kOuter,K) in pieces of 16 x 16: the block's rows are the outer dimension,
-// of which this warp has kRows, or K where it is kTransposed.
+// One operand of a product in a shared block, (kOuter,K) in pieces of 16 x 16: the block's rows are the outer
+// dimension, of which this warp has kRows, or K if kTransposed.
 //
 // A lane reads every piece from one address: rows add a constant, columns XOR one, swizzled or not.
 template <Side kSide, bool kTransposed, class Element_, int kRows, int kCols, bool kSwizzled>
@@ -109,7 +109,7 @@ struct BlockOperand {
   }
 };
 
-// Rounds a warp's rows of outputs (MMA,MMA_M,MMA_N) and writes them, by way of the shared memory of its rows of Q, which
+// Rounds a warp's rows of outputs (MMA,MMA_M,MMA_N) and writes them, through the shared memory of its rows of Q, which
 // no other warp reads.
 template <class Element, int kCols, bool kSwizzled, class Accumulator>
 CUTE_DEVICE void store_rows(const Accumulator& acc, Element* block, const TensorView& m, int batch, int head,

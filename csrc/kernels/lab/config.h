@@ -21,7 +21,7 @@ struct FlashForwardKernelConfig {
   int K_mma_load_K_tiles;
   int V_mma_load_K_tiles;
   bool mma_double_buffer_loads;  // the next steps are loaded while products of the current ones run
-  bool optimized_softmax;  // one FFMA and one exp2 a score, outputs rescaled only where a maximum rose far
+  bool optimized_softmax;  // one FFMA and one exp2 a score, outputs are rescaled only if a maximum rose far
 
   constexpr int threads() const { return 32 * n_warps; }
   // CTAs per SM that registers must leave room for; 0: the compiler chooses. It chooses three for plain kernels, too,

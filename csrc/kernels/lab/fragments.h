@@ -1,4 +1,4 @@
-// Operands of products in registers: how many steps of them are there at a time, and when the next ones are loaded.
+// Operands of products in registers: how many steps of an operand are loaded at once, and when the next ones are.
 #pragma once
 
 #include <cute/atom/mma_atom.hpp>
@@ -7,8 +7,8 @@
 
 namespace flash_cute::lab {
 
-// Operand A, Q: groups of kTiles steps, read again for every product; with kTiles 0 all steps, read once. As every
-// product of a step needs all of it, the next group has registers of its own where it is loaded ahead.
+// Operand A, Q: groups of kTiles steps, read again for every product; with kTiles 0 all steps, read once. With kAhead
+// the next group is loaded during a group's products, into registers of its own: each product needs all of a step.
 template <class Operand, int kTiles, bool kAhead>
 class FragmentsA {
   static constexpr bool kStays = kTiles == 0;
@@ -51,8 +51,8 @@ class FragmentsA {
       Shape<Shape<_2, _2, _2>, Int<Operand::kPieces>, Int<kSlots>>{})) registers_;  // (MMA,MMA_M,slot)
 };
 
-// Operand B, K or V: groups of kTiles steps, or with 0 all at once. Loaded ahead, a piece of the next group takes the
-// place of a piece as soon as that one's products are issued.
+// Operand B, K or V: groups of kTiles steps, with kTiles 0 all at once. With kAhead a piece of the next group replaces
+// a piece as soon as the products of that piece are issued.
 template <class Operand, int kTiles, bool kAhead>
 class FragmentsB {
   static constexpr int kGroup = kTiles == 0 ? Operand::kSteps : kTiles;
@@ -93,7 +93,7 @@ class FragmentsB {
       Shape<Shape<_2, _2>, _2, Int<kPieces>, Int<kGroup>>{})) registers_;  // (MMA,n-tile of a piece,piece,slot)
 };
 
-// Operand A where `step(k)` makes step k, (MMA,MMA_M), of what is in registers already: P.
+// Operand A, P: `step(k)` computes step k, (MMA,MMA_M), from registers.
 template <class Step>
 struct ComputedA {
   Step step;

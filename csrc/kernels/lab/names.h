@@ -1,4 +1,4 @@
-// The laboratory's kernels of this build: none in a build for the CPU alone.
+// The laboratory's kernels of this build: none in a CPU-only build.
 #pragma once
 
 #include <string>

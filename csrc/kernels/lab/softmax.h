@@ -19,7 +19,8 @@ struct PlainSoftmax {
     }
   }
 
-  // Turns a new block of scores (rows,columns) into weights. Sums and outputs (rows,dims) become relative to the new maxima.
+  // Turns a new block of scores (rows,columns) into weights. Sums and outputs (rows,dims) become relative to the new
+  // maxima.
   template <class Scores, class Output>
   CUTE_DEVICE void exponentiate(Scores&& scores, Output&& output) {
     CUTE_UNROLL

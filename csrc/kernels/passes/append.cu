@@ -21,7 +21,7 @@ struct Movers {
   int64_t rows;
   int heads, pairs;
   unsigned bits_of_head, bits_of_row;  // of a thread's number
-  int end = 0;  // CTA behind the last one
+  int end = 0;  // CTA past the last one
 
   static Movers of(int64_t rows, int heads, int head_dim, int width) {
     auto bits = [](int n) { return static_cast<unsigned>(std::bit_width(static_cast<unsigned>(n) - 1)); };

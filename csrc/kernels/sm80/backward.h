@@ -1,11 +1,11 @@
 // Attention backward for sm_80 and later: one CTA owns a tile of keys of one kv head, and walks over the query tiles of
-// every query head that reads it. dK and dV therefore stay in registers from start to end, without atomics also for
+// every query head that reads it. dK and dV therefore stay in registers from start to end, without atomics even for
 // grouped queries; dQ is summed over CTAs in fp32 global memory. Scores are computed transposed, keys by queries.
 //
-// Two ways to share the work among warps, see whole_keys(). Where a warp has 32 keys whole, P and dS are
-// already in the registers that the products for dV and dK take them from. For wide heads the accumulators of 32 keys
-// are too many registers for one warp: there all products are cut in two dimensions, and P and dS pass through shared
-// memory, which costs less than the operands that 16 keys a warp would have to read twice as often.
+// Warps share the work in one of two ways, see whole_keys(). If a warp has all columns of 32 keys, P and dS are already
+// in the registers that the products for dV and dK read. For wide heads the accumulators of 32 keys are too many
+// registers for one warp: then warps split products in two dimensions, and P and dS pass through shared memory. That
+// costs less than 16 keys a warp, with which operands are read twice as often.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -70,7 +70,7 @@ struct BackwardTraits {
     alignas(128) Element v[C.block_n * C.head_dim_v];  // dV on the way out
     alignas(128) Element q[C.stages][C.block_m * C.head_dim];
     alignas(128) Element dout[C.stages][C.block_m * C.head_dim_v];
-    alignas(128) Element scores[kWholeKeys ? 1 : 2][C.block_n * C.block_m];  // dS^T, and P^T behind it
+    alignas(128) Element scores[kWholeKeys ? 1 : 2][C.block_n * C.block_m];  // dS^T, then P^T
     alignas(16) float lse_log2[C.stages][C.block_m];
     alignas(16) float row_dot[C.stages][C.block_m];
   };

@@ -1,5 +1,5 @@
-// Matrix products of backward: as gemm_registers(), but with A in shared memory too where it is not in registers, over
-// some of the steps, and further ahead of the tensor cores.
+// Matrix products of backward. Unlike gemm_registers(), A is in registers or in shared memory, a product may have only
+// the first steps, and operands are loaded up to two steps ahead of the tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ namespace flash_cute::sm80 {
 
 using namespace ampere;
 
-// A SharedOperand whose address is in two registers: the lane's offset, and the tile's address, which all lanes share and which moves with
-// the stage. Backward has ten operands and no register to spare; uniform registers are free.
+// A SharedOperand whose address is in two registers: the lane's offset, and the tile's address, which all lanes share
+// and which moves with the stage. Backward has ten operands and no register to spare; uniform registers are free.
 template <Side kSide, bool kTransposed, class Element_, int kRows, int kCols, int kWarps>
 struct StagedOperand {
   using Element = Element_;
@@ -23,8 +23,8 @@ struct StagedOperand {
   using Piece = std::conditional_t<kSide == Side::A, Shape<Shape<_2, _2, _2>, Int<kPieces>>,
                                    Shape<Shape<_2, _2>, Int<2 * kPieces>>>;  // (MMA,MMA_M) or (MMA,MMA_N)
 
-  uint32_t lane_bytes;  // where this lane's vector of the first piece is in the tile
-  uint32_t tile_bytes;  // shared address of the tile, the same in all lanes, and so kept apart
+  uint32_t lane_bytes;  // offset of this lane's vector of the first piece in the tile
+  uint32_t tile_bytes;  // shared address of the tile: uniform, so it needs no register of the lanes
 
   CUTE_DEVICE StagedOperand(const Element* tile, uint32_t warp) : tile_bytes(cast_smem_ptr_to_uint(tile)) {
     const auto [row, col] = lane_place<kSide, kTransposed>();
@@ -36,15 +36,15 @@ struct StagedOperand {
     }
   }
 
-  // The same operand in a tile that lies `bytes` further.
+  // The same operand in the tile `bytes` after this one.
   CUTE_DEVICE StagedOperand at(int bytes) const {
     StagedOperand moved = *this;
     moved.tile_bytes += bytes;
     return moved;
   }
 
-  // The same operand with step `first` as its step 0, for as many steps as the largest power of two that divides it,
-  // along columns inside the first atom only.
+  // The same operand from step `first` on, for as many steps as the largest power of two that divides `first`. If K
+  // runs along columns, these steps must be inside of the first atom.
   CUTE_DEVICE StagedOperand from(uint32_t first) const {
     StagedOperand moved = *this;
     if constexpr (kTransposed) {
@@ -86,8 +86,8 @@ constexpr bool kInRegisters = false;
 template <class Fragment>
 constexpr bool kInRegisters<RegisterOperand<Fragment>> = true;
 
-// acc += A B^T over the first steps, one in kShare of all. While the tensor cores work on one step, one or two others
-// are on their way: as many as kRoom registers hold.
+// acc += A B^T over the first 1 / kShare of the steps. While the tensor cores work on one step, the next one or two are
+// loaded: as many as kRoom registers hold.
 template <int kRoom, int kShare = 1, class Mma, class Accumulator, class A, class B>
 CUTE_DEVICE void product(const Mma& mma, Accumulator& acc, const A& a, const B& b) {
   constexpr int kSteps = B::kSteps / kShare;

@@ -1,4 +1,4 @@
-// Decode with even splits of all keys: its cost, and how work is cut.
+// Decode with even splits of all keys: its cost, and its chunks of work.
 #include <algorithm>
 #include <stdexcept>
 
@@ -15,22 +15,22 @@ bool fit_at_once(const KernelConfig& config, const Device& gpu) {
   return config.ctas * (smem_bytes(config) + kKept) <= gpu.smem_optin + kKept;
 }
 
-// Work tiles per SM from which on two resident CTAs beat one. Overlap pays for short sequences and unknown lengths.
-// With much bandwidth one CTA suffices for long sequences, as tail CTAs balance the load.
+// With so many work tiles per SM or more, two resident CTAs beat one: overlap pays for short sequences and unknown
+// lengths. On GPUs with high bandwidth one CTA suffices for long sequences, since tail CTAs balance the load.
 double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   const Card::Decode& card = kCard.decode;
   if (int64_t(p.fwd.seqlen_k) * config.head_dim <= card.short_numbers) return card.overlap_short;
   if (!p.is_uniform()) return card.overlap_unknown;
-  const bool few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= card.many_heads;
-  return few_ctas || gpu.memory_gb_s < card.much_gb_s * gpu.sms ? card.overlap_long : card.overlap_long_much;
+  const bool has_few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= card.many_heads;
+  return has_few_ctas || gpu.memory_gb_s < card.high_gb_s * gpu.sms ? card.overlap_long : card.overlap_long_high_gb_s;
 }
 
-// Takes a share off large chunks for tail CTAs with small chunks: SMs that finish early take these.
+// Moves a share of large chunks to tail CTAs with small chunks, which start on SMs that finish early.
 void add_tail_ctas(DecodeParams& p, int per_head) {
   const Card::Decode& card = kCard.decode;
   const int chunk = detail::ceil_div(per_head, p.ctas_per_head);
   if (chunk < card.large_chunk) return;
-  const int rest = chunk - chunk / card.taken_off, left = per_head - p.ctas_per_head * rest;
+  const int rest = chunk - chunk / card.tail_share, left = per_head - p.ctas_per_head * rest;
   const int tail_ctas = detail::ceil_div(left, chunk / card.tail_parts);
   p.uniform.chunk = FastDivmod(rest);
   p.uniform.tail_chunk = FastDivmod(detail::ceil_div(left, tail_ctas));
@@ -91,7 +91,8 @@ void Sm80Family::plan_decode(DecodeParams& p, const KernelConfig& config, const 
     splits = (blocks + size - 1) / size;
   }
   if (!even && work_tiles * splits >= kMostParts) {
-    throw std::runtime_error("flash_cute: keys are cut into 2^30 splits or more");
+    throw std::runtime_error(
+        "flash_cute: num_splits or split_size make 2^30 splits or more; give fewer or larger ones");
   }
   if (even) p.quantum_blocks += static_cast<int>(work_tiles * blocks / kMostParts);
   if (p.is_uniform()) plan_uniform(p, config);

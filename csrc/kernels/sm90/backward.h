@@ -1,9 +1,9 @@
-// Attention backward for Hopper. A persistent CTA takes one tile of keys of a kv head after the other, and walks over
-// the query tiles of every query head that reads it. Two threads load by TMA, two store; two warpgroups compute 64 keys
-// each by wgmma. dK and dV stay in registers, without atomics also for GQA; dQ is summed in fp32 global memory.
+// Attention backward for Hopper. A persistent CTA processes tiles of keys of a kv head, for each one the query tiles of
+// all query heads that read it. Two threads load by TMA, two store; two warpgroups compute 64 keys each by wgmma. dK
+// and dV are summed in registers, without atomics even for GQA; dQ is summed in fp32 in global memory.
 // Scores are computed transposed, keys by queries: P and dS are then already the register operands of dV and dK, and
-// only dS passes through shared memory, for dQ. Where key tiles are too few for the SMs, the walk of a tile is split
-// (BackwardWork), and backward_combine sums the splits.
+// only dS passes through shared memory, for dQ. If key tiles are too few for the SMs, the query tiles of a key tile are
+// split (BackwardWork), and backward_combine sums the splits.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
   extern __shared__ __align__(1024) char smem[];
   auto& storage = *reinterpret_cast<typename T::Storage*>(smem);
   if (threadIdx.x == 0) {
-    storage.pipeline_work.init(C.warps + 3);  // and the threads that load dO or store
+    storage.pipeline_work.init(C.warps + 3);  // read by the MMA warps and the threads that load dO or store
     storage.pipeline_k.init(C.warps);
     storage.pipeline_v.init(C.warps);
     storage.pipeline_q.init(C.warps);
@@ -72,9 +72,9 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
-  const int64_t cut_tiles = p.sums_of_splits ? key_tiles - p.splits.whole_tiles : 0;
-  const int64_t tiles = key_tiles + cut_tiles * (p.splits.count() - 1);
-  const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
+  const int64_t split_tiles = p.sums_of_splits ? key_tiles - p.splits.whole_tiles : 0;
+  const int64_t tiles = key_tiles + split_tiles * (p.splits.count() - 1);
+  const int64_t workers = std::min<int64_t>(tiles, p.resident), ctas = workers * C.cluster;  // CTAs or clusters
   if (std::max(query_tiles, tiles + ctas) > kMaxCtas) return cudaErrorInvalidConfiguration;
   BackwardParams params;
   params.p = p;
@@ -89,20 +89,20 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, f.k, f.head_dim, C.block_n, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
-  if (!p.fp32_gradients) {  // which threads write themselves
+  if (!p.fp32_gradients) {  // threads write these without TMA
     if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, C.block_m, C.head_dim)) return e;
     if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;
     if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   }
   params.splits = FastDivmod(p.splits.count());
-  params.tile_counter = TileCounter::of(tiles, takers, uses_semaphore(p.dq_accumulate));
+  params.tile_counter = TileCounter::of(tiles, workers, uses_semaphore(p.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   if (cudaError_t e = launch_kernel<backward_preprocess<C, dq_columns(C)>>(query_tiles, 32 * C.warps, 0, stream, p,
                                                                            !uses_semaphore(p.dq_accumulate)))
     return e;
   if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, threads(C), smem_bytes(C)}, stream, params)) return e;
-  if (cut_tiles > 0) {
-    const int64_t atoms = cut_tiles * (C.block_n * C.cluster / kSlabRows) * (kAtomsOfDk<C> + kAtomsOfDv<C>);
+  if (split_tiles > 0) {
+    const int64_t atoms = split_tiles * (C.block_n * C.cluster / kSlabRows) * (kAtomsOfDk<C> + kAtomsOfDv<C>);
     if (cudaError_t e = launch_with_pdl<backward_combine<C>>({atoms, 128, 0}, stream, params)) return e;
   }
   return launch_with_pdl<backward_postprocess<C>>({query_tiles, kPostprocessThreads<C>, 0}, stream, params);

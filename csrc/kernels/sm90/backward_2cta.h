@@ -54,7 +54,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
         QueryLoader<C, false> load(params, storage);
         for_each_work(storage, [&](const WorkOf<C>& work, uint32_t tile) {
           load_keys<C>(params, storage, work, {tile});
-          // After this wait LSE of all queries is written, and dQ is zeroed where it starts from zeros.
+          // After this wait LSE of all queries is written, and dQ is zeroed if it starts from zeros.
           wait_on_dependent_grids();
           load(work);
         });

@@ -239,7 +239,7 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
     const float of_values = C.rich() ? p.fwd.rules.keep_scale : 1.f;
     const float of_keys = p.fwd.softmax_scale * (C.rich() ? p.fwd.rules.gradient_scale() : 1.f);
     scale(gradient, kValues ? of_values : of_keys);
-    if (done().cut >= 0) {
+    if (done().split_tile >= 0) {
       store_split<C, kValues>(p, gradient, done(), thread());
     } else {
       Element* const out = pick<kValues>(storage.k, storage.v);

@@ -190,7 +190,7 @@ CUTE_DEVICE const WorkOf<C>* next_work(const BackwardParams& params, typename Tw
     new (&work) WorkOf<C>(params.p, params.splits, C.block_n * C.cluster, number);
     return work.tile.row < work.seq.k.length;
   };
-  if (at.count > 0 || params.tile_counter.given == 0) fetch_tile<C>(params, storage);
+  if (at.count > 0 || params.tile_counter.first_tiles == 0) fetch_tile<C>(params, storage);
   while (number < params.tile_counter.tiles && !exists()) fetch_tile<C>(params, storage);
   const bool ends = number >= params.tile_counter.tiles;
   work.tile.row = ends ? -1 : work.tile.row + int(block_rank_in_cluster()) * C.block_n;

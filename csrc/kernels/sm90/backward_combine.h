@@ -14,7 +14,8 @@ constexpr int kAtomsOfDv = C.head_dim_v / atom_columns(C.head_dim_v, element_byt
 
 // One atom of columns of dK or dV of 64 keys; splits are added in a fixed order.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile& tile, const SeqSpan& span, int atom) {
+CUTE_DEVICE void add_splits(const BackwardParams& params, int split_tile, const KeyTile& tile, const SeqSpan& span,
+                            int atom) {
   using Element = ElementOf<C.dtype>;
   constexpr int kCols = atom_columns(kValues ? C.head_dim_v : C.head_dim, sizeof(Element));
   // The accumulator layout of any warpgroup whose products have keys as rows.
@@ -32,7 +33,7 @@ CUTE_DEVICE void add_splits(const BackwardParams& params, int cut, const KeyTile
     for (int split = 0; split < kAtOnce; ++split) {
       const bool exists = first + split < p.splits.count();
       const float* const sums =
-          split_sums<C, kValues>(p, cut, tile, span, tile.row, first + split) + atom * kSlabRows * kCols;
+          split_sums<C, kValues>(p, split_tile, tile, span, tile.row, first + split) + atom * kSlabRows * kCols;
       CUTE_UNROLL
       for (int i = 0; i < size(sum); ++i) more[split][i] = exists ? sums[i * 128 + threadIdx.x] : 0.f;
     }
@@ -62,19 +63,21 @@ template <KernelConfig C>
 __global__ void __launch_bounds__(128) backward_combine(const __grid_constant__ BackwardParams params) {
   constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>, kRows = C.block_n * C.cluster, kSlabs = kRows / kSlabRows;
   const FwdProblem& f = params.p.fwd;
-  const int cut = blockIdx.x / (kSlabs * kAtoms);
-  KeyTile tile(f, kRows, params.p.order.heads_together, params.p.order.late_first, params.p.splits.whole_tiles + cut);
+  const int split_tile = blockIdx.x / (kSlabs * kAtoms);
+  KeyTile tile(f, kRows, params.p.order.heads_together, params.p.order.late_first,
+               params.p.splits.whole_tiles + split_tile);
   tile.row += blockIdx.x / kAtoms % kSlabs * kSlabRows;
   const SeqSpan span = SeqInfo(f, tile.batch).k;
   // After this wait all splits have stored their sums.
   wait_on_dependent_grids();
-  launch_dependent_grids();  // not earlier: the next kernel waits for this one only, and reads what the previous one wrote
+  // Not earlier: the next kernel waits for this one only, and reads what the previous one wrote.
+  launch_dependent_grids();
   if (tile.row >= span.length) return;
   const int atom = blockIdx.x % kAtoms;
   if (atom < kAtomsOfDk<C>) {
-    add_splits<C, false>(params, cut, tile, span, atom);
+    add_splits<C, false>(params, split_tile, tile, span, atom);
   } else {
-    add_splits<C, true>(params, cut, tile, span, atom - kAtomsOfDk<C>);
+    add_splits<C, true>(params, split_tile, tile, span, atom - kAtomsOfDk<C>);
   }
 }
 

@@ -46,7 +46,7 @@ template <KernelConfig C, bool kValues, class Gradient>
 CUTE_DEVICE void store_split(const BwdParams& p, const Gradient& gradient, const WorkOf<C>& work, int thread) {
   const int row = work.tile.row + thread / 128 * kSlabRows;
   if (row >= work.seq.k.length) return;
-  float* const sums = split_sums<C, kValues>(p, work.cut, work.tile, work.seq.k, row, work.split) + thread % 128;
+  float* const sums = split_sums<C, kValues>(p, work.split_tile, work.tile, work.seq.k, row, work.split) + thread % 128;
   // Scalar stores: vectors need aligned registers, and 256 dims would spill.
   CUTE_UNROLL
   for (int i = 0; i < size(gradient); ++i) sums[i * 128] = gradient(i);
@@ -138,7 +138,7 @@ struct GradientSender {
   template <class Keys, class Values>
   CUTE_DEVICE void send_gradients(uint32_t tile, uint32_t steps, Keys& tKrdK, Values& tVrdV) const {
     scale_gradients(tKrdK, tVrdV);
-    if (const WorkOf<C>& work = storage.work[tile % 2]; work.cut >= 0) {
+    if (const WorkOf<C>& work = storage.work[tile % 2]; work.split_tile >= 0) {
       store_split<C, false>(p, tKrdK, work, thread);
       store_split<C, true>(p, tVrdV, work, thread);
       storage.pipeline_work.consumer_release({tile});
@@ -326,7 +326,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     const WorkOf<C>& work = storage.work[tile % 2];
     const bool ends = work.tile.row < 0, is_empty = ends || work.queries.empty();
     const bool overlaps_epilogue =
-        kOverlapsEpilogue && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].cut < 0;
+        kOverlapsEpilogue && work.has_unfinished && !is_empty && storage.work[(tile - 1) % 2].split_tile < 0;
     if (work.has_unfinished && !overlaps_epilogue) finish();
     if (ends) return;
     if (is_empty) {  // no query sees these keys

@@ -50,37 +50,37 @@ DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& of_plan, DqAccumulate order,
                    const Device& gpu) {
   const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
-  const int start_together = std::max(1, gpu.sms / 16 * 16);  // tiles: one an SM, but a number that divides well
+  const int start_together = std::max(1, gpu.sms / 16 * 16);  // tiles: one per SM, rounded to a multiple of 16
   const FwdProblem& f = p.fwd;
   if (f.seqlen_k == 0 || f.heads == 0) return {};  // no tiles
-  const bool in_turns = order == DqAccumulate::Serialized;
+  const bool serialized = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
   const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
   const int together = std::max(1, start_together / config.cluster);
 
-  // Queries and dQ of the alternating heads should stay in L2: as many heads as the tiles that start together have.
-  // Serialized: twice as many if that is not too much, so that half of a head's tiles run at once and wait for fewer.
+  // Queries and dQ of the alternating heads should stay in L2, so only the heads of the tiles that start together
+  // alternate. Serialized: twice as many if L2 allows, so that half of a head's tiles run at once and wait for fewer.
   const int of_one_set = std::max(1, together / splits.count() / tiles);
-  const bool halves = in_turns && tiles * splits.count() <= together &&
-                      2 * of_one_set * config.head_dim < kCard.backward.alternating_columns * config.cluster;
-  const int sets = halves ? 2 : 1;
+  const bool two_sets = serialized && tiles * splits.count() <= together &&
+                        2 * of_one_set * config.head_dim < kCard.backward.alternating_columns * config.cluster;
+  const int sets = two_sets ? 2 : 1;
   int heads = sets * of_one_set;
   const bool masked = hides_early_keys(f) || hides_late_keys(f);
-  if (in_turns && !masked) {
+  if (serialized && !masked) {
     const int64_t of_head = bytes_of_query(f) * std::max(1, f.seqlen_q);
     heads = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
   }
 
-  const int hidden = f.seqlen_k - 1 - f.band.left;  // keys, from the last query
-  const bool inside = in_turns ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
-  // Bytes of queries in use at once, if each of the tiles that start together is at other queries.
+  const int hidden = f.seqlen_k - 1 - f.band.left;  // keys that the last query does not see
+  const bool inside = serialized ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
+  // Bytes of queries in use at once, if the tiles that start together are all at different queries.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
   return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
           .heads_together = heads,
           .late_first = uses_semaphore(order) && !f.lists.on() && one_head && tiles * splits.queries <= start_together,
           .heads_inside = inside,
-          .down_and_up = inside && !f.lists.on() && (!in_turns || (hides_late_keys(f) && in_use >= 2 * cached))};
+          .down_and_up = inside && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {

@@ -8,11 +8,11 @@
 
 namespace flash_cute::sm90 {
 
-// 1 where key tiles keep the GPU busy, else of all tiles or of the last wave's. Splits cost a combine pass and workspace.
-// Heads are split before queries. Packed lengths count as their mean.
+// The cheapest splits of key tiles: none if the tiles keep the GPU busy, else of all tiles or of the last wave's.
+// Splits cost a combine pass and workspace. Heads are split before queries. Packed lengths count as their mean.
 QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
-// Zeros cost a pass at memory speed. FirstStores saves it where queries see few keys; with many keys all tiles would go
+// Zeros cost a pass at memory speed. FirstStores saves it if queries see few keys; with many keys all tiles would go
 // at the first one's pace (sooner so with GQA under a mask, and in windows). The L2 throttle excludes semaphores: both
 // use BwdWorkspace::dq_semaphores.
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle);

@@ -75,7 +75,7 @@ class Loader {
     }
     at_keys_.advance();
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
-    // After this wait LSE and row sums of all queries are written, and dQ is zeroed where it starts from zeros.
+    // After this wait LSE and row sums of all queries are written, and dQ is zeroed if it starts from zeros.
     wait_on_dependent_grids();
     auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
     for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
@@ -153,7 +153,8 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
     wait_on_dependent_grids();
     return tile_counter.fetch();
   };
-  for (int number = tile_counter.given > 0 ? int(blockIdx.x) : take(); number < tile_counter.tiles; number = take()) {
+  for (int number = tile_counter.first_tiles > 0 ? int(blockIdx.x) : take(); number < tile_counter.tiles;
+       number = take()) {
     storage.pipeline_work.producer_acquire(at);
     auto& work = *new (&storage.work[at.stage()]) WorkOf<C>(params.p, params.splits, C.block_n, number);
     if (work.tile.row >= work.seq.k.length) continue;
@@ -237,7 +238,7 @@ class Sender {
       : params_(params), storage_(storage), number_(number) {}
 
   CUTE_DEVICE void operator()(const WorkOf<C>& work) {
-    const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.cut < 0;
+    const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.split_tile < 0;
     QueryStep step = work.first_step();
     auto add = [&] {
       if (!waits || at_.stage() == number_) add_sums(work, step);

@@ -38,11 +38,11 @@ using WorkOf = BackwardWork<QueryTilesOf<C>>;
 // Partial sums of dK or dV over one split, of the 64 keys of a warpgroup from `row` of the sequence on: one accumulator
 // register of all threads after the other.
 template <KernelConfig C, bool kValues>
-CUTE_DEVICE float* split_sums(const BwdParams& p, int cut, const KeyTile& tile, const SeqSpan& keys, int row,
+CUTE_DEVICE float* split_sums(const BwdParams& p, int split_tile, const KeyTile& tile, const SeqSpan& keys, int row,
                               int split) {
   constexpr int kRows = C.block_n * C.cluster;
   const int64_t first = PaddedRows{kSlabRows}.first_row(keys.offset, tile.batch);
-  const int64_t slab = p.fwd.dense_keys() ? (int64_t(cut) * kRows + row - tile.index * kRows) / kSlabRows
+  const int64_t slab = p.fwd.dense_keys() ? (int64_t(split_tile) * kRows + row - tile.index * kRows) / kSlabRows
                                           : tile.head * p.slabs_of_head + (first + row) / kSlabRows;
   return p.split_sums + (slab * p.splits.count() + split) * kSlabRows * (C.head_dim + C.head_dim_v) +
          (kValues ? kSlabRows * C.head_dim : 0);

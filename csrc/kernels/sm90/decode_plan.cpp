@@ -22,7 +22,7 @@ int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Devic
 
 // Whether clusters beat even splits: all clusters must run at once, and a CTA has few blocks, or nearly all SMs have a
 // CTA. With lengths on the device some CTAs may get all the work, but even splits take longer to schedule; a single
-// sequence is never behind others.
+// sequence never waits for others.
 static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
   const Card::Decode& card = kCard.decode;
   const FwdProblem& f = p.fwd;

@@ -87,7 +87,7 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   params.page_size = FastDivmod(std::max(1, p.pages.size));
   params.page_rows = p.pages.together(C.block_n);
   params.cap = SoftmaxCap::of(p);
-  const int64_t takers = std::min<int64_t>(tiles, p.resident), ctas = takers * C.cluster;  // CTAs or clusters
+  const int64_t workers = std::min<int64_t>(tiles, p.resident), ctas = workers * C.cluster;  // CTAs or clusters
   if (tiles + ctas > kMaxCtas) return cudaErrorInvalidConfiguration;  // numbers that fetch() may return
   if (tiles == 0) return cudaSuccess;
   const int64_t total_q = p.dense() ? -1 : p.total_q, total_k = p.dense_keys() ? -1 : p.total_k;
@@ -108,7 +108,7 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
-  params.tile_counter = TileCounter::of(tiles, takers, false);
+  params.tile_counter = TileCounter::of(tiles, workers, false);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   return launch_kernel<forward<C>>(ctas, threads(C), smem_bytes(C), stream, params);
 }

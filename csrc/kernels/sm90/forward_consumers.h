@@ -144,7 +144,7 @@ struct WarpRows {
   const typename T::Work& work;
   const QueryTile& tile;  // of the warp's head
   const ForwardRules<true> rules;
-  const int stand;  // key position of the tile's first query
+  const int first_query_pos;  // key position of the tile's first query
   Softmax softmax;
   typename Softmax::Total totals[2];
 
@@ -153,11 +153,11 @@ struct WarpRows {
         work(work),
         tile(tile),
         rules(params.p, tile.batch, tile.head),
-        stand(tile.row + work.seq.shift()),
+        first_query_pos(tile.row + work.seq.shift()),
         softmax(rules.scale_log2()) {}
 
-  // Online-softmax step: raw scores (rows,columns) of tile n become weights. Returns whether earlier sums were rescaled;
-  // then O is to be multiplied by `factors`. `at`: coordinates of scores.
+  // Online-softmax step: raw scores (rows,columns) of tile n become weights. Returns whether earlier sums were
+  // rescaled; then O is to be multiplied by `factors`. `at`: coordinates of scores.
   template <bool kMasked, class Scores, class Coordinates, class Factors>
   CUTE_DEVICE bool step(Scores scores, const Coordinates& at, const KvTiles auto& tiles, int n, Factors& factors) {
     const int key = tiles.first_key(n);
@@ -168,10 +168,10 @@ struct WarpRows {
         const auto magnitudes = Softmax::magnitudes(scores);
         const bool suits = cap.suits(magnitudes);
         const bool fits = __all_sync(~0u, suits & softmax.fits_limit(magnitudes, cap.most_weight));
-        if (fits || __all_sync(~0u, suits)) return capped_step(scores, cap, fits, factors);
+        if (fits || __all_sync(~0u, suits)) return small_softcap_step(scores, cap, fits, factors);
       }
     }
-    if constexpr (C.rich()) rules.apply(scores, at, stand, key);
+    if constexpr (C.rich()) rules.apply(scores, at, first_query_pos, key);
     if constexpr (kMasked && C.walks_lists()) {
       if (!tiles.in_band(n)) BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
       hide_unlisted(tiles, params.p.lists, n, 0, scores, at);
@@ -202,7 +202,7 @@ struct WarpRows {
  private:
   // A step of small scores, whose softcap is part of the softmax's scale. `fits`: no row needs a new reference.
   template <class Scores, class Factors>
-  CUTE_DEVICE bool capped_step(Scores& scores, const SoftmaxCap& cap, bool fits, Factors& factors) {
+  CUTE_DEVICE bool small_softcap_step(Scores& scores, const SoftmaxCap& cap, bool fits, Factors& factors) {
     constexpr int kAll = decltype(size<1>(scores))::value;  // all exponentials before the wait hide its latency
     auto begin_exponentials = [&]() __attribute__((always_inline)) {
       softmax.begin_exponentials(scores, kAll, cap.weight);

@@ -26,7 +26,7 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
     return seeing.end - seeing.begin;
   });
   auto time_of = [&](const QuerySplits& splits) {
-    auto time_with = [&](double steps) { return card.around_us + step * (group / splits.heads) * steps; };
+    auto time_with = [&](double steps) { return card.prologue_epilogue_us + step * (group / splits.heads) * steps; };
     auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
                        time_with(queries.mean / splits.queries)};
@@ -35,7 +35,7 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
   };
   QuerySplits best;
   double least = card.worthwhile * time_of(best);
-  auto cut = [&](int whole_tiles, const auto& time_of_splits) {
+  auto try_splits = [&](int whole_tiles, const auto& time_of_splits) {
     for (int count = 2; count <= kMaxSplits; ++count) {
       const int of_heads = std::gcd(count, group);
       const QuerySplits splits{of_heads, count / of_heads, whole_tiles};
@@ -45,16 +45,17 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
       least = time;
     }
   };
-  cut(0, time_of);
+  try_splits(0, time_of);
   // Equally long tiles leave SMs idle in the last wave: its tiles alone may be split.
   const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch,
                 resident_ctas = std::max(1, sms / config.cluster);
   const int64_t last = all % resident_ctas;
   if (all < resident_ctas || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
   if (best.count() == 1) least = card.worthwhile_last * time_of(best);
-  cut(static_cast<int>(all - last), [&](const QuerySplits& splits) {
-    const double whole = card.around_us + step * group * queries.longest;
-    const double split = card.around_us + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
+  try_splits(static_cast<int>(all - last), [&](const QuerySplits& splits) {
+    const double whole = card.prologue_epilogue_us + step * group * queries.longest;
+    const double split =
+        card.prologue_epilogue_us + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
     const double numbers = double(last) * splits.count() * rows * (config.head_dim + config.head_dim_v);
     return double(all / resident_ctas) * whole + ceil_to(double(last) * splits.count() / resident_ctas, 1) * split +
            card.kernel_us + card.number_us * numbers;

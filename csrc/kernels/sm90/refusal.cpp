@@ -56,7 +56,7 @@ void Sm90Family::refuse(Refusal& refusal, const KernelConfig& config, const FwdP
   // Dropout bits are generated for tiles counted from the first visible key. A bounded left window may start anywhere
   // inside the 32 keys that share a Philox call.
   const bool keys_shifted = problem.band.left < problem.seqlen_k - 1;
-  // TMA loads contiguous rows in whole swizzle atoms; pages must cut tiles so.
+  // TMA loads contiguous rows in whole swizzle atoms; pages must hold whole ones.
   const bool reads_pages = config.cluster == 1 && !keys_shifted && problem.pages.together(config.block_n) % 8 == 0;
   refusal.tensor_map = !addressable(problem, {problem.q, problem.out}, {problem.k, problem.v});
   refusal.empty_columns = has_empty_columns(config, problem);
@@ -68,7 +68,8 @@ void Sm90Family::refuse(Refusal& refusal, const KernelConfig& config, const BwdP
   refusal.tensor_map = !addressable(problem);
   refusal.empty_columns = has_empty_columns(config, problem.fwd);
   refusal.dropout = problem.fwd.rules.rng != nullptr && !has_dropout(config);
-  // Ranks count the tiles of keys that a window hides before the others, too: their turns would never come.
+  // Ranks also count tiles of keys that a window on the left hides. No CTA processes these, so later tiles would wait
+  // forever.
   const bool turns_known = problem.fwd.lists.ranks != nullptr && problem.fwd.band.left >= problem.fwd.seqlen_k - 1;
   refusal.lists = problem.fwd.lists.on() && problem.deterministic && !turns_known;
 }

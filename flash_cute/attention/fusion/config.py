@@ -38,10 +38,10 @@ STEPS = {
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How the steps of a call run: by ``own`` kernels or torch's ops; with ``save_memory`` backward
-    recomputes the activation."""
+    """How the steps of a call run: by this library's kernels or torch's ops; with ``save_memory``
+    backward recomputes the activation."""
 
-    own: bool
+    own_kernels: bool
     save_memory: bool
 
 

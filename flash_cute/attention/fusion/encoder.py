@@ -186,7 +186,9 @@ class FusedEncoderLayer(FusedBlock):
             plain = plain and is_plain(activation, type(activation))
         if not self.fusion.fuses("ffn") or not plain:
             return second(self.dropout(activation(first(x))))
-        hidden = steps.Hidden(first.weight, first.bias, second.weight, second.bias, activation)
+        hidden = steps.FeedForwardWeights(
+            first.weight, first.bias, second.weight, second.bias, activation
+        )
         return steps.feed_forward(x, hidden, _p(self.dropout), seed, self.step_options)
 
 

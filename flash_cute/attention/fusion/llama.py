@@ -134,7 +134,7 @@ class FusedLlamaBlock(FusedBlock):
         qkv = qkv.unflatten(-1, (heads + 2 * heads_k, dim))
         if position is None:
             q, k, v = qkv.split((heads, heads_k, heads_k), dim=2)
-        elif self.step_options.own and kernels_for(qkv) is not None:
+        elif self.step_options.own_kernels and kernels_for(qkv) is not None:
             q, k, v = Rotate.apply(qkv, *position, heads, heads_k)
         else:
             qk, v = qkv.split((heads + heads_k, heads_k), dim=2)

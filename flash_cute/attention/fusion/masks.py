@@ -17,14 +17,14 @@ from flash_cute import _torch_internals as internals
 
 @dataclass(frozen=True)
 class Visible:
-    """What queries see.
+    """The keys that queries see.
 
     Args:
         causal: query i sees keys up to i.
         bias: (batch or 1, heads or 1, seqlen, seqlen), added to scores, -inf hides; None adds none.
         order: int64 (batch, seqlen): the keys of each sequence, those that take part first; None if
             all do. With an order ``bias`` is None and ``causal`` False.
-        lengths: int32 (batch,): how many take part.
+        lengths: int32 (batch,): how many keys of each sequence take part.
         mask, padding: as they were given.
     """
 
@@ -53,14 +53,14 @@ def read(
         dtype: of the scores' bias.
 
     Raises:
-        TypeError, ValueError: a mask's dtype or shape is another.
+        TypeError, ValueError: a mask has a dtype or shape that is not listed above.
     """
     known = None if torch.compiler.is_compiling() else _read.get()
     if known is None:
-        return _as_read(mask, padding, is_causal, shape, dtype)
+        return _visible_by(mask, padding, is_causal, shape, dtype)
     key = (id(mask), id(padding), is_causal, shape, dtype)
     if key not in known:
-        known[key] = _as_read(mask, padding, is_causal, shape, dtype)
+        known[key] = _visible_by(mask, padding, is_causal, shape, dtype)
     return known[key]
 
 
@@ -77,7 +77,7 @@ def read_once() -> Iterator[None]:
 _read: ContextVar[dict[Any, Visible] | None] = ContextVar("masks that were read", default=None)
 
 
-def _as_read(
+def _visible_by(
     mask: Tensor | None,
     padding: Tensor | None,
     is_causal: bool,
@@ -102,10 +102,10 @@ def _as_read(
         given = mask if given is None else given
     bias = None
     if mask is not None:
-        bias = _added(mask, dtype)
+        bias = _additive(mask, dtype)
         bias = bias.view(batch, heads, seqlen, seqlen) if mask.dim() == 3 else bias[None, None]
     if padding is not None:
-        of_keys = _added(padding, dtype)[:, None, None, :]
+        of_keys = _additive(padding, dtype)[:, None, None, :]
         bias = of_keys.expand(batch, 1, seqlen, seqlen) if bias is None else bias + of_keys
     return Visible(bias=bias, mask=given, padding=padding)
 
@@ -150,7 +150,7 @@ def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

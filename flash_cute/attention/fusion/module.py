@@ -169,8 +169,8 @@ class UnifiedAttentionFusion(nn.Module):
     def _fused(
         self, module: nn.Module, name: str, done: dict[int, nn.Module], unless: str = ""
     ) -> nn.Module:
-        """The fused form of a block, or the module with its children fused; ``unless`` is a text
-        about methods that may bypass a fused block."""
+        """The fused form of a block, or the module with its children fused. ``unless`` is added to
+        the report of fused blocks: it names methods of their parents that may not call them."""
         with fixed_settings():
             fused, text = _try_fuse(module, self.config)
         if text is not None:
@@ -195,7 +195,7 @@ class UnifiedAttentionFusion(nn.Module):
         return torch.autocast(next(self.parameters()).device.type, enabled=False)
 
     def _cast(self, values: Any) -> Any:
-        """Casts ordinary floats to the dtype of the first parameter with such a dtype."""
+        """Casts fp16 to fp64 tensors to the dtype of the first parameter with one of these."""
         dtype = next((p.dtype for p in self.parameters() if p.dtype in _FLOATS), None)
 
         def cast(x: Tensor) -> Tensor:

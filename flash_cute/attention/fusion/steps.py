@@ -62,7 +62,7 @@ def add_norm(
     keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
     """(sum, norm(sum)) of sum = x + dropout(y); without ``keep_sum`` the first may be None."""
-    if step.own and norm.weight.numel() <= MAX_WIDTH and kernels_for(x) is not None:
+    if step.own_kernels and norm.weight.numel() <= MAX_WIDTH and kernels_for(x) is not None:
         options = (norm.eps, norm.rms, p, keep_sum)
         return AddNorm.apply(x, y, norm.weight, norm.bias, options, seed if p else None)
     total = x + F.dropout(y, p)
@@ -80,7 +80,7 @@ def linear_add_norm(
     keep_sum: bool,
 ) -> tuple[Tensor, Tensor]:
     """:func:`add_norm` of x and linear(a), by one kernel if that supports it."""
-    if step.own and x.dim() == 3 and x.is_cuda and kernels_for(x) is not None:
+    if step.own_kernels and x.dim() == 3 and x.is_cuda and kernels_for(x) is not None:
         arguments = under_autocast(a, linear.weight, linear.bias)
         if linear_kernels().takes(x, *arguments[:2]):
             options = (norm.eps, norm.rms, p, keep_sum, torch.is_grad_enabled())
@@ -94,13 +94,13 @@ def linear_add_norm(
 
 def add(x: Tensor, y: Tensor, p: float, seed: Tensor | None, step: StepOptions) -> Tensor:
     """x + dropout(y)."""
-    if p and step.own and kernels_for(x) is not None:
+    if p and step.own_kernels and kernels_for(x) is not None:
         return Activate.apply(y, x, "identity", p, seed)
     return x + F.dropout(y, p)
 
 
 @dataclass(frozen=True)
-class Hidden:
+class FeedForwardWeights:
     """The weights of a feed-forward step."""
 
     w1: Tensor
@@ -111,13 +111,13 @@ class Hidden:
 
 
 def feed_forward(
-    x: Tensor, hidden: Hidden, p: float, seed: Tensor | None, step: StepOptions
+    x: Tensor, weights: FeedForwardWeights, p: float, seed: Tensor | None, step: StepOptions
 ) -> Tensor:
     """linear(dropout(activation(linear(x))))."""
-    name = activation_name(hidden.activation)
-    w1, b1, w2, b2 = hidden.w1, hidden.b1, hidden.w2, hidden.b2
-    if not step.own or name is None or kernels_for(x) is None:
-        return F.linear(F.dropout(hidden.activation(F.linear(x, w1, b1)), p), w2, b2)
+    name = activation_name(weights.activation)
+    w1, b1, w2, b2 = weights.w1, weights.b1, weights.w2, weights.b2
+    if not step.own_kernels or name is None or kernels_for(x) is None:
+        return F.linear(F.dropout(weights.activation(F.linear(x, w1, b1)), p), w2, b2)
     seed = seed if p else None
     if step.save_memory:
         x, w1, b1, w2, b2 = under_autocast(x, w1, b1, w2, b2)
@@ -126,10 +126,10 @@ def feed_forward(
 
 
 def gated(x: Tensor, first: Sequence[Any], last: Any, activation: Any, step: StepOptions) -> Tensor:
-    """last(activation(g) * u) of the products (g, u) of two linears."""
+    """last(activation(g) * u), where g and u are the results of the two linears ``first``."""
     both, _ = products(x, first)
     name = activation_name(activation)
-    if not step.own or name is None or kernels_for(both) is None:
+    if not step.own_kernels or name is None or kernels_for(both) is None:
         g, u = both.chunk(2, dim=-1)
         return last(activation(g) * u)
     if step.save_memory and is_plain(last, *LINEARS):

@@ -47,7 +47,7 @@ def _shapes(call: FwdKvcacheCall) -> int:
         if batch < 0:
             raise ValueError("cu_seqlens_q is empty; it holds batch + 1 offsets")
     if isinstance(lengths, (int, torch.SymInt)):
-        _length_of_all(lengths)
+        _check_common_length(lengths)
         lengths = None
     for name, x in (
         ("cache_seqlens", lengths),
@@ -70,7 +70,7 @@ def _shapes(call: FwdKvcacheCall) -> int:
     if lengths is not call.cache_seqlens:
         blocks = 1 if block_table is None else block_table.shape[1]
         new = 0 if k is None or call.cu_seqlens_k_new is not None else k.shape[1]
-        _fits(call.cache_seqlens, new, k_cache.shape[1] * blocks)
+        _check_capacity(call.cache_seqlens, new, k_cache.shape[1] * blocks)
     _rotary(q, k, call.rotary_cos, call.rotary_sin, call.rotary_seqlens)
     _splits(call.num_splits, call.split_size)
     return batch
@@ -132,7 +132,7 @@ def partials(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None
         raise TypeError(f"the result's dtype is {dtype}; supported: {validate.listed(supported)}")
 
 
-def _length_of_all(cache_seqlens: int) -> None:
+def _check_common_length(cache_seqlens: int) -> None:
     if isinstance(cache_seqlens, bool):
         raise TypeError("cache_seqlens is bool; expected an int, or an int32 torch.Tensor")
     if not (validate.allowed(cache_seqlens >= 0) and validate.allowed(cache_seqlens < 2**31)):
@@ -141,7 +141,7 @@ def _length_of_all(cache_seqlens: int) -> None:
         )
 
 
-def _fits(cache_seqlens: Any, new: int, capacity: int) -> None:
+def _check_capacity(cache_seqlens: Any, new: int, capacity: int) -> None:
     if not validate.allowed(cache_seqlens + new <= capacity):
         if any(map(internals.is_symbolic, (cache_seqlens, new, capacity))):
             raise ValueError(

@@ -41,7 +41,7 @@ def arguments(call: Any) -> None:
     is_backward = hasattr(call, "softmax_lse")
     lists(call, batch, of_keys=is_backward)
     if is_backward:
-        of_forward(q, call.v, call.out, call.softmax_lse, call.dout, call.dlse)
+        forward_results(q, call.v, call.out, call.softmax_lse, call.dout, call.dlse)
 
 
 def lists(call: Any, batch: int, of_keys: bool) -> None:
@@ -94,10 +94,10 @@ def _indices(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
 
 
-def of_forward(
+def forward_results(
     q: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> None:
-    """Checks forward's results and their gradients, as inputs of backward; its fake does, too."""
+    """Checks forward's results and their gradients, which are inputs of backward."""
     *lead, rows, heads, _ = q.shape
     shape = (*lead, rows, heads, v.shape[-1])
     _like("dout", dout, shape, q.dtype, q.device)
@@ -134,7 +134,7 @@ def outputs(
     results = dict(zip(names, compute(exact._replace(**optional)), strict=True))
     for name in there.keys() | {"dsink"} & results.keys():  # dsink goes with sink
         output(name, there.get(name), results[name])
-    apart(there, call._asdict())
+    check_no_aliasing(there, call._asdict())
     return results
 
 
@@ -190,7 +190,7 @@ def check_not_expanded(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has elements that share memory, by its strides {x.stride()}")
 
 
-def apart(outputs: Mapping[str, Tensor | None], given: Mapping[str, Any]) -> None:
+def check_no_aliasing(outputs: Mapping[str, Tensor | None], given: Mapping[str, Any]) -> None:
     """Refuses a tensor given to an out overload that starts at the address of another tensor."""
     if all(x is None for x in outputs.values()):
         return
@@ -202,6 +202,9 @@ def apart(outputs: Mapping[str, Tensor | None], given: Mapping[str, Any]) -> Non
         other = name if place is None else names.setdefault(place, name)
         if other != name:
             raise ValueError(f"{name} shares memory with {other}; give each its own")
+
+
+apart = check_no_aliasing  # the name in flash_cute/functional
 
 
 def address(x: Tensor | None) -> int | None:

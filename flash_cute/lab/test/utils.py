@@ -66,9 +66,10 @@ def generate_qkvo(
 class ErrorStatistics:
     """The error of an output against the fp64 reference.
 
-    ``of_bound`` is the largest error as a share of what rounding P and the output allows an
-    element, u |o| + 2u P|V|, u being the dtype's rounding unit (2^-11 for fp16, 2^-8 for bf16); in
-    fp16 weights below 2^-24 of a row's largest may be lost, too. NaN anywhere makes it infinite.
+    ``of_bound`` is the largest ratio of an element's error to its bound, u |o| + 2u P|V|: the
+    rounding of P and of the output, with the dtype's rounding unit u (2^-11 for fp16, 2^-8 for
+    bf16). In fp16 weights below 2^-24 of a row's largest may be lost, too. NaN anywhere makes it
+    infinite.
     """
 
     max_abs: float

@@ -94,7 +94,7 @@ def mode_reaches_all(find: Findings, module: nn.Module) -> None:
 
 def live_tensors() -> tuple[int, int]:
     """Tensors that Python still holds after a collection, and their bytes."""
-    for _ in range(5):  # what finalizers let go takes another round
+    for _ in range(5):  # finalizers may free more, which the next round collects
         if not gc.collect():
             break
     alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]

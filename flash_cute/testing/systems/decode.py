@@ -43,8 +43,8 @@ class Case:
     num_splits: int = 0
     rolls_back: bool = False  # between calls entries lose some of their last tokens
     return_lse: bool = True
-    argument: str = ""
-    value: str = ""
+    argument: str = ""  # to be refused; then only this argument is tried,
+    value: str = ""  # with this value of contract.BAD
 
 
 def draw(pick: random.Random) -> Case:
@@ -136,8 +136,8 @@ def check(case: Case, device: str) -> Findings:
         try:
             result = cp_decode(q, cp=cp, cache_seqlens=used, **given, **options)
         except ValueError as error:
-            cuts = case.block and case.capacity % case.block
-            find.that(bool(cuts) and "block" in str(error), f"step {number}: {str(error)[:200]}")
+            is_uneven = bool(case.block and case.capacity % case.block)
+            find.that(is_uneven and "block" in str(error), f"step {number}: {str(error)[:200]}")
             find.notes.append(str(error))
             return find
         out, lse = result if case.return_lse else (result, None)
@@ -190,10 +190,10 @@ def _compare(
     slopes = options.get("alibi_slopes")
     sink = options.get("sink")
     for b in range(case.batch):
-        of = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        slopes_b = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
         true, true_lse = oracle.attention(
             q[b].double(), keys[b].double(), values[b].double(), scale=case.scale or None,
-            window=window, softcap=case.softcap, slopes=of,
+            window=window, softcap=case.softcap, slopes=slopes_b,
             sink=None if sink is None else sink.double(),
         )  # fmt: skip
         unit = UNITS[case.dtype] if sink is None else max(UNITS[case.dtype], 1e-6)

@@ -76,8 +76,8 @@ def attention(
 
 
 def rounded_to(x: Tensor, mantissa: int, least_exponent: int, largest: float) -> Tensor:
-    """x (fp32) rounded to nearest even with so many bits of mantissa behind the first, subnormals
-    below 2^least_exponent, and clamped to the largest."""
+    """x (fp32) rounded to nearest even with so many explicit bits of mantissa, with subnormals
+    below 2^least_exponent, and clamped to ``largest``."""
     wide = x.double()
     _, exponent = torch.frexp(wide)
     exponent = (exponent - 1).clamp(min=least_exponent)
@@ -90,7 +90,7 @@ LARGEST = {name: numbers[2] for name, numbers in _FP8.items()}
 
 
 def fp8(x: Tensor, name: str) -> Tensor:
-    """x (fp32) as that fp8 format holds it, in fp64."""
+    """x (fp32) rounded to an fp8 format, in fp64."""
     return rounded_to(x, *_FP8[name])
 
 
@@ -132,7 +132,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x times the normal distribution's function."""
+    """x times the cumulative distribution function of the standard normal distribution."""
     if approximate == "tanh":
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))

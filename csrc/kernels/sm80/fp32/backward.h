@@ -1,7 +1,6 @@
-// Attention backward of fp32 inputs for sm_80 and later, in two kernels of one pattern. A CTA owns a tile of rows and
-// meets the tiles of rows on the other side: where it owns keys of one kv head, it sums up dK and dV over the queries
-// of all its query heads; where it owns queries, it sums up dQ over the keys. Both compute scores and their gradients
-// anew. Every sum has one order, so that all gradients are deterministic.
+// Attention backward of fp32 inputs for sm_80 and later: two kernels of one template. A CTA owns a tile of keys of one
+// kv head and sums dK and dV over the queries of all its query heads, or it owns a tile of queries and sums dQ over the
+// keys. Both recompute scores and their gradients. Every sum has one order, so all gradients are deterministic.
 #pragma once
 
 #include "core/workspace.h"
@@ -18,8 +17,8 @@ namespace flash_cute::sm80::fp32 {
 
 enum class Owner { Queries, Keys };
 
-// The tile has block_n rows, those that it meets block_m. A warp has 16 of its rows; where there are more warps than
-// that takes, they share the columns of the sums, and each computes the scores.
+// The tile has block_n rows, the tiles of the other side block_m. A warp has 16 of its rows; if there are more warps
+// than 16-row parts, they share the columns of the sums, and each computes the scores.
 template <KernelConfig C, Owner kOwner>
 struct BackwardTraits {
   static constexpr bool kKeys = kOwner == Owner::Keys;

@@ -1,6 +1,6 @@
-// Matrix products of fp32 tiles on tensor cores, which take TF32: fp32 with 10 bits of mantissa. With DType::TF32
-// operands are rounded to that. With DType::TF32x3 each one is a sum of two such numbers, high + low, and a product is
-// three: the fourth, low * low, is less than fp32 can tell.
+// Matrix products of fp32 tiles on tensor cores, whose operands are TF32: fp32 with 10 bits of mantissa. With
+// DType::TF32 operands are rounded to it. With DType::TF32x3 each operand is a sum of two TF32 numbers, high + low, and
+// a product takes three: the fourth, low * low, is below fp32's precision.
 #pragma once
 
 #include <cute/atom/mma_atom.hpp>
@@ -21,14 +21,14 @@ CUTE_DEVICE auto make_accumulator() {
   return make_tensor<float>(Shape<Shape<_2, _2>, Int<kPieces>, Int<kCols / 8>>{});  // (MMA,MMA_M,MMA_N)
 }
 
-// The TF32 number that is nearest; of the largest numbers the one below, as they would become infinite. Infinities and
-// NaN stay what they are.
+// The nearest TF32 number. The largest numbers, which would become infinite, are rounded down. Infinities and NaN stay
+// what they are.
 CUTE_DEVICE uint32_t nearest_tf32(float x) {
   const uint32_t bits = __float_as_uint(x);
   return (bits + ((bits & 0x7fffffff) < 0x7f7ff000 ? 0x1000 : 0)) & 0xffffe000;
 }
 
-// kCount registers of an operand. `low` is empty where one product is enough.
+// kCount registers of an operand. `low` is empty if one product is enough.
 template <DType kMode, int kCount>
 struct Rounded {
   static constexpr bool kTwo = kMode == DType::TF32x3;
@@ -140,8 +140,8 @@ CUTE_DEVICE auto as_operand_a(const Accumulator& acc) {
   };
 }
 
-// acc += A B^T. Tensor cores round sums towards zero, which adds up over many of them: with TF32x3 they sum up a few
-// steps alone, apart from the small products with a low factor, and acc is summed outside.
+// acc += A B^T. Tensor cores round sums towards zero, and these errors add up. With TF32x3 they therefore sum only a
+// few steps, the small products with a low factor separately; acc is summed outside of them.
 template <DType kMode, class Accumulator, class A, class B>
 CUTE_DEVICE void gemm(Accumulator& acc, const A& a, const B& b) {
   constexpr bool kThree = kMode == DType::TF32x3;

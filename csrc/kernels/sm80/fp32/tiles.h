@@ -36,7 +36,7 @@ struct HeadRows {
         vectors(m.vectors) {}
 };
 
-// 4 bytes from global to shared memory; zero where not `valid`.
+// 4 bytes from global to shared memory; zero if not `valid`.
 CUTE_DEVICE void cp_async_4(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");

@@ -1,4 +1,4 @@
-#include "core/asked.h"
+#include "core/plan_request.h"
 
 #include <algorithm>
 #include <cmath>
@@ -10,12 +10,14 @@
 namespace flash_cute {
 namespace {
 
-constexpr int64_t kMost = Band::kUnbounded - 1;  // the limit of sizes, as for calls
-constexpr int kSomewhere = 0;                    // the target of pointers that only must not be null
-constexpr int64_t kSomeState = 0;
-constexpr float kSomeSlope = 0.f;
-constexpr TileEntry kSomeEntry{};
-float some_result;
+constexpr int64_t kMostSize = Band::kUnbounded - 1;  // as for calls
+
+// Targets of pointers: a plan depends on whether a pointer is null, never on what it points to.
+constexpr int kPlaceholderIndex = 0;
+constexpr int64_t kPlaceholderState = 0;
+constexpr float kPlaceholderSlope = 0.f;
+constexpr TileEntry kPlaceholderEntry{};
+float placeholder_result;
 
 DType dtype_named(const std::string& given) {
   for (const DType dtype : {DType::FP16, DType::BF16, DType::TF32, DType::TF32x3}) {
@@ -51,7 +53,7 @@ TensorView contiguous(int64_t rows, int heads, int dim, bool dense, bool aligned
 
 FwdProblem read_problem(JsonFields& in) {
   auto size = [&](const char* name, int64_t otherwise, int64_t least = 0) {
-    return static_cast<int>(in.integer(name, otherwise, least, kMost));
+    return static_cast<int>(in.integer(name, otherwise, least, kMostSize));
   };
   auto window = [&](const char* name) {
     const int64_t bound = in.integer(name, -1, -1, INT64_MAX / 2);
@@ -62,7 +64,10 @@ FwdProblem read_problem(JsonFields& in) {
   p.batch = size("batch", 1);
   p.heads = size("heads", 1);
   p.heads_k = size("heads_k", p.heads, 1);
-  if (p.heads % p.heads_k != 0) throw std::invalid_argument("flash_cute: heads must be a multiple of heads_k");
+  if (p.heads % p.heads_k != 0) {
+    throw std::invalid_argument("flash_cute: heads is " + std::to_string(p.heads) +
+                                "; expected a multiple of heads_k, " + std::to_string(p.heads_k));
+  }
   p.head_dim = size("head_dim", 128, 1);
   p.head_dim_v = size("head_dim_v", p.head_dim, 1);
   p.seqlen_q = size("seqlen_q", 1);
@@ -71,15 +76,16 @@ FwdProblem read_problem(JsonFields& in) {
   p.total_k = in.integer("total_k", int64_t(p.batch) * p.seqlen_k, 0, INT64_MAX / 2);
   p.band = {window("window_size_left"), window("window_size_right")};
   p.softmax_scale = static_cast<float>(in.number("softmax_scale", 1));
-  if (!std::isfinite(p.softmax_scale)) throw std::invalid_argument("flash_cute: softmax_scale is not finite in fp32");
+  if (!std::isfinite(p.softmax_scale))
+    throw std::invalid_argument("flash_cute: softmax_scale is not finite in fp32; give a smaller one");
   p.rules.element = ElementRule::named([&](const char* name) { return in.flag(name); });
-  if (in.flag("alibi")) p.rules.alibi = &kSomeSlope;
+  if (in.flag("alibi")) p.rules.alibi = &kPlaceholderSlope;
   if (in.flag("dropout")) {
-    p.rules.rng = &kSomeState;
+    p.rules.rng = &kPlaceholderState;
     p.rules.keep_scale = 2.f;
   }
-  if (in.flag("lists")) p.lists = {.ptr = &kSomeEntry, .ranks = &kSomewhere};
-  if (in.flag("varlen")) p.varlen.cu_q = p.varlen.cu_k = &kSomewhere;
+  if (in.flag("lists")) p.lists = {.ptr = &kPlaceholderEntry, .ranks = &kPlaceholderIndex};
+  if (in.flag("varlen")) p.varlen.cu_q = p.varlen.cu_k = &kPlaceholderIndex;
   const bool aligned = !in.flag("unaligned");
   p.q = contiguous(p.seqlen_q, p.heads, p.head_dim, p.dense(), aligned);
   p.out = contiguous(p.seqlen_q, p.heads, p.head_dim_v, p.dense(), aligned);
@@ -96,66 +102,68 @@ void give_pages_strides(FwdProblem& p, int rows) {
 
 // The cache of whole sequences that cache_batch_idx selects from.
 Pages pages_of_sequences(const FwdProblem& p) {
-  return {.ids = &kSomewhere, .batch = 1, .count = p.batch, .size = p.seqlen_k};
+  return {.ids = &kPlaceholderIndex, .batch = 1, .count = p.batch, .size = p.seqlen_k};
 }
 
 }  // namespace
 
-Asked read(const std::string& problem) {
+PlanRequest read_plan_request(const std::string& problem) {
   JsonFields in(problem);
-  Asked asked;
-  asked.op = op_named(in.text("op", "fwd"));
-  asked.gpu = read_gpu(in);
-  asked.built_only = in.flag("built_only");
+  PlanRequest request;
+  request.op = op_named(in.text("op", "fwd"));
+  request.gpu = read_gpu(in);
+  request.built_only = in.flag("built_only");
   auto size = [&](const char* name, int64_t otherwise) {
-    return static_cast<int>(in.integer(name, otherwise, 0, kMost));
+    return static_cast<int>(in.integer(name, otherwise, 0, kMostSize));
   };
   FwdProblem p = read_problem(in);
   auto read_pages = [&] {
     p.pages.size = size("page_size", 0);
     if (p.pages.size == 0) return;
     p.pages.per_sequence = size("max_blocks", (int64_t(p.seqlen_k) + p.pages.size - 1) / p.pages.size);
-    if (in.has("max_blocks") && p.pages.capacity() > kMost)
-      throw std::invalid_argument("flash_cute: max_blocks * page_size is 2^29 or more");
-    p.pages.count = static_cast<int>(std::min<int64_t>(kMost, int64_t(p.batch) * p.pages.per_sequence));
-    p.pages.ids = &kSomewhere;
+    if (in.has("max_blocks") && p.pages.capacity() > kMostSize)
+      throw std::invalid_argument("flash_cute: max_blocks * page_size is " + std::to_string(p.pages.capacity()) +
+                                  "; it must be below 2^29");
+    p.pages.count = static_cast<int>(std::min<int64_t>(kMostSize, int64_t(p.batch) * p.pages.per_sequence));
+    p.pages.ids = &kPlaceholderIndex;
     give_pages_strides(p, p.pages.size);
   };
-  if (asked.op == Op::Fwd) {
+  if (request.op == Op::Fwd) {
     read_pages();
-    if (in.flag("seqused_q")) p.varlen.used_q = &kSomewhere;
-    if (in.flag("return_row_max")) p.row_max.ptr = &some_result;
-    if (in.flag("return_softmax")) p.softmax = &some_result;
-  } else if (asked.op == Op::Bwd) {
+    if (in.flag("seqused_q")) p.varlen.used_q = &kPlaceholderIndex;
+    if (in.flag("return_row_max")) p.row_max.ptr = &placeholder_result;
+    if (in.flag("return_softmax")) p.softmax = &placeholder_result;
+  } else if (request.op == Op::Bwd) {
     if (!p.dense()) clamp_lengths(p);
-    asked.bwd.deterministic = in.flag("deterministic");
-    asked.bwd.fp32_gradients = in.flag("fp32_gradients") && element_bytes(p.dtype) == 2;
-    asked.bwd.dout = p.out;
-    asked.bwd.dq = p.q;
-    asked.bwd.dk = p.k;
-    asked.bwd.dv = p.v;
-    if (in.flag("sink")) asked.bwd.dsink = &some_result;
+    request.bwd.deterministic = in.flag("deterministic");
+    request.bwd.fp32_gradients = in.flag("fp32_gradients") && element_bytes(p.dtype) == 2;
+    request.bwd.dout = p.out;
+    request.bwd.dq = p.q;
+    request.bwd.dk = p.k;
+    request.bwd.dv = p.v;
+    if (in.flag("sink")) request.bwd.dsink = &placeholder_result;
   } else {
-    DecodeProblem& d = asked.decode;
+    DecodeProblem& d = request.decode;
     give_pages_strides(p, p.seqlen_k);
     read_pages();
     if (in.flag("cache_batch_idx")) p.pages = pages_of_sequences(p);
     p.varlen.cu_k = nullptr;
     if (in.flag("append")) d.added.total = p.batch;
-    if (in.flag("cu_seqlens_k_new")) d.added.cu = &kSomewhere;
-    if (in.flag("rotary")) d.rotary.cos = &kSomewhere;
-    if (in.flag("lengths")) d.cache.lengths = &kSomewhere;
-    if (in.flag("leftpad")) d.cache.leftpad = &kSomewhere;
+    if (in.flag("cu_seqlens_k_new")) d.added.cu = &kPlaceholderIndex;
+    if (in.flag("rotary")) d.rotary.cos = &kPlaceholderIndex;
+    if (in.flag("lengths")) d.cache.lengths = &kPlaceholderIndex;
+    if (in.flag("leftpad")) d.cache.leftpad = &kPlaceholderIndex;
     d.num_splits = size("num_splits", 0);
     d.split_size = size("split_size", 0);
     if (d.num_splits > 0 && d.split_size > 0) {
-      throw std::invalid_argument("flash_cute: num_splits and split_size are given; expected one of them at most");
+      throw std::invalid_argument("flash_cute: num_splits is " + std::to_string(d.num_splits) + " and split_size " +
+                                  std::to_string(d.split_size) + "; give one of them");
     }
     d.fwd = p;
   }
-  asked.bwd.fwd = p;
+  request.bwd.fwd = p;
   in.end();
-  return asked;
+  return request;
 }
 
 }  // namespace flash_cute

@@ -9,9 +9,9 @@
 
 namespace flash_cute {
 
-struct Asked {
+struct PlanRequest {
   Op op;
-  BwdProblem bwd{};  // whose fwd is that of every op
+  BwdProblem bwd{};  // its fwd is the problem of Op::Fwd, and part of Op::Bwd and Op::Decode
   DecodeProblem decode{};
   Device gpu{};
   bool built_only = false;
@@ -20,7 +20,7 @@ struct Asked {
   const Kernels& kernels() const { return built_only ? built_kernels() : all_kernels(); }
 };
 
-// Reads a flat object, whose fields are those of read_problem() and read_gpu(). Throws std::invalid_argument.
-Asked read(const std::string& problem);
+// Parses a flat JSON object; plan_request.cpp has the fields. Throws std::invalid_argument.
+PlanRequest read_plan_request(const std::string& problem);
 
 }  // namespace flash_cute

@@ -1,4 +1,4 @@
-"""Attention of a slice of a sequence's queries to all of its keys."""
+"""Attention of a slice of a sequence's queries to the sequence's keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flash_cute.core.padding import packing
 from flash_cute.functional import flash_attn_func, flash_attn_varlen_func
 
 
-def attend_part(q: Tensor, k: Tensor, v: Tensor, start: int, options: dict[str, Any]) -> Tensor:
+def attend_slice(q: Tensor, k: Tensor, v: Tensor, start: int, options: dict[str, Any]) -> Tensor:
     """out (batch, rows, heads, dim) of q (batch, rows, heads, dim), rows [start, start + rows) of a
     sequence with k and v (batch, seqlen, heads_k, dim).
 
     ``options`` are :func:`flash_cute.flash_attn_func`'s, whose masks are aligned to the last key:
-    keys behind the last visible one are cut off, and the window is shifted.
+    keys after the last visible one are left out, and the window is shifted.
     """
     left, right = options["window_size"]
     right = 0 if options["causal"] else right
@@ -27,10 +27,10 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, start: int, options: dict[str, 
     return flash_attn_func(q, k[:, :end], v[:, :end], **options)
 
 
-def attend_masked_part(
+def attend_masked_slice(
     q: Tensor, k: Tensor, v: Tensor, start: int, mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """:func:`attend_part` with a ``mask`` (batch, seqlen): tokens with 0 take no part, and their
+    """:func:`attend_slice` with a ``mask`` (batch, seqlen): tokens with 0 take no part, and their
     out is 0. Causal masks and windows count only tokens that take part.
 
     Raises:
