@@ -16,14 +16,22 @@ from pathlib import Path
 _SERVER = """
 import json, os, sys
 import torch
-for line in sys.stdin:
-    code, out, environment, folder = json.loads(line)
-    child = os.fork()
-    if not child:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
+def fork_all(runs):
+    # prints the statuses of all; in a child, returns its run
+    children = []
+    for run in runs:
+        children.append(os.fork())
+        if not children[-1]:
+            return run
+    print([os.waitstatus_to_exitcode(os.waitpid(x, 0)[1]) for x in children], flush=True)
+
+run = None
+while run is None:
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()
+    run = fork_all(json.loads(line))
+code, out, environment, folder = run
 for number, path in ((1, out + ".out"), (2, out + ".err")):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
 os.environ.clear()
@@ -49,15 +57,24 @@ def run(
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """As subprocess.run of ``python -c code`` with text that is captured."""
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/run"
-        asked = (code, out, dict(os.environ if env is None else env), str(cwd or Path.cwd()))
-        print(json.dumps(asked), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
-        out, err = (Path(out + end).read_text() for end in (".out", ".err"))
-    ended = subprocess.CompletedProcess(code, status, out, err)
+    (ended,) = run_together([code], env, cwd)
     if check:
         ended.check_returncode()
     return ended
+
+
+def run_together(
+    codes: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """:func:`run` for several processes at a time."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    environment, folder = dict(os.environ if env is None else env), str(cwd or Path.cwd())
+    with tempfile.TemporaryDirectory() as written:
+        outs = [f"{written}/{i}" for i in range(len(codes))]
+        runs = [(code, out, environment, folder) for code, out in zip(codes, outs, strict=True)]
+        print(json.dumps(runs), file=server.stdin, flush=True)
+        statuses = json.loads(server.stdout.readline())
+        texts = [[Path(out + end).read_text() for end in (".out", ".err")] for out in outs]
+    results = zip(codes, statuses, texts, strict=True)
+    return [subprocess.CompletedProcess(code, status, *text) for code, status, text in results]
