@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import VOCABULARY, Rotary, flash_cute_attention
 from matplotlib.figure import Figure
+from progress import Progress
 from torch import Tensor
 from train_gpt import (
     HELD_OUT_SHARE,
@@ -83,6 +84,7 @@ class Training:
         if compiled:
             self.model.compile()
         tokens_of_all = self.settings.batch * self.settings.context
+        progress = Progress("step", stop_after - len(self.losses))
         for batch in islice(batches(text, stop_after, self.settings), len(self.losses), None):
             tokens, targets = (self.cp.shard(x, self.plan) for x in batch)
             with torch.autocast(
@@ -100,6 +102,8 @@ class Training:
             self.optimizer.zero_grad()
             self.schedule.step()
             self.losses.append(loss.item())
+            if self.cp.rank == 0:
+                progress(self.losses[-1])
 
     def save(self, path: Path) -> None:
         """By the first rank; a file that is there is replaced once the new one is whole."""

@@ -92,7 +92,7 @@ def run_profile(
     ),
     as_json: Json = False,
 ) -> None:
-    """One call under Nsight Compute: what bounds it, what its warps wait for."""
+    """One call under Nsight Compute: its limits, what warps wait for."""
     problem = options.problem(
         op=op.value, dtype=options.dtype(dtype), batch=batch, heads=heads, heads_k=heads_k,
         seqlen_q=seqlen, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal,

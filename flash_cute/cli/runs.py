@@ -89,7 +89,7 @@ def run_demo(
         int, typer.Option("--seqlen", "-s", min=1, help="queries of a sequence")
     ] = 512,
 ) -> None:
-    """A first look, in seconds: compared with the formula and with SDPA of torch."""
+    """A first look, in seconds: beside the formula and torch's SDPA."""
     _waits_without_spinning()
     with options.errors_in_one_line():
         arguments = ["--device", options.device(device), "--seqlen", str(seqlen)]

@@ -122,7 +122,7 @@ def test_what_must_agree(two, strategy):
 
 
 def test_backward_of_one_rank_alone_is_an_error_in_time():
-    with Ranks(2, seconds=4.0) as ranks:
+    with Ranks(2, seconds=4.0, method="forkserver") as ranks:
         first, second = ranks.outcomes(disagreement.backward_alone, "ulysses", "cpu")
     assert first < 1 and 3 < second < 12
 
@@ -198,7 +198,7 @@ def die_in_the_middle(strategy: str) -> float:
 
 @pytest.mark.parametrize("strategy", ["ring"])
 def test_a_rank_that_dies_is_an_error_in_time(strategy):
-    with Ranks(3, seconds=10.0) as ranks:
+    with Ranks(3, seconds=10.0, method="forkserver") as ranks:
         *others, gone = ranks.outcomes(die_in_the_middle, strategy)
     assert isinstance(gone, Raised) and gone.kind == "EOFError"
     assert all(isinstance(x, float) and x < 20 for x in others), others

@@ -25,7 +25,7 @@ from flash_cute.testing.ranks import Raised, Ranks
 @pytest.fixture(scope="module")
 def pair():
     """Two ranks that give up soon, should one wait for the other."""
-    with Ranks(2, seconds=10.0) as ranks:
+    with Ranks(2, seconds=10.0, method="forkserver") as ranks:
         yield ranks
 
 
@@ -269,7 +269,7 @@ def wrong_alone() -> float:
 
 
 def test_an_error_is_raised_without_checks():
-    with Ranks(2, seconds=3.0) as ranks:
+    with Ranks(2, seconds=3.0, method="forkserver") as ranks:
         first, second = ranks.run(wrong_alone)
     assert first < 1 and second < 12
 

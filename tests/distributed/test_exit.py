@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 RANK = """
@@ -59,10 +58,9 @@ dist.destroy_process_group()
     "kind", ["context", "group", "mesh", "mesh_of_two", "layer", "layer_of_group"]
 )
 def test_no_thread_of_a_group_outlives_what_flash_cute_holds(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(i), str(tmp_path / "store"), kind], stderr=subprocess.PIPE)
-        for i in range(2)
+    given = [
+        f"import sys; sys.argv[1:] = [{i}, {str(tmp_path)!r} + '/store', {kind!r}]\n"
+        for i in (0, 1)
     ]
-    ends = [(rank.communicate()[1].decode(), rank.returncode) for rank in ranks]
-    assert [code for _, code in ends] == [0, 0], "\n".join(text for text, _ in ends)
+    ends = fresh.run_together([x + RANK for x in given])
+    assert [x.returncode for x in ends] == [0, 0], "\n".join(x.stderr for x in ends)

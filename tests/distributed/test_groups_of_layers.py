@@ -193,7 +193,7 @@ def graphs_of_layers(kind: str, with_group: bool) -> int:
 
 
 def test_layers_of_one_group_share_a_graph():
-    with Ranks(2, seconds=20.0) as ranks:
+    with Ranks(2, seconds=20.0, method="forkserver") as ranks:
         for kind in ("ring", "context_parallel"):
             for with_group in (False, True):
                 assert ranks.run(graphs_of_layers, kind, with_group) == [1, 1]
@@ -221,6 +221,6 @@ def remade() -> tuple[list[float], list[bool]]:
 
 
 def test_contexts_are_remade_with_torch_distributed():
-    with Ranks(2, seconds=20.0) as ranks:
+    with Ranks(2, seconds=20.0, method="forkserver") as ranks:
         for errors, right in ranks.run(remade):
             assert max(errors) < 1e-12 and all(right)

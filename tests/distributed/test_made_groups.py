@@ -53,7 +53,7 @@ def test_parts_have_the_backend_and_timeout_of_their_group(four):
 
 
 def test_a_mesh_has_one_group_of_all_its_ranks():
-    with Ranks(5, seconds=20.0) as ranks:
+    with Ranks(5, seconds=20.0, method="forkserver") as ranks:
         *of_mesh, other = ranks.run(meshes)
     assert other == []
     for is_same, more, others, error, timeout in of_mesh:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import time
 import weakref
 
+import fresh
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,7 +156,7 @@ for strategy in ("all_gather", "ulysses"):
 
 def test_a_graph_takes_a_plan_that_no_call_has_used():
     """In a fresh process: nothing was called before."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    done = fresh.run(FIRST)
     assert done.returncode == 0, done.stderr
 
 

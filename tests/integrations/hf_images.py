@@ -16,7 +16,11 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
 )
+from transformers.models.gemma.modeling_gemma import GemmaAttention
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 
 VOCABULARY, IMAGE, WINDOW = 64, 62, 5
 _SIZES = {
@@ -48,10 +52,21 @@ def config(name: str) -> Any:
         }  # fmt: skip
         ids = {"image_token_id": IMAGE, "video_token_id": 59, "audio_token_id": 58}
         return Gemma4Config(text_config=text, vision_config=None, audio_config=None, **ids)
+    if name in ("paligemma", "paligemma2"):  # the second's layers have windows and softcaps
+        layers = {"model_type": "gemma"}
+        if name == "paligemma2":
+            layers = _LAYERS | {"model_type": "gemma2", "query_pre_attn_scalar": 16}
+            layers["sliding_window"] = 25  # longer than prompts, which Gemma's need not be
+        return PaliGemmaConfig(
+            text_config=_SIZES | layers, vision_config=_SIGLIP | {"projection_dim": 32},
+            image_token_id=IMAGE, projection_dim=32,
+        )  # fmt: skip
     raise KeyError(name)
 
 
 _CLASSES = {
+    "paligemma": PaliGemmaForConditionalGeneration,
+    "paligemma2": PaliGemmaForConditionalGeneration,
     "gemma3": Gemma3ForConditionalGeneration,
     "gemma4": Gemma4ForConditionalGeneration,
 }
@@ -69,11 +84,12 @@ def model(name: str, implementation: str, dtype: torch.dtype = torch.float64) ->
 
 
 class Text:
-    """Random tokens with runs of random lengths that are images, and padding on one side."""
+    """Random tokens with runs of random lengths that are images, and padding on one side. Of
+    PaliGemma's the first run is the prompt, and the only one."""
 
     def __init__(self, name: str, seed: int, batch: int, seqlen: int, side: str | None) -> None:
         draw = random.Random(seed)
-        self.name = name
+        self.name, self.has_prompt = name, name.startswith("paligemma")
         self.padding = torch.ones(batch, seqlen, dtype=torch.long)
         self.is_image = torch.zeros(batch, seqlen, dtype=torch.bool)
         for row in range(batch):
@@ -81,8 +97,8 @@ class Text:
             kept = range(count, seqlen) if side == "left" else range(seqlen - count)
             self.padding[row] = 0
             self.padding[row, kept.start : kept.stop] = 1
-            at = kept.start + draw.randrange(3)
-            for _ in range(3):
+            at = kept.start + (0 if self.has_prompt else draw.randrange(3))
+            for _ in range(1 if self.has_prompt else 3):
                 end = min(at + draw.randint(1, seqlen // 2), kept.stop)
                 self.is_image[row, at:end] = True
                 at = end + draw.randint(1, 3)
@@ -93,6 +109,8 @@ class Text:
         """Images are told by types alone: no pixels, which only some lengths would do for."""
         given = {"input_ids": self.ids, "attention_mask": self.padding}
         types = "mm_token_type_ids" if self.name == "gemma4" else "token_type_ids"
+        if self.has_prompt:  # 0 in prompts and padding, 1 behind
+            return given | {types: (~self.is_image & (self.padding > 0)).long()}
         return given | {types: self.is_image.long()}
 
     def append(self, tokens: torch.Tensor) -> None:
@@ -115,11 +133,13 @@ class Text:
         places = torch.arange(self.ids.shape[1])
         behind = places[:, None] - places
         seen = (behind >= 0).expand(len(self.ids), -1, -1)
-        if self.name == "gemma3" or window is not None:  # Gemma 4's global layers are causal
+        if window is not None and self.has_prompt:
+            seen = seen & (behind < window)
+        if self.name != "gemma4" or window is not None:  # Gemma 4's global layers are causal
             begins = self.is_image & ~torch.nn.functional.pad(self.is_image, (1, 0))[:, :-1]
             number = torch.where(self.is_image, begins.cumsum(1), 0)
             seen = seen | ((number[:, :, None] == number[:, None]) & (number > 0)[:, None])
-        if window is not None:
+        if window is not None and not self.has_prompt:
             seen = seen & (behind < window)
         return (seen & (self.padding > 0)[:, None])[:, None]
 
@@ -129,10 +149,12 @@ def dense(text: Text, cut: int = 0) -> Iterator[None]:
     """``attn_implementation="dense"``: softmax over all scores, masked as ``text`` says, of which
     the first ``cut`` tokens come before all others."""
 
-    def attention(module, q, k, v, _, scaling=None, sliding_window=None, **__):
+    def attention(module, q, k, v, _, scaling=None, sliding_window=None, softcap=None, **__):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-        if module.is_causal:
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if module.is_causal or isinstance(module, (GemmaAttention, Gemma2Attention)):
             seen = text.seen(sliding_window)
             seen[:, :, :cut, cut:] = False
             scores = scores.masked_fill(~seen, -torch.inf)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -55,7 +55,7 @@ FUNCTIONS = (
 
 
 def test_a_program_with_one_line_added():
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    result = fresh.run(PROGRAM)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [flash_attn.__version__, "gone"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 import sys
 
+import fresh
 import pytest
 
 from flash_cute import compat
@@ -77,6 +77,6 @@ def test_transformers_finds_it():
         "from transformers.utils import is_flash_attn_greater_or_equal as asked\n"
         "print(asked('2.3.3'), asked('3.0'))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = fresh.run(program)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["True", "False"]

@@ -289,7 +289,7 @@ class TestRefusals:
                 config, x, None, None, or_mask_function=own, block_sequence_ids=blocks
             )
         config.sliding_window = 3
-        with pytest.raises(NotImplementedError, match="or_masks"):  # beyond the window, too
+        with pytest.raises(NotImplementedError, match="beyond the sliding window"):
             create_sliding_window_causal_mask(config, x, None, None, block_sequence_ids=blocks)
 
     def test_padding_between_tokens_under_a_window(self):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from bad_arguments import BF16, INT32, good_arguments, pages
@@ -264,9 +263,7 @@ for value in ("0", "", None, "1"):
     print(importlib.reload(flash_cute.check).is_on())
 """
     environment = os.environ | {"FLASH_CUTE_CHECK": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    run = fresh.run(code, env=environment, check=True)
     assert run.stdout.split() == ["True", "False", "False", "False", "True"]
 
 
@@ -284,9 +281,7 @@ def test_the_environment_variable(asked, is_on):
     """Words are refused: `off` would else switch checks on."""
     code = "import flash_cute; print(flash_cute.check.is_on())"
     variables = os.environ | {"FLASH_CUTE_CHECK": asked}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True
-    )  # fmt: skip
+    run = fresh.run(code, env=variables)
     if is_on is None:
         assert run.returncode != 0 and "FLASH_CUTE_CHECK is 'off'" in run.stderr
     else:

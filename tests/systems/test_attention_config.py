@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import subprocess
 import sys
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -196,5 +196,5 @@ for module in (flash_cute.attention, flash_cute.core):
 
 
 def test_lazy_import():
-    result = subprocess.run([sys.executable, "-c", NOT_LOADED], capture_output=True, text=True)
+    result = fresh.run(NOT_LOADED)
     assert result.returncode == 0, result.stderr

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from fp8_cases import mlp
@@ -126,4 +125,4 @@ def test_example_of_the_page(capsys):
 
 def test_import_of_the_library_leaves_the_package_out():
     code = "import sys, flash_cute; assert 'flash_cute.precision' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from dataclasses import fields
 
+import fresh
 import torch
 from precision_models import encoder, reachable_bytes
 
@@ -74,4 +73,4 @@ def test_signatures_and_defaults():
 
 def test_flash_cute_does_not_import_it():
     code = "import sys, flash_cute; assert 'flash_cute.precision' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.20")
 
-from benchmarks import hf_attention
+from benchmarks import hf_attention, report
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--device", "cpu", "--layers", "1", "--width", "512", "--tokens", "64", "--rounds", "2"]
 
 
@@ -25,14 +28,46 @@ def test_a_short_run(tmp_path, capsys):
     path = tmp_path / "hf.json"
     options = [*TINY, "--target-ms", "1", "--seqlens", "32", "--json", str(path)]
     assert hf_attention.main(options) == 0
-    rows = json.loads(path.read_text())["rows"]
+    result = json.loads(path.read_text())
+    rows = [row for row in result["rows"] if row["part"] == "model"]
     assert [row["case"] for row in rows] == [f"{kind}, 2 x 32" for kind in hf_attention.KINDS]
-    for row in rows:
-        assert set(row["ms"]) == {"sdpa", "sdpa.activate()", "flash_cute"}
+    of_masks = result["rows"][len(rows) :]
+    assert len(of_masks) == 2 * len(hf_attention.MASKS)
+    for row in result["rows"]:
+        names = {"sdpa", "sdpa.activate()"}
+        assert set(row["ms"]) == names | ({"flash_cute", "eager"} if row in rows else set())
         assert row["speed"]["sdpa"] == 1
         assert row["failures"].keys() == {"sdpa, cuDNN"}  # there is none on a CPU
     printed = capsys.readouterr().out
     assert "| padded prompt, 2 x 32 |" in printed and "n/a, sdpa, cuDNN: " in printed
+    page = tmp_path / "page.md"
+    page.write_text(f"a\n{hf_attention.BEGIN}\nold\n{hf_attention.END}\nb")
+    assert hf_attention.main(["--json", str(path), "--page", str(page)]) == 0
+    made = page.read_text()
+    assert made.startswith("a\n") and made.endswith("\nb") and "old" not in made
+    assert all(hf_attention.cells(row) in made for row in result["rows"])
+
+
+def test_the_page_holds_what_was_measured():
+    """Before it was measured the page has no figure."""
+    page = (ROOT / "docs" / "unchanged_models.md").read_text()
+    results = ROOT / "benchmarks" / "results" / "hf_attention_h200.json"
+    if results.exists():
+        assert hf_attention.with_tables(page, report.load(results)) == page
+    else:
+        _, _, rest = page.partition(hf_attention.BEGIN)
+        assert rest.partition(hf_attention.END)[0].strip() == "Not measured yet."
+
+
+def test_eager_attention_is_left_out_of_long_rows():
+    parts = hf_attention.rows_of(
+        torch.device("cpu"),
+        argparse.Namespace(
+            layers=1, width=512, tokens=32, seqlens="32", rounds=1, eager_up_to=31,
+            target_ms={"model": 1.0, "sdpa": 1.0},
+        ),
+    )  # fmt: skip
+    assert "eager" not in next(parts)["ms"]
 
 
 def test_each_candidate_runs_its_own_attention():

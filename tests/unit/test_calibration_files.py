@@ -7,10 +7,9 @@ import logging
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 from dataclasses import astuple, replace
 
+import fresh
 import pytest
 from calibrated import FEW_QUERIES, H100, PROBLEM, PROBLEMS, fitting, others
 
@@ -407,8 +406,6 @@ def test_the_variable_is_read_at_import(named, tmp_path):
     ((kernel, _, _),) = map(astuple, stored(path).values())
     environment = {x: y for x, y in os.environ.items() if x != "FLASH_CUTE_CALIBRATION"}
     environment |= {"FLASH_CUTE_CALIBRATION": str(path)} if named else {"HOME": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", IN_USE], capture_output=True, text=True, env=environment
-    )
+    ended = fresh.run(IN_USE, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert (ended.stdout.strip() == kernel) == named

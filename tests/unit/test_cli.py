@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -71,14 +72,14 @@ main()
 
 
 def test_without_typer_it_says_what_to_install():
-    ended = subprocess.run([sys.executable, "-c", WITHOUT_TYPER], capture_output=True, text=True)
+    ended = fresh.run(WITHOUT_TYPER)
     assert ended.returncode == 1
     assert ended.stderr == "flash-cute needs typer: pip install 'flash-cute[cli]'\n"
 
 
 def test_importing_the_package_loads_no_command_line():
     code = "import sys, flash_cute; print([m for m in ('typer', 'rich') if m in sys.modules])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = fresh.run(code)
     assert ended.stdout == "[]\n"
 
 

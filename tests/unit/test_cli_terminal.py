@@ -49,6 +49,14 @@ def narrow(monkeypatch):
     return printed
 
 
+def test_help_lists_commands_in_whole_sentences(narrow):
+    for command in ((), ("lab",)):
+        lines = narrow(*command, "--help").partition("Commands:")[2].splitlines()
+        listed = [line for line in lines if line.strip()]
+        assert listed and all(line.endswith(".") for line in listed)
+        assert not any(line.endswith("...") for line in listed)
+
+
 def ids_in(text):
     return set(ID.findall(text))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
+import fresh
 import pytest
 
 import flash_cute
@@ -28,7 +27,7 @@ print(counter.get_total_flops())
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = fresh.run(code)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

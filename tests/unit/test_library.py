@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import fresh
 import pytest
 import torch
 
@@ -101,14 +102,15 @@ def test_errors_pass_a_statically_linked_cpp_runtime(tmp_path):
     listed = (ROOT / "CMakeLists.txt").read_text().split("add_library(", 1)[1].split(")")[0]
     names = [*re.findall(r"csrc/\S+\.cpp", listed), "csrc/core/no_kernels.cpp"]
     names += [x for x in (ROOT / "csrc" / "kernels").rglob("*.cpp") if x.parent.name != "lab"]
-    built = tmp_path / "libstatic.so"
+    built, whole = tmp_path / "libstatic.so", tmp_path / "whole.cpp"
+    whole.write_text("".join(f'#include "{ROOT / name}"\n' for name in names))
     subprocess.run(
         ["c++", "-std=c++20", "-shared", "-fPIC", "-O0", "-fvisibility=hidden",
          "-static-libstdc++", "-static-libgcc", "-DFLASH_CUTE_NAMESPACE=flash_cute",
          "-DTORCH_TARGET_VERSION=0x020a000000000000", "-I", ROOT / "csrc",
          "-isystem", torch_path / "include", "-L", torch_path / "lib",
          f"-Wl,--version-script={ROOT / 'cmake' / 'exports.map'}",
-         *(ROOT / name for name in names), "-Wl,--no-as-needed", "-ltorch", "-o", built],
+         whole, "-Wl,--no-as-needed", "-ltorch", "-o", built],
         check=True,
     )  # fmt: skip
     assert tool("check_library").problems(built, all_kernels=False) == []
@@ -229,9 +231,7 @@ def test_spills_are_reported():
 def test_a_missing_library_says_what_to_do(tmp_path):
     code = "import flash_cute"
     environment = {"FLASH_CUTE_LIBRARY": str(tmp_path / "none.so"), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    result = fresh.run(code, env=environment)
     assert result.returncode != 0
     assert "FLASH_CUTE_LIBRARY names" in result.stderr
 
@@ -274,4 +274,4 @@ def test_other_builds_are_not_picked(places):
 @pytest.mark.parametrize("name", ["cmake", "ninja"])
 def test_importing_needs_no_build_tools(name):
     code = f"import sys; import flash_cute; assert {name!r} not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    fresh.run(code, check=True, cwd=ROOT)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 
@@ -134,11 +133,6 @@ flash_cute.flash_attn_func(q, q, q)
     ("value", "said"), [("plan", "fwd float32"), ("", ""), ("x", "ImportError")]
 )
 def test_the_variable(value, said):
-    run = subprocess.run(
-        [sys.executable, "-c", CALL],
-        env=os.environ | {"FLASH_CUTE_LOG": value},
-        capture_output=True,
-        text=True,
-    )
+    run = fresh.run(CALL, env=os.environ | {"FLASH_CUTE_LOG": value})
     assert (run.returncode == 0) == (value != "x")
     assert said in run.stderr if said else run.stderr == ""

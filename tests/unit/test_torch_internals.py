@@ -16,6 +16,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -526,7 +527,7 @@ with Log():
 
 def test_vector_math_is_settled_by_one_thread():
     """When flash_cute is imported: in one call of one number each."""
-    result = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True)
+    result = fresh.run(SETTLED)
     assert result.returncode == 0, result.stderr
     dtypes = ("torch.float32", "torch.float64")
     expected = {f"{name} {x} 1 cpu" for name in internals.VECTOR_MATH for x in dtypes}

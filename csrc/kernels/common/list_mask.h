@@ -77,36 +77,28 @@ struct WarpPairs {
   // Elements (keys,queries) of hidden pairs become 0, by selection: hidden keys may hold anything.
   template <class Coords, class... Elements>
   CUTE_DEVICE void hide(Elements&&... elements) const {
+    constexpr int kColumns = 32 / 4;  // of a thread, in 32 queries
     const int lane = threadIdx.x % 32;
-    bool alike = true;  // keys of each query
     CUTE_UNROLL
-    for (int w = 0; w < kWords; ++w) alike &= keys[w] == 0 || keys[w] == kAllKeys;
-    uint32_t shown[2][kWords];  // of the thread's two keys: a bit a query
-    if (__all_sync(~0u, alike)) {
-      bool all = true;
-      CUTE_UNROLL
-      for (int w = 0; w < kWords; ++w) {
-        shown[0][w] = shown[1][w] = __ballot_sync(~0u, keys[w] != 0);
-        all &= shown[0][w] == ~0u;
-      }
-      if (all) return;
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < 16; ++i) {
+    for (int w = 0; w < kWords; ++w) {
+      uint32_t shown[2];  // to the thread's two keys: a bit a query
+      if (__all_sync(~0u, keys[w] == 0 || keys[w] == kAllKeys)) {
+        shown[0] = shown[1] = __ballot_sync(~0u, keys[w] != 0);
+        if (shown[0] == ~0u) continue;
+      } else {
         CUTE_UNROLL
-        for (int w = 0; w < kWords; ++w) {
+        for (int i = 0; i < 16; ++i) {
           const uint32_t queries = __ballot_sync(~0u, keys[w] >> i & 1);
-          if (i % 8 == lane / 4) shown[i / 8][w] = queries;
+          if (i % 8 == lane / 4) shown[i / 8] = queries;
         }
       }
-    }
-    const int first = Coords(threadIdx.x).query;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < kQueries / 4; ++c) {
-        const uint32_t queries = shown[r][Coords::across(c) / 32] >> first;
-        if (!(queries >> Coords::across(c) % 32 & 1)) ((elements(r, c) = 0.f), ...);
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t queries = shown[r] >> Coords(lane).query;
+        CUTE_UNROLL
+        for (int c = 0; c < kColumns; ++c) {
+          if (!(queries >> Coords::across(c) & 1)) ((elements(r, kColumns * w + c) = 0.f), ...);
+        }
       }
     }
   }

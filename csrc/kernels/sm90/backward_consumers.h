@@ -256,12 +256,15 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     const bool ds_is_empty = kTestsBarriersEarly && storage.pipeline_ds.producer_test_acquire(at_ds);
     const bool ds_is_full = kTestsBarriersEarly && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
     const StepOf<C>& step = storage.steps[stage];
-    [[maybe_unused]] const auto pairs = [&] {  // lists are read here, under products
-      if constexpr (C.walks_lists()) {
-        const TileCode code = step.full ? TileCode{TileCode::kWhole} : step.code;
-        return WarpPairs<C.block_m>(code, p.fwd.lists, step.first_query % kTileSide, opaque(thread) / 32 * 16);
+    auto pairs_of_step = [&] {
+      return WarpPairs<C.block_m>(step.code, p.fwd.lists, step.first_query % kTileSide, opaque(thread) / 32 * 16);
+    };
+    constexpr bool kReadsListsEarly = C.walks_lists() && !C.rich();  // under products; rules need the registers
+    [[maybe_unused]] const auto pairs = [&] {
+      if constexpr (kReadsListsEarly) {
+        return pairs_of_step();
       } else {
-        return 0;
+        return pairs_of_step;
       }
     }();
     wait_products<T::kManyQueries ? 1 : 0>(tSrS);
@@ -274,7 +277,13 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     gradients(rows_of(tSrS), rows_of(tSrdP), storage.lse_log2[stage], storage.row_dot[stage], step.head,
               step.first_query, step.full, await_dp);
     if constexpr (C.walks_lists()) {
-      if (!step.full) pairs.template hide<WarpgroupCoords>(rows_of(tSrS), rows_of(tSrdP));
+      if (!step.full) {
+        if constexpr (kReadsListsEarly) {
+          pairs.template hide<WarpgroupCoords>(rows_of(tSrS), rows_of(tSrdP));
+        } else {
+          pairs().template hide<WarpgroupCoords>(rows_of(tSrS), rows_of(tSrdP));
+        }
+      }
     }
     if (step.last) storage.pipeline_v.consumer_release({tile});
     Tensor tSrP = converted<Element>(tSrS);  // (MMA,1,1)

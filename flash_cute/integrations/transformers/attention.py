@@ -101,7 +101,10 @@ def attention(
     """
     _refuse(attention_mask, others)
     q, k, v = _in_one_dtype(module, *(x.transpose(1, 2) for x in (query, key, value)))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    has_blocks = attention_mask is not None and blocks.is_mask(attention_mask)
+    if is_causal is None:  # PaliGemma's layers say False, and their masks are causal
+        is_causal = has_blocks or getattr(module, "is_causal", True)
+    causal = bool(is_causal)
     window = _window(module, attention_mask, sliding_window, causal, k.shape[1])
     if getattr(attention_mask, "is_full", False):
         attention_mask = None
@@ -124,7 +127,7 @@ def attention(
         pages = (k_cache, v_cache, block_table, cu_seq_lens_k)
         return _paged(q, k, v, pages, attention_mask, score, training), None
     layer, numbers, images = getattr(module, "layer_idx", None), None, None
-    if attention_mask is not None and blocks.is_mask(attention_mask):
+    if attention_mask is not None and has_blocks:
         images = blocks.found(attention_mask, q.shape[1], layer)
         attention_mask = images.padding
     elif attention_mask is not None and attention_mask.dtype == torch.int32:

@@ -62,15 +62,17 @@ def band(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
 def without_blocks(
     mask_function: Callable[..., Any],
 ) -> tuple[Callable[..., Any], Tensor | None]:
-    """Splits ``causal or block``, or ``window and (causal or block)``, into the causal part and the
-    block numbers (batch, keys), negative for tokens outside of blocks; tokens of a block, such as
-    an image's, see each other in both directions.
+    """Splits ``causal or block``, ``window and (causal or block)`` or ``(window and causal) or
+    block`` (:func:`is_window_before_blocks`) into the causal part and the block numbers (batch,
+    keys), negative for tokens outside of blocks; tokens of a block, such as an image's, see each
+    other in both directions.
 
     Any other function is returned with None.
     """
     if _is(mask_function, _OR):
         parts = _captured(mask_function, "mask_functions")
-        if len(parts) == 2 and _is(parts[0], CAUSAL) and _is(parts[1], _BLOCKS):
+        is_causal = set(names(parts[0])) in ({CAUSAL}, {CAUSAL, WINDOW})
+        if len(parts) == 2 and is_causal and _is(parts[1], _BLOCKS):
             return parts[0], _captured(parts[1], "block_sequence_ids")
     if _is(mask_function, _AND):
         first, *others = _captured(mask_function, "mask_functions")
@@ -78,6 +80,12 @@ def without_blocks(
         if numbers is not None and len(others) == 1 and _is(others[0], WINDOW):
             return named("and_masks")(others[0], causal), numbers
     return mask_function, None
+
+
+def is_window_before_blocks(mask_function: Callable[..., Any]) -> bool:
+    """Whether it is ``(window and causal) or block``: a block's tokens see each other beyond the
+    window, as PaliGemma's prompts do."""
+    return _is(mask_function, _OR) and _is(_captured(mask_function, "mask_functions")[0], _AND)
 
 
 def _is(mask_function: Callable[..., Any], name: str) -> bool:

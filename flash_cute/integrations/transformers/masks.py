@@ -34,11 +34,12 @@ def mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> Tensor | None:
     """transformers' mask interface: queries ``q_offset + [0, q_length)`` and keys ``kv_offset +
     [0, kv_length)`` by ``mask_function``, which is causal if it is None, without the padding of
-    ``attention_mask`` (batch, keys).
+    ``attention_mask`` (batch, keys). ``config`` is the model's.
 
     Raises:
         NotImplementedError: the mask is neither a band nor padding nor sequences laid end to end;
@@ -53,11 +54,14 @@ def mask(
         padding = torch.arange(100) < torch.tensor([[100], [60]])
         kept = mask(2, 100, 100, attention_mask=padding)  # causal, as by default
     """
+    if attention_mask is not None and blocks.is_mask(attention_mask):
+        return attention_mask  # an earlier result
     if mask_function is None:
         mask_function = mask_functions.named("causal_mask_function")
     is_traced = torch.compiler.is_compiling()
-    numbers = None
+    numbers, is_before_blocks = None, False
     if not is_traced:
+        is_before_blocks = mask_functions.is_window_before_blocks(mask_function)
         mask_function, numbers = mask_functions.without_blocks(mask_function)
     if use_vmap and numbers is None:
         raise _refused("a mask function of the model's own (or_mask_function, and_mask_function)")
@@ -68,6 +72,12 @@ def mask(
     if is_traced and "or_mask" in names:
         raise _refused("block_sequence_ids in a graph: call the model without torch.compile")
     is_causal = mask_functions.BIDIRECTIONAL not in names
+    # PaliGemma's layers say that they are not causal: its masks are of blocks, if only of none.
+    is_told = is_causal and getattr(config, "use_bidirectional_attention", None) is True
+    if is_told and is_traced:
+        raise _refused("a prompt of PaliGemma in a graph: call the model without torch.compile")
+    if is_told and numbers is None:
+        numbers = torch.full((1, int(q_offset) + q_length), blocks.NONE)
     if is_traced and attention_mask is None and isinstance(q_offset, Tensor):
         raise NotImplementedError(
             "a static cache without attention_mask: a graph does not know how much of the cache is "
@@ -92,7 +102,10 @@ def mask(
     if numbers is not None:
         seen = kv_length if attention_mask is None else attention_mask.shape[1]
         numbers = numbers[:, end - seen : end].expand(batch_size, -1).to(device)
-        if q_length > 1 and (numbers[:, -q_length:] >= 0).any():
+        has_blocks = q_length > 1 and bool((numbers[:, -q_length:] >= 0).any())
+        if has_blocks and is_before_blocks and band is not None and kv_length > band[0] + 1:
+            raise _refused("a prompt that sees itself beyond the sliding window of a layer")
+        if has_blocks or (is_told and q_length > 1):
             return _with_band(blocks.mask(attention_mask, numbers), band, kv_length)
     if attention_mask is None and band is not None and kv_length > band[0]:
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
@@ -160,6 +173,6 @@ def _numbers(mask_function: Callable[..., Any], batch: int, seqlen: int, device:
 def _refused(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"flash_cute does not compute this mask: {what}. It takes causal masks, sliding windows, "
-        "padding, sequences laid end to end, and images as Gemma 3 and 4 have them; use "
+        "padding, sequences laid end to end, images of Gemma 3 and 4, prompts of PaliGemma; use "
         "attn_implementation='sdpa' or 'flex_attention'"
     )

@@ -20,13 +20,15 @@ from flash_cute.integrations.transformers.masks import mask
 NAME = "flash_cute"
 _OF_BLOCKS = "MiniMaxAI/msa"  # listed by models that give block_indices to attention
 OLDEST = (5, 20)  # release of transformers
-# Models that refuse flash attention because of their masks of images, which blocks.py supports.
-_WITH_IMAGES = tuple(
+# Models that refuse flash attention because of tokens that see each other in both directions, those
+# of an image or of a prompt, which blocks.py supports.
+_WITH_BLOCKS = tuple(
     f"transformers.models.{module}.modeling_{module}.{name}{kind}"
     for module, name in (
         ("gemma3", "Gemma3"),
         ("gemma4", "Gemma4"),
         ("gemma4_unified", "Gemma4Unified"),
+        ("paligemma", "PaliGemma"),
     )
     for kind in ("Model", "ForConditionalGeneration")
 )
@@ -158,7 +160,7 @@ def _choose(original: Callable[..., str], model: Any, name: str | None, *args: A
     has_class_of_its_own = hasattr(code, "is_flash_attn_available")  # that calls flash-attn
     is_other = listed and not any("flash" in x for x in listed)
     supports = model._supports_flash_attn or any(
-        f"{x.__module__}.{x.__qualname__}" in _WITH_IMAGES for x in type(model).__mro__
+        f"{x.__module__}.{x.__qualname__}" in _WITH_BLOCKS for x in type(model).__mro__
     )
     is_dense = supports and not has_class_of_its_own and not is_other
     if not is_dense and _OF_BLOCKS not in (listed or ()):
