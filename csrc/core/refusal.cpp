@@ -80,9 +80,9 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
                                  number(device.smem_optin));
   add(refusal.tensor_map,
       "needs tensors that are not empty, with vectors on 16-byte boundaries and strides that are not 0");
-  add(refusal.empty_columns, "head dims " + dims +
-                                 " would leave a whole block of its tile's columns empty; it needs head dims above " +
-                                 empty_up_to(config.head_dim) + " and " + empty_up_to(config.head_dim_v) + " of v");
+  add(refusal.empty_columns, "needs head dims above " + empty_up_to(config.head_dim) + " and " +
+                                 empty_up_to(config.head_dim_v) + " of v, the call has " + dims +
+                                 ": a whole block of its tile's columns would be empty");
   add(refusal.pages, "does not read pages, or none of " + number(problem.pages.size) +
                          " rows, or none with a window that is bounded to the left");
   add(refusal.dropout, "has no dropout, or none with a window that is bounded to the left");

@@ -120,7 +120,7 @@ def test_keys_with_odd_head_dims_are_gathered_for_forward(page_size):
         ({"unaligned": True}, "fwd_sm90_bf16_plain_d128", "vectors on 16-byte boundaries"),
         ({"batch": 0}, "fwd_sm90_bf16_plain_d128", "tensors that are not empty"),
         ({"head_dim": 64}, "fwd_sm90_bf16_plain_d128", 
-         "empty; it needs head dims above 64 and 64 of v"),
+         "needs head dims above 64 and 64 of v, the call has 64 and 64 of v: a whole block"),
         ({"dropout": True, "window_size": (5, 0)}, "fwd_sm90_bf16_rich_d128",
          "none with a window that is bounded to the left"),
         ({"op": "decode", "num_splits": 2}, "decode_sm90_bf16_rich_d128",
