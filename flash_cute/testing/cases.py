@@ -118,9 +118,8 @@ class Inputs:
 
     def _call(self, **extra: Any) -> FwdCall | VarlenFwdCall:
         arguments = self.options | self.lists | extra
-        if self.lengths:
-            return VarlenFwdCall(*self._operands(), **self.lengths, **arguments)
-        return FwdCall(*self._operands(), **arguments)
+        kind: Any = VarlenFwdCall if self.lengths else FwdCall
+        return kind(*self._operands(), **self.lengths, **arguments)
 
     def _operands(self) -> tuple[Tensor, ...]:
         """q, k and v, as public functions give them to an op."""
@@ -141,7 +140,8 @@ class Inputs:
         arguments = lengths | self.options | self.lists_of_keys() | {"dlse": dlse} | extra
         op = torch.ops.flash_cute.varlen_bwd if self.lengths else torch.ops.flash_cute.bwd
         if self._has_no_kernel(self._call(deterministic=extra.get("deterministic", False))):
-            call: Any = (VarlenBwdCall if self.lengths else BwdCall)(*saved, **arguments)
+            kind: Any = VarlenBwdCall if self.lengths else BwdCall
+            call = kind(*saved, **arguments)
             compute: Any = cpu_sparse.varlen_bwd if self.lengths else cpu_sparse.bwd
             dq, dk, dv, dsink, _ = compute(call, call.tile_lists, call.tile_bits)
         else:
