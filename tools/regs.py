@@ -34,7 +34,7 @@ SPILLS = {
 # The same in the sm90 family's kernels for lists of tiles, whose token masks need registers.
 SPILLS_OF_LISTS = {
     ("forward", "Rich", 128): 16,
-    ("backward", "Plain", 128): 32,
+    ("backward", "Rich", 128): 32,
     ("backward_2cta", "Plain", 192): 8,
     ("backward_2cta", "Plain", 256): 32,
 }

@@ -256,8 +256,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     const bool ds_is_empty = kTestsBarriersEarly && storage.pipeline_ds.producer_test_acquire(at_ds);
     const bool ds_is_full = kTestsBarriersEarly && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
     const StepOf<C>& step = storage.steps[stage];
-    auto pairs_of_step = [&] {
-      return WarpPairs<C.block_m>(step.code, p.fwd.lists, step.first_query % kTileSide, opaque(thread) / 32 * 16);
+    [[maybe_unused]] auto pairs_of_step = [&] {
+      if constexpr (C.walks_lists()) {
+        return WarpPairs<C.block_m>(step.code, p.fwd.lists, step.first_query % kTileSide, opaque(thread) / 32 * 16);
+      }
     };
     constexpr bool kReadsListsEarly = C.walks_lists() && !C.rich();  // under products; rules need the registers
     [[maybe_unused]] const auto pairs = [&] {
