@@ -140,10 +140,6 @@ class Fp8Widening:
         return (out, *rest) if rest else out
 
 
-# The names in flash_cute/functional.
-is_asked, Narrow = has_fp8_arguments, Fp8Widening
-
-
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 

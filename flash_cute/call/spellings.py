@@ -142,10 +142,6 @@ def check_extra_kwargs(function: Callable[..., Any], named: dict[str, Any]) -> b
     return bool(named.get("return_softmax_lse"))
 
 
-# The names in flash_cute/functional.
-rows, keys, others = copy_if_last_dim_strided, pack_keys, check_extra_kwargs
-
-
 def _unknown(function: Callable[..., Any], name: str) -> str:
     message = f"{function.__name__}() got an unexpected keyword argument '{name}'"
     if name in _ELSEWHERE:

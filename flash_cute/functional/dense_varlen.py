@@ -135,33 +135,38 @@ def flash_attn_func(
     """
     refused: list[Exception] = []
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
-    usual = usual and sparse is None
-    usual = usual and sink is None and type(return_lse) is bool and not others
-    usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
-    usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
-    if usual and is_direct(q, k, v):
+    is_default = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
+    is_default = is_default and sparse is None
+    is_default = is_default and sink is None and type(return_lse) is bool and not others
+    is_default = (
+        is_default
+        and deterministic is return_attn_probs is return_rng is return_max_logits is False
+    )
+    is_default = is_default and is_plain(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p
+    )
+    if is_default and is_direct(q, k, v):
         # A call at its shortest: the op's own checks come first. One that they refuse goes on to
         # the validation below, which says what is wrong with it, and no further.
         try:
             out_alone = q.is_cpu and q.dtype == torch.bfloat16 and not return_lse
             if out_alone and not needs_grad(q, k, v) and internals.are_plain((q, k, v)):
                 return _out_alone(q, k, v, softmax_scale, causal)
-            return _straight(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
+            return _call_op_unchecked(ops.fwd, q, k, v, softmax_scale, causal, return_lse)
         except (RuntimeError, TypeError, ValueError) as error:
             if not is_refusal(error):
                 raise
             refused.append(error.with_traceback(None))
-    return_lse = spellings.others(flash_attn_func, others) or return_lse
-    descales, narrow = (q_descale, k_descale, v_descale), None
-    if fp8.is_asked((q, k, v), descales, out_dtype):
-        narrow = fp8.Narrow.of(q, k, v, descales, out_dtype, out)
-        q, k, v = narrow.widen(q, k, v)
-    q, k, v = spellings.rows(*autocast.cast(q, k, v))
+    return_lse = spellings.check_extra_kwargs(flash_attn_func, others) or return_lse
+    descales, widening = (q_descale, k_descale, v_descale), None
+    if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
+        widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
+        q, k, v = widening.widen(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
     validate.dense(q, k, v)
     check.dense(q, k)
-    if narrow is not None:
-        q, softmax_scale = narrow.descale(q, k.shape[2], softmax_scale)
+    if widening is not None:
+        q, softmax_scale = widening.descale(q, k.shape[2], softmax_scale)
     call = FwdCall(
         q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
@@ -170,7 +175,7 @@ def flash_attn_func(
         call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
         refused=refused, sparse=sparse,
     )  # fmt: skip
-    return result if narrow is None else narrow.finish(result)
+    return result if widening is None else widening.finish(result)
 
 
 def flash_attn_varlen_func(
@@ -251,20 +256,30 @@ def flash_attn_varlen_func(
     """
     refused: list[Exception] = []
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    usual = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
-    usual = usual and sparse is None
-    usual = usual and sink is None and type(return_lse) is type(zero_tensors) is bool and not others
-    usual = usual and cu_seqlens_q is not None and cu_seqlens_k is not None
-    usual = usual and deterministic is return_attn_probs is return_rng is return_max_logits is False
-    usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
-    usual = usual and are_counts(max_seqlen_q, max_seqlen_k)
+    is_default = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
+    is_default = is_default and sparse is None
+    is_default = (
+        is_default
+        and sink is None
+        and type(return_lse) is type(zero_tensors) is bool
+        and not others
+    )
+    is_default = is_default and cu_seqlens_q is not None and cu_seqlens_k is not None
+    is_default = (
+        is_default
+        and deterministic is return_attn_probs is return_rng is return_max_logits is False
+    )
+    is_default = is_default and is_plain(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p
+    )
+    is_default = is_default and are_counts(max_seqlen_q, max_seqlen_k)
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-    if usual and is_direct(q, k, v, *indices):
+    if is_default and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func
             told: tuple[Any, Any, int, int, Any, Any] = (
                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             )  # fmt: skip
-            result = _straight(
+            result = _call_op_unchecked(
                 ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse, *told, zero_tensors,
                 block_table,
             )  # fmt: skip
@@ -275,20 +290,20 @@ def flash_attn_varlen_func(
             if not is_refusal(error):
                 raise
             refused.append(error.with_traceback(None))
-    return_lse = spellings.others(flash_attn_varlen_func, others) or return_lse
-    descales, narrow = (q_descale, k_descale, v_descale), None
-    if fp8.is_asked((q, k, v), descales, out_dtype):
-        narrow = fp8.Narrow.of(q, k, v, descales, out_dtype, out)
-        q, k, v = narrow.widen(q, k, v)
-    q, k, v = spellings.rows(*autocast.cast(q, k, v))
+    return_lse = spellings.check_extra_kwargs(flash_attn_varlen_func, others) or return_lse
+    descales, widening = (q_descale, k_descale, v_descale), None
+    if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
+        widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
+        q, k, v = widening.widen(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if cu_seqlens_k is None:
-        k, v, cu_seqlens_k = spellings.keys(k, v, seqused_k, block_table)
+        k, v, cu_seqlens_k = spellings.pack_keys(k, v, seqused_k, block_table)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
-    if narrow is not None:
-        q, softmax_scale = narrow.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
+    if widening is not None:
+        q, softmax_scale = widening.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
     call = VarlenFwdCall(
         q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
         *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
@@ -298,10 +313,10 @@ def flash_attn_varlen_func(
         call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
         refused=refused, sparse=sparse,
     )  # fmt: skip
-    return result if narrow is None else narrow.finish(result, cu_seqlens_q)
+    return result if widening is None else widening.finish(result, cu_seqlens_q)
 
 
-def _straight(
+def _call_op_unchecked(
     op: Any,
     q: Tensor,
     k: Tensor,

@@ -151,20 +151,22 @@ def flash_attn_with_kvcache(
         lengths += 1
     """
     refused: list[Exception] = []
-    usual = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
-    usual = usual and sink is s_aux is learnable_sink is sparse is None and not others
-    usual = usual and type(return_softmax_lse) is type(rotary_interleaved) is bool
-    usual = usual and check_indices is False
-    usual = usual and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, 0)
-    usual = usual and are_counts(num_splits, split_size)
+    is_default = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
+    is_default = is_default and sink is s_aux is learnable_sink is sparse is None and not others
+    is_default = is_default and type(return_softmax_lse) is type(rotary_interleaved) is bool
+    is_default = is_default and check_indices is False
+    is_default = is_default and is_plain(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, 0
+    )
+    is_default = is_default and are_counts(num_splits, split_size)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    direct = usual and is_direct(q, k_cache, v_cache, *places, *joining)
+    direct = is_default and is_direct(q, k_cache, v_cache, *places, *joining)
     if direct and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
             qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)
-            results = _straight(
+            results = _call_op_unchecked(
                 qkv, joining, places, softmax_scale, causal, rotary_interleaved, splits
             )
             if results is not None:
@@ -173,7 +175,7 @@ def flash_attn_with_kvcache(
             if not is_refusal(error):
                 raise
             refused.append(error.with_traceback(None))
-    spellings.others(flash_attn_with_kvcache, others)
+    spellings.check_extra_kwargs(flash_attn_with_kvcache, others)
     sink = spellings.sink(sink, s_aux, learnable_sink)
     left, right = spellings.sides(window_size)
     max_seqlen_q = spellings.integer(max_seqlen_q)
@@ -190,7 +192,7 @@ def flash_attn_with_kvcache(
     ):
         validate.flag(name, flag)
     q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
-    q, k, v = spellings.rows(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     used: Any = cache_seqlens
     call = FwdKvcacheCall(
@@ -260,7 +262,7 @@ def _check_vectors(call: FwdKvcacheCall) -> None:
         validate_kvcache.vectors(None if rotated else call.q, call.k_cache, call.v_cache)
 
 
-def _straight(
+def _call_op_unchecked(
     caches: tuple[Tensor, Tensor, Tensor],
     joining: tuple[Any, ...],
     places: tuple[Any, ...],

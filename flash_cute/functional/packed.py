@@ -58,8 +58,8 @@ def flash_attn_kvpacked_func(
         out = flash_attn_kvpacked_func(q, kv)  # (2, 100, 8, 64)
     """
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    return_lse = spellings.others(flash_attn_kvpacked_func, others) or return_lse
-    if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
+    return_lse = spellings.check_extra_kwargs(flash_attn_kvpacked_func, others) or return_lse
+    if fp8.has_fp8_arguments((q, kv), (q_descale, k_descale, v_descale), out_dtype):
         k, v = fp8.unpacked("kv", kv, 5, 2)
         return flash_attn_func(
             q, k, v,
@@ -68,7 +68,7 @@ def flash_attn_kvpacked_func(
             return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    q, kv = spellings.rows(*autocast.cast(q, kv))
+    q, kv = spellings.copy_if_last_dim_strided(*autocast.cast(q, kv))
     validate.packed("kv", kv, 5, 2, q)
     k, v = kv.unbind(2)
     validate.dense(q, k, v)
@@ -119,8 +119,8 @@ def flash_attn_qkvpacked_func(
         out.sum().backward()
     """
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    return_lse = spellings.others(flash_attn_qkvpacked_func, others) or return_lse
-    if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):
+    return_lse = spellings.check_extra_kwargs(flash_attn_qkvpacked_func, others) or return_lse
+    if fp8.has_fp8_arguments((qkv,), (q_descale, k_descale, v_descale), out_dtype):
         q, k, v = fp8.unpacked("qkv", qkv, 5, 3)
         return flash_attn_func(
             q, k, v,
@@ -129,7 +129,7 @@ def flash_attn_qkvpacked_func(
             return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    (qkv,) = spellings.rows(*autocast.cast(qkv))
+    (qkv,) = spellings.copy_if_last_dim_strided(*autocast.cast(qkv))
     validate.packed("qkv", qkv, 5, 3)
     q, k, v = qkv.unbind(2)
     validate.dense(q, k, v)
@@ -187,8 +187,8 @@ def flash_attn_varlen_kvpacked_func(
         out = flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 60, 200)
     """
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    return_lse = spellings.others(flash_attn_varlen_kvpacked_func, others) or return_lse
-    if fp8.is_asked((q, kv), (q_descale, k_descale, v_descale), out_dtype):
+    return_lse = spellings.check_extra_kwargs(flash_attn_varlen_kvpacked_func, others) or return_lse
+    if fp8.has_fp8_arguments((q, kv), (q_descale, k_descale, v_descale), out_dtype):
         k, v = fp8.unpacked("kv", kv, 4, 2)
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -198,7 +198,7 @@ def flash_attn_varlen_kvpacked_func(
             return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    q, kv = spellings.rows(*autocast.cast(q, kv))
+    q, kv = spellings.copy_if_last_dim_strided(*autocast.cast(q, kv))
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     validate.packed("kv", kv, 4, 2, q)
     k, v = kv.unbind(1)
@@ -254,8 +254,10 @@ def flash_attn_varlen_qkvpacked_func(
         out = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 60, causal=True)  # (100, 8, 64)
     """
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    return_lse = spellings.others(flash_attn_varlen_qkvpacked_func, others) or return_lse
-    if fp8.is_asked((qkv,), (q_descale, k_descale, v_descale), out_dtype):
+    return_lse = (
+        spellings.check_extra_kwargs(flash_attn_varlen_qkvpacked_func, others) or return_lse
+    )
+    if fp8.has_fp8_arguments((qkv,), (q_descale, k_descale, v_descale), out_dtype):
         q, k, v = fp8.unpacked("qkv", qkv, 4, 3)
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
@@ -265,7 +267,7 @@ def flash_attn_varlen_qkvpacked_func(
             return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
         )  # fmt: skip
-    (qkv,) = spellings.rows(*autocast.cast(qkv))
+    (qkv,) = spellings.copy_if_last_dim_strided(*autocast.cast(qkv))
     max_seqlen = spellings.integer(max_seqlen)
     validate.packed("qkv", qkv, 4, 3)
     q, k, v = qkv.unbind(1)

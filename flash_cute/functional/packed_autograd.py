@@ -50,10 +50,10 @@ class PackedAttention(torch.autograd.Function):
             bwd = _BACKWARD_OF[ctx.op]
             saved = (*(unpacked_q or (q,)), k, v, *others)
             given = ops.backward_arguments(ctx, ctx.op, saved, dout, dlse)
-            with limits.again(ctx.limit):
+            with limits.restore_limit(ctx.limit):
                 grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():
-            grads = _NotAgain.apply(packed, q, sink, dout, dlse, *grads)
+            grads = _NoDoubleBackward.apply(packed, q, sink, dout, dlse, *grads)
         return (*grads, None)
 
 
@@ -81,7 +81,7 @@ def _stacked(
     return torch.stack((dk, dv), -3), dq, dsink
 
 
-class _NotAgain(torch.autograd.Function):
+class _NoDoubleBackward(torch.autograd.Function):
     """Gradients, whose own derivatives by what they were computed from do not exist."""
 
     @staticmethod

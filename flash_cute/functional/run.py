@@ -236,4 +236,4 @@ def _check_out(out: Tensor, call: Call) -> None:
     validate_ops.buffer("out", out, (*q.shape[:-1], call.v.shape[-1]), q.dtype, q.device)
     validate.contiguous_last("out", out)
     if not torch.compiler.is_compiling():
-        validate_ops.apart({"out": out}, {"q": q, "k": call.k, "v": call.v})
+        validate_ops.check_no_aliasing({"out": out}, {"q": q, "k": call.k, "v": call.v})

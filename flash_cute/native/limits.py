@@ -51,9 +51,6 @@ def restore_limit(limit: str) -> AbstractContextManager[None]:
     return nullcontext() if limit == current() else limit_kernels(limit)
 
 
-again = restore_limit  # the name in flash_cute/functional
-
-
 def _of_thread() -> str:
     return getattr(_thread, "limit", "")
 

@@ -204,9 +204,6 @@ def check_no_aliasing(outputs: Mapping[str, Tensor | None], given: Mapping[str, 
             raise ValueError(f"{name} shares memory with {other}; give each its own")
 
 
-apart = check_no_aliasing  # the name in flash_cute/functional
-
-
 def address(x: Tensor | None) -> int | None:
     """The address of ``x``; None if it has no elements, or no memory of its own: fake, meta and
     vmapped tensors, and wrappers of other tensors."""
