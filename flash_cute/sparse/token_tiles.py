@@ -19,6 +19,7 @@ from flash_cute.sparse import bits
 from flash_cute.sparse.lists import HALF, QUADRANTS, TILE, tiles_of
 
 _MOST_BITS = 16  # of a pattern: 65,536 masks of 2 KB
+_FEW_PATTERNS = 256  # whose masks are made for any call; more only for as many tiles
 _MOST_MASKS = 1 << 22  # that codes can number
 
 
@@ -27,15 +28,15 @@ def exist(shape: Sequence[int], granularity: int, seqlen_k: int, group: int, cau
     kv head."""
     if group < 2 or TILE % group:
         return False
-    batch, heads, seqlen_q, _ = shape
-    tokens = TILE // group
-    pattern_bits = tokens * (TILE // granularity)
-    own_masks = 2 * batch * heads * -(-seqlen_q // tokens) if causal else 0
-    return (
-        pattern_bits <= _MOST_BITS
-        and (1 << pattern_bits) + own_masks <= _MOST_MASKS
-        and tiles_of(seqlen_k) < 1 << (31 - _MOST_BITS)
-    )
+    batch, heads, seqlen_q, k = shape
+    tokens, tiles_k = TILE // group, tiles_of(seqlen_k)
+    rows = batch * heads * -(-seqlen_q // tokens)
+    pattern_bits, own_masks = tokens * (TILE // granularity), 2 * rows if causal else 0
+    if pattern_bits > _MOST_BITS or tiles_k >= 1 << (31 - _MOST_BITS):
+        return False
+    patterns = 1 << pattern_bits
+    is_worth_them = patterns <= max(_FEW_PATTERNS, rows * min(tokens * k, tiles_k))
+    return is_worth_them and patterns + own_masks <= _MOST_MASKS
 
 
 def lists_of_tokens(

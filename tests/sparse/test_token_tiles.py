@@ -12,7 +12,14 @@ from sparse.oracle import oracle_of
 from flash_cute import Sparse, flash_attn_func
 from flash_cute.functional import token_rows
 from flash_cute.ops.typed import FwdCall
+from flash_cute.sparse import token_tiles
 from flash_cute.sparse.lists import TILE
+
+
+@pytest.fixture(autouse=True)
+def patterns_of_small_calls(monkeypatch):
+    """As many as a long call is worth."""
+    monkeypatch.setattr(token_tiles, "_FEW_PATTERNS", 1 << 16)
 
 
 class Chosen:
@@ -96,6 +103,14 @@ def test_what_rows_of_tokens_cannot_hold_runs_by_tiles_of_128_queries():
     out = flash_attn_func(*call[:3], causal=case.causal, sink=sinks, sparse=case.sparse)
     expected, _ = oracle_of(call._replace(sink=sinks), case.seen, out, out[..., 0].transpose(1, 2))
     torch.testing.assert_close(out, expected.out)
+
+
+def test_patterns_of_16_tokens_are_not_made_for_a_short_call(monkeypatch):
+    monkeypatch.setattr(token_tiles, "_FEW_PATTERNS", 256)
+    few, many = (1, 2, 100, 4), (1, 2, 65536, 4)  # 7 and 4,096 rows of tiles a head
+    assert not token_tiles.exist(few, 128, 65536, 8, causal=True)
+    assert token_tiles.exist(many, 128, 65536, 8, causal=True)
+    assert token_tiles.exist(few, 128, 65536, 16, causal=True)  # 8 tokens
 
 
 def test_out_is_filled():
