@@ -39,7 +39,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-HEADERS = Path(__file__).resolve().parents[1] / "build" / "torch"  # cmake/torch.cmake: the same
+HEADERS = Path(__file__).resolve().parents[1] / "build" / "torch"  # the path in cmake/torch.cmake
 TORCH = """from importlib.metadata import version
 assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 10)"""
 CUTLASS = "import importlib.util as u; assert u.find_spec('cutlass_library')"
@@ -56,27 +56,27 @@ def get_requires_for_build_editable(config_settings: dict[str, Any] | None = Non
 
 
 def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """scikit-build-core's: nothing is compiled."""
+    """scikit-build-core's requirements alone: nothing is compiled."""
     return core.get_requires_for_build_sdist(config_settings)
 
 
 def _missing() -> list[str]:
-    needed = [] if _works(TORCH) or _has_headers() else ["torch>=2.10"]
+    needed = [] if _works(TORCH) or _extract_headers() else ["torch>=2.10"]
     if _builds_kernels() and not os.environ.get("FLASH_CUTE_CUTLASS_DIR") and not _works(CUTLASS):
         needed.append("nvidia-cutlass==4.2.0.0")
     return needed
 
 
 def _builds_kernels() -> bool:
-    """Whether cmake/targets.cmake may find that this machine builds them."""
+    """Whether cmake/targets.cmake may decide to build the CUDA kernels on this machine."""
     asked = os.environ.get("FLASH_CUTE_BUILD")
     if asked or shutil.which("nvcc") is None:
         return asked == "cuda"
     return bool(os.environ.get("FLASH_CUTE_CUDA_ARCHS")) or shutil.which("nvidia-smi") is not None
 
 
-def _has_headers() -> bool:
-    """Whether torch's headers, and the small library to link, could be taken out of its wheel."""
+def _extract_headers() -> bool:
+    """Downloads torch's wheel; extracts headers and the library to link. False if that fails."""
     shutil.rmtree(HEADERS, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-I", "-m", "pip", "download", "-q", "--no-deps", "-d", folder]

@@ -60,7 +60,7 @@ def find_ncu() -> str:
     if found is None:
         raise ProfileError(
             "ncu, of Nsight Compute, is not on the PATH; it comes with the CUDA toolkit "
-            "(cuda-nsight-compute), and alone from developer.nvidia.com/nsight-compute"
+            "(cuda-nsight-compute), or separately from developer.nvidia.com/nsight-compute"
         )
     return found
 
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str], report: Path) -> list[Profile]:
 
 
 def parse(text: str) -> list[Profile]:
-    """The kernels in ncu's ``--page raw --csv``: a line of names, one of units, one a kernel."""
+    """The kernels in ncu's ``--page raw --csv``: lines of names, of units, and one per kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     names, units, *rows = csv.reader(io.StringIO("\n".join(lines))) if len(lines) > 2 else ([], [])
     if not rows:

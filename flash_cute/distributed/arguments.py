@@ -18,7 +18,7 @@ from flash_cute.call.validate import options as validate_options
 
 
 def whole_list(name: str, x: Any) -> list[Any]:
-    """x as a list; refuses all but sequences."""
+    """x as a list. Raises TypeError unless x is iterable and no str."""
     if isinstance(x, str) or not isinstance(x, Iterable):
         raise TypeError(f"{name} is {validate.kind_of(x)}; expected a sequence of ints")
     return list(x)
@@ -33,7 +33,7 @@ def check_positive(name: str, x: Any) -> None:
 
 
 def check_timeout(timeout: Any) -> None:
-    """Refuses all but None, which is the default, and times above 0."""
+    """Raises unless timeout is None (the default), or above 0."""
     if timeout is None:
         return
     if not isinstance(timeout, timedelta):
@@ -49,7 +49,7 @@ def check_one_of(name: str, given: Any, supported: tuple[str, ...]) -> None:
 
 
 def check_ranks(ranks: Any) -> None:
-    """Refuses all but None, and groups and meshes that include this process."""
+    """Raises unless ranks is None, or a group or mesh that includes this process."""
     if ranks is None:
         return
     if isinstance(ranks, DeviceMesh):
@@ -76,7 +76,7 @@ def check_group(name: str, group: Any, expected: str) -> None:
 
 
 def check_heads(heads: Any, heads_k: Any) -> None:
-    """Refuses numbers of heads that no call can have; None is unknown."""
+    """Refuses numbers of heads that no call can have; None means that a number is not known."""
     for name, x in (("heads", heads), ("heads_k", heads_k)):
         if x is not None:
             validate.count(name, x, 1)
@@ -102,9 +102,11 @@ def check_window(window_size: Any) -> None:
 
 
 def lengths(seqlen: Any, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:
-    """Tokens of each document, by one of the two."""
+    """Tokens of each document, from seqlen or cu_seqlens, exactly one of which must be given."""
     if (seqlen is None) == (cu_seqlens is None):
-        raise ValueError("give seqlen, of a dense batch, or cu_seqlens, of packed documents")
+        raise ValueError(
+            "give seqlen for a dense batch or cu_seqlens for packed documents, not both"
+        )
     if seqlen is not None:
         validate.length("seqlen", seqlen)
         found: tuple[int, ...] = (int(seqlen),)

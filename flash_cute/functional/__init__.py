@@ -1,4 +1,4 @@
-"""The attention functions that models call, under the field's own names.
+"""The attention functions that models call, under the names that flash-attn gave them.
 
 Arguments are a superset of flash-attn 2.8's, in its order and with its layout: (batch, seqlen,
 heads, dim), or (total, heads, dim) for sequences of different lengths laid end to end. Each call

@@ -10,7 +10,7 @@ head dim of v, softcap with dropout, and ``return_softmax`` without dropout. Dif
 - ``philox_seed`` and ``philox_offset`` are int64 scalars on q's device, 0 without dropout.
 - The last result of forward is the signed probabilities, not padded; without ``return_softmax`` it
   is an empty tensor. ``softmax_d`` is not padded either.
-- A negative softcap is refused; 0 switches it off. Page sizes of ``block_table_`` are free.
+- A negative softcap is refused; 0 switches it off. ``block_table_`` may have pages of any size.
 """
 
 from flash_cute.mha.functions import mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd

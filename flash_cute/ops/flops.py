@@ -27,12 +27,12 @@ from flash_cute.sparse.lists import TILE
 
 
 def register(_: torch.library.Library) -> None:
-    """Registers the formulas when torch's counter is imported, which also imports triton."""
+    """Registers the formulas once torch's counter is imported: importing it imports triton."""
     when_imported("torch.utils.flop_counter", _register_formulas)
 
 
 def _register_formulas() -> None:
-    """The formulas of every op that multiplies matrices, with its overloads."""
+    """Registers a formula for every op that multiplies matrices, and for its overloads."""
     from torch.utils.flop_counter import register_flop_formula
 
     for packet, pairs in (

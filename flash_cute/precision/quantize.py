@@ -66,7 +66,7 @@ def packed_width(bits: int, cols: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """(rows, cols) int codes below 2^bits as uint8 (rows, packed_width).
 
-    A byte holds fields of f bits of 8/f columns, whose distance is the number of bytes.
+    A byte holds f bits each of 8/f columns. Their distance is the row's number of such bytes.
     """
     parts = []
     for field in fields(bits):

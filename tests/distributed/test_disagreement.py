@@ -127,7 +127,7 @@ def test_backward_of_one_rank_alone_is_an_error_in_time():
     assert first < 1 and 3 < second < 12
 
 
-def backward_while_a_layer_counts() -> None:
+def backward_against_a_layer_call() -> None:
     """The second rank runs backward of a layer, while the first one makes the next call."""
     torch.manual_seed(0)
     layer = create_ring_attention(16, 2)
@@ -139,7 +139,7 @@ def backward_while_a_layer_counts() -> None:
 
 
 def test_backward_of_one_rank_while_a_layer_goes_on(two):
-    first, second = two.outcomes(backward_while_a_layer_counts)
+    first, second = two.outcomes(backward_against_a_layer_call)
     assert first.kind == "ValueError" and first.message == second.message
     assert "backward of cp_attention" in first.message and "a layer's tokens" in first.message
     assert two.run(fine) == [0, 1]
@@ -167,8 +167,8 @@ def test_the_lse_in_the_loss_of_one_rank(two, strategy):
     assert max(two.run(lse_in_one_loss, strategy)) < 1e-12
 
 
-def digests_of_small_changes() -> int:
-    """How many tensors have a digest that another one has, of tensors that hardly differ."""
+def digest_collisions() -> int:
+    """The number of equal digests among tensors that hardly differ."""
     x = torch.tensor([0.25, 0.5, 0.5, 0.25, 1.0, -1.0])
     changed = [x, x[[1, 0, 3, 2, 4, 5]], x[[1, 0, 2, 3, 4, 5]], x.roll(1), x.nextafter(x + 1)]
     changed += [x.double(), x.bfloat16(), torch.cat((x, x[:1]))]
@@ -176,7 +176,7 @@ def digests_of_small_changes() -> int:
 
 
 def test_digests_differ_after_small_changes_and_swaps(two):
-    assert digests_of_small_changes() == 0
+    assert digest_collisions() == 0
     assert description.digest(torch.ones(3)).item() == description.digest(torch.ones(3)).item()
 
 

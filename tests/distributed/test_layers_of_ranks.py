@@ -1,4 +1,4 @@
-"""Layers whose tokens ranks share equal one process: outputs, and all gradients."""
+"""Layers whose tokens are split over ranks equal one process: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layer_of(kind: str, ranks: int) -> nn.Module:
 
 
 def part(x: Tensor, uneven: bool) -> slice:
-    """Tokens of this rank; an uneven first one has two."""
+    """The slice of this rank's tokens; if uneven, rank 0 has only two."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not uneven:
         sizes = [len(y) for y in torch.arange(x.shape[1]).chunk(ranks)]
@@ -95,8 +95,8 @@ def test_each_rank_does_its_share(four):
         assert mine == whole // 4
 
 
-def of_subgroups() -> float:
-    """Four ranks, two of which share a sequence each."""
+def error_in_subgroups() -> float:
+    """The error of a layer on four ranks in two groups of two, each with its own sequence."""
     torch.manual_seed(dist.get_rank() // 2)
     x = torch.randn(1, 20, D, dtype=torch.float64)
     layer = layer_of("context_parallel", 2)
@@ -107,7 +107,7 @@ def of_subgroups() -> float:
 
 
 def test_groups_of_consecutive_ranks(four):
-    assert max(four.run(of_subgroups)) < 1e-12
+    assert max(four.run(error_in_subgroups)) < 1e-12
 
 
 def wrong_on_one(kind: str) -> None:
@@ -117,7 +117,7 @@ def wrong_on_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ring", "context_parallel"])
-def test_all_ranks_raise_of_one(two, kind):
+def test_all_ranks_raise_the_error_of_one(two, kind):
     first, second = two.outcomes(wrong_on_one, kind)
     assert isinstance(first, Raised) and first.kind == second.kind == "ValueError"
     assert first.message == second.message and "rank 1: hidden_states has shape" in first.message
@@ -128,7 +128,7 @@ def too_long() -> None:
     layer(torch.randn(1, 8, D, dtype=torch.float64))
 
 
-def test_the_length_is_all_ranks_together(two):
+def test_max_sequence_length_counts_the_tokens_of_all_ranks(two):
     for outcome in two.outcomes(too_long):
         assert "hidden_states have 16 tokens; the layer's max_sequence_length is 15" in (
             outcome.message
@@ -195,7 +195,7 @@ def differ_in_a_graph(kind: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["length", "width", "causal"])
 @pytest.mark.parametrize("kind", ["ring", "context_parallel"])
-def test_all_ranks_raise_of_one_in_a_graph(two, kind, wrong):
+def test_all_ranks_raise_the_error_of_one_in_a_graph(two, kind, wrong):
     first, second = two.outcomes(differ_in_a_graph, kind, wrong)
     assert isinstance(first, Raised) and first.kind == second.kind == "ValueError"
     words = "rank 1: hidden_states has shape" if wrong == "width" else "ranks differ: rank 0 has"
@@ -236,7 +236,7 @@ def test_one_process_over_devices_trains_and_refuses():
 def test_ring_of_one_device():
     ring = create_ring_attention(D, HEADS, 10)
     assert sum(p.numel() for p in ring.parameters()) == 4 * D * D + 4 * D
-    assert not list(ring.buffers())  # nothing is as long as sequences may be
+    assert not list(ring.buffers())  # nothing grows with max_sequence_length
     with pytest.raises(ValueError, match="hidden_states have 11 tokens"):
         ring(torch.randn(1, 11, D))
     mask = torch.tensor([[1, 1, 0, 0, 0]])
@@ -246,7 +246,7 @@ def test_ring_of_one_device():
 
 @pytest.mark.usefixtures("no_garbage")
 def test_a_million_tokens(cuda):
-    """C1b: forward takes less than 12 times the input's bytes; rows equal fp32 softmax."""
+    """Forward takes less than 12 times the input's bytes; rows equal fp32 softmax."""
     torch.manual_seed(0)
     ring = create_ring_attention(512, 8, device=cuda, dtype=torch.bfloat16)
     x = torch.randn(1, 1_000_000, 512, device=cuda, dtype=torch.bfloat16)
@@ -263,7 +263,7 @@ def test_a_million_tokens(cuda):
 
 
 def test_devices_of_one_process(cuda):
-    """Over two GPUs, or one twice, equals one."""
+    """A layer over two GPUs, or over one GPU listed twice, equals a layer on one device."""
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", i % count) for i in range(2)]
     torch.manual_seed(0)

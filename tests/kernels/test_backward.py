@@ -1,4 +1,4 @@
-"""bwd against fp64 gradients: twice the unfused chain's error, row by row; exact zeros; poison."""
+"""bwd against fp64: each row within twice the unfused chain's error; exact zeros; NaNs unread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_lengths_at_tile_edges(make, seqlen_q, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("left", range(6))
 def test_windows(make, left, is_causal, seqlen_q, seqlen_k):
-    """Every corner of the table of both sides, as in test_forward."""
+    """Every pair of edge values of the left and right window size, as in test_forward."""
     sides = (-1, 0, 1, seqlen_k - 1, seqlen_k, 2**31 - 1)
     for right in sides:
         sizes = {"batch": 1, "heads": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "dim": 32}
@@ -60,7 +60,7 @@ def test_grouped_heads(make, heads, heads_k, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim", [59, 64])
 def test_layouts(make, dim, layout):
-    """q, k, v and dout in every layout; gradients are those of the values, gaps of NaN unread."""
+    """q, k, v and dout in every layout; NaNs in the gaps between values are not read."""
     batch = 1 if layout == "wild_unit_strides" else 2
     sizes = {"batch": batch, "seqlen_q": 130, "seqlen_k": 130, "dim": dim, "dtype": BF16}
     grads = checks.backward(make(Case(**sizes, layout=layout, is_causal=True)))

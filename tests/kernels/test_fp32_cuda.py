@@ -50,7 +50,7 @@ CASES: dict[str, Case | VarlenCase] = {
 
 
 def check_forward(inputs: Inputs, out: Tensor, softmax_lse: Tensor, allow_tf32: bool) -> float:
-    """As `bounds.check_forward`, with TF32's rounding unit where that is allowed."""
+    """As `bounds.check_forward`, with TF32's rounding unit if allow_tf32."""
     oracle = bounds.forward_oracle(inputs)
     if not allow_tf32:
         return bounds.check_forward(out, softmax_lse, oracle)
@@ -70,7 +70,7 @@ def test_against_the_oracle(cuda, monkeypatch, matmul_precision, name, allow_tf3
         return_row_max=True, return_softmax=True, allow_tf32=allow_tf32
     )
     ratio = check_forward(inputs, out, lse, allow_tf32)
-    if allow_tf32:  # of the unfused chain too
+    if allow_tf32:  # the unfused chain computes in TF32, too
         monkeypatch.setitem(bounds.ROUNDING_UNIT, torch.float32, TF32_UNIT)
         matmul_precision("tf32")
     else:
@@ -104,7 +104,7 @@ def sdpa(inputs: Inputs, dtype: torch.dtype, is_causal: bool) -> list[Tensor]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("seqlen", [128, 1024, 4096])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_error_of_three_products_is_that_of_fp32(cuda, dim, seqlen, is_causal):
+def test_error_of_3xtf32_is_about_that_of_fp32(cuda, dim, seqlen, is_causal):
     case = Case(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, dim=dim, is_causal=is_causal)
     inputs = make_inputs(case, cuda)
     out, lse, _, _ = inputs.forward()

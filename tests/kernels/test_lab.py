@@ -281,7 +281,7 @@ def test_each_technique_makes_another_kernel(lab_cuda):
 
 
 @pytest.mark.parametrize("config", [STEPS[0], CONFIG], ids=str)
-def test_times_are_the_kernel_s(lab_cuda, config):
+def test_times_are_of_the_kernel_alone(lab_cuda, config):
     def timed(batch: int, seq_len: int) -> float:
         q, k, v = generate_qkv(batch, seq_len, 16, 128, BF16, lab_cuda)
         out, _ = lab.forward_timed(config, q, k, v)
@@ -338,7 +338,7 @@ def kind(x: torch.Tensor) -> dict[str, object]:
     return {"device": x.device, "dtype": x.dtype}
 
 
-def test_the_output_is_no_input(lab_cuda):
+def test_an_output_that_shares_memory_is_refused(lab_cuda):
     q, k, v = generate_qkv(1, 256, 2, 128, BF16, lab_cuda)
     for o in (q, v[:, :, :]):
         with pytest.raises(ValueError, match="o shares memory with"):
@@ -361,6 +361,6 @@ def test_the_progression_is_measured(lab_cuda, tmp_path, capsys):
     assert capsys.readouterr().out.count("\nok ") >= len(STEPS) - 1
 
 
-def test_the_sanitizer_s_problems_run(lab_cuda, capsys):
+def test_the_problems_for_the_sanitizer_run(lab_cuda, capsys):
     smoke.main(*library.lab_kernels()[:2])
     assert capsys.readouterr().out.endswith("2 kernels ran\n")

@@ -200,7 +200,7 @@ def test_statistics_have_no_gradient(make):
 
 
 def test_one_gradient_at_a_time(make):
-    """Leaves that need no gradient are no obstacle; outputs without a gradient neither."""
+    """Backward works if only one leaf needs a gradient, and if only one output has one."""
     inputs = make(Case(seqlen_q=20, seqlen_k=33, dtype=BF16))
     expected = inputs.backward(*inputs.forward()[:2])
     for name in "kv":
@@ -330,7 +330,7 @@ def test_inductor(device):
 
 
 def longest_of_data(*args, packed: bool = False):
-    """Attention whose longest lengths are read off the offsets, and known only as it runs."""
+    """Attention whose max_seqlen are computed from the offsets' values, unknown when compiling."""
     q, k, v, cu_q, cu_k, *_ = args
     max_q, max_k = (int((cu[1:] - cu[:-1]).max().item()) for cu in (cu_q, cu_k))
     if packed:

@@ -1,4 +1,4 @@
-"""Gradients under torch.vmap, and several at once: one call of backward."""
+"""Gradients under torch.vmap, and is_grads_batched: each takes one call of backward."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_several_gradients_at_once(device, form):
         torch.testing.assert_close(tuple(y[i] for y in got), grad([y[i] for y in several]))
 
 
-def test_several_gradients_inside_of_several_are_refused(device):
+def test_nested_is_grads_batched_is_refused(device):
     q, k, v = dense(device, {}, "q k v").values()
     x = leaf(q)
     inner, outer = (flash_cute.flash_attn_func(x, k, v) for _ in range(2))

@@ -75,7 +75,7 @@ def test_default_losses():
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (4,), (2, 3), (2, 0, 3), (2, 3, 2, 2)])
 @pytest.mark.parametrize("classes", [1, 3])
 def test_cross_entropy_of_any_rank(shape, classes):
-    """Of one sample without a batch too; the mean over no rows is nan."""
+    """Also of one sample without a batch dimension; over no rows the mean is NaN."""
     logits = torch.randn(*shape, classes, requires_grad=True)
     targets = torch.randint(classes, shape)
     exact = logits.detach().double().requires_grad_()
@@ -91,7 +91,7 @@ def test_cross_entropy_of_any_rank(shape, classes):
     torch.testing.assert_close(default_loss(strided, targets), loss, equal_nan=True)
 
 
-def test_a_batch_of_one_sample_that_has_no_batch():
+def test_one_sample_without_a_batch_dimension():
     model = mlp(8, 5)
     trainer, x = FP8TrainingEngine(model), torch.randn(8)
     loss = trainer.training_step(x, torch.tensor(3))
@@ -151,7 +151,7 @@ def test_gradients_do_not_pile_up():
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
 @pytest.mark.parametrize("where", ["inputs", "gradient"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_overflow_is_left_out_counted_and_passes(device, where, bad, scaling):
+def test_a_step_with_overflow_is_skipped_and_counted(device, where, bad, scaling):
     model, _, inputs, targets = task(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     config = FP8Config(scaling=scaling, loss_scale=8.0, growth_interval=2)
@@ -204,7 +204,7 @@ def test_clipping():
 
 
 def test_two_optimizers_and_an_overflow_between():
-    """Gradients are divided by the loss scale that they have."""
+    """Gradients are divided by the loss scale with which they were computed."""
     model, config = mlp(8, 16, 4), FP8Config(loss_scale=1024.0)
     trainer = FP8TrainingEngine(model, config)
     one, two = (torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2))
@@ -223,7 +223,7 @@ def test_two_optimizers_and_an_overflow_between():
     alone = copy.deepcopy(model)
     alone.zero_grad()
     FP8TrainingEngine(alone, config).training_step(x, y)
-    trainer.training_step(x, y)  # brings what there is to its scale
+    trainer.training_step(x, y)  # first rescales the gradients that are there to its own loss scale
     torch.testing.assert_close(model[0].weight.grad / 1024, kept + alone[0].weight.grad / 1024)
 
 
@@ -332,7 +332,7 @@ def test_layers_added_later_are_converted():
     assert trainer.get_training_statistics()["fp8_layers"] == 3
 
 
-def test_formats_in_the_documents_order():
+def test_positional_arguments_of_create_fp8_trainer():
     trainer = create_fp8_trainer(mlp(4, 4), FP8Format.E5M2, FP8Format.E4M3, torch.device("cpu"))
     config = trainer.model[0].config
     assert (config.forward_format, config.backward_format) == (FP8Format.E5M2, FP8Format.E4M3)

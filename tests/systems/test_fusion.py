@@ -38,11 +38,11 @@ from flash_cute.attention.fusion import attention as attention_step
 from flash_cute.attention.fusion import masks as fusion_masks
 
 
-def test_one_object_in_both_places():
+def test_both_packages_export_the_same_function():
     assert flash_cute.attention.create_unified_attention_fusion is create_unified_attention_fusion
 
 
-def test_flash_cute_does_not_import_it():
+def test_flash_cute_does_not_import_attention():
     code = "import sys, flash_cute; assert 'flash_cute.attention' not in sys.modules"
     assert fresh.run(code).returncode == 0
 
@@ -96,7 +96,7 @@ def test_strategies_fuse_what_their_name_says(strategy, level, device):
 
 @pytest.mark.parametrize("level", OptimizationLevel)
 def test_levels_choose_kernels(level):
-    """Steps other than attention have functions of their own from BALANCED on."""
+    """From BALANCED on, steps other than attention run fused autograd functions (AddNorm)."""
     layer = encoder_layer()
     fused = create_unified_attention_fusion(layer, optimization_level=level)
     out = fused(tokens(layer))
@@ -104,7 +104,7 @@ def test_levels_choose_kernels(level):
 
 
 def masks(batch_first: bool, device: str) -> dict[str, dict]:
-    """Arguments that say what is hidden."""
+    """Calls' keyword arguments with masks, by the name of the case."""
     torch.manual_seed(5)
     later = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).triu(1)
     general = torch.rand(SEQLEN, SEQLEN) < 0.3
@@ -143,8 +143,8 @@ def test_masks(name, strategy, device):
 
 
 @pytest.mark.parametrize("name", ["causal_float", "causal_bool", "causal_hint", "padding", "holes"])
-def test_masks_that_kernels_have(name, monkeypatch):
-    """They do not go to torch's SDPA; the others do."""
+def test_masks_that_kernels_support(name, monkeypatch):
+    """Calls with these masks do not go to torch's SDPA; calls with other masks do."""
 
     def refuse(*_):
         raise AssertionError("SDPA was called")
@@ -158,8 +158,8 @@ def test_masks_that_kernels_have(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", masks(False, "cpu"))
-def test_sdpa_takes_masks_and_none_where_kernels_do_not(name, monkeypatch):
-    """As for head dims that no kernel has."""
+def test_sdpa_runs_all_calls_that_no_kernel_supports(name, monkeypatch):
+    """With masks and without. As for head dims that no kernel has."""
     monkeypatch.setattr(attention_step, "kernels_support", lambda _: False)
     layer = encoder_layer()
     fused = create_unified_attention_fusion(layer)

@@ -49,7 +49,7 @@ def test_a_build_requires_only_missing_packages(
     monkeypatch.setenv("FLASH_CUTE_CUDA_ARCHS", archs)
     monkeypatch.delenv("FLASH_CUTE_CUTLASS_DIR", raising=False)
     monkeypatch.setattr(backend.shutil, "which", lambda name: name if name in tools else None)
-    monkeypatch.setattr(backend, "_has_headers", lambda: False)
+    monkeypatch.setattr(backend, "_extract_headers", lambda: False)
     monkeypatch.setattr(backend, "_works", lambda program: has_torch and program == backend.TORCH)
     needed = ["ninja", *["torch>=2.10"] * (not has_torch), *["nvidia-cutlass==4.2.0.0"] * wanted]
     assert backend.get_requires_for_build_wheel() == needed

@@ -1,4 +1,4 @@
-"""Calibration files: what is read, what is a miss and why, and writers side by side."""
+"""Calibration files: what is read, what is a miss and why, and concurrent writers."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_modes_and_files_kept_aside_stay(tmp_path):
     }  # fmt: skip
 
 
-def test_a_lock_that_is_kept_ends_in_an_error(tmp_path, monkeypatch):
+def test_a_lock_that_another_process_holds_ends_in_an_error(tmp_path, monkeypatch):
     path = tmp_path / "calibration.json"
     monkeypatch.setattr(files, "_SECONDS", 0.05)
     with files.locked(path), pytest.raises(TimeoutError, match="lock locked"):
@@ -188,7 +188,7 @@ def test_a_lock_that_is_kept_ends_in_an_error(tmp_path, monkeypatch):
 
 @pytest.fixture
 def as_another_user(monkeypatch):
-    """Files that others may not write to cannot be opened for it, nor created where they are."""
+    """os.open and os.access as for a user who has only the permissions of "others" on a file."""
     opened, access = os.open, os.access
 
     def is_denied(path, flags):

@@ -1,4 +1,4 @@
-"""FLASH_CUTE_LOG=plan: what calls say of themselves."""
+"""FLASH_CUTE_LOG=plan: what each call logs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_calls_on_the_cpu(lines):
     assert lines()[0].startswith("fwd float32 q (8, 2, 16)")
 
 
-def test_nothing_is_said_outside(lines):
+def test_nothing_is_logged_while_switched_off(lines):
     q = torch.randn(1, 8, 2, 16)
     with plan_log.switched(False):
         flash_cute.flash_attn_func(q, q, q)
@@ -88,8 +88,8 @@ def test_problems_of_packed_tensors():
         "varlen return_softmax page_size=16": paged._replace(return_softmax=True),
     }
     launches = {}
-    for words, of_pages in cases.items():
-        problem = kernels.Problem.of_call(of_pages)
+    for words, paged_call in cases.items():
+        problem = kernels.Problem.of_call(paged_call)
         assert str(problem) == f"fwd bfloat16 b2 h4/2 q7 k12 d64/64 {words}"
         launches[words] = [x.split("_bf16")[0] for x in kernels.plan(problem, "a100").launches]
     begin, fill, decode, forward = "count_paged_keys", "zero_fill", "decode_sm80", "fwd_sm80"

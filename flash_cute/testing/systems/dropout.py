@@ -31,7 +31,7 @@ def check(find: Findings, case: Any, layer: Any, inputs: dict[str, Tensor | None
     kept = out.unflatten(-1, (case.heads, case.dim)) * (1 - p) * n
     slack = {"float64": 1e-3, "float32": 1e-3, "float16": 2e-3 * n, "bfloat16": 1.2e-2 * n}
     rest = float((kept - kept.round()).abs().max())
-    find.that(rest <= max(slack[case.dtype], 1e-3), f"dropout keeps {rest} of a key")
+    find.that(rest <= max(slack[case.dtype], 1e-3), f"dropout keeps parts of keys: {rest}")
     same = bool((kept == kept[..., :1]).all())
     find.that(same, "dims of one head differ in what was dropped")
     rows, total = kept[..., 0].numel(), float(kept[..., 0].sum())

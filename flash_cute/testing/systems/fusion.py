@@ -1,4 +1,4 @@
-"""Fused encoder layers and encoders: values, gradients, and parts that are no longer plain."""
+"""Fused encoder layers and encoders: values, gradients, and submodules that were changed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
     dtype: str = "float64"
     layers: int = 0  # 0 is one layer without an encoder
     is_tied: bool = False  # one layer under all names
-    heads: tuple[int, ...] = (2,)  # of the layers, repeated
+    heads: tuple[int, ...] = (2,)  # of each layer in turn, cyclically
     dim: int = 4
     hidden: int = 12
     bias: bool = True
@@ -133,7 +133,7 @@ def model_of(case: Case, device: str, seed: int, dropout: float = 0.0) -> nn.Mod
 
 @dataclass(frozen=True)
 class Inputs:
-    """src, and masks as torch's layers take them."""
+    """src, the masks, and both masks as keyword arguments of torch's layers."""
 
     src: Tensor
     given: dict[str, Any]
@@ -161,7 +161,7 @@ def inputs_of(case: Case, device: str) -> Inputs:
         lengths = torch.randint(1, n + 1, (case.batch, 1), generator=generator)
         hidden = torch.arange(n) >= lengths
         padding = hidden
-        if mask is not None and mask.dtype == torch.bool:  # no row may see nothing
+        if mask is not None and mask.dtype == torch.bool:  # key 0 stays visible to all rows
             mask = mask & ~torch.zeros_like(mask).index_fill(1, torch.tensor([0]), True)
         if case.padding == "float":
             padding = torch.zeros(case.batch, n, dtype=dtype).masked_fill(hidden, -torch.inf)
@@ -252,7 +252,7 @@ def check(case: Case, device: str) -> Findings:
         if case.also == "wrapped":
             if inputs.given:
                 return find
-            _beside_the_model(find, case, model, fused, inputs)
+            _check_wrapped(find, case, model, fused, inputs)
             return find
         contract.inputs_are_kept(find, tensors, lambda: fused(inputs.src, **inputs.given))
         _check_values(find, case, model, fused, inputs)
@@ -278,10 +278,10 @@ def _check_values(find: Findings, case: Case, model: nn.Module, fused: Any, inpu
     compare(find, got, plain(case, inputs, names), leaves, gradient, dtype)
 
 
-def _beside_the_model(
+def _check_wrapped(
     find: Findings, case: Case, model: nn.Module, fused: Any, inputs: Inputs
 ) -> None:
-    """A block inside of a larger model."""
+    """A block inside a larger model: results and gradients equal the model's own."""
     parameters = list(model.parameters())
     gradient = torch.randn_like(inputs.src)
     leaves = {"src": inputs.src}
@@ -290,7 +290,7 @@ def _beside_the_model(
     size = 1e-9 if case.dtype == "float64" else 5e-2
     for name, x in true.items():
         find.close(name, got[name], x, size * float(x.abs().max()) + 1e-6)
-    find.that(len(list(fused.parameters())) == len(parameters), "parameters are more or fewer")
+    find.that(len(list(fused.parameters())) == len(parameters), "parameters were added or lost")
 
 
 def _check_also(
@@ -321,7 +321,7 @@ def _check_also(
         before = [m.training for m in model.modules()]
         fused.train(not case.training)
         same = before == [m.training for m in model.modules()]
-        find.that(same, "the mode of the fused model changes the given one")
+        find.that(same, "fused.train() changes the mode of the given model")
     elif also in ("hook", "pre_hook", "replaced", "adapter", "fp8", "checkpoint"):
         check_part(find, case, fused, (inputs.src, inputs.given))
     elif also == "slope" and case.dtype == "float64":
@@ -359,7 +359,7 @@ def _check_unbatched(find: Findings, case: Case, fused: Any, inputs: Inputs) -> 
 def _check_autocast(
     find: Findings, case: Case, model: nn.Module, inputs: Inputs, device: str
 ) -> None:
-    """Under autocast results have its accuracy, or the parameters' if fusion switches it off."""
+    """Under autocast results are as exact as bf16; if the config switches it off, as fp32."""
     is_off = case.also == "autocast_off"
     config = replace(config_of(case), enable_mixed_precision=not is_off)
     fused = UnifiedAttentionFusion(model, config)
