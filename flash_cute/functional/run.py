@@ -118,12 +118,13 @@ def run(
     """
     if sparse is not None:
         call = _stored(call, sparse)
+    _validate(call, return_lse, return_rng)
+    if sparse is not None:
         of_tokens = token_rows.of_call(call, sparse)
         if of_tokens is None:
             call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
             validate_ops.lists(call, batch_of(call), of_keys=False)
     q, k, v = call.q, call.k, call.v
-    _validate(call, return_lse, return_rng)
     if refused:
         raise refused.pop()
     grad = needs_grad(q, k, v)
@@ -141,7 +142,7 @@ def run(
         found = run(
             call, return_lse=return_lse, return_rng=return_rng, generator=generator, sparse=sparse
         )
-        return token_rows.restored(found, q.shape[1], out)
+        return token_rows.restored(found, q.shape[1], out, return_lse)
     if plan_log.is_on():
         plan_log.attention(call, grad)
     rng = rng_of_call(q, call.dropout_p, generator, call.rng)

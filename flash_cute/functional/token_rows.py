@@ -25,6 +25,8 @@ def of_call(call: FwdCall | VarlenFwdCall, sparse: Sparse) -> tuple[FwdCall, Spa
     if (call.q.shape[1], call.k.shape[1]) != (sparse.seqlen_q, sparse.seqlen_k):
         return None
     heads_k = call.k.shape[2]
+    if sparse.list_heads not in (1, heads_k):
+        return None  # the query heads of a kv head chose apart
     lists = sparse.of_tokens(call.q.shape[2] // heads_k, call.is_causal)
     if lists is None:
         return None
@@ -32,14 +34,14 @@ def of_call(call: FwdCall | VarlenFwdCall, sparse: Sparse) -> tuple[FwdCall, Spa
     return call._replace(q=q, is_causal=False), lists
 
 
-def restored(results: Any, seqlen_q: int, out: Tensor | None) -> Any:
+def restored(results: Any, seqlen_q: int, out: Tensor | None, has_lse: bool) -> Any:
     """The results of the call as it was, of those of its rows: out, in ``out`` if that is given,
-    and softmax_lse if it is there; what else there is stays."""
+    and softmax_lse if it is second; what else there is stays."""
     of_rows, *others = (results,) if isinstance(results, Tensor) else results
     found = of_rows.unflatten(1, (seqlen_q, -1)).transpose(2, 3).flatten(2, 3)
     if out is not None:
         found = out.copy_(found)
-    if not others:
-        return found
+    if not has_lse:
+        return (found, *others) if others else found
     softmax_lse, *rest = others
     return (found, softmax_lse.unflatten(-1, (seqlen_q, -1)).transpose(-1, -2).flatten(1, 2), *rest)

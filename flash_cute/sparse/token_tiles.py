@@ -100,8 +100,9 @@ def _masks_of_patterns(tokens: int, granularity: int, device: torch.device) -> T
     of_tile = TILE // granularity
     bit = torch.arange(tokens * of_tile, dtype=torch.int32, device=device).view(tokens, of_tile)
     pattern = torch.arange(1 << bit.numel(), dtype=torch.int32, device=device)[:, None, None]
-    seen = (pattern.bitwise_right_shift(bit) & 1).bool()
-    of_tokens = bits.packed(seen.repeat_interleave(granularity, -1))
+    seen = pattern.bitwise_right_shift(bit) & 1  # (patterns, tokens, blocks)
+    block = torch.eye(of_tile, dtype=torch.bool, device=device).repeat_interleave(granularity, -1)
+    of_tokens = (seen[..., None] * bits.packed(block)).sum(-2, dtype=torch.int32)
     return of_tokens.repeat_interleave(TILE // tokens, 1)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.sparse import blocks, density, intervals, mask_function, token_tiles, topk
 from flash_cute.sparse import validate as check
 from flash_cute.sparse.keys import codes_of_keys
@@ -171,8 +172,8 @@ class Sparse:
             cu_seqlens_q: int32 (sequences + 1,), where packed sequences begin.
             max_seqlen_q: queries of the longest of them.
 
-        Lists are made when a call needs them. If the query heads of a kv head are many (16 or more
-        for blocks of 128 keys, a power of 2) and a call has no more than a causal mask and a
+        Lists are made when a call needs them. If the query heads of a kv head are 16 or more (8 in
+        long calls), a power of 2, and a call has no more than a causal mask and a
         softcap, its tiles hold few tokens, and compute little that these did not choose. Else tiles
         hold 128 tokens; the device is waited for once, to learn how many tiles are not visible as a
         whole, each of which takes 2 KB.
@@ -433,22 +434,29 @@ class _Topk(Sparse):
 
     def __init__(self, chosen: Tensor, granularity: int, seqlens: tuple[int, int]) -> None:
         known = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "format": "topk"}
+        named = (chosen >= 0) & (chosen < -(-seqlens[1] // granularity))
+        chosen = torch.where(named, chosen, -1).int()  # a copy, of which int64 of no block is none
         self.__dict__.update(known, granularity=granularity, _chosen=chosen, _made=[])
-        if seqlens[0] <= TILE:  # few, as of a step of decoding
+        is_plain = not torch.compiler.is_compiling() and not internals.transformed()
+        if seqlens[0] <= TILE and is_plain:  # few, as of a step of decoding
             self._lists()
 
     def _lists(self) -> tuple[Tensor, Tensor | None]:
-        if not self._made:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "sparse is a choice of each query, whose lists of tiles are not made yet, and "
-                    "a graph cannot make them; ask for sparse.tile_lists once before"
-                )
-            chosen = self._chosen
+        """Made once, but in a transform, whose tensors end with it."""
+        if self._made:
+            return self._made[0]
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "sparse is a choice of each query, whose lists of tiles are not made yet, and a "
+                "graph cannot make them; ask for sparse.tile_lists once before"
+            )
+        chosen = self._chosen
+        with torch.inference_mode(False):  # a later call may have gradients
             codes, masks = topk.codes_of_topk(chosen, self.granularity, self.seqlen_k)
-            most = chosen.shape[3] * min(TILE, self.seqlen_q)
-            self._made.append((tile_lists(codes, most), masks))
-        return self._made[0]
+            made = tile_lists(codes, chosen.shape[3] * min(TILE, self.seqlen_q)), masks
+        if not internals.transformed():
+            self._made.append(made)
+        return made
 
     @property
     def tile_lists(self) -> Tensor:

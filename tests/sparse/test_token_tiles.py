@@ -154,3 +154,68 @@ def test_on_a_gpu(cuda):
         expected, gradients = oracle_of(on_cpu, case.seen, dout.cpu(), torch.zeros_like(lse).cpu())
         for mine, theirs in zip((out, *found), (expected.out, *gradients), strict=True):
             torch.testing.assert_close(mine.cpu().double(), theirs.double(), atol=0.05, rtol=0.05)
+
+
+def plain_call() -> FwdCall:
+    q, k, v = torch.randn(1, 200, 32, 16), *torch.randn(2, 1, 200, 1, 16).unbind()
+    return FwdCall(q, k, v)
+
+
+def test_indices_beyond_int32_name_no_block():
+    call = plain_call()
+    for index in (2**32, 2**33 + 1, -(2**32)):
+        sparse = Sparse.topk(torch.full((1, 200, 1, 1), index))
+        assert not flash_attn_func(*call[:3], sparse=sparse).any()
+
+
+def test_the_value_does_not_follow_its_indices():
+    call, indices = plain_call(), torch.zeros(1, 200, 1, 1, dtype=torch.int32)
+    sparse = Sparse.topk(indices)
+    before = flash_attn_func(*call[:3], sparse=sparse)
+    indices.fill_(1)
+    torch.testing.assert_close(flash_attn_func(*call[:3], sparse=sparse), before)
+
+
+def test_query_heads_that_chose_apart():
+    call = plain_call()
+    blocks = torch.randint(0, 2, (1, 200, 32, 1))
+    out = flash_attn_func(*call[:3], sparse=Sparse.topk(blocks))
+    seen = (blocks[..., None] == torch.arange(200) // TILE).any(-2).transpose(1, 2)
+    expected, _ = oracle_of(call, seen, out, out[..., 0].transpose(1, 2))
+    torch.testing.assert_close(out.double(), expected.out, atol=1e-5, rtol=1e-5)
+
+
+def test_rng_is_returned_without_lse():
+    call, sparse = plain_call(), Sparse.topk(torch.zeros(1, 200, 1, 1).long())
+    out, rng = flash_attn_func(*call[:3], sparse=sparse, return_rng=True)
+    assert rng is None and out.shape == call.q.shape
+
+
+def test_lists_that_inference_made_serve_training():
+    call, sparse = plain_call(), Sparse.topk(torch.zeros(1, 200, 1, 1).long())
+    sinks = torch.zeros(32)
+    with torch.inference_mode():
+        flash_attn_func(*call[:3], sparse=sparse, sink=sinks)
+    q = call.q.requires_grad_()
+    flash_attn_func(q, call.k, call.v, sparse=sparse, sink=sinks).sum().backward()
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("seqlen", [40, 200])
+def test_under_vmap_and_in_graphs_of_any_length(seqlen):
+    q, k, v = torch.randn(1, seqlen, 32, 16), *torch.randn(2, 1, seqlen, 1, 16).unbind()
+
+    def attend(indices):
+        return flash_attn_func(q, k, v, causal=True, sparse=Sparse.topk(indices))
+
+    indices = torch.randint(-1, 2, (3, 1, seqlen, 1, 2))
+    expected = torch.stack([attend(x) for x in indices])
+    torch.testing.assert_close(torch.func.vmap(attend)(indices), expected)
+    graph = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(graph(indices[0]), expected[0])
+
+
+def test_wrong_options_have_their_own_words():
+    call, sparse = plain_call(), Sparse.topk(torch.zeros(1, 200, 1, 1).long())
+    with pytest.raises(TypeError, match="dropout_p is str"):
+        flash_attn_func(*call[:3], sparse=sparse, dropout_p="x")
