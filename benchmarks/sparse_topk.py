@@ -129,7 +129,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         if theirs is not None:
             found["error_of_parallel_nsa"] = check(q, k, v, chosen, theirs())
         group = options.heads // options.heads_k
-        lists = {"lists": lambda: Sparse.topk(chosen).of_tokens(group, True)}
+        lists = {"lists": lambda: Sparse.topk(chosen).token_lists(group, True)}
         found["forward_ms"] = turns({**calls, **lists}, options.rounds)
     dout = torch.randn_like(q)
     outs = {name: call() for name, call in calls.items()}

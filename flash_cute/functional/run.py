@@ -14,7 +14,7 @@ from flash_cute.call import validate
 from flash_cute.call.rng import rng_of_call
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
-from flash_cute.functional import gathered, token_rows
+from flash_cute.functional import gathered, pack_gqa
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import AttendKvcacheCall, FwdCall, FwdKvcacheCall, VarlenFwdCall
@@ -119,11 +119,6 @@ def run(
     if sparse is not None:
         call = _stored(call, sparse)
     _validate(call, return_lse, return_rng)
-    if sparse is not None:
-        of_tokens = token_rows.of_call(call, sparse)
-        if of_tokens is None:
-            call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
-            validate_ops.lists(call, batch_of(call), of_keys=False)
     q, k, v = call.q, call.k, call.v
     if refused:
         raise refused.pop()
@@ -135,14 +130,18 @@ def run(
             "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
             "without return_attn_probs"
         )
-    if sparse is not None and of_tokens is not None:
-        if out is not None:
-            _check_out(out, call)
-        call, sparse = of_tokens
-        found = run(
-            call, return_lse=return_lse, return_rng=return_rng, generator=generator, sparse=sparse
-        )
-        return token_rows.restored(found, q.shape[1], out, return_lse)
+    if sparse is not None:
+        rows = pack_gqa.pack(call, sparse)
+        if rows is not None:
+            if out is not None:
+                _check_out(out, call)
+            found = run(
+                rows[0], return_lse=return_lse, return_rng=return_rng, generator=generator,
+                sparse=rows[1],
+            )  # fmt: skip
+            return pack_gqa.unpack(found, q.shape[1], out, return_lse)
+        call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
+        validate_ops.lists(call, batch_of(call), of_keys=False)
     if plan_log.is_on():
         plan_log.attention(call, grad)
     rng = rng_of_call(q, call.dropout_p, generator, call.rng)

@@ -42,15 +42,15 @@ def exist(shape: Sequence[int], granularity: int, seqlen_k: int, group: int, cau
 def lists_of_tokens(
     chosen: Tensor, granularity: int, seqlen_k: int, group: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Lists of ``seqlen_q * group`` rows, and their masks, of which the causal mask is part. The
-    device is not waited for."""
+    """Lists of ``seqlen_q * group`` rows, and their masks, of which the causal mask is part, of a
+    choice of int32 blocks that exist, or -1. The device is not waited for."""
     tokens, of_tile = TILE // group, TILE // granularity
     seqlen_q, k = chosen.shape[2:]
     rows = -(-seqlen_q // tokens)
     token = torch.arange(rows * tokens, dtype=torch.int32, device=chosen.device)
     place = token + (seqlen_k - seqlen_q)  # among the keys
-    chosen = pad(chosen, (0, 0, 0, len(token) - seqlen_q), value=-1).int()
-    seen = (chosen >= 0) & (chosen < -(-seqlen_k // granularity))
+    chosen = pad(chosen, (0, 0, 0, len(token) - seqlen_q), value=-1)
+    seen = chosen >= 0
     if causal:
         seen &= chosen <= place[:, None].div(granularity, rounding_mode="floor")
     bit = (token % tokens)[:, None] * of_tile + chosen % of_tile

@@ -398,7 +398,7 @@ class Sparse:
         """
         check.call(self, batch, heads, heads_k, seqlens, device, causal)
 
-    def of_tokens(self, group: int, causal: bool) -> Sparse | None:
+    def token_lists(self, group: int, causal: bool) -> Sparse | None:
         """Lists for rows that are all ``group`` query heads of a kv head, token after token, with
         the causal mask as part of them; None if there are none: :mod:`.token_tiles`."""
         return None
@@ -478,7 +478,7 @@ class _Topk(Sparse):
     def device(self) -> torch.device:
         return self._chosen.device
 
-    def of_tokens(self, group: int, causal: bool) -> Sparse | None:
+    def token_lists(self, group: int, causal: bool) -> Sparse | None:
         given = (self.granularity, self.seqlen_k, group, causal)
         if not token_tiles.exist(self._chosen.shape, *given):
             return None

@@ -10,7 +10,7 @@ from sparse.masks import band, mask_of
 from sparse.oracle import oracle_of
 
 from flash_cute import Sparse, flash_attn_func
-from flash_cute.functional import token_rows
+from flash_cute.functional import pack_gqa
 from flash_cute.ops.typed import FwdCall
 from flash_cute.sparse import token_tiles
 from flash_cute.sparse.lists import TILE
@@ -52,7 +52,7 @@ class Chosen:
 @pytest.mark.parametrize("seed", range(24))
 def test_lists_show_what_tokens_chose(seed):
     case = Chosen(seed)
-    lists = case.sparse.of_tokens(case.group, case.causal)
+    lists = case.sparse.token_lists(case.group, case.causal)
     seen = case.seen & band(case.seqlen_q, case.seqlen_k, case.causal)
     rows = seen.repeat_interleave(case.group, 2)
     assert torch.equal(mask_of(lists), rows)  # no entry of which nothing is visible, either
@@ -63,7 +63,7 @@ def test_lists_show_what_tokens_chose(seed):
 def test_attention_and_gradients_are_those_of_the_mask(seed, softcap):
     case = Chosen(seed)
     call = case.call(torch.float64)._replace(softcap=softcap)
-    assert token_rows.of_call(call, case.sparse) is not None
+    assert pack_gqa.pack(call, case.sparse) is not None
     out, lse = flash_attn_func(
         call.q, call.k, call.v, causal=case.causal, softcap=softcap, sparse=case.sparse,
         return_lse=True,
@@ -82,7 +82,7 @@ def test_tiles_are_of_few_tokens():
     token = torch.arange(64)[:, None]
     blocks = torch.cat((token // 8 * 2, token // 8 * 2 + 1), -1)[None, :, None]
     sparse = Sparse.topk(blocks, seqlen_k=16 * TILE)
-    lists = sparse.of_tokens(16, causal=False).tile_lists
+    lists = sparse.token_lists(16, causal=False).tile_lists
     assert lists[0, 0, :, 0, 0].tolist() == [2] * 8
     assert sparse.tile_lists[0, 0, 0, 0, 0] == 16  # of 64 tokens
 
@@ -95,9 +95,9 @@ def test_what_rows_of_tokens_cannot_hold_runs_by_tiles_of_128_queries():
         {"alibi_slopes": torch.rand(heads)}, {"sink": torch.randn(heads)}, {"dropout_p": 0.1},
         {"window_size_left": 3}, {"return_row_max": True},
     ):  # fmt: skip
-        assert token_rows.of_call(call._replace(**change), case.sparse) is None
-    assert case.sparse.of_tokens(3, causal=False) is None  # 128 rows are no multiple
-    assert case.sparse.of_tokens(2, causal=False) is None  # 64 tokens have too many patterns
+        assert pack_gqa.pack(call._replace(**change), case.sparse) is None
+    assert case.sparse.token_lists(3, causal=False) is None  # 128 rows are no multiple
+    assert case.sparse.token_lists(2, causal=False) is None  # 64 tokens have too many patterns
     sinks = torch.randn(heads, dtype=torch.float64)
     call = case.call(torch.float64)
     out = flash_attn_func(*call[:3], causal=case.causal, sink=sinks, sparse=case.sparse)
