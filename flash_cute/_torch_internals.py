@@ -174,6 +174,7 @@ NEEDS_VALUES = (
 
 # The base of contexts whose ``__torch_dispatch__`` sees every op of ATen, below autograd.
 DispatchMode = TorchDispatchMode
+outside_of_modes = _disable_current_modes  # a context in which none of them sees an op
 OpOverload = type(torch.ops.aten.add.Tensor)
 
 

@@ -48,6 +48,12 @@ class Budget:
         kept = wanted.floor().long().clamp(min=1).minimum(visible)
         return torch.where(rows < self.global_rows, visible, kept)
 
+    def ranks(self, counts: Tensor, blocks: int) -> Tensor:
+        """bool (.., rows, most or ``blocks``): whether a row of ``counts`` (.., rows) keeps the
+        first, second, .. of what it prefers."""
+        rank = torch.arange(min(self.most, blocks), device=counts.device)
+        return rank < counts.unsqueeze(-1)
+
 
 def solve(
     grid: BlockGrid, sparsity_ratio: float, is_constant: bool = False, global_rows: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from flash_cute.sparse.estimate import block_mass, estimated_mass
 from flash_cute.sparse.gate import LearnedGate
 from flash_cute.sparse.grid import COARSE, FINE, BlockGrid, grid_of
 from flash_cute.sparse.lists import tile_lists
+from flash_cute.sparse.made_once import made_once
 from flash_cute.sparse.patterns import FOLLOW_CONTENT, GLOBAL_BLOCKS, SparsePattern, preferences
 from flash_cute.sparse.value import Sparse
 
@@ -24,7 +25,8 @@ _CONSTANT = (SparsePattern.BLOCK_SPARSE, SparsePattern.LOCAL_GLOBAL)
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """Blocks that are kept.
+    """Blocks that are kept. A choice that follows no content is made once for many calls: its
+    tensors, and those of its value, must not be changed.
 
     Attributes:
         kept: bool (1 or batch, 1 or heads_k, blocks, blocks), rows are blocks of queries.
@@ -37,22 +39,33 @@ class BlockChoice:
     grid: BlockGrid
     lengths: Tensor | None = None
     most: int | None = None
+    _made: tuple[Sparse, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def sparsity(self) -> Tensor:
         """The share of visible pairs that is left out: fp64, one element."""
+        if self._made is not None:
+            return self._made[1]
         pairs = self.grid.pairs(self.kept.device, self.lengths)
         kept = pairs * self.kept.sum(1, keepdim=True)
         repeats = self.kept.shape[1] * (kept.numel() // max(1, pairs.numel()))
-        return 1 - kept.sum().double() / (repeats * pairs.sum()).clamp(min=1)
+        visible: int | Tensor = max(1, repeats * self.grid.all_pairs)
+        if self.lengths is not None:
+            visible = (repeats * pairs.sum()).clamp(min=1)
+        return 1 - kept.sum(dtype=torch.float64) / visible  # whole numbers: the sum is exact
 
     def value(self) -> Sparse:
         """What attention functions take as ``sparse``."""
+        if self._made is not None:
+            return self._made[0]
         seqlen, block = self.grid.seqlen, self.grid.block
         if block < FINE:
             codes, masks = codes_of_small_blocks(self.kept, block, seqlen)
         else:
             codes, masks = codes_of_blocks(self.kept, None, None, (block, block), (seqlen, seqlen))
-        lists = tile_lists(codes, self.most)
+        return self._sparse(tile_lists(codes, self.most), masks)
+
+    def _sparse(self, lists: Tensor, masks: Tensor | None) -> Sparse:
+        seqlen, block = self.grid.seqlen, self.grid.block
         return Sparse(lists, masks, seqlen, seqlen, "from_block_map", granularity=block)
 
 
@@ -62,24 +75,24 @@ def budget_of(pattern: SparsePattern, grid: BlockGrid, sparsity_ratio: float) ->
     return solve(grid, sparsity_ratio, pattern in _CONSTANT, GLOBAL_BLOCKS * is_global)
 
 
-def keep_most(scores: Tensor, counts: Tensor, visible: Tensor) -> Tensor:
-    """bool like ``scores`` (.., rows, blocks): the ``counts`` (.., rows) largest visible ones."""
-    order = (
-        scores.masked_fill(~visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    )
-    first = torch.arange(scores.shape[-1], device=scores.device) < counts.unsqueeze(-1)
-    shape = torch.broadcast_shapes(order.shape, first.shape)
-    kept = torch.zeros(shape, dtype=torch.bool, device=scores.device)
-    return kept.scatter(-1, order.expand(shape), first.expand(shape))
+def keep_most(scores: Tensor, ranks: Tensor) -> Tensor:
+    """bool like ``scores`` (.., rows, blocks): of each row the largest, second, .. for which
+    ``ranks``, bool (.., rows, most), is True; of equal ones the first."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : ranks.shape[-1]]
+    return _scattered(order, ranks, scores)
 
 
-def keep_mass(mass: Tensor, threshold: float, visible: Tensor) -> Tensor:
-    """bool like ``mass`` (.., rows, blocks): the fewest visible ones that hold ``threshold``."""
-    mass = mass.masked_fill(~visible, 0)
+def keep_mass(mass: Tensor, threshold: float) -> Tensor:
+    """bool like ``mass`` (.., rows, blocks): the fewest that hold ``threshold``."""
     largest, order = mass.sort(dim=-1, descending=True, stable=True)
-    steps = (largest.double() * _STEPS_OF_MASS).long()  # sums of integers are bitwise repeatable
-    kept = steps.cumsum(-1) - steps < threshold * _STEPS_OF_MASS
-    return torch.zeros_like(visible).expand_as(mass).scatter(-1, order, kept) & visible
+    steps = (largest * _STEPS_OF_MASS).long()  # sums of integers are bitwise repeatable
+    return _scattered(order, steps.cumsum(-1) - steps < threshold * _STEPS_OF_MASS, mass)
+
+
+def _scattered(order: Tensor, chosen: Tensor, like: Tensor) -> Tensor:
+    """bool like ``like``: what ``chosen`` says of the columns ``order``."""
+    kept = torch.zeros_like(like, dtype=torch.bool)
+    return kept.scatter_(-1, order, chosen.expand(order.shape))
 
 
 def _sharing(pattern: SparsePattern, grid: BlockGrid) -> int:
@@ -96,12 +109,16 @@ def _most(budget: Budget, grid: BlockGrid, sharing: int) -> int:
 
 def _shared(x: Tensor, rows: int) -> Tensor:
     """The means of x (.., rows, blocks) over each ``rows`` rows."""
+    if rows == 1:
+        return x
     return F.pad(x, (0, 0, 0, -x.shape[-2] % rows)).unflatten(-2, (-1, rows)).mean(-2)
 
 
-def _spread(kept: Tensor, visible: Tensor, rows: int) -> Tensor:
+def _spread(kept: Tensor, grid: BlockGrid, lengths: Tensor | None, rows: int) -> Tensor:
     """What each ``rows`` rows keep, as (.., rows, blocks) of all rows."""
-    return kept.repeat_interleave(rows, -2)[..., : visible.shape[-2], :] & visible
+    if rows > 1:
+        kept = kept.repeat_interleave(rows, -2)[..., : grid.blocks, :]
+    return kept if grid.sees_all(lengths) else kept & grid.visible(kept.device, lengths)
 
 
 def choose_blocks(
@@ -188,13 +205,46 @@ def choose_without_content(
     device: torch.device,
 ) -> BlockChoice:
     """RANDOM, BLOCK_SPARSE's band, STRIDED or LOCAL_GLOBAL; of RANDOM each head has its own."""
-    visible = grid.visible(device, lengths)
+    if pattern is not SparsePattern.RANDOM:
+        heads, seed = 1, 0
+    if lengths is not None:
+        return _without_content(device, pattern, grid, sparsity_ratio, heads, seed, lengths)
+    kept, lists, masks, sparsity = _made(device, pattern, grid, sparsity_ratio, heads, seed)
+    most = _most(budget_of(pattern, grid, sparsity_ratio), grid, _sharing(pattern, grid))
+    value = BlockChoice(kept, grid)._sparse(lists, masks)
+    return BlockChoice(kept, grid, most=most, _made=(value, sparsity))
+
+
+@made_once
+def _made(
+    device: torch.device,
+    pattern: SparsePattern,
+    grid: BlockGrid,
+    sparsity_ratio: float,
+    heads: int,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """A choice of whole sequences: what is kept, its value's lists and masks, and its sparsity."""
+    choice = _without_content(device, pattern, grid, sparsity_ratio, heads, seed, None)
+    value = choice.value()
+    return choice.kept, value.tile_lists, value.tile_bits, choice.sparsity()
+
+
+def _without_content(
+    device: torch.device,
+    pattern: SparsePattern,
+    grid: BlockGrid,
+    sparsity_ratio: float,
+    heads: int,
+    seed: int,
+    lengths: Tensor | None,
+) -> BlockChoice:
     order = preferences(pattern, grid, sparsity_ratio, heads, seed, device)
-    budget = budget_of(pattern, grid, sparsity_ratio)
-    counts = budget.counts(visible.sum(-1))
-    rows = _sharing(pattern, grid)
-    kept = keep_most(_shared(order, rows), counts[..., ::rows], visible[..., ::rows, :])
-    return BlockChoice(_spread(kept, visible, rows), grid, lengths, _most(budget, grid, rows))
+    budget, rows = budget_of(pattern, grid, sparsity_ratio), _sharing(pattern, grid)
+    visible = grid.visible(device, lengths)
+    ranks = budget.ranks(budget.counts(visible.sum(-1))[..., ::rows], grid.blocks)
+    kept = keep_most(_shared(order, rows).masked_fill(~visible[..., ::rows, :], -torch.inf), ranks)
+    return BlockChoice(_spread(kept, grid, lengths, rows), grid, lengths, _most(budget, grid, rows))
 
 
 def choose_by_mass(
@@ -211,19 +261,43 @@ def choose_by_mass(
     among them where they are at most a quarter; a causal row always its own. With a ``threshold``
     it keeps the fewest that hold this share, and these three.
     """
-    visible = grid.visible(mass.device, lengths)
-    number = _number_of_forced(grid, mass.device)
     rows = _sharing(SparsePattern.DYNAMIC_THRESHOLD, grid)
-    seen = visible[..., ::rows, :]
     if threshold is not None:
-        kept = _spread(keep_mass(_shared(mass, rows), threshold, seen), visible, rows)
-        return BlockChoice(kept | (number < 3) & visible, grid, lengths)
+        forced, seen = _forced(mass.device, grid, lengths)
+        mass = _shared(mass, rows)
+        if not grid.sees_all(lengths):
+            mass = mass.masked_fill(~seen[..., ::rows, :], 0)
+        kept = _spread(keep_mass(mass, threshold), grid, lengths, rows)
+        return BlockChoice(kept | forced, grid, lengths)
+    bonus, ranks = _wanted(mass.device, grid, sparsity_ratio, lengths)
+    kept = _spread(keep_most(_shared(mass, rows) + bonus, ranks), grid, lengths, rows)
     budget = budget_of(SparsePattern.DYNAMIC_THRESHOLD, grid, sparsity_ratio)
-    counts = budget.counts(visible.sum(-1))
-    is_forced = number < (counts // 4).clamp(int(grid.is_causal), 3).unsqueeze(-1)
-    preferred = _shared(mass + 3.0 * is_forced, rows)
-    kept = _spread(keep_most(preferred, counts[..., ::rows], seen), visible, rows)
     return BlockChoice(kept, grid, lengths, _most(budget, grid, rows))
+
+
+@made_once
+def _wanted(
+    device: torch.device, grid: BlockGrid, sparsity_ratio: float, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What masses of rows that keep the same get besides, fp32: those that are forced the most, and
+    the invisible the least; and the ranks that rows keep."""
+    budget = budget_of(SparsePattern.DYNAMIC_THRESHOLD, grid, sparsity_ratio)
+    rows = _sharing(SparsePattern.DYNAMIC_THRESHOLD, grid)
+    visible = grid.visible(device, lengths)
+    counts = budget.counts(visible.sum(-1))
+    most_forced = (counts // 4).clamp(int(grid.is_causal), 3).unsqueeze(-1)
+    bonus = _shared(3 * (_number_of_forced(grid, device) < most_forced).float(), rows)
+    return (
+        bonus.masked_fill(~visible[..., ::rows, :], -torch.inf),
+        budget.ranks(counts[..., ::rows], grid.blocks),
+    )
+
+
+@made_once
+def _forced(device: torch.device, grid: BlockGrid, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Whether blocks are forced and visible, and whether they are visible."""
+    visible = grid.visible(device, lengths)
+    return (_number_of_forced(grid, device) < 3) & visible, visible
 
 
 def _number_of_forced(grid: BlockGrid, device: torch.device) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_cute.sparse.made_once import made_once
+
 FINE, COARSE = 64, 128
 COARSE_FROM = 4096  # tokens, from which blocks of 128 are fine enough
 FEWEST = 16  # blocks in a row, from as many tokens on: any ratio is met within 1 / 16
@@ -35,11 +37,26 @@ class BlockGrid:
         """Blocks of a row of blocks in which at least one pair is visible."""
         return row + 1 if self.is_causal else self.blocks
 
+    @property
+    def all_pairs(self) -> int:
+        """The visible pairs of all blocks."""
+        return self.seqlen * (self.seqlen + 1) // 2 if self.is_causal else self.seqlen**2
+
+    def is_full(self, lengths: Tensor | None = None) -> bool:
+        """Whether each block holds ``block`` tokens."""
+        return lengths is None and self.seqlen % self.block == 0
+
+    def sees_all(self, lengths: Tensor | None = None) -> bool:
+        """Whether all blocks are visible."""
+        return lengths is None and not self.is_causal
+
+    @made_once
     def visible(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
         """bool (1 or batch, 1, blocks, blocks); ``lengths`` (batch,) are those of the sequences,
         None means ``seqlen``."""
         return self.pairs(device, lengths) > 0
 
+    @made_once
     def pairs(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
         """int64 (1 or batch, 1, blocks, blocks): the visible pairs of each block."""
         first = torch.arange(self.blocks, device=device) * self.block
@@ -50,6 +67,20 @@ class BlockGrid:
             return pairs
         triangles = torch.diag_embed(tokens * (tokens + 1) // 2)
         return pairs.tril(-1) + triangles
+
+    @made_once
+    def padding(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+        """bool (1 or batch, blocks * block): what is no token."""
+        whole = self.seqlen if lengths is None else lengths.view(-1, 1)
+        places = torch.arange(self.blocks * self.block, device=device)
+        return (places >= whole).view(-1, len(places))
+
+    @made_once
+    def runs(self, count: int, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+        """int64 (1 or batch, blocks): how many of a block's ``count`` runs of tokens hold any, but
+        at least 1."""
+        padding = self.padding(device, lengths)[:, :: self.block // count]
+        return (~padding).unflatten(1, (-1, count)).sum(-1).clamp(min=1)
 
 
 def grid_of(seqlen: int, is_causal: bool) -> BlockGrid:
