@@ -19,7 +19,9 @@ from flash_cute.sparse.grid import BlockGrid
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
 QUERIES_OF_BOUND, KEYS_OF_BOUND = 4, 32  # whose mean, and whose extremes, the bound takes
-_SCORES_AT_ONCE = 2**22
+_SCORES_AT_ONCE = 2**22  # that a CPU's caches hold
+_SCORES_AT_ONCE_ON_CUDA = 2**26  # in few launches; they and their softmax take 512 MB
+_CAUSAL_SCORES_AT_ONCE_ON_CUDA = 2**24  # more slices: of each what its last row sees is computed
 
 
 @torch.no_grad()
@@ -48,8 +50,9 @@ def estimated_mass(
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with without_autocast(q.device):
+        q, k = padded(q, grid), padded(k, grid)
         sums = _mass_of_patches(q, k, grid, stride, scale, lengths)
-        return (sums + 2 * _mass_of_bound(q, k, grid, scale, lengths)) / 3
+        return sums.lerp(_mass_of_bound(q, k, grid, scale, lengths), 2 / 3)
 
 
 @torch.no_grad()
@@ -78,50 +81,40 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _mass_of_patches(
     q: Tensor, k: Tensor, grid: BlockGrid, stride: int, scale: float, lengths: Tensor | None
 ) -> Tensor:
-    q, k = (padded(x, grid).unflatten(1, (-1, stride)) for x in (q, k))
-    queries = q.flip(2).permute(0, 3, 1, 2, 4).flatten(-2)
-    keys = k.permute(0, 3, 1, 2, 4).flatten(-2)
+    tokens = (padded(x, grid).transpose(1, 2).unflatten(2, (-1, stride)).unbind(3) for x in (q, k))
+    queries, keys = (torch.cat(x, -1) for x in (next(tokens)[::-1], next(tokens)))
     return _pooled_softmax(queries, keys, grid, scale / stride, lengths)
 
 
 def _mass_of_bound(
     q: Tensor, k: Tensor, grid: BlockGrid, scale: float, lengths: Tensor | None
 ) -> Tensor:
-    runs = padded(q, grid).unflatten(1, (-1, QUERIES_OF_BOUND)).float().mean(2).transpose(1, 2)
-    largest, smallest = extremes(k, grid, lengths, KEYS_OF_BOUND)
-    queries = torch.cat((runs.clamp(min=0), runs.clamp(max=0)), -1).to(q.dtype)
-    keys = torch.cat((largest, smallest), -1).to(k.dtype)
+    runs = padded(q, grid).unflatten(1, (-1, QUERIES_OF_BOUND)).mean(2).transpose(1, 2)
+    queries = torch.cat((runs.clamp(min=0), runs.clamp(max=0)), -1)
+    keys = torch.cat(extremes(k, grid, lengths, KEYS_OF_BOUND), -1)
     return _pooled_softmax(queries, keys, grid, scale, lengths)
 
 
 def extremes(
     k: Tensor, grid: BlockGrid, lengths: Tensor | None, keys: int
 ) -> tuple[Tensor, Tensor]:
-    """The largest and the smallest of each channel over every ``keys`` tokens, each fp32 (batch,
-    heads, blocks * block / keys, dim); 0 of what holds no token."""
-    tokens = are_tokens(grid, k.device, lengths)[..., None, None]
-    whole = padded(k, grid).float()
-    largest, smallest = (
-        whole.masked_fill(~tokens, fill).unflatten(1, (-1, keys))
-        for fill in (-torch.inf, torch.inf)
-    )
-    none = ~tokens.unflatten(1, (-1, keys)).any(2)
-    of_max, of_min = (
-        x.masked_fill(none, 0).transpose(1, 2) for x in (largest.amax(2), smallest.amin(2))
-    )
-    return of_max, of_min
+    """The largest and the smallest of each channel over every ``keys`` tokens, each (batch, heads,
+    blocks * block / keys, dim) of k's dtype; 0 of what holds no token."""
+    runs = padded(k, grid).unflatten(1, (-1, keys))
+    if grid.is_full(lengths):
+        return runs.amax(2).transpose(1, 2), runs.amin(2).transpose(1, 2)
+    hidden = grid.padding(k.device, lengths)[..., None, None]
+    none = hidden[:, ::keys].transpose(1, 2)
+    hidden = hidden.unflatten(1, (-1, keys))
+    largest = runs.masked_fill(hidden, -torch.inf).amax(2).transpose(1, 2)
+    smallest = runs.masked_fill(hidden, torch.inf).amin(2).transpose(1, 2)
+    return largest.masked_fill(none, 0), smallest.masked_fill(none, 0)
 
 
 def padded(x: Tensor, grid: BlockGrid) -> Tensor:
     """x (batch, seqlen, heads, dim) with zeros up to whole blocks."""
-    return F.pad(x, (0, 0, 0, 0, 0, grid.blocks * grid.block - x.shape[1]))
-
-
-def are_tokens(grid: BlockGrid, device: torch.device, lengths: Tensor | None) -> Tensor:
-    """bool (1 or batch, blocks * block): what is no padding."""
-    places = torch.arange(grid.blocks * grid.block, device=device)
-    whole = grid.seqlen if lengths is None else lengths.unsqueeze(-1)
-    return (places < whole).view(-1, len(places))
+    room = grid.blocks * grid.block - x.shape[1]
+    return x if room == 0 else F.pad(x, (0, 0, 0, 0, 0, room))
 
 
 def _pooled_softmax(
@@ -134,10 +127,9 @@ def _pooled_softmax(
     """
     batch, heads_k = keys.shape[:2]
     a, b = (x.shape[2] // grid.blocks for x in (queries, keys))
-    queries = (queries * scale).unflatten(1, (heads_k, -1)).flatten(0, 1)  # (.., group, ..)
-    transposed = keys.flatten(0, 1).mT
-    scores_of_row = len(queries) * queries.shape[1] * a * keys.shape[2]
-    step = max(1, _SCORES_AT_ONCE // max(1, scores_of_row))
+    queries = queries.unflatten(1, (heads_k, -1)).flatten(0, 1)  # (.., group, ..)
+    transposed = (keys * scale).flatten(0, 1).mT
+    step = _blocks_at_once(len(queries) * queries.shape[1] * a * keys.shape[2], grid, keys.device)
     parts = []
     for start in range(0, grid.blocks, step):
         stop = min(start + step, grid.blocks)
@@ -145,12 +137,25 @@ def _pooled_softmax(
         rows = queries[:, :, a * start : a * stop]
         scores = _products(rows.flatten(1, 2), transposed[..., : b * seen])
         scores = scores.view(batch, heads_k, -1, rows.shape[2], b * seen)
-        if grid.is_causal or lengths is not None or grid.seqlen % grid.block:
-            hidden = _hidden(grid, (a * start, a * stop), a, b, seen, lengths, scores.device)
+        if grid.is_causal or not grid.is_full(lengths):
+            hidden = _hidden(grid, (start, stop), a, b, seen, lengths, scores.device)
             scores = scores.masked_fill_(hidden, -torch.inf)
-        shares = scores.softmax(-1).unflatten(-1, (-1, b)).sum(-1).mean(2).unflatten(2, (-1, a))
-        parts.append(F.pad(_mean_of_tokens(shares, grid, start, lengths), (0, grid.blocks - seen)))
-    return torch.cat(parts, 2)
+        shares = scores.softmax(-1).unflatten(3, (-1, a))
+        of_keys = _mean_of_queries(shares, grid, start, lengths)  # before the sum, of less
+        of_blocks = of_keys.unflatten(-1, (-1, b)).sum(-1)
+        if seen < grid.blocks:
+            of_blocks = F.pad(of_blocks, (0, grid.blocks - seen))
+        parts.append(of_blocks)
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _blocks_at_once(scores_of_block: int, grid: BlockGrid, device: torch.device) -> int:
+    """Rows of blocks of a slice of the scores."""
+    at_once = _SCORES_AT_ONCE
+    if device.type == "cuda":
+        causal = grid.is_causal
+        at_once = _CAUSAL_SCORES_AT_ONCE_ON_CUDA if causal else _SCORES_AT_ONCE_ON_CUDA
+    return max(1, at_once // max(1, scores_of_block))
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
@@ -170,19 +175,23 @@ def _hidden(
     device: torch.device,
 ) -> Tensor:
     """bool (1 or batch, 1, 1, rows, keys): no pair of the two runs of tokens is visible."""
-    first_key = torch.arange(b * seen, device=device) * (grid.block // b)
-    whole = grid.seqlen if lengths is None else lengths.view(-1, 1, 1, 1, 1)
-    hidden = (first_key >= whole).view(-1, 1, 1, 1, b * seen)
+    key, run = grid.block // b, grid.block // a  # tokens of each
+    hidden = grid.padding(device, lengths)[:, : seen * grid.block : key].view(-1, 1, 1, 1, b * seen)
     if not grid.is_causal:
         return hidden
-    last_query = torch.arange(*rows, device=device).unsqueeze(-1) * (grid.block // a)
-    return hidden | (first_key > last_query + grid.block // a - 1)
+    first, behind = (x * grid.block + run for x in rows)
+    next_query = torch.arange(first, behind, run, device=device).unsqueeze(-1)
+    later = torch.arange(0, seen * grid.block, key, device=device) >= next_query
+    return later if grid.is_full(lengths) else hidden | later
 
 
-def _mean_of_tokens(shares: Tensor, grid: BlockGrid, start: int, lengths: Tensor | None) -> Tensor:
-    """The mean over those of ``shares`` (batch, heads, rows, a, blocks) that hold a token."""
-    a = shares.shape[3]
-    first = torch.arange(shares.shape[2] * a, device=shares.device) + start * a
-    whole = grid.seqlen if lengths is None else lengths.view(-1, 1)
-    held = (first * (grid.block // a) < whole).view(-1, 1, shares.shape[2], a, 1)
-    return shares.masked_fill(~held, 0).sum(3) / held.sum(3).clamp(min=1)
+def _mean_of_queries(shares: Tensor, grid: BlockGrid, start: int, lengths: Tensor | None) -> Tensor:
+    """The mean over the group and those of ``shares`` (batch, heads, group, rows, a, keys) that
+    hold a token, of rows of blocks from ``start`` on."""
+    if grid.is_full(lengths):
+        return shares.mean((2, 4))
+    group, rows, a = shares.shape[2:5]
+    padding = grid.padding(shares.device, lengths).unflatten(1, (-1, grid.block))
+    padding = padding[:, None, None, start : start + rows, :: grid.block // a, None]
+    runs = grid.runs(a, shares.device, lengths)[:, None, start : start + rows, None]
+    return shares.masked_fill_(padding, 0).sum((2, 4)) / (group * runs)

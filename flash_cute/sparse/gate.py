@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from flash_cute.sparse.estimate import are_tokens, block_mass, extremes, padded, without_autocast
+from flash_cute.sparse.estimate import block_mass, extremes, padded, without_autocast
 from flash_cute.sparse.grid import BlockGrid
 
 _INVISIBLE = -1e30  # finite, so that rows of nothing else have a softmax and a gradient
@@ -66,7 +66,8 @@ class LearnedGate(nn.Module):
         query heads of a group. ``q`` (batch, seqlen, heads, dim), ``k`` (batch, seqlen, heads_k,
         dim), ``lengths`` (batch,) tokens of each sequence."""
         logits = self._logits(q, k, grid, softmax_scale, lengths)
-        return logits.softmax(-1).mean(2)
+        shares = logits.softmax(-1)
+        return shares.squeeze(2) if shares.shape[2] == 1 else shares.mean(2)
 
     def distill_loss(
         self,
@@ -97,11 +98,13 @@ class LearnedGate(nn.Module):
         with without_autocast(q.device):
             pooled = _mean(q, grid, lengths)
             largest, smallest = extremes(k, grid, lengths, grid.block)
-            of_keys = torch.cat((largest, smallest, _mean(k, grid, lengths)), -1)
+            of_keys = torch.cat((largest, smallest, _mean(k, grid, lengths)), -1).float()
             queries = pooled @ self.query_weight.float()
             keys = of_keys @ self.key_weight.float()
             grouped = queries.unflatten(1, (keys.shape[1], -1))
             logits = grouped @ keys.unsqueeze(2).mT * scale
+        if grid.sees_all(lengths):
+            return logits
         visible = grid.visible(logits.device, lengths).unsqueeze(2)
         return logits.masked_fill(~visible, _INVISIBLE)
 
@@ -109,7 +112,11 @@ class LearnedGate(nn.Module):
 def _mean(x: Tensor, grid: BlockGrid, lengths: Tensor | None) -> Tensor:
     """The means over the tokens of blocks, fp32 (batch, heads, blocks, dim), of x (batch, seqlen,
     heads, dim)."""
-    tokens = are_tokens(grid, x.device, lengths)[..., None, None]
-    blocks = padded(x, grid).float().masked_fill(~tokens, 0).unflatten(1, (-1, grid.block))
-    counts = tokens.unflatten(1, (-1, grid.block)).sum(2).clamp(min=1)
-    return (blocks.sum(2) / counts).transpose(1, 2)
+    tokens = padded(x, grid)
+    if grid.is_full(lengths):
+        return tokens.unflatten(1, (-1, grid.block)).mean(2, dtype=torch.float32).transpose(1, 2)
+    if lengths is not None:
+        tokens = tokens.masked_fill(grid.padding(x.device, lengths)[..., None, None], 0)
+    sums = tokens.unflatten(1, (-1, grid.block)).sum(2, dtype=torch.float32).transpose(1, 2)
+    counts = grid.runs(grid.block, x.device, lengths)
+    return sums / counts[:, None, :, None]
