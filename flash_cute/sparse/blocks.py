@@ -25,10 +25,19 @@ def block_map(index: Tensor, counts: Tensor, blocks_k: int) -> Tensor:
 
 def halves_of(blocks: Tensor, block: tuple[int, int], seqlens: tuple[int, int]) -> Tensor:
     """A value a block, bool (.., blocks_q, blocks_k), as one a quadrant of all tiles."""
+    return _repeated(blocks, HALF, block, seqlens)
+
+
+def _repeated(
+    blocks: Tensor, side: int, block: tuple[int, int], seqlens: tuple[int, int]
+) -> Tensor:
+    """The same as one a square of ``side`` tokens, which divides a tile and the blocks."""
     for dim, size, seqlen in zip((-2, -1), block, seqlens, strict=True):
-        blocks = blocks.repeat_interleave(size // HALF, dim)
-        room = 2 * tiles_of(seqlen) - blocks.shape[dim]
-        blocks = F.pad(blocks, (0, room) if dim == -1 else (0, 0, 0, room))
+        if size > side:
+            blocks = blocks.repeat_interleave(size // side, dim)
+        room = TILE // side * tiles_of(seqlen) - blocks.shape[dim]
+        if room:
+            blocks = F.pad(blocks, (0, room) if dim == -1 else (0, 0, 0, room))
     return blocks
 
 
@@ -41,11 +50,14 @@ def codes_of_blocks(
 ) -> Codes:
     """Codes and masks of maps of blocks, bool (.., blocks_q, blocks_k). ``mask_mod`` says what of
     the ``partial`` blocks is visible, None: all."""
+    if mask_mod is None:
+        seen = partial if full is None else partial | full
+        if min(block) >= TILE:
+            return _repeated(seen, TILE, block, seqlens).int() * (QUADRANTS - 1), None
+        return bits.quadrants(halves_of(seen, block, seqlens)), None
     in_part = halves_of(partial, block, seqlens)
     in_full = torch.zeros_like(in_part) if full is None else halves_of(full, block, seqlens)
     codes = bits.quadrants(in_part | in_full)
-    if mask_mod is None:
-        return codes, None
     in_part = in_part & ~in_full
     asked = mask_function.pairs_of_tiles(mask_mod, seqlens)
 
