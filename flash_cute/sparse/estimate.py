@@ -50,7 +50,7 @@ def estimated_mass(
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with without_autocast(q.device):
-        q, k = padded(q, grid), padded(k, grid)
+        q = padded(q, grid)
         sums = _mass_of_patches(q, k, grid, stride, scale, lengths)
         return sums.lerp(_mass_of_bound(q, k, grid, scale, lengths), 2 / 3)
 
@@ -81,8 +81,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _mass_of_patches(
     q: Tensor, k: Tensor, grid: BlockGrid, stride: int, scale: float, lengths: Tensor | None
 ) -> Tensor:
-    tokens = (padded(x, grid).transpose(1, 2).unflatten(2, (-1, stride)).unbind(3) for x in (q, k))
-    queries, keys = (torch.cat(x, -1) for x in (next(tokens)[::-1], next(tokens)))
+    q, k = (padded(x, grid).transpose(1, 2).unflatten(2, (-1, stride)) for x in (q, k))
+    queries, keys = torch.cat(q.unbind(3)[::-1], -1), k.flatten(-2)
     return _pooled_softmax(queries, keys, grid, scale / stride, lengths)
 
 
@@ -99,9 +99,12 @@ def extremes(
     k: Tensor, grid: BlockGrid, lengths: Tensor | None, keys: int
 ) -> tuple[Tensor, Tensor]:
     """The largest and the smallest of each channel over every ``keys`` tokens, each (batch, heads,
-    blocks * block / keys, dim) of k's dtype; 0 of what holds no token."""
-    runs = padded(k, grid).unflatten(1, (-1, keys))
-    if grid.is_full(lengths):
+    blocks * block / keys, dim) of k's dtype; finite also of what holds no token."""
+    room = grid.blocks * grid.block - grid.seqlen
+    if room:
+        k = torch.cat((k, k[:, -1:].expand(-1, room, -1, -1)), 1)
+    runs = k.unflatten(1, (-1, keys))
+    if lengths is None:
         return runs.amax(2).transpose(1, 2), runs.amin(2).transpose(1, 2)
     hidden = grid.padding(k.device, lengths)[..., None, None]
     none = hidden[:, ::keys].transpose(1, 2)
@@ -137,9 +140,7 @@ def _pooled_softmax(
         rows = queries[:, :, a * start : a * stop]
         scores = _products(rows.flatten(1, 2), transposed[..., : b * seen])
         scores = scores.view(batch, heads_k, -1, rows.shape[2], b * seen)
-        if grid.is_causal or not grid.is_full(lengths):
-            hidden = _hidden(grid, (start, stop), a, b, seen, lengths, scores.device)
-            scores = scores.masked_fill_(hidden, -torch.inf)
+        _hide(scores, grid, a, b, start, lengths)
         shares = scores.softmax(-1).unflatten(3, (-1, a))
         of_keys = _mean_of_queries(shares, grid, start, lengths)  # before the sum, of less
         of_blocks = of_keys.unflatten(-1, (-1, b)).sum(-1)
@@ -165,24 +166,24 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x.float(), y.float())
 
 
-def _hidden(
-    grid: BlockGrid,
-    rows: tuple[int, int],
-    a: int,
-    b: int,
-    seen: int,
-    lengths: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """bool (1 or batch, 1, 1, rows, keys): no pair of the two runs of tokens is visible."""
-    key, run = grid.block // b, grid.block // a  # tokens of each
-    hidden = grid.padding(device, lengths)[:, : seen * grid.block : key].view(-1, 1, 1, 1, b * seen)
-    if not grid.is_causal:
-        return hidden
-    first, behind = (x * grid.block + run for x in rows)
-    next_query = torch.arange(first, behind, run, device=device).unsqueeze(-1)
-    later = torch.arange(0, seen * grid.block, key, device=device) >= next_query
-    return later if grid.is_full(lengths) else hidden | later
+def _hide(
+    scores: Tensor, grid: BlockGrid, a: int, b: int, start: int, lengths: Tensor | None
+) -> None:
+    """Writes -inf where no pair of two runs of tokens is visible, in ``scores`` (batch, heads,
+    group, rows, keys) of ``a`` runs of queries and ``b`` of keys a block, from block ``start`` on.
+    """
+    rows, keys = scores.shape[-2:]
+    run_q, run_k = grid.block // a, grid.block // b  # tokens
+    if grid.is_causal:  # hides what is behind the end, too: runs of keys hold whole ones of queries
+        first = start * grid.block + run_q
+        next_query = torch.arange(first, first + rows * run_q, run_q, device=scores.device)
+        key = torch.arange(0, keys * run_k, run_k, device=scores.device)
+        scores.masked_fill_(key >= next_query.unsqueeze(-1), -torch.inf)
+    elif not grid.is_full() and lengths is None:
+        scores[..., -(-grid.seqlen // run_k) :] = -torch.inf
+    if lengths is not None:
+        padding = grid.padding(scores.device, lengths)[:, : keys * run_k : run_k]
+        scores.masked_fill_(padding[:, None, None, None], -torch.inf)
 
 
 def _mean_of_queries(shares: Tensor, grid: BlockGrid, start: int, lengths: Tensor | None) -> Tensor:
@@ -191,7 +192,11 @@ def _mean_of_queries(shares: Tensor, grid: BlockGrid, start: int, lengths: Tenso
     if grid.is_full(lengths):
         return shares.mean((2, 4))
     group, rows, a = shares.shape[2:5]
-    padding = grid.padding(shares.device, lengths).unflatten(1, (-1, grid.block))
-    padding = padding[:, None, None, start : start + rows, :: grid.block // a, None]
-    runs = grid.runs(a, shares.device, lengths)[:, None, start : start + rows, None]
-    return shares.masked_fill_(padding, 0).sum((2, 4)) / (group * runs)
+    run, stop = grid.block // a, start + rows
+    if lengths is not None:
+        padding = grid.padding(shares.device, lengths).unflatten(1, (-1, grid.block))
+        shares.masked_fill_(padding[:, None, None, start:stop, ::run, None], 0)
+    elif stop == grid.blocks:
+        shares[:, :, :, -1, -(-(grid.seqlen % grid.block) // run) :] = 0
+    held = grid.runs(a, shares.device, lengths)[:, None, start:stop, None]
+    return shares.sum((2, 4)) / (group * held)
