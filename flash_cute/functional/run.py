@@ -12,6 +12,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
 from flash_cute.call import validate
 from flash_cute.call.rng import rng_of_call
+from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.functional import gathered, pack_gqa
@@ -185,7 +186,7 @@ def _stored(call: Call, sparse: Sparse) -> Call:
     if not isinstance(sparse, Sparse):
         raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
     q, k, v = map(gathered.stored, (call.q, call.k, call.v))
-    longest = getattr(call, "max_seqlen_q", q.shape[1]), getattr(call, "max_seqlen_k", k.shape[1])
+    longest = longest_queries(call), longest_keys(call)
     sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)
     return call._replace(q=q, k=k, v=v)
 
@@ -208,12 +209,6 @@ def run_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     if call.k is not None:
         return ops.fwd_kvcache(*call)
     return ops.attend_kvcache(*(getattr(call, name) for name in AttendKvcacheCall._fields))
-
-
-def batch_of(call: Any) -> int:
-    """How many sequences a call has, dense or packed."""
-    offsets = getattr(call, "cu_seqlens_q", None)
-    return call.q.shape[0] if offsets is None else offsets.shape[0] - 1
 
 
 def _into(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call import validate
+from flash_cute.call.sizes import longest_keys
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.native import limits
@@ -250,9 +251,8 @@ def _with_lists_of_keys(call: Any) -> list[Any]:
     """The arguments of a call of backward, whose lists are transposed: forward has a list for each
     tile of queries, backward one for each tile of keys."""
     if call.tile_lists is not None:
-        longest = call.max_seqlen_k if hasattr(call, "max_seqlen_k") else call.k.shape[1]
         lists, ranks = torch.ops.flash_cute.transposed_tile_lists(
-            call.tile_lists, tiles_of(longest)
+            call.tile_lists, tiles_of(longest_keys(call))
         )
         dout = call.dout.contiguous()  # no kernel over lists reads other strides
         call = call._replace(dout=dout, tile_lists=lists, tile_ranks=ranks)
