@@ -92,6 +92,6 @@ def _say(why: str) -> bool:
     warnings.warn(
         "flash_cute: no kernel does a sparse call, which torch's products over gathered tiles "
         f"compute instead, more slowly: {why}. This is said once",
-        stacklevel=5,
+        stacklevel=6,
     )
     return True
