@@ -195,7 +195,7 @@ class Sparse:
         indices = check.by_sequence(indices, layout, cu_seqlens_q, max_seqlen_q)
         seqlen_q = indices.shape[2]
         seqlen_k = seqlen_q if seqlen_k is None else check.length("seqlen_k", seqlen_k)
-        return _Topk(Choice(indices, granularity, seqlen_k))
+        return _Topk.of(Choice(indices, granularity, seqlen_k))
 
     @classmethod
     def intervals(cls, first: Tensor, last: Tensor, *, seqlen_k: int | None = None) -> Sparse:
@@ -431,11 +431,15 @@ class _Topk(Sparse):
 
     _choice: Choice
 
-    def __init__(self, choice: Choice) -> None:
-        self.__dict__.update(
-            seqlen_q=choice.blocks.shape[2], seqlen_k=choice.seqlen_k, format="topk",
-            granularity=choice.granularity, _choice=choice,
-        )  # fmt: skip
+    @classmethod
+    def of(cls, choice: Choice) -> Sparse:
+        """Not ``__init__``: graphs of torch 2.10 give that of a frozen dataclass its fields."""
+        lengths = {"seqlen_q": choice.blocks.shape[2], "seqlen_k": choice.seqlen_k}
+        others = {"granularity": choice.granularity, "format": "topk", "_choice": choice}
+        made = object.__new__(cls)
+        for name, x in (lengths | others).items():
+            object.__setattr__(made, name, x)
+        return made
 
     @property
     def tile_lists(self) -> Tensor:
