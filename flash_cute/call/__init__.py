@@ -1,2 +1,2 @@
-"""The arguments of attention calls: other spellings, validation, fp8 inputs, and the random state
-of dropout."""
+"""The arguments of attention calls: other spellings, sizes, validation, fp8 inputs, and the random
+state of dropout."""

@@ -79,7 +79,9 @@ class AllGather(Strategy):
             differentiate(saved.of_heads(heads), call_of_part, launches, gradients)
             place = plan.slots(plan.outer_parts, k.device)
             if place is not None:
-                padded = dkv.new_zeros((_longest(plan) * plan.outer, *dkv.shape[1:]))
+                padded = dkv.new_zeros(
+                    (layouts.most_rows(plan.outer_parts) * plan.outer, *dkv.shape[1:])
+                )
                 dkv = padded.index_copy_(0, place, dkv)
             reductions.append((dkv, *comm.reduce_scatter(dkv, group)))
         parts = []
@@ -112,10 +114,6 @@ def window_of(call: FwdCall) -> layouts.Window:
     return call.window_size_left, call.window_size_right
 
 
-def _longest(plan: Plan) -> int:
-    return max(map(layouts.rows, plan.outer_parts))
-
-
 def _gathered(
     plan: Plan, group: Group, k: Tensor, v: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -129,7 +127,7 @@ def _gathered(
     def start(first: int) -> tuple[Tensor, Tensor, comm.Work]:
         of_group = slice(first, first + size)
         kv = torch.cat((k[:, :, of_group], v[:, :, of_group]), -1)
-        kv = to_rows(kv, _longest(plan))
+        kv = to_rows(kv, layouts.most_rows(plan.outer_parts))
         return kv, *comm.all_gather(kv, group)
 
     under_way = start(0)

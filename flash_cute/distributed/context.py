@@ -307,7 +307,7 @@ class ContextParallel:
         except Exception as error:
             problem = error
         self.agree(what, problem)
-        longest = max(map(layouts.rows, plan.parts))
+        longest = layouts.most_rows(plan.parts)
         rows = to_rows(x.detach().movedim(dim, 0).unsqueeze(0), longest)
         gathered, work = comm.all_gather(rows, self.group if self.size > 1 else None)
         work.wait()

@@ -137,7 +137,7 @@ differentiable(attention, autograd.once_differentiable(_differentiate), _keep)
 def gather(x: Tensor, plan: str) -> Tensor:
     """(batch, rows, ..) of each rank to (batch, all rows, ..) in the order of the batch."""
     whole = plan_of(plan)
-    rows = all_gather.to_rows(x, max(map(layouts.rows, whole.parts)))
+    rows = all_gather.to_rows(x, layouts.most_rows(whole.parts))
     gathered, work = comm.all_gather(rows, groups_of(whole).whole)
     work.wait()
     place = whole.slots(whole.parts, x.device)
@@ -153,7 +153,7 @@ def scatter_sum(x: Tensor, plan: str) -> Tensor:
     total = x.to(statistic_dtype(x)).transpose(0, 1).contiguous()
     place = whole.slots(whole.parts, x.device)
     if place is not None:
-        longest = max(map(layouts.rows, whole.parts))
+        longest = layouts.most_rows(whole.parts)
         padded = total.new_zeros((whole.ranks * longest, *total.shape[1:]))
         total = padded.index_copy_(0, place, total)
     with agreeing_on_backward(whole, "gather", x):

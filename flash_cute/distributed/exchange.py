@@ -96,7 +96,7 @@ def _members(plan: Plan, groups: Groups) -> tuple[layouts.Runs, ...]:
 def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
     """Tensors (batch, rows, heads, dim) are sent in one message, whose padding is not read."""
     members = _members(plan, groups)
-    longest = max(map(layouts.rows, members))
+    longest = layouts.most_rows(members)
     first, heads = tensors[0], [x.shape[2] // plan.inner for x in tensors]
     widths = [n * x.shape[3] for n, x in zip(heads, tensors, strict=True)]
     send = first.new_empty((plan.inner, longest, len(first), sum(widths)))
@@ -118,7 +118,7 @@ def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[T
 def _to_tokens(tensors: tuple[Tensor, ...], plan: Plan, groups: Groups) -> list[Tensor]:
     """The way back, of (batch, all rows, heads / ranks, dim)."""
     members = _members(plan, groups)
-    longest = max(map(layouts.rows, members))
+    longest = layouts.most_rows(members)
     rows = torch.cat([x.flatten(2) for x in tensors], -1).transpose(0, 1)
     place = plan.slots(members, rows.device)
     send = rows.contiguous()

@@ -15,7 +15,7 @@ alike. Everything here is plain integers, the same on every rank.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate, pairwise
@@ -206,6 +206,11 @@ def union(parts: tuple[Runs, ...], lengths: tuple[int, ...]) -> Runs:
 def rows(runs: Runs) -> int:
     """Tokens in them."""
     return sum(run.length for run in runs)
+
+
+def most_rows(parts: Iterable[Runs]) -> int:
+    """Tokens of the rank that has most."""
+    return max(map(rows, parts))
 
 
 def work(runs: Runs, lengths: tuple[int, ...], window: Window) -> int:

@@ -174,7 +174,7 @@ class Plan:
     def slots(self, parts: tuple[Runs, ...], device: torch.device) -> Tensor | None:
         """Where each token of these parts, in ascending order, lies if every part is padded to the
         longest and they follow one another; None if nothing moves."""
-        longest = max(map(layouts.rows, parts))
+        longest = layouts.most_rows(parts)
         starts = layouts.offsets(self.lengths)
         runs = sorted(
             (starts[run.document] + run.start, run.length, rank * longest + run.row)

@@ -91,7 +91,7 @@ class Ring(Strategy):
 
 def _travelling(plan: Plan, k: Tensor, v: Tensor) -> Tensor:
     """Keys and values concatenated, (rows, batch, heads_k, dim + dim_v)."""
-    longest = max(map(layouts.rows, plan.outer_parts))
+    longest = layouts.most_rows(plan.outer_parts)
     return to_rows(torch.cat((k, v), -1), longest)
 
 

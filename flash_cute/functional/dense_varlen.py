@@ -135,15 +135,13 @@ def flash_attn_func(
     """
     refused: list[Exception] = []
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    is_default = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
-    is_default = is_default and sparse is None
-    is_default = is_default and sink is None and type(return_lse) is bool and not others
     is_default = (
-        is_default
+        sink is rng is generator is out is out_dtype is None
+        and q_descale is k_descale is v_descale is sparse is None
         and deterministic is return_attn_probs is return_rng is return_max_logits is False
-    )
-    is_default = is_default and is_plain(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p
+        and type(return_lse) is bool
+        and not others
+        and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     )
     if is_default and is_direct(q, k, v):
         # A call at its shortest: the op's own checks come first. One that they refuse goes on to
@@ -256,23 +254,17 @@ def flash_attn_varlen_func(
     """
     refused: list[Exception] = []
     sink = spellings.sink(sink, s_aux, learnable_sink)
-    is_default = sink is rng is generator is out is out_dtype is q_descale is k_descale is v_descale
-    is_default = is_default and sparse is None
     is_default = (
-        is_default
-        and sink is None
+        sink is rng is generator is out is out_dtype is None
+        and q_descale is k_descale is v_descale is sparse is None
+        and deterministic is return_attn_probs is return_rng is return_max_logits is False
         and type(return_lse) is type(zero_tensors) is bool
         and not others
+        and cu_seqlens_q is not None
+        and cu_seqlens_k is not None
+        and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
+        and are_counts(max_seqlen_q, max_seqlen_k)
     )
-    is_default = is_default and cu_seqlens_q is not None and cu_seqlens_k is not None
-    is_default = (
-        is_default
-        and deterministic is return_attn_probs is return_rng is return_max_logits is False
-    )
-    is_default = is_default and is_plain(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p
-    )
-    is_default = is_default and are_counts(max_seqlen_q, max_seqlen_k)
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if is_default and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func

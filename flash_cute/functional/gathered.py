@@ -13,46 +13,37 @@ from torch import Tensor
 from flash_cute import kernels, ops
 from flash_cute.cpu import sparse
 from flash_cute.native import limits
-from flash_cute.ops.autograd import once_differentiable
-from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
+from flash_cute.ops.autograd import formula_of, inputs_of, once_differentiable
+from flash_cute.ops.typed import FwdCall, VarlenFwdCall
 
 Results = tuple[Tensor, Tensor, Tensor | None, None]
 
 
-class GatheredAttention(torch.autograd.Function):
-    """Of q, k, v and the sink, which the call has too."""
+def _formula(op: Any, forward: Any, backward: Any) -> Any:
+    """The op's formula, by the CPU's functions for its calls, and for those of its gradient."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Any
-    ) -> Results:
-        ctx.op = ops.OP_OF[type(call)]
-        compute: Any = sparse.fwd if isinstance(call, FwdCall) else sparse.varlen_fwd
-        with torch.autocast(q.device.type, enabled=False):
-            out, softmax_lse, row_max, _ = compute(call, call.tile_lists, call.tile_bits)
-        if row_max is not None:
-            ctx.mark_non_differentiable(row_max)
-        ops.save_for_backward(ctx, ctx.op, (q, k, v, sink, out, softmax_lse), call)
-        ctx.set_materialize_grads(False)
-        return out, softmax_lse, row_max, None
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        given = ops.backward_arguments(ctx, ctx.op, saved, dout, dlse)
-        is_dense = ctx.op is ops.fwd
-        call: Any = BwdCall(*given) if is_dense else VarlenBwdCall(*given)
-        compute: Any = sparse.bwd if is_dense else sparse.varlen_bwd
+    def compute(call: Any) -> Any:
         with torch.autocast(call.q.device.type, enabled=False):
-            dq, dk, dv, dsink, _ = compute(call, call.tile_lists, call.tile_bits)
-        sink = saved[3]
-        return dq, dk, dv, None if sink is None else dsink.to(sink.dtype), None
+            return tuple(forward(call, call.tile_lists, call.tile_bits))
+
+    @once_differentiable
+    def differentiate(call: Any) -> Any:
+        with torch.autocast(call.q.device.type, enabled=False):
+            return backward(call, call.tile_lists, call.tile_bits)
+
+    return formula_of(op, compute, differentiate)
+
+
+_FORMULAS = {
+    ops.fwd: _formula(ops.fwd, sparse.fwd, sparse.bwd),
+    ops.varlen_fwd: _formula(ops.varlen_fwd, sparse.varlen_fwd, sparse.varlen_bwd),
+}
 
 
 def attend(call: FwdCall | VarlenFwdCall) -> Results:
     """The results of the call's op, with their gradients."""
-    results: Results = GatheredAttention.apply(call.q, call.k, call.v, call.sink, call)
+    op = ops.OP_OF[type(call)]
+    results: Results = _FORMULAS[op].apply(*inputs_of(op)(call))
     return results
 
 
@@ -92,6 +83,6 @@ def _say(why: str) -> bool:
     warnings.warn(
         "flash_cute: no kernel does a sparse call, which torch's products over gathered tiles "
         f"compute instead, more slowly: {why}. This is said once",
-        stacklevel=5,
+        stacklevel=6,
     )
     return True

@@ -151,18 +151,19 @@ def flash_attn_with_kvcache(
         lengths += 1
     """
     refused: list[Exception] = []
-    is_default = cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
-    is_default = is_default and sink is s_aux is learnable_sink is sparse is None and not others
-    is_default = is_default and type(return_softmax_lse) is type(rotary_interleaved) is bool
-    is_default = is_default and check_indices is False
-    is_default = is_default and is_plain(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, 0
+    is_default = (
+        cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
+        and sink is s_aux is learnable_sink is sparse is None
+        and check_indices is False
+        and type(return_softmax_lse) is type(rotary_interleaved) is bool
+        and not others
+        and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, 0)
+        and are_counts(num_splits, split_size)
     )
-    is_default = is_default and are_counts(num_splits, split_size)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    direct = is_default and is_direct(q, k_cache, v_cache, *places, *joining)
-    if direct and not needs_grad(q, k_cache, v_cache):
+    is_default = is_default and is_direct(q, k_cache, v_cache, *places, *joining)
+    if is_default and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
             qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)

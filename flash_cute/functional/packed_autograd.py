@@ -49,7 +49,7 @@ class PackedAttention(torch.autograd.Function):
             *unpacked_q, k, v = packed.unbind(-3)
             bwd = _BACKWARD_OF[ctx.op]
             saved = (*(unpacked_q or (q,)), k, v, *others)
-            given = ops.backward_arguments(ctx, ctx.op, saved, dout, dlse)
+            given = ops.backward_call(ctx, ctx.op, saved, dout, dlse)
             with limits.restore_limit(ctx.limit):
                 grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
         if torch.is_grad_enabled():
@@ -58,7 +58,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _filled(
-    bwd: Any, given: list[Any], packed: Tensor, q: Tensor | None, sink: Tensor | None
+    bwd: Any, given: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None
 ) -> Gradients:
     """Through the out overload, which fills the slices."""
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
@@ -71,7 +71,7 @@ def _filled(
 
 
 def _stacked(
-    bwd: Any, given: list[Any], packed: Tensor, q: Tensor | None, sink: Tensor | None
+    bwd: Any, given: Any, packed: Tensor, q: Tensor | None, sink: Tensor | None
 ) -> Gradients:
     """From gradients of the parts, where memory that was allocated here may not be filled."""
     dq, dk, dv, dsink, _ = bwd.default(*given)

@@ -12,17 +12,18 @@ from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
 from flash_cute.call import validate
 from flash_cute.call.rng import rng_of_call
+from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.functional import gathered, pack_gqa
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
+from flash_cute.ops.schema import Results
 from flash_cute.ops.typed import AttendKvcacheCall, FwdCall, FwdKvcacheCall, VarlenFwdCall
 from flash_cute.sparse.value import Sparse
 
 Result = Any  # out, or the tuple that a call asks for
 _NUMBERS = (int, float)
-
 
 Call = FwdCall | VarlenFwdCall
 
@@ -119,56 +120,29 @@ def run(
     if sparse is not None:
         call = _stored(call, sparse)
     _validate(call, return_lse, return_rng)
-    q, k, v = call.q, call.k, call.v
     if refused:
         raise refused.pop()
-    grad = needs_grad(q, k, v)
+    grad = needs_grad(call.q, call.k, call.v)
     if call.sink is not None and call.sink.requires_grad:
         grad = torch.is_grad_enabled()
-    if out is not None and (grad or call.return_softmax):
-        raise ValueError(
-            "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
-            "without return_attn_probs"
-        )
+    if out is not None:
+        _check_out(out, call, grad)
     if sparse is not None:
         rows = pack_gqa.pack(call, sparse)
         if rows is not None:
-            if out is not None:
-                _check_out(out, call)
             found = run(
                 rows[0], return_lse=return_lse, return_rng=return_rng, generator=generator,
                 sparse=rows[1],
             )  # fmt: skip
-            return pack_gqa.unpack(found, q.shape[1], out, return_lse)
+            return pack_gqa.unpack(found, call.q.shape[1], out, return_lse)
         call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
         validate_ops.lists(call, batch_of(call), of_keys=False)
     if plan_log.is_on():
         plan_log.attention(call, grad)
-    rng = rng_of_call(q, call.dropout_p, generator, call.rng)
-    call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(q))
-    op = ops.OP_OF[type(call)]
-    is_eager = not torch.compiler.is_compiling() and not ops.transformed()
-    row_max = probs = None
-    has_kernel = sparse is None or not is_eager or not gathered.is_needed(call, grad)
-    if out is not None:
-        if has_kernel:
-            softmax_lse, row_max = _into(out, op, call, return_lse)
-        else:
-            _check_out(out, call)
-            result, softmax_lse, row_max, _ = gathered.attend(call)
-            out.copy_(result)
-    elif not has_kernel:
-        out, softmax_lse, row_max, probs = gathered.attend(call)
-    elif not grad and is_eager:
-        # Straight to the kernel: without gradients the Python autograd formula is only a detour.
-        with internals.below_autograd():
-            out, softmax_lse, row_max, probs = op(*call)
-    elif packed is not None and packed.requires_grad and is_eager and not call.return_row_max:
-        separate_q = q if packed.shape[-3] == 2 else None
-        out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, call.sink, call)
-    else:
-        out, softmax_lse, row_max, probs = op(*call)
-    results = [out]
+    rng = rng_of_call(call.q, call.dropout_p, generator, call.rng)
+    call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(call.q))
+    out, softmax_lse, row_max, probs = _attend(call, grad, packed, out, return_lse)
+    results: list[Any] = [out]
     if return_lse or call.return_softmax:
         results.append(softmax_lse)
     if call.return_softmax:
@@ -180,12 +154,34 @@ def run(
     return tuple(results) if len(results) > 1 else out
 
 
+def _attend(
+    call: Call, grad: bool, packed: Tensor | None, out: Tensor | None, return_lse: bool
+) -> Results:
+    """out, softmax_lse, row_max and probabilities of a valid call, by its shortest way."""
+    op = ops.OP_OF[type(call)]
+    is_eager = not torch.compiler.is_compiling() and not ops.transformed()
+    if call.tile_lists is not None and is_eager and gathered.is_needed(call, grad):
+        result, *statistics = gathered.attend(call)
+        return result if out is None else out.copy_(result), *statistics
+    if out is not None:
+        return _into(out, op, call, return_lse)
+    if is_eager and not grad:
+        # Straight to the kernel: without gradients the Python autograd formula is only a detour.
+        with internals.below_autograd():
+            return op(*call)
+    if packed is not None and packed.requires_grad and is_eager and not call.return_row_max:
+        separate_q = call.q if packed.shape[-3] == 2 else None
+        out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, call.sink, call)
+        return out, softmax_lse, None, probs
+    return op(*call)
+
+
 def _stored(call: Call, sparse: Sparse) -> Call:
     """The call with tensors that kernels over lists read, if ``sparse`` is for it."""
     if not isinstance(sparse, Sparse):
         raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
     q, k, v = map(gathered.stored, (call.q, call.k, call.v))
-    longest = getattr(call, "max_seqlen_q", q.shape[1]), getattr(call, "max_seqlen_k", k.shape[1])
+    longest = longest_queries(call), longest_keys(call)
     sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)
     return call._replace(q=q, k=k, v=v)
 
@@ -210,28 +206,24 @@ def run_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     return ops.attend_kvcache(*(getattr(call, name) for name in AttendKvcacheCall._fields))
 
 
-def batch_of(call: Any) -> int:
-    """How many sequences a call has, dense or packed."""
-    offsets = getattr(call, "cu_seqlens_q", None)
-    return call.q.shape[0] if offsets is None else offsets.shape[0] - 1
-
-
-def _into(
-    out: Tensor, op: Any, call: Call, return_lse: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Attention into ``out``, by the op's out overload; softmax_lse and row_max if asked for."""
+def _into(out: Tensor, op: Any, call: Call, return_lse: bool) -> Results:
+    """Attention into ``out``, by the op's out overload; statistics if asked for."""
     q = call.q
-    _check_out(out, call)
     *lead, rows, heads, _ = q.shape
     softmax_lse, row_max = (
         q.new_empty((*lead, heads, rows), dtype=validate_ops.statistic_dtype(q)) if asked else None
         for asked in (return_lse, call.return_row_max)
     )
     ops.OUT_OF[op](*call, out=out, softmax_lse=softmax_lse, row_max=row_max)
-    return softmax_lse, row_max
+    return out, softmax_lse, row_max, None
 
 
-def _check_out(out: Tensor, call: Call) -> None:
+def _check_out(out: Tensor, call: Call, grad: bool) -> None:
+    if grad or call.return_softmax:
+        raise ValueError(
+            "out is given; it goes with tensors that require no grad, or torch.no_grad(), and "
+            "without return_attn_probs"
+        )
     q = call.q
     validate_ops.buffer("out", out, (*q.shape[:-1], call.v.shape[-1]), q.dtype, q.device)
     validate.contiguous_last("out", out)

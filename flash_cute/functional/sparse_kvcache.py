@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_cute.call.sizes import batch_of, longest_queries
 from flash_cute.functional.run import run_kvcache
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdKvcacheCall
@@ -87,10 +88,7 @@ def _check(call: FwdKvcacheCall, sparse: Sparse, heads: int, heads_k: int) -> in
                 f"{name} and sparse are given; over a cache they do not go together yet: "
                 + ("leave one out" if name == "alibi_slopes" else "rotate q and k before the call")
             )
-    packed = call.cu_seqlens_q is not None
-    batch = len(call.cu_seqlens_q) - 1 if call.cu_seqlens_q is not None else len(call.q)
-    longest = call.max_seqlen_q if packed else call.q.shape[1]
-    seqlens = (longest, _capacity(call))
+    batch, seqlens = batch_of(call), (longest_queries(call), _capacity(call))
     sparse.check(batch, heads, heads_k, seqlens, call.q.device, call.is_causal)
     return batch
 

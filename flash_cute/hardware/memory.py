@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_cute import _torch_internals as internals
+from flash_cute.core.model_copies import copied
 from flash_cute.hardware import allocator
 from flash_cute.hardware.inputs import Sample
-from flash_cute.utils.model_copies import copied
 
 _TRACED_BATCHES = (4096, 8192)  # so large that activations dominate backward's temporaries
 MEASURED_BATCHES = (2, 3)  # normalisation over a batch refuses a single sample

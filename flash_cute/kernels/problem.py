@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call.fp8 import DTYPES as FP8_DTYPES
+from flash_cute.call.sizes import batch_of, longest_queries
 from flash_cute.call.validate import INT64_MAX
 from flash_cute.ops import switches
 from flash_cute.ops.typed import (
@@ -245,10 +246,9 @@ def _is_aligned(x: Tensor) -> bool:
 def _sequences(call: Any, op: str, q: Tensor, k: Tensor) -> dict[str, Any]:
     """Lengths of a call, dense or packed, as fields of a Problem."""
     offsets, table = getattr(call, "cu_seqlens_q", None), getattr(call, "block_table", None)
-    sizes: dict[str, Any] = {"batch": len(q), "seqlen_q": q.shape[1]}
+    sizes: dict[str, Any] = {"batch": batch_of(call), "seqlen_q": longest_queries(call)}
     if offsets is not None:
-        sizes = {"batch": len(offsets) - 1, "seqlen_q": call.max_seqlen_q, "varlen": True}
-        sizes["total_q"] = len(q)
+        sizes |= {"varlen": True, "total_q": len(q)}
     if table is not None:
         capacity = table.shape[1] * k.shape[1]
         longest = capacity if op == "decode" else call.max_seqlen_k

@@ -10,10 +10,10 @@ from torch import Tensor
 from flash_cute import ops
 from flash_cute.call import validate
 from flash_cute.call.rng import rng_of_call
+from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.call.validate.rng import check_generator
-from flash_cute.functional.run import batch_of
 from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 
 _NAMES = validate_options.OF_OPS._replace(dropout_p="p_dropout", alibi_slopes="alibi_slopes_")
@@ -64,12 +64,8 @@ def forward(
 
 def _statistics(call: FwdCall | VarlenFwdCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of softmax_lse and of the probabilities."""
-    *_, rows, heads, _ = call.q.shape
-    if isinstance(call, VarlenFwdCall):
-        longest = (call.max_seqlen_q, call.max_seqlen_k)
-        return (heads, rows), (batch_of(call), heads, *longest)
-    lse_shape = (len(call.q), heads, rows)
-    return lse_shape, (*lse_shape, call.k.shape[1])
+    *lead, rows, heads, _ = call.q.shape
+    return (*lead, heads, rows), (batch_of(call), heads, longest_queries(call), longest_keys(call))
 
 
 @torch.no_grad()

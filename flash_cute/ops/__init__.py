@@ -25,7 +25,7 @@ from flash_cute.ops import (
     vmap,
 )
 from flash_cute.ops.autograd import (
-    backward_arguments,
+    backward_call,
     call,
     differentiable,
     no_double_backward,
@@ -49,7 +49,7 @@ __all__ = [
     "OUT_OF",
     "allow_tf32",
     "attend_kvcache",
-    "backward_arguments",
+    "backward_call",
     "bwd",
     "call",
     "combine",

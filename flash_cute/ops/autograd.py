@@ -7,7 +7,7 @@ autograd's to take in, when backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call import validate
+from flash_cute.call.sizes import longest_keys
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.native import limits
@@ -70,7 +71,7 @@ _LAYOUTS = {op: _layout(op) for op in _BACKWARD_OF}
 
 def register(library: torch.library.Library) -> None:
     for name, op in (("fwd", schema.fwd), ("varlen_fwd", schema.varlen_fwd)):
-        library.impl(name, _differentiable(op, FORMULAS[op], _inputs(op)), "Autograd")
+        library.impl(name, _differentiable(op, FORMULAS[op], inputs_of(op)), "Autograd")
     for name, op in (("bwd", schema.bwd), ("varlen_bwd", schema.varlen_bwd)):
         library.impl(name, _differentiable(op, refusal(op), tuple), "Autograd")
     for op in schema.OUT_OF.values():
@@ -135,15 +136,17 @@ def forward_of(op: Any, args: Sequence[Any]) -> Results:
         return _below_autograd(op, args)
 
 
-def _inputs(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def inputs_of(op: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A formula's inputs: the tensors with gradients, and the call as one object, since autograd
     takes time for each input."""
     own = _LAYOUTS[op].inputs
     return lambda call: (*own(call), call)
 
 
-def _formula(op: Any) -> type[internals.Formula]:
-    """The formula of a forward op, whose gradient is one call of its backward op."""
+def formula_of(
+    op: Any, compute: Callable[[Any], Results], differentiate: Callable[[Any], Results]
+) -> type[internals.Formula]:
+    """The formula of a forward op, of what computes its calls, and those of its backward op."""
     may_have_pages = "block_table" in CALLS[op]._fields
 
     class Attention(internals.Formula):
@@ -152,7 +155,7 @@ def _formula(op: Any) -> type[internals.Formula]:
             inputs, attention = inputs_and_call[:-1], inputs_and_call[-1]
             if may_have_pages and attention.block_table is not None:
                 validate_ops.no_gradient_of_pages(attention)
-            results = out, softmax_lse, row_max, softmax = forward_of(op, attention)
+            results = out, softmax_lse, row_max, softmax = compute(attention)
             if row_max is not None or softmax is not None:
                 ctx.mark_non_differentiable(*[x for x in (row_max, softmax) if x is not None])
             ctx.set_materialize_grads(False)
@@ -162,9 +165,9 @@ def _formula(op: Any) -> type[internals.Formula]:
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Results:
             saved = ctx.saved_tensors  # once: a checkpoint unpacks them one time
-            given = backward_arguments(ctx, op, saved, dout, dlse)
+            given = backward_call(ctx, op, saved, dout, dlse)
             with limits.restore_limit(ctx.limit):
-                results = call(_BACKWARD_OF[op], given)
+                results = differentiate(given)
             gradients = [results[i] for i in _LAYOUTS[op].gradients]
             return (*map(_in_dtype_of, saved[: len(gradients)], gradients), None)
 
@@ -176,9 +179,6 @@ def _in_dtype_of(x: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     if x is None or gradient is None or gradient.dtype == x.dtype:
         return gradient
     return gradient.to(x.dtype)
-
-
-FORMULAS = {op: _formula(op) for op in _BACKWARD_OF}
 
 
 def refusal(op: Any) -> type[internals.Formula]:
@@ -209,7 +209,7 @@ def save_for_backward(
     ctx: Any, op: Any, first: Sequence[Tensor | None], args: Sequence[Any]
 ) -> None:
     """Saves the tensors ``first``, then those arguments of a forward op that
-    :func:`backward_arguments` needs, and in ``ctx.limit`` the kernels that backward may run."""
+    :func:`backward_call` needs, and in ``ctx.limit`` the kernels that backward may run."""
     layout = _LAYOUTS[op]
     ctx.save_for_backward(*first, *layout.tensors(args))
     ctx.others, ctx.limit = layout.others(args), limits.current()
@@ -222,6 +222,12 @@ def call(op: Any, args: Sequence[Any]) -> Any:
     return _below_autograd(op, args)
 
 
+FORMULAS = {
+    op: formula_of(op, partial(forward_of, op), partial(call, backward))
+    for op, backward in _BACKWARD_OF.items()
+}
+
+
 def refuse_tangents(args: Sequence[Any]) -> None:
     """Refuses forward-mode derivatives: tensors that carry tangents."""
     tensors = (x for x in args if isinstance(x, Tensor))
@@ -231,11 +237,11 @@ def refuse_tangents(args: Sequence[Any]) -> None:
         )
 
 
-def backward_arguments(
+def backward_call(
     ctx: Any, op: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None
-) -> list[Any]:
-    """The arguments of the backward op of ``op``, in order. ``saved``: inputs with gradients, out
-    and softmax_lse, and tensors that :func:`save_for_backward` saved after those."""
+) -> Any:
+    """The call of the backward op of ``op``. ``saved``: inputs with gradients, out and softmax_lse,
+    and tensors that :func:`save_for_backward` saved after those."""
     layout = _LAYOUTS[op]
     deterministic = switches.deterministic(ctx.others[layout.deterministic])
     out = saved[len(layout.gradients)]
@@ -246,17 +252,16 @@ def backward_arguments(
     return _with_lists_of_keys(CALLS[_BACKWARD_OF[op]](*given))
 
 
-def _with_lists_of_keys(call: Any) -> list[Any]:
-    """The arguments of a call of backward, whose lists are transposed: forward has a list for each
-    tile of queries, backward one for each tile of keys."""
+def _with_lists_of_keys(call: Any) -> Any:
+    """A call of backward, whose lists are transposed: forward has a list for each tile of queries,
+    backward one for each tile of keys."""
     if call.tile_lists is not None:
-        longest = call.max_seqlen_k if hasattr(call, "max_seqlen_k") else call.k.shape[1]
         lists, ranks = torch.ops.flash_cute.transposed_tile_lists(
-            call.tile_lists, tiles_of(longest)
+            call.tile_lists, tiles_of(longest_keys(call))
         )
         dout = call.dout.contiguous()  # no kernel over lists reads other strides
         call = call._replace(dout=dout, tile_lists=lists, tile_ranks=ranks)
-    return list(call)
+    return call
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate.options import OF_OPS
@@ -83,16 +84,10 @@ def _fwd_results(
 def _fwd(op: Any, *args: Any, **named: Any) -> Results:
     call = CALLS[op](*args, **named)
     _check(validate_ops.arguments, call)
-    q, k = call.q, call.k
-    if op is varlen_fwd:
-        total_q, heads, _ = q.shape
-        lse_shape: Sequence[int] = (heads, total_q)
-        batch = call.cu_seqlens_q.shape[0] - 1
-        softmax_shape = (batch, heads, call.max_seqlen_q, call.max_seqlen_k)
-    else:
-        batch, seqlen_q, heads, _ = q.shape
-        lse_shape = (batch, heads, seqlen_q)
-        softmax_shape = (*lse_shape, k.shape[1])
+    q = call.q
+    *lead, rows, heads, _ = q.shape
+    lse_shape = (*lead, heads, rows)
+    softmax_shape = (batch_of(call), heads, longest_queries(call), longest_keys(call))
     returns = call.return_softmax, call.return_row_max
     return _fwd_results(q, call.v, lse_shape, softmax_shape, *returns)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute.call.sizes import batch_of
 from flash_cute.cpu.varlen import spans
 from flash_cute.ops.schema import CALLS, OPS
 from flash_cute.ops.typed import (
@@ -69,8 +70,7 @@ def _listed_pairs(call: Any) -> float:
     lists = getattr(call, "tile_lists", None)
     if lists is None:
         return math.inf
-    sequences = len(call.cu_seqlens_q) - 1 if hasattr(call, "cu_seqlens_q") else len(call.q)
-    return sequences * lists.shape[2] * (lists.shape[3] - 1) * TILE**2
+    return batch_of(call) * lists.shape[2] * (lists.shape[3] - 1) * TILE**2
 
 
 def _dense_pairs(call: FwdCall | BwdCall) -> int:

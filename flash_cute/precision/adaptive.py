@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flash_cute import _torch_internals as internals
+from flash_cute.core.model_copies import copied
 from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.fp8_convert import switch_fast_paths_off
 from flash_cute.precision.inputs import round_inputs_of, scales_grow
@@ -40,7 +41,6 @@ from flash_cute.precision.sensitivity import (
     state_preserved,
 )
 from flash_cute.precision.settings import PrecisionConfig, QuantizationMode
-from flash_cute.utils.model_copies import copied
 
 
 @dataclass(frozen=True)

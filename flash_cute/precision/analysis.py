@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute.core.model_copies import copied
 from flash_cute.hardware.devices import checked_device
 from flash_cute.precision.adaptive import packed_copy
 from flash_cute.precision.allocate import BudgetError
@@ -17,7 +18,6 @@ from flash_cute.precision.packed import as_matrix
 from flash_cute.precision.plan import Plan, base_bytes, budget_for, packable, tabulate
 from flash_cute.precision.sensitivity import calibrate, entropy, outputs_of, state_preserved
 from flash_cute.precision.settings import AllocationStrategy, PrecisionConfig, PrecisionFormat
-from flash_cute.utils.model_copies import copied
 
 ALLOWED_ERROR = 0.01  # of the output, relative, root mean square
 TARGETS = [percent / 100 for percent in range(95, 0, -5)]

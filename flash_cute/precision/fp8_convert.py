@@ -7,14 +7,14 @@ import warnings
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from flash_cute.core.model_copies import copied
 from flash_cute.core.multihead import MultiHeadAttention
+from flash_cute.core.plain_attributes import plain_modules
 from flash_cute.precision.formats import FP8Config, checked_config
 from flash_cute.precision.fp8_attention import FP8MultiheadAttention
 from flash_cute.precision.fp8_linear import FP8LinearLayer
 from flash_cute.precision.fp8_replaceable import reason_to_leave
 from flash_cute.precision.fp8_scales import scales_of
-from flash_cute.utils.model_copies import copied
-from flash_cute.utils.plain_attributes import plain_modules
 
 
 def convert_model_to_fp8(

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from flash_cute import _torch_internals as internals
+from flash_cute.core.plain_attributes import plain_modules, plain_values
 from flash_cute.hardware.memory import bytes_of
 from flash_cute.precision.allocate import BudgetError, Choice, allocate, uniform
 from flash_cute.precision.packed import as_matrix
@@ -23,7 +24,6 @@ from flash_cute.precision.settings import (
     PrecisionFormat,
     QuantizationMode,
 )
-from flash_cute.utils.plain_attributes import plain_modules, plain_values
 
 LEAST_SIZE = 64  # weights of fewer numbers are not packed
 BLOCKS = 4  # blocks of rows of a weight, of at least BLOCK_ROWS each

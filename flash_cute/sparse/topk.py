@@ -1,12 +1,57 @@
-"""Codes of the blocks of keys that each query chose by itself."""
+"""The blocks of keys that each query chose by itself, and lists of the tiles that hold them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flash_cute.sparse import bits
-from flash_cute.sparse.lists import HALF, TILE, tiles_of
+from flash_cute import _torch_internals as internals
+from flash_cute.sparse import bits, token_tiles
+from flash_cute.sparse.lists import HALF, TILE, tile_lists, tiles_of
+
+Lists = tuple[Tensor, Tensor | None]  # and masks
+
+
+class Choice:
+    """Blocks of ``granularity`` keys, int (batch, heads_k, seqlen_q, k). Lists of tiles of 128
+    queries are made at the first call that needs them.
+
+    Attributes:
+        blocks: int32, -1 for what names no block.
+    """
+
+    def __init__(self, indices: Tensor, granularity: int, seqlen_k: int) -> None:
+        named = (indices >= 0) & (indices < -(-seqlen_k // granularity))
+        self.blocks = torch.where(named, indices, -1).int()  # a copy; int64 may name none
+        self.granularity, self.seqlen_k = granularity, seqlen_k
+        self._made: list[Lists] = []
+        is_plain = not torch.compiler.is_compiling() and not internals.transformed()
+        if indices.shape[2] <= TILE and is_plain:  # few, as of a step of decoding
+            self.lists()
+
+    def lists(self) -> Lists:
+        """Made once, but in a transform, whose tensors end with it."""
+        if self._made:
+            return self._made[0]
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "sparse is a choice of each query, whose lists of tiles are not made yet, and a "
+                "graph cannot make them; ask for sparse.tile_lists once before"
+            )
+        seqlen_q, k = self.blocks.shape[2:]
+        with torch.inference_mode(False):  # a later call may have gradients
+            codes, masks = codes_of_topk(self.blocks, self.granularity, self.seqlen_k)
+            made = tile_lists(codes, k * min(TILE, seqlen_q)), masks
+        if not internals.transformed():
+            self._made.append(made)
+        return made
+
+    def token_lists(self, group: int, causal: bool) -> Lists | None:
+        """Those of :mod:`.token_tiles`, if there are any."""
+        given = (self.granularity, self.seqlen_k, group, causal)
+        if not token_tiles.exist(self.blocks.shape, *given):
+            return None
+        return token_tiles.lists_of_tokens(self.blocks, *given)
 
 
 def codes_of_topk(indices: Tensor, granularity: int, seqlen_k: int) -> tuple[Tensor, Tensor | None]:

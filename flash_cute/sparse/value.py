@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_cute import _torch_internals as internals
-from flash_cute.sparse import blocks, density, intervals, mask_function, token_tiles, topk
+from flash_cute.sparse import blocks, density, intervals, mask_function
 from flash_cute.sparse import validate as check
 from flash_cute.sparse.keys import codes_of_keys
 from flash_cute.sparse.lists import TILE, codes_of, tile_lists, tiles_of
 from flash_cute.sparse.mask_function import MaskFunction
+from flash_cute.sparse.topk import Choice
 
 Block = tuple[int, int]
 
@@ -195,7 +195,7 @@ class Sparse:
         indices = check.by_sequence(indices, layout, cu_seqlens_q, max_seqlen_q)
         seqlen_q = indices.shape[2]
         seqlen_k = seqlen_q if seqlen_k is None else check.length("seqlen_k", seqlen_k)
-        return _Topk(indices, granularity, (seqlen_q, seqlen_k))
+        return _Topk.of(Choice(indices, granularity, seqlen_k))
 
     @classmethod
     def intervals(cls, first: Tensor, last: Tensor, *, seqlen_k: int | None = None) -> Sparse:
@@ -426,61 +426,43 @@ class Sparse:
 
 
 class _Topk(Sparse):
-    """Blocks that each query chose, int (batch, heads_k, seqlen_q, k). Lists of tiles of 128
-    queries are made at the first call that needs them."""
+    """Of a choice of each query, whose lists of tiles of 128 queries are made when a call needs
+    them."""
 
-    _chosen: Tensor
-    _made: list[tuple[Tensor, Tensor | None]]
+    _choice: Choice
 
-    def __init__(self, chosen: Tensor, granularity: int, seqlens: tuple[int, int]) -> None:
-        known = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "format": "topk"}
-        named = (chosen >= 0) & (chosen < -(-seqlens[1] // granularity))
-        chosen = torch.where(named, chosen, -1).int()  # a copy, of which int64 of no block is none
-        self.__dict__.update(known, granularity=granularity, _chosen=chosen, _made=[])
-        is_plain = not torch.compiler.is_compiling() and not internals.transformed()
-        if seqlens[0] <= TILE and is_plain:  # few, as of a step of decoding
-            self._lists()
-
-    def _lists(self) -> tuple[Tensor, Tensor | None]:
-        """Made once, but in a transform, whose tensors end with it."""
-        if self._made:
-            return self._made[0]
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "sparse is a choice of each query, whose lists of tiles are not made yet, and a "
-                "graph cannot make them; ask for sparse.tile_lists once before"
-            )
-        chosen = self._chosen
-        with torch.inference_mode(False):  # a later call may have gradients
-            codes, masks = topk.codes_of_topk(chosen, self.granularity, self.seqlen_k)
-            made = tile_lists(codes, chosen.shape[3] * min(TILE, self.seqlen_q)), masks
-        if not internals.transformed():
-            self._made.append(made)
+    @classmethod
+    def of(cls, choice: Choice) -> Sparse:
+        """Not ``__init__``: graphs of torch 2.10 give that of a frozen dataclass its fields."""
+        lengths = {"seqlen_q": choice.blocks.shape[2], "seqlen_k": choice.seqlen_k}
+        others = {"granularity": choice.granularity, "format": "topk", "_choice": choice}
+        made = object.__new__(cls)
+        for name, x in (lengths | others).items():
+            object.__setattr__(made, name, x)
         return made
 
     @property
     def tile_lists(self) -> Tensor:
-        return self._lists()[0]
+        return self._choice.lists()[0]
 
     @property
     def tile_bits(self) -> Tensor | None:
-        return self._lists()[1]
+        return self._choice.lists()[1]
 
     @property
     def batch(self) -> int:
-        return self._chosen.shape[0]
+        return self._choice.blocks.shape[0]
 
     @property
     def list_heads(self) -> int:
-        return self._chosen.shape[1]
+        return self._choice.blocks.shape[1]
 
     @property
     def device(self) -> torch.device:
-        return self._chosen.device
+        return self._choice.blocks.device
 
     def token_lists(self, group: int, causal: bool) -> Sparse | None:
-        given = (self.granularity, self.seqlen_k, group, causal)
-        if not token_tiles.exist(self._chosen.shape, *given):
+        found = self._choice.token_lists(group, causal)
+        if found is None:
             return None
-        lists, masks = token_tiles.lists_of_tokens(self._chosen, *given)
-        return Sparse(lists, masks, self.seqlen_q * group, self.seqlen_k, "topk")
+        return Sparse(*found, self.seqlen_q * group, self.seqlen_k, "topk")

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flash_cute.utils.model_copies import copied
+from flash_cute.core.model_copies import copied
 from flash_cute.utils.tolerance import Tolerance, with_signs
 
 Run = Callable[[Tensor], Tensor]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from flash_cute.core.model_copies import copied
 from flash_cute.utils.layer_checks import Run, expect, normal, without_dropout
-from flash_cute.utils.model_copies import copied
 from flash_cute.utils.tolerance import Tolerance, largest_of, with_signs
 
 Weights = Mapping[str, Tensor]

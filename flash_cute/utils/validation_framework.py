@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from flash_cute import _torch_internals as internals
+from flash_cute.core.model_copies import copied
 from flash_cute.hardware.devices import checked_device
 from flash_cute.utils import layer_checks as generic
 from flash_cute.utils.attention_weights import attend, projections_of
@@ -25,7 +26,6 @@ from flash_cute.utils.layer_values import (
     laid_out,
     trials_of,
 )
-from flash_cute.utils.model_copies import copied
 from flash_cute.utils.tolerance import Tolerance
 from flash_cute.utils.whole_fp32 import whole_fp32
 

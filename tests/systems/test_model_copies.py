@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flash_cute.core.model_copies import copied
 from flash_cute.hardware import HardwareAbstractionLayer
 from flash_cute.precision import (
     FP8LinearLayer,
@@ -19,7 +20,6 @@ from flash_cute.precision import (
     convert_model_to_fp8,
     create_ultra_precision_module,
 )
-from flash_cute.utils.model_copies import copied
 from flash_cute.utils.validation_framework import ComponentValidator
 
 

@@ -54,8 +54,8 @@ GAINS = {
     "torch._guards.TracingContext": "is_compiling() before torch 2.13 where ops see fakes",
     "torch._dynamo.source.TensorProperty": "views that Inductor would misplace are refused",
     # the CPU, fp8, profilers, groups
-    "torch.cpu._is_avx512_bf16_supported": "products in bf16 where the CPU is fast at them",
-    "torch._scaled_mm": "products in fp8; public since 2.10, which may lack the CPU's",
+    "torch.cpu._is_avx512_bf16_supported": "fast products in bf16; 2.10 has no public name",
+    "torch._scaled_mm": "products in fp8; public since 2.10, which lacks the CPU's",
     "torch._addmm_activation": "linear and relu in one kernel on CUDA",
     "_is_profiler_enabled": "no range of a profiler that is off: microseconds a step",
     "_get_backend": "groups that are made have the timeout of the group they are made for",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call import validate
+from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import options as validate_options
 from flash_cute.call.validate.rng import check_rng
 
@@ -27,10 +28,9 @@ def arguments(call: Any) -> None:
             q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
             call.seqused_q, call.seqused_k, getattr(call, "block_table", None),
         )  # fmt: skip
-        batch = len(call.cu_seqlens_q) - 1
     else:
         validate.dense(q, k, v)
-        batch = q.shape[0]
+    batch = batch_of(call)
     validate_options.check(call, batch, validate_options.OF_OPS)
     if call.rng is not None:
         check_rng(call.rng, q)
@@ -56,9 +56,7 @@ def lists(call: Any, batch: int, of_keys: bool) -> None:
         raise NotImplementedError(
             "tile_lists (sparse) with block_table, or with return_softmax, is not supported"
         )
-    side = "k" if of_keys else "q"
-    longest = getattr(call, f"max_seqlen_{side}", None)
-    tiles = -(-(getattr(call, side).shape[1] if longest is None else longest) // 128)
+    tiles = -(-(longest_keys(call) if of_keys else longest_queries(call)) // 128)
     heads, heads_k = q.shape[-2], call.k.shape[-2]
     each = (1, heads_k, heads)
     expected = f"({batch} or 1, {' or '.join(map(str, each))}, {tiles}, 1 + entries, 2)"
