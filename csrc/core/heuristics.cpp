@@ -66,7 +66,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const SeqInfo seq(one, 0);
   const auto [rate, tile_keys] = family_of(config).forward_speed(config);
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
-  const bool banded = one.band.left < Band::kUnbounded || one.band.right < Band::kUnbounded;
+  const bool banded = !one.band.is_open();
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = config.block_m * config.cluster, tiles = row_tiles(config, one);
   const double work_tiles = double(tiles) * (problem.heads / heads) * problem.batch;

@@ -29,6 +29,8 @@ struct Band {
   static constexpr int kUnbounded = 1 << 29;
   int left = kUnbounded;
   int right = kUnbounded;
+
+  constexpr bool is_open() const { return left == kUnbounded && right == kUnbounded; }
 };
 
 // Offsets and lengths of packed sequences, unchecked device data: SeqInfo clamps them.

@@ -26,6 +26,13 @@ FwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const FwdProblem&
   return work;
 }
 
+// Whether a step of a sparse call takes strips from any tiles of queries: if nothing but token masks hides parts of tiles,
+// and adds to dQ have no order.
+static bool takes_strips(const KernelConfig& config, const BwdProblem& p, const BwdPlan& plan) {
+  return config.walks_lists() && config.cluster == 1 && !config.rich() && p.fwd.band.is_open() &&
+         !uses_semaphore(plan.dq_accumulate);
+}
+
 BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem& p, const BwdPlan& plan) {
   const int dq_columns = family_of(config).dq_columns(config);
   if (dq_columns == 0) return {};
@@ -50,6 +57,7 @@ BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem&
         dense ? product({tiles - plan.splits.whole_tiles, keys}) : product({work.slabs_of_head, kSlabRows, f.heads_k});
     work.split_sums = arena.take(product({rows_k, plan.splits.count(), config.head_dim + config.head_dim_v}));
   }
+  if (takes_strips(config, p, plan)) work.strips = reinterpret_cast<StripBits*>(arena.take(f.lists.masks / 2 + 1));
   work.dq_semaphores = reinterpret_cast<int*>(arena.take(product({all_rows / config.block_m, config.warps})));
   return work;
 }

@@ -25,6 +25,11 @@ struct PaddedRows {
   constexpr int64_t first_row(int64_t offset, int b) const { return (offset + int64_t(b) * block) / block * block; }
 };
 
+// Of a token mask a bit for each strip of 16 queries: it sees some of the keys, and all of them.
+struct StripBits {
+  uint8_t some, all;
+};
+
 constexpr int kSlabRows = 64;  // keys of a slab of BwdWorkspace::split_sums: a warpgroup's
 
 struct BwdWorkspace {
@@ -38,6 +43,7 @@ struct BwdWorkspace {
   // Slabs are those of the split tiles, or of packed sequences [h_k, rows / kSlabRows].
   float* split_sums = nullptr;
   int64_t slabs_of_head = 0;  // of packed sequences
+  StripBits* strips = nullptr;  // [token masks]; null: steps of sparse calls are whole tiles of queries
 };
 
 struct DecodeWorkspace {

@@ -1,12 +1,14 @@
 // Kinds of tiles over the lists of sparse calls: each visible pair is met once, and full tiles need no mask.
 #include <doctest/doctest.h>
 
+#include <bit>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "core/layout/kv_list.h"
 #include "core/layout/query_list.h"
+#include "core/layout/query_strips.h"
 #include "draw.h"
 
 namespace flash_cute {
@@ -109,6 +111,41 @@ void check_keys(Draw& draw) {
   CHECK(met == expected);
 }
 
+// Of the warpgroups of a tile each visits its own tiles, and passes over those that have nothing for it.
+template <int kBlockN>
+void check_groups(Draw& draw) {
+  const ListCase c(draw, false);
+  FwdParams p{};
+  static_cast<FwdProblem&>(p) = c.p;
+  const int tile = draw.from(0, tiles_of(c.seq.q.length) - 1), row = tile * kTileSide;
+  const QueryTile queries{row, 0, 0};
+  const SharedKvList<kBlockN, 2> shared(p, c.seq, {queries, kTileSide, queries, kTileSide}, 0);
+  bool ends_are_listed = true, inside = true;
+  Pairs met, expected;
+  for (int group = 0; group < 2; ++group) {
+    const KvList<kBlockN> tiles = shared.of_group(group);
+    inside &= tiles.empty() || (0 <= tiles.begin && tiles.end <= shared.count);
+    ends_are_listed &= tiles.empty() || (tiles.listed(tiles.begin) && tiles.listed(tiles.end - 1));
+    for (int n = tiles.end - 1; n >= tiles.begin; n = n == tiles.begin ? n - 1 : tiles.listed_before(n)) {
+      for (int i = row + 64 * group; i < row + 64 * group + 64 && i < c.seq.q.length; ++i) {
+        for (int j = tiles.first_key(n); j < tiles.first_key(n) + kBlockN; ++j) {
+          if (c.sees_by_band(i, j) && c.shows(tiles.code(n), i % kTileSide, j % kTileSide)) met.emplace(i, j);
+        }
+      }
+    }
+  }
+  for (int i = row; i < row + kTileSide && i < c.seq.q.length; ++i) {
+    for (int j = 0; j < c.seq.k.length; ++j) {
+      const TileCode code = c.code(tile, j / kTileSide);
+      if (c.sees_by_band(i, j) && c.shows(code, i % kTileSide, j % kTileSide)) expected.emplace(i, j);
+    }
+  }
+  CAPTURE(c.p);
+  CHECK(inside);
+  CHECK(ends_are_listed);
+  CHECK(met == expected);
+}
+
 template <int kBlockM>
 void check_queries(Draw& draw) {
   const ListCase c(draw, true);
@@ -144,6 +181,80 @@ void check_queries(Draw& draw) {
   CHECK(met == expected);
 }
 
+// Of each mask, as strips_of_masks() makes them.
+std::vector<StripBits> strips_of_masks(const ListCase& c) {
+  std::vector<StripBits> strips;
+  for (int mask = 0; mask < c.p.lists.masks; ++mask) {
+    StripBits bits{};
+    for (int strip = 0; strip < kTileSide / kStripRows; ++strip) {
+      bool some = false, all = true;
+      for (int i = strip * kStripRows; i < (strip + 1) * kStripRows; ++i) {
+        for (int j = 0; j < kTileSide; ++j) {
+          const bool seen = c.shows({TileCode::kWhole + 16 * (mask + 1)}, i, j);
+          some |= seen;
+          all &= seen;
+        }
+      }
+      bits.some = static_cast<uint8_t>(bits.some | some << strip);
+      bits.all = static_cast<uint8_t>(bits.all | all << strip);
+    }
+    strips.push_back(bits);
+  }
+  return strips;
+}
+
+void check_strips(Draw& draw) {
+  ListCase c(draw, true);
+  c.p.band = {};
+  for (uint32_t& word : c.bits) {  // strips that see nothing, or all
+    const auto strip = (&word - c.bits.data()) / (kStripRows * kTileSide / 32);
+    if (strip % 3 != 0) word = strip % 3 == 1 ? 0 : ~0u;
+  }
+  const int tile = draw.from(0, tiles_of(c.seq.k.length) - 1), col = tile * kTileSide;
+  const auto tiles = QueryList<64, kTileSide>::of(c.p, c.seq, {tile, col, 0, 0});
+  const std::vector<StripBits> strips = strips_of_masks(c);
+  Pairs met, expected;
+  bool once = true, whole = true, exist = true, ascending = true, sees = true;
+  int before = -1;
+  auto visit = [&](const Strip& strip) {
+    exist &= strip.row < c.seq.q.length;
+    ascending &= before < strip.row;
+    before = strip.row;
+    bool any = false;
+    for (int i = strip.row; i < strip.row + kStripRows; ++i) {
+      for (int j = col; j < col + kTileSide; ++j) {
+        const bool shown = c.shows(strip.code, i % kTileSide, j % kTileSide);
+        any |= shown;
+        whole &= shown || !strip.code.shows(TileCode::kWhole);
+        if (shown && i < c.seq.q.length && j < c.seq.k.length) once &= met.emplace(i, j).second;
+      }
+    }
+    sees &= any;
+  };
+  // Splits of a list share its halves of tiles.
+  const int middle = draw.from(0, tiles.end);
+  for (const auto& [begin, end] : {std::pair{0, middle}, std::pair{middle, tiles.end}}) {
+    auto split = tiles;
+    split.begin = begin;
+    split.end = end;
+    for (int entry = begin / 2; entry < (end + 1) / 2 + 1; ++entry) {
+      const ListedStrips strips_of_entry(c.p.lists, strips.data(), split, entry, c.seq.q.length);
+      for (int i = 0; i < std::popcount(strips_of_entry.some); ++i) visit(strips_of_entry.strip(i));
+    }
+  }
+  for (int j = col; j < col + kTileSide && j < c.seq.k.length; ++j) {
+    for (int i = 0; i < c.seq.q.length; ++i) {
+      if (c.shows(c.code(tile, i / kTileSide), i % kTileSide, j % kTileSide)) expected.emplace(i, j);
+    }
+  }
+  CHECK(once);
+  CHECK(whole);
+  CHECK(exist);
+  CHECK(ascending);
+  CHECK(sees);
+  CHECK(met == expected);
+}
+
 TEST_CASE("lists of key tiles hold each visible pair once") {
   Draw draw;
   for (int i = 0; i < 150; ++i) {
@@ -154,12 +265,25 @@ TEST_CASE("lists of key tiles hold each visible pair once") {
   }
 }
 
+TEST_CASE("of the lists of key tiles each warpgroup visits those with keys for it") {
+  Draw draw;
+  for (int i = 0; i < 300; ++i) {
+    check_groups<64>(draw);
+    check_groups<128>(draw);
+  }
+}
+
 TEST_CASE("lists of query tiles hold each visible pair once") {
   Draw draw;
   for (int i = 0; i < 200; ++i) {
     check_queries<64>(draw);
     check_queries<128>(draw);
   }
+}
+
+TEST_CASE("strips of query tiles hold each visible pair once, and nothing that sees no key") {
+  Draw draw;
+  for (int i = 0; i < 400; ++i) check_strips(draw);
 }
 
 }  // namespace

@@ -37,8 +37,8 @@ struct KvList : TileRange {
   RowSpan shown;  // keys that the band shows to all queries
   int rows;       // quadrants of the queries
 
-  FC_HOST_DEVICE KvList(const TileList& list, int end, RowSpan shown, int row, int rows)
-      : TileRange{0, end, 0, 0},
+  FC_HOST_DEVICE KvList(const TileList& list, int begin, int end, RowSpan shown, int row, int rows)
+      : TileRange{begin, end, 0, 0},
         list(list),
         shown(shown),
         rows(TileCode::quadrants_of_queries(row % kTileSide, rows)) {}
@@ -46,7 +46,7 @@ struct KvList : TileRange {
   FC_HOST_DEVICE static KvList of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
     const ShownKeys keys(seq, p.band, tile.row, rows);
     const TileList list = key_list(p, tile, keys.some);
-    KvList tiles(list, list.count * kParts, keys.all, tile.row, rows);
+    KvList tiles(list, 0, list.count * kParts, keys.all, tile.row, rows);
     while (tiles.end > 0 && tiles.first_key(tiles.end - 1) >= keys.some.last) --tiles.end;
     return tiles;
   }
@@ -61,6 +61,16 @@ struct KvList : TileRange {
   FC_HOST_DEVICE bool full(int n) const {
     return in_band(n) && code(n).shows(rows & TileCode::quadrants_of_keys(n % kParts * kBlockN, kBlockN));
   }
+  // Whether the list shows some of the tile to the queries' quadrants.
+  FC_HOST_DEVICE bool listed(int n) const {
+    return code(n).value & rows & TileCode::quadrants_of_keys(n % kParts * kBlockN, kBlockN);
+  }
+  // The last listed tile before n, of which there is one.
+  FC_HOST_DEVICE int listed_before(int n) const {
+    do --n;
+    while (n > begin && !listed(n));
+    return n;
+  }
   FC_HOST_DEVICE int past_keys() const { return empty() ? 0 : first_key(end - 1) + kBlockN; }
   FC_HOST_DEVICE int step(int n) const { return first_key(n) - (n + 1 < end ? first_key(n + 1) : past_keys()); }
 };
@@ -73,7 +83,7 @@ struct SharedKvList {
   TileList list;
   RowSpan keys;
   int count;
-  int ends[kGroups];
+  int begins[kGroups], ends[kGroups];  // listed tiles
   RowSpan shown[kGroups];
   bool halves[kGroups];
 
@@ -85,13 +95,18 @@ struct SharedKvList {
       const int row = queries.tile.row + 64 * i;
       const ShownKeys of_group(seq, p.band, row, 64);
       shown[i] = of_group.all;
+      begins[i] = 0;
       ends[i] = row < seq.q.length ? count : 0;
-      while (ends[i] > 0 && first_key(ends[i] - 1) >= of_group.some.last) --ends[i];
+      const auto hides = [&](int n) { return first_key(n) >= of_group.some.last || !this->of_group(i).listed(n); };
+      while (ends[i] > 0 && hides(ends[i] - 1)) --ends[i];
+      while (begins[i] < ends[i] && hides(begins[i])) ++begins[i];
       halves[i] = ends[i] > 0 && of_group.some.last <= first_key(ends[i] - 1) + kBlockN / 2;
     }
   }
 
-  FC_HOST_DEVICE KvList<kBlockN> of_group(int group) const { return {list, ends[group], shown[group], 64 * group, 64}; }
+  FC_HOST_DEVICE KvList<kBlockN> of_group(int group) const {
+    return {list, begins[group], ends[group], shown[group], 64 * group, 64};
+  }
   FC_HOST_DEVICE int first_key(int n) const { return of_group(0).first_key(n); }
   FC_HOST_DEVICE bool ends_in_half(int group) const { return halves[group]; }
 };

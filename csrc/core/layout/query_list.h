@@ -43,6 +43,8 @@ struct QueryList : TileRange {
            code(n).shows(TileCode::quadrants_of_queries(n % kParts * kBlockM, kBlockM));
   }
   FC_HOST_DEVICE int index(int n) const { return first_query(n) / kBlockM; }
+  // Whether the band shows all keys to some query.
+  FC_HOST_DEVICE bool shows_all_keys() const { return seeing_all.first < seeing_all.last; }
 
   struct Turn {
     int semaphore, tiles_before;

@@ -24,11 +24,14 @@ struct TileCode {
   FC_HOST_DEVICE bool has_mask() const { return value >> kQuadrants > 0; }
   FC_HOST_DEVICE bool shows(int quadrants) const { return (value & quadrants) == quadrants && !has_mask(); }
   FC_HOST_DEVICE bool quadrant(int query, int key) const { return value >> (query / 64 * 2 + key / 64) & 1; }
+  // The number of the token mask, if there is one.
+  FC_HOST_DEVICE unsigned mask(const TileLists& lists) const {
+    return detail::at_most((value >> kQuadrants) - 1, lists.masks - 1);
+  }
   // The token mask's words of a query of the tile, each of 32 keys; null if there is none.
   FC_HOST_DEVICE const uint32_t* words(const TileLists& lists, int query) const {
     if (!has_mask() || lists.masks == 0) return nullptr;
-    const unsigned mask = detail::at_most((value >> kQuadrants) - 1, lists.masks - 1);
-    return lists.bits + (mask * kTileSide + query) * (kTileSide / 32);  // 32 bits: registers
+    return lists.bits + (mask(lists) * kTileSide + query) * (kTileSide / 32);  // 32 bits: registers
   }
 };
 

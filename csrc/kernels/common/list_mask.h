@@ -63,11 +63,13 @@ struct WarpPairs {
   static constexpr uint32_t kAllKeys = 0xffff;
   uint32_t keys[kWords];  // of query 32 w + lane: a bit a key
 
-  // `query`: the step's first, `key`: the warp's first, both in the tile of the list.
-  CUTE_DEVICE WarpPairs(TileCode code, const TileLists& lists, int query, int key) {
+  // `key`: the warp's first in the tile of the list. query_of(i): row in its tile of the list, and code of this, of query i
+  // of the step.
+  template <class QueryOf>
+  CUTE_DEVICE WarpPairs(const TileLists& lists, int key, const QueryOf& query_of) {
     CUTE_UNROLL
     for (int w = 0; w < kWords; ++w) {
-      const int row = query + 32 * w + int(threadIdx.x % 32);
+      const auto [row, code] = query_of(32 * w + int(threadIdx.x % 32));
       const uint32_t* const words = code.words(lists, row);
       const uint32_t word = words == nullptr ? kAllKeys : words[key / 32] >> key % 32;
       keys[w] = code.quadrant(row, key) ? word & kAllKeys : 0;

@@ -33,6 +33,9 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
     for (auto& pipeline : storage.pipeline_dq) pipeline.init(1, 4);  // one thread, the warps of a warpgroup
     for (auto& pipeline : storage.pipeline_out) pipeline.init(1, 4);
     for (auto& barrier : storage.landed) barrier.init(1);
+    if constexpr (kTakesStrips<C>) {
+      for (auto& barrier : storage.written) barrier.init(1);
+    }
     cutlass::arch::fence_barrier_init();
   }
   // After this barrier the pipelines are initialised.
@@ -40,12 +43,12 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
-    if (!elect_one_sync()) return;
+    if (!(kTakesStrips<C> && warp < 2) && !elect_one_sync()) return;
     if (warp == 0) {
       produce_keys_and_queries<C>(params, storage);
     } else if (warp == 1) {
       Loader<C, true> load(params, storage);
-      for_each_work(storage, [&](const WorkOf<C>& work, uint32_t) { load(work); });
+      for_each_work<kTakesStrips<C>>(storage, [&](const WorkOf<C>& work, uint32_t) { load(work); });
     } else {
       // After this wait the semaphores count this kernel's tiles only.
       wait_on_dependent_grids();
@@ -89,6 +92,13 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = map_queries(params.dout, p.dout, f.head_dim_v, C.block_m, C.head_dim_v)) return e;
   if (cudaError_t e = map_keys(params.k, f.k, f.head_dim, C.block_n, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, f.v, f.head_dim_v, C.block_n, C.head_dim_v)) return e;
+  if constexpr (kTakesStrips<C>) {
+    if (cudaError_t e = map_queries(params.q_strips, f.q, f.head_dim, kStripRows, C.head_dim)) return e;
+    if (cudaError_t e = map_queries(params.dout_strips, p.dout, f.head_dim_v, kStripRows, C.head_dim_v)) return e;
+    const int masks = p.strips == nullptr ? 0 : f.lists.masks;
+    if (cudaError_t e = launch_kernel<strips_of_masks<C>>(ceil_div(masks, C.warps), 32 * C.warps, 0, stream, p))
+      return e;
+  }
   if (!p.fp32_gradients) {  // threads write these without TMA
     if (cudaError_t e = map_queries(params.dq, p.dq, f.head_dim, C.block_m, C.head_dim)) return e;
     if (cudaError_t e = map_keys(params.dk, p.dk, f.head_dim, 64, C.head_dim)) return e;

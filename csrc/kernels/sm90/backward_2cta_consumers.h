@@ -124,8 +124,8 @@ CUTE_DEVICE void compute_ds(const BackwardParams& params, typename TwoCtaTraits<
     auto hide = [&](auto&... elements) {
       if constexpr (C.walks_lists()) {
         if (step.full) return;
-        const WarpPairs<C.block_m> pairs(step.code, p.fwd.lists, step.first_query % kTileSide,
-                                         rank * C.block_n + opaque(thread) / 32 * 16);
+        const WarpPairs<C.block_m> pairs(p.fwd.lists, rank * C.block_n + opaque(thread) / 32 * 16,
+                                         [&](int i) { return Strip{step.first_query % kTileSide + i, step.code}; });
         pairs.template hide<WarpgroupCoords>(elements...);
       }
     };

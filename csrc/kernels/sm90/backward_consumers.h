@@ -101,7 +101,7 @@ struct GradientSender {
     float* const dq = storage.dq[group];
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) {
-      *reinterpret_cast<float4*>(dq + i * 128 + thread % 128 * 4) = *reinterpret_cast<const float4*>(&tQrdQ(i));
+      *reinterpret_cast<float4*>(dq + dq_place<C>(i, thread)) = *reinterpret_cast<const float4*>(&tQrdQ(i));
     }
     compiler_fence();
     cutlass::arch::fence_view_async_shared();
@@ -255,10 +255,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     if constexpr (kFinishes) sender.send_dv(tile - 1, at.count, tVrV);
     const bool ds_is_empty = kTestsBarriersEarly && storage.pipeline_ds.producer_test_acquire(at_ds);
     const bool ds_is_full = kTestsBarriersEarly && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
-    const StepOf<C>& step = storage.steps[stage];
+    const StepOf<C>& step = storage.steps[at.count % T::kSteps];
     [[maybe_unused]] auto pairs_of_step = [&] {
       if constexpr (C.walks_lists()) {
-        return WarpPairs<C.block_m>(step.code, p.fwd.lists, step.first_query % kTileSide, opaque(thread) / 32 * 16);
+        return WarpPairs<C.block_m>(p.fwd.lists, opaque(thread) / 32 * 16, [&](int i) { return step.query(i); });
       }
     };
     constexpr bool kReadsListsEarly = C.walks_lists() && !C.rich();  // under products; rules need the registers
@@ -350,11 +350,12 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     } else {
       is_last = mainloop_step(cute::C<StepKind::Alone>{});
     }
+    if constexpr (C.walks_lists()) holds_ping_pong = !is_last;
     CUTE_NO_UNROLL
     while (!is_last) is_last = mainloop_step(cute::C<StepKind::Inside>{});
     // The next tile's keys arrive after both warpgroups' first step of this one. A warpgroup without a second step must
     // pass the ping-pong on, or the other could not start.
-    holds_ping_pong = work.steps() > 1;
+    if constexpr (!C.walks_lists()) holds_ping_pong = work.steps() > 1;
     if (!holds_ping_pong) ping_pong_arrive();
   }
 }

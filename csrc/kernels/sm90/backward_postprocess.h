@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   typename T::MmaQ mma;
   Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
   auto sums = [&](int place, int i) {
-    return *reinterpret_cast<const float4*>(T::dq_sums(p, tile.padded_row, place) + i * 128 + thread % 128 * 4);
+    return *reinterpret_cast<const float4*>(T::dq_sums(p, tile.padded_row, place) + dq_place<C>(i, thread));
   };
   const int group = thread / 128;
   if constexpr (dq_columns(C) == C.head_dim) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/common/pdl.h"
-#include "kernels/sm90/backward_traits.h"
+#include "kernels/sm90/backward_strips.h"
 
 namespace flash_cute::sm90 {
 
@@ -50,7 +50,8 @@ class L2Throttle {
 };
 
 // One of two threads that load by TMA: K, then Q and LSE of each step; or V, then dO and its row sums. Rows before the
-// first visible one arrive as zeros, like rows past the end: whatever they hold meets no product.
+// first visible one arrive as zeros, like rows past the end: whatever they hold meets no product. For strips it is a warp,
+// whose lanes load one strip each.
 template <KernelConfig C, bool kValues>
 class Loader {
   using T = BackwardTraits<C>;
@@ -65,7 +66,8 @@ class Loader {
     const BwdParams& p = params_.p;
     auto& pipeline_keys = pick<kValues>(storage_.pipeline_k, storage_.pipeline_v);
     pipeline_keys.producer_acquire(at_keys_);
-    if (work.queries.empty()) {
+    if (!leads<C>()) {
+    } else if (work.queries.empty()) {
       pipeline_keys.producer_expect_tx(at_keys_, 0);
     } else {
       const RowSpan keys = visible_keys(work.seq, p.fwd.band, 0, work.seq.q.length);
@@ -77,30 +79,141 @@ class Loader {
     const int first_query = seeing_queries(work.seq, p.fwd.band, 0, work.seq.k.length).first;
     // After this wait LSE and row sums of all queries are written, and dQ is zeroed if it starts from zeros.
     wait_on_dependent_grids();
-    auto& pipeline = pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout);
-    for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
-      const int head = work.first_head + step.head, row = work.queries.first_query(step.m), stage = at_.stage();
-      next = work.after(step);
-      if constexpr (!kValues) throttle_.step(at_.count);
-      pipeline.producer_acquire(at_);
-      if constexpr (!kValues) {
-        static_cast<BackwardStep&>(storage_.steps[stage]) = {row, head, work.queries.full(step.m),
-                                                             next.head >= work.heads};
-        if constexpr (C.walks_lists()) storage_.steps[stage].code = work.queries.code(step.m);
+    if constexpr (kTakesStrips<C>) {
+      if constexpr (kValues) {
+        load_written_steps(work, first_query);
+      } else {
+        if (C.rich() || p.strips == nullptr) {
+          write_tiles(work, first_query);
+        } else {
+          write_strips(work, first_query);
+        }
+        if (at_.count < written_) load_step(work, first_query, storage_.steps[at_.count % T::kSteps]);
       }
-      load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[stage],
-           TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, work.tile.batch, [&](uint32_t bytes) {
-             constexpr uint32_t kStatistic = C.block_m * sizeof(float);
-             uint64_t* const full = pipeline.producer_expect_tx(at_, bytes + kStatistic);
-             const int64_t padded_row = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
-             SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
-                                      pick<kValues>(storage_.lse_log2, storage_.row_dot)[stage], kStatistic);
-             return full;
-           });
+    } else {
+      for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
+        const int head = work.first_head + step.head, row = work.queries.first_query(step.m);
+        next = work.after(step);
+        if constexpr (!kValues) throttle_.step(at_.count);
+        pipeline().producer_acquire(at_);
+        if constexpr (!kValues) {
+          storage_.steps[at_.stage()] = {row, head, work.queries.full(step.m), next.head >= work.heads};
+        }
+        load_queries(work, first_query, row, head);
+      }
     }
   }
 
  private:
+  CUTE_DEVICE auto& pipeline() const { return pick<kValues>(storage_.pipeline_q, storage_.pipeline_dout); }
+
+  CUTE_DEVICE void load_queries(const WorkOf<C>& work, int first_query, int row, int head) {
+    load(Int<C.block_m>{}, kValues ? params_.dout : params_.q, pick<kValues>(storage_.q, storage_.dout)[at_.stage()],
+         TMA::CacheHintSm90::EVICT_LAST, work.seq.q, first_query, row, head, work.tile.batch, [&](uint32_t bytes) {
+           constexpr uint32_t kStatistic = C.block_m * sizeof(float);
+           uint64_t* const full = pipeline().producer_expect_tx(at_, bytes + kStatistic);
+           const int64_t padded_row = first_padded_row(params_.p, C.block_m, work.tile.batch, head, work.seq.q.offset);
+           load_statistic<C.block_m>(padded_row + row, 0, full);
+           return full;
+         });
+  }
+
+  // LSE or row sums of kRows rows, to those of the step from `place` on.
+  template <int kRows>
+  CUTE_DEVICE void load_statistic(int64_t padded_row, int place, uint64_t* full) const {
+    const BwdParams& p = params_.p;
+    SM90_BULK_COPY_G2S::copy((kValues ? p.row_dot : p.lse_log2).ptr + padded_row, full,
+                             pick<kValues>(storage_.lse_log2, storage_.row_dot)[at_.stage()] + place,
+                             kRows * sizeof(float));
+  }
+
+  // Steps of tiles of queries, in the order of the work.
+  CUTE_DEVICE void write_tiles(const WorkOf<C>& work, int first_query) {
+    for (QueryStep at = work.first_step(), next; at.head < work.heads; at = next) {
+      next = work.after(at);
+      const int row = work.queries.first_query(at.m), lane = threadIdx.x % 32;
+      write(work, first_query, {row, work.first_head + at.head, work.queries.full(at.m), next.head >= work.heads}, at.m,
+            true, {row + lane * kStripRows, work.queries.code(at.m)});
+    }
+  }
+
+  // Steps of strips, each with all heads.
+  CUTE_DEVICE void write_strips(const WorkOf<C>& work, int first_query) {
+    for (StripWalk<C> walk(params_.p, work); !walk.ended();) {
+      const Strip strip = walk.take();
+      constexpr uint32_t kLanes = (1u << StepOf<C>::kStrips) - 1;
+      auto all = [&](bool of_lane) { return (__ballot_sync(~0u, of_lane) & kLanes) == kLanes; };
+      const int row = __shfl_sync(~0u, strip.row, 0);
+      const bool together = row % C.block_m == 0 && all(strip.row == row + int(threadIdx.x % 32) * kStripRows);
+      const bool full = all(strip.code.shows(TileCode::kWhole)) && work.queries.shows_all_keys();
+      for (int head = 0; head < work.heads; ++head) {
+        write(work, first_query, {row, work.first_head + head, full, walk.ended() && head + 1 == work.heads}, 0,
+              together, strip);
+      }
+    }
+  }
+
+  // Describes a step, whose strips are in the first lanes, to the other roles, then loads for the step before. No role is
+  // six steps behind, as buffers of the second step before are acquired: the description that is replaced has been read.
+  CUTE_DEVICE void write(const WorkOf<C>& work, int first_query, const BackwardStep& of_head, int m, bool together,
+                         const Strip& of_lane) {
+    const int place = written_ % T::kSteps, lane = threadIdx.x % 32;
+    StepOf<C>& step = storage_.steps[place];
+    if (lane < step.kStrips) step.strips[lane] = of_lane;
+    if (leads<C>()) {
+      static_cast<BackwardStep&>(step) = of_head;
+      step.m = m;
+      step.together = together;
+    }
+    // After this barrier the warp has written the step.
+    __syncwarp();
+    compiler_fence();
+    if (leads<C>()) storage_.written[place].arrive();
+    ++written_;
+    if (at_.count + 1 < written_) load_step(work, first_query, storage_.steps[at_.count % T::kSteps]);
+  }
+
+  CUTE_DEVICE void load_written_steps(const WorkOf<C>& work, int first_query) {
+    for (bool last = work.queries.empty(); !last;) {
+      const StepOf<C>& step = written_step<C>(storage_, at_.count);
+      last = step.last;
+      load_step(work, first_query, step);
+    }
+  }
+
+  CUTE_DEVICE void load_step(const WorkOf<C>& work, int first_query, const StepOf<C>& step) {
+    // After this wait all have read the buffer.
+    pipeline().producer_acquire(at_);
+    if (!step.together) {
+      load_strips(work, step);
+    } else if (leads<C>()) {
+      load_queries(work, first_query, step.first_query, step.head);
+    }
+    at_.advance();
+  }
+
+  // What does not exist is loaded, too, as the first strip: it has no weight, but must be no NaN.
+  CUTE_DEVICE void load_strips(const WorkOf<C>& work, const StepOf<C>& step) const {
+    constexpr int kAtom = atom_columns(kDims, sizeof(typename T::Element));
+    constexpr uint32_t kBytes = C.block_m * (kDims * sizeof(typename T::Element) + sizeof(float));
+    const int lane = threadIdx.x % 32;
+    uint64_t* const full = reinterpret_cast<uint64_t*>(&pipeline().full[at_.stage()]);
+    if (leads<C>()) pipeline().producer_expect_tx(at_, kBytes);
+    // After this barrier the bytes are expected.
+    __syncwarp();
+    if (lane >= step.kStrips) return;
+    const int place = lane * kStripRows, row = step.strips[lane].row < 0 ? step.first_query : step.strips[lane].row;
+    auto* const to = pick<kValues>(storage_.q, storage_.dout)[at_.stage()] + place * kAtom;
+    CUTE_UNROLL
+    for (int col = 0; col < kDims; col += kAtom) {
+      (kValues ? params_.dout_strips : params_.q_strips)
+          .load_atom(to + col * C.block_m, full, TMA::CacheHintSm90::EVICT_LAST, work.seq.q, row, col, step.head,
+                     work.tile.batch);
+    }
+    const int64_t first = first_padded_row(params_.p, C.block_m, work.tile.batch, step.head, work.seq.q.offset);
+    load_statistic<kStripRows>(first + row, place, full);
+  }
+
   // Loads kRows rows from `row` on; expect(bytes) returns the barrier that counts them.
   template <int kRows, class Element, class Expect>
   CUTE_DEVICE void load(Int<kRows>, const RaggedMap& map, Element* to, TMA::CacheHintSm90 hint, const SeqSpan& span,
@@ -130,20 +243,21 @@ class Loader {
   Storage& storage_;
   PipelineState<kStagesOfKeys> at_keys_;
   PipelineState<C.stages> at_;
+  uint32_t written_ = 0;  // steps that are described
   uint32_t phase_ = 0;  // of landed
   L2Throttle throttle_;
 };
 
-// The thread that loads K and Q also fetches key tiles and describes them to the other roles.
+// The thread, or warp, that loads K and Q also fetches key tiles and describes them to the other roles.
 template <KernelConfig C>
 CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
   Loader<C, false> load(params, storage);
   PipelineState<2> at;
   bool has_unfinished = false;
   auto publish = [&](WorkOf<C>& work) {
-    work.has_unfinished = has_unfinished;
+    if (leads<C>()) work.has_unfinished = has_unfinished;
     has_unfinished = !work.queries.empty();
-    storage.pipeline_work.producer_expect_tx(at, 0);
+    if (leads<C>()) storage.pipeline_work.producer_expect_tx(at, 0);
     at.advance();
   };
   const TileCounter& tile_counter = params.tile_counter;
@@ -151,34 +265,39 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   auto take = [&] {
     // After this wait the counter is this kernel's alone: a launch from another host thread may share it.
     wait_on_dependent_grids();
-    return tile_counter.fetch();
+    const int number = leads<C>() ? tile_counter.fetch() : 0;
+    return kTakesStrips<C> ? __shfl_sync(~0u, number, 0) : number;
   };
   for (int number = tile_counter.first_tiles > 0 ? int(blockIdx.x) : take(); number < tile_counter.tiles;
        number = take()) {
     storage.pipeline_work.producer_acquire(at);
-    auto& work = *new (&storage.work[at.stage()]) WorkOf<C>(params.p, params.splits, C.block_n, number);
+    if (leads<C>()) new (&storage.work[at.stage()]) WorkOf<C>(params.p, params.splits, C.block_n, number);
+    if constexpr (kTakesStrips<C>) __syncwarp();  // after this barrier the work is described
+    auto& work = storage.work[at.stage()];
     if (work.tile.row >= work.seq.k.length) continue;
+    if constexpr (kTakesStrips<C>) drop_without_strips<C>(params.p, work);
     publish(work);
     load(work);
   }
   storage.pipeline_work.producer_acquire(at);
   WorkOf<C>& end = storage.work[at.stage()];
-  end.tile.row = -1;
+  if (leads<C>()) end.tile.row = -1;
   publish(end);
   wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
   L2Throttle(params).finish();
   launch_dependent_grids();
 }
 
-// Runs do_work(work, number of tiles before) for each tile of keys of the CTA.
-template <class Storage, class Do>
+// Runs do_work(work, number of tiles before) for each tile of keys of the CTA, in a thread, or in all of a warp.
+template <bool kWarp = false, class Storage, class Do>
 CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
   for (PipelineState<2> at;; at.advance()) {
     storage.pipeline_work.consumer_wait(at);
     const auto& work = storage.work[at.stage()];
     if (work.tile.row < 0) return;
     do_work(work, at.count);
-    storage.pipeline_work.empty[at.stage()].arrive();
+    if constexpr (kWarp) __syncwarp();  // after this barrier the warp has read the work
+    if (!kWarp || threadIdx.x % 32 == 0) storage.pipeline_work.empty[at.stage()].arrive();
   }
 }
 
@@ -239,21 +358,45 @@ class Sender {
 
   CUTE_DEVICE void operator()(const WorkOf<C>& work) {
     const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.split_tile < 0;
-    QueryStep step = work.first_step();
-    auto add = [&] {
-      if (!waits || at_.stage() == number_) add_sums(work, step);
-      step = work.after(step);
-      at_.advance();
-    };
     auto store = [&](auto is_values) {
       constexpr bool kValues = decltype(is_values)::value;
       if (whole && (!waits || number_ == 0)) store_gradient<kValues>(work);
     };
-    const uint32_t steps = work.steps();
-    for (uint32_t i = 1; i < steps; ++i) add();
-    store(true_type{});
-    store(false_type{});
-    if (steps > 0) add();
+    auto add_in_turn = [&](const auto& add) {
+      if (!waits || at_.stage() == number_) add();
+      at_.advance();
+    };
+    if constexpr (kTakesStrips<C>) {
+      bool last = work.queries.empty();
+      auto store_both = [&] {
+        store(true_type{});
+        store(false_type{});
+      };
+      if (last) store_both();
+      while (!last) {
+        const StepOf<C>& step = written_step<C>(storage_, at_.count);
+        last = step.last;
+        if (last) store_both();
+        add_in_turn([&] {
+          if (C.rich() || params_.p.strips == nullptr) {
+            add_sums(work, {step.head - work.first_head, step.m});
+          } else {
+            add_strips(work, step);
+          }
+        });
+      }
+    } else {
+      QueryStep step = work.first_step();
+      auto add = [&] {
+        add_in_turn([&] { add_sums(work, step); });
+        step = work.after(step);
+      };
+      const uint32_t steps = work.steps();
+      for (uint32_t i = 1; i < steps; ++i) add();
+      store(true_type{});
+      store(false_type{});
+      if (steps > 0) add();
+    }
     ++tile_;
   }
 
@@ -279,14 +422,13 @@ class Sender {
     auto add = [&](int64_t padded_row, bool is_first = false) {
       send(storage_.pipeline_dq, at_, [&](int group) {
         float* const to = T::dq_sums(p, padded_row, group);
-        const uint32_t from = cast_smem_ptr_to_uint(storage_.dq[group]), bytes = T::kDqSums * sizeof(float);
+        const float* const from = storage_.dq[group];
         if (is_first) {
-          asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+          asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                       "r"(cast_smem_ptr_to_uint(from)), "r"(uint32_t(T::kDqSums * sizeof(float)))
                        : "memory");
         } else {
-          asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-                       "r"(from), "r"(bytes)
-                       : "memory");
+          add_to_sums(to, from, T::kDqSums);
         }
       });
     };
@@ -302,6 +444,29 @@ class Sender {
     if (!semaphore.is_awaited()) return;
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // they are complete in global memory
     semaphore.release();
+  }
+
+  // Adds the sums of each strip that exists.
+  CUTE_DEVICE void add_strips(const WorkOf<C>& work, const StepOf<C>& step) const {
+    const BwdParams& p = params_.p;
+    const int64_t first = first_padded_row(p, C.block_m, work.tile.batch, step.head, work.seq.q.offset);
+    send(storage_.pipeline_dq, at_, [&](int group) {
+      if (step.together)
+        return add_to_sums(T::dq_sums(p, first + step.first_query, group), storage_.dq[group], T::kDqSums);
+      CUTE_NO_UNROLL
+      for (int i = 0; i < step.kStrips && step.strips[i].row >= 0; ++i) {
+        const int row = step.strips[i].row, place = row % C.block_m / kStripRows;
+        float* const to = T::dq_sums(p, first + row - row % C.block_m, group) + place * T::kStripSums;
+        add_to_sums(to, storage_.dq[group] + i * T::kStripSums, T::kStripSums);
+      }
+    });
+  }
+
+  CUTE_DEVICE static void add_to_sums(float* to, const float* from, int count) {
+    const uint32_t bytes = count * sizeof(float);
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(cast_smem_ptr_to_uint(from)), "r"(bytes)
+                 : "memory");
   }
 
   template <bool kValues>

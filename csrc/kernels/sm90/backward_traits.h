@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/layout/backward_work.h"
+#include "core/layout/query_strips.h"
 #include "core/workspace.h"
 #include "kernels/common/backward_preprocess.h"
 #include "kernels/common/tile_kinds.h"
@@ -21,6 +22,7 @@ struct BackwardParams {
   RaggedMap q, k, v, dout, dq, dk, dv;
   TileCounter tile_counter;  // over key tiles, where each split of a tile has a number of its own
   FastDivmod splits;  // splits of a tile that is split
+  RaggedMap q_strips, dout_strips;  // of sparse calls
 };
 
 template <bool kSecond, class First, class Second>
@@ -59,8 +61,40 @@ struct ListedStep : BackwardStep {
   TileCode code;
 };
 
+// A step over strips of queries, which may lie anywhere. Strips that do not exist are behind the others.
 template <KernelConfig C>
-using StepOf = std::conditional_t<C.walks_lists(), ListedStep, BackwardStep>;
+struct StripStep : BackwardStep {
+  static constexpr int kStrips = C.block_m / kStripRows;
+  int m;  // if steps are tiles of queries
+  bool together;  // the strips are one tile of queries
+  Strip strips[kStrips];
+
+  // A query's row in its tile of the list, and the tile's code, by its place in the step.
+  CUTE_DEVICE Strip query(int i) const {
+    const Strip strip = strips[i / kStripRows];
+    return {strip.row % kTileSide + i % kStripRows, strip.code};
+  }
+};
+
+template <KernelConfig C>
+using StepOf =
+    std::conditional_t<!C.walks_lists(), BackwardStep, std::conditional_t<two_cta(C), ListedStep, StripStep<C>>>;
+
+// Whether steps are made of strips of queries.
+template <KernelConfig C>
+constexpr bool kTakesStrips = C.walks_lists() && !two_cta(C);
+
+// The place of a thread's accumulators i to i + 3 among a warpgroup's sums of dQ: four numbers of a thread, then of the
+// next thread. With strips, of which each warp has one, those of a warp are together.
+template <KernelConfig C>
+CUTE_DEVICE int dq_place(int i, int thread) {
+  if constexpr (kTakesStrips<C>) {
+    constexpr int kSumsOfWarp = kStripRows * C.head_dim / (C.warps / 4);
+    return thread % 128 / 32 * kSumsOfWarp + i * 32 + thread % 32 * 4;
+  } else {
+    return i * 128 + thread % 128 * 4;
+  }
+}
 
 template <KernelConfig C>
 struct BackwardTraits {
@@ -104,13 +138,17 @@ struct BackwardTraits {
                 "no wgmma of so many columns: units.cmake");
   static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kDqGroups = kGroups;
-  // The address of a warpgroup's sums of dQ, in accumulator order: four numbers of a thread, then of the next thread.
+  static constexpr int kStripSums = kDqSums / (C.block_m / kStripRows);  // of them those of a strip
+  static_assert(!C.walks_lists() || (!kRowsOfDq && C.block_m == 4 * kStripRows), "a warp has a strip of dQ");
+  // The address of a warpgroup's sums of dQ, in accumulator order.
   CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int group) {
     return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
   }
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kPingPongBarrier = 1;  // named: one per warpgroup
+  // Descriptions of steps: in the stages of Q and dO; of sparse calls more than the threads that store are behind.
+  static constexpr int kSteps = C.walks_lists() ? 8 : C.stages;
 
   struct Storage {
     alignas(1024) Element k[2][C.block_n * C.head_dim];
@@ -122,7 +160,8 @@ struct BackwardTraits {
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
     WorkOf<C> work[2];
-    StepOf<C> steps[C.stages];  // in the stages of Q and dO
+    StepOf<C> steps[kSteps];
+    cutlass::arch::ClusterBarrier written[kTakesStrips<C> ? kSteps : 1];  // a step of a sparse call
     Pipeline<2> pipeline_work;
     Pipeline<C.stages> pipeline_q, pipeline_dout;
     Pipeline<2> pipeline_k;

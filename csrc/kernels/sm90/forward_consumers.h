@@ -318,6 +318,10 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         begin(all_keys, true_type{});
       }
       pipes.round(tSrS, tSrP, thread);
+      auto rescale = [&]() __attribute__((always_inline)) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(output); ++i) output(i) *= factors(i % 2);
+      };
       // S of tile n and P V of tile n + 1 run while the other warpgroup computes exponentials.
       auto step = [&](auto masked) __attribute__((always_inline)) {
         start_scores(all_keys);
@@ -338,15 +342,35 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         wait_products<0>(tOrO);
         pipes.release_v();
         pipes.round(tSrS, tSrP, thread);
-        if (rescaled) {
-          CUTE_UNROLL
-          for (int i = 0; i < size(output); ++i) output(i) *= factors(i % 2);
-        }
+        if (rescaled) rescale();
+      };
+      auto add_values = [&]() __attribute__((always_inline)) {
+        storage.pipeline_v.consumer_wait(pipes.at_v);
+        start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(pipes.at_v.stage()), tOrO);
+      };
+      // The same after tiles that this warpgroup does not see, with P V before them.
+      auto step_after_gap = [&](const auto& listed) __attribute__((always_inline)) {
+        add_values();
+        wait_products<0>(tOrO);
+        pipes.release_v();
+        pipes.skip(n, listed.listed_before(n) + 1);
+        start_scores(all_keys);
+        if constexpr (T::kPingPong) ping_pong.arrive();
+        const bool hides = !rows_see_all(tiles, p.lists, n, thread / 32 * 16);
+        wait_products<0>(tSrS);
+        pipes.release_k();
+        release_queries();
+        if (softmax_step(n, all_keys, hides, factors)) rescale();
+        pipes.round(tSrS, tSrP, thread);
       };
       CUTE_NO_UNROLL
       for (--n; n >= tiles.begin; --n) {
         if constexpr (C.walks_lists()) {
-          step(AsListed{});
+          if (tiles.listed(n)) {
+            step(AsListed{});
+          } else {
+            step_after_gap(tiles);
+          }
         } else if (tiles.full(n)) {
           step(false_type{});
         } else {
@@ -354,8 +378,7 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         }
       }
       if (!kReleasesEarly) storage.pipeline_q.consumer_release(at_q);
-      storage.pipeline_v.consumer_wait(pipes.at_v);
-      start_product<GMMA::ScaleOut::One>(mma_pv, as_register_operand(tSrP), fragment_v(pipes.at_v.stage()), tOrO);
+      add_values();
       rows.finalize(at);
       wait_products<0>(tOrO);
       pipes.release_v();

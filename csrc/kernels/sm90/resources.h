@@ -10,6 +10,7 @@ namespace flash_cute::sm90 {
 constexpr int kMostSharedMemory = 227 * 1024;  // bytes of a CTA
 constexpr int kBookkeeping = 1024;             // bytes of barriers and work descriptions
 constexpr int kSwizzled = 1024;                // alignment of swizzled tiles
+constexpr int kListedSteps = 1024;             // bytes of the steps of a sparse backward
 constexpr int kDecodeBookkeeping = 3072;       // bytes of split descriptions and of row sums
 
 // Forward: an extra warpgroup generates the dropout mask. Only with two consumer warpgroups: a third leaves no
@@ -83,9 +84,9 @@ constexpr int backward_bytes(const KernelConfig& c) {
     const int k_of_other = c.block_n * (c.head_dim - 128) * element;
     return (common + k_of_other + kSwizzled - 1) / kSwizzled * kSwizzled;
   }
-  const int next_k = c.block_n * c.head_dim * element;
+  const int next_k = c.block_n * c.head_dim * element, steps = c.walks_lists() ? kListedSteps : 0;
   const int dq = c.block_m * c.head_dim * static_cast<int>(sizeof(float));
-  return common + next_k + dq;
+  return common + next_k + dq + steps;
 }
 
 // Bytes of shared memory of a CTA; kernels assert that their storage is no larger.
