@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from flash_cute.call.sizes import longest_keys, longest_queries
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
 from flash_cute.sparse.value import Sparse
 
 
-def pack(call: FwdCall | VarlenFwdCall, sparse: Sparse) -> tuple[FwdCall, Sparse] | None:
+def pack(
+    call: FwdCall | VarlenFwdCall, sparse: Sparse
+) -> tuple[FwdCall | VarlenFwdCall, Sparse] | None:
     """The same call with the query heads of a kv head as rows, and its lists; None if its rows
     would not be alike, or ``sparse`` has no such lists."""
-    if not isinstance(call, FwdCall) or call.q.numel() == 0 or call.k.numel() == 0:
+    if call.q.numel() == 0 or call.k.numel() == 0:
         return None
     if call.alibi_slopes is not None or call.sink is not None or call.dropout_p > 0:
         return None
@@ -22,26 +25,50 @@ def pack(call: FwdCall | VarlenFwdCall, sparse: Sparse) -> tuple[FwdCall, Sparse
         return None
     if call.return_softmax or call.return_row_max:
         return None
-    if (call.q.shape[1], call.k.shape[1]) != (sparse.seqlen_q, sparse.seqlen_k):
+    if (longest_queries(call), longest_keys(call)) != (sparse.seqlen_q, sparse.seqlen_k):
         return None
-    heads_k = call.k.shape[2]
+    heads_k = call.k.shape[-2]
     if sparse.list_heads not in (1, heads_k):
         return None  # the query heads of a kv head chose apart
-    lists = sparse.token_lists(call.q.shape[2] // heads_k, call.is_causal)
+    group = call.q.shape[-2] // heads_k
+    shift = _shift(call) if isinstance(call, VarlenFwdCall) else None
+    lists = sparse.token_lists(group, call.is_causal, shift)
     if lists is None:
         return None
-    q = call.q.unflatten(2, (heads_k, -1)).transpose(2, 3).flatten(1, 2)
-    return call._replace(q=q, is_causal=False), lists
+    q = call.q.unflatten(-2, (heads_k, group)).transpose(-3, -2).flatten(-4, -3)
+    call = call._replace(q=q, is_causal=False)
+    if isinstance(call, VarlenFwdCall):
+        used = call.seqused_q
+        call = call._replace(
+            cu_seqlens_q=call.cu_seqlens_q * group, max_seqlen_q=call.max_seqlen_q * group,
+            seqused_q=None if used is None else used * group,
+        )  # fmt: skip
+    return call, lists
 
 
-def unpack(results: Any, seqlen_q: int, out: Tensor | None, has_lse: bool) -> Any:
+def _shift(call: VarlenFwdCall) -> int | Tensor:
+    """How many more keys than queries each sequence has: 0, or int32 (batch,)."""
+    if call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_q is call.seqused_k:
+        return 0
+    queries, keys = (
+        cu_seqlens.diff() if used is None else used
+        for cu_seqlens, used in (
+            (call.cu_seqlens_q, call.seqused_q),
+            (call.cu_seqlens_k, call.seqused_k),
+        )
+    )
+    return keys - queries
+
+
+def unpack(results: Any, group: int, out: Tensor | None, has_lse: bool) -> Any:
     """The results of the call as it was, of those of its rows: out, in ``out`` if that is given,
     and softmax_lse if it is second; what else there is stays."""
     of_rows, *others = (results,) if isinstance(results, Tensor) else results
-    found = of_rows.unflatten(1, (seqlen_q, -1)).transpose(2, 3).flatten(2, 3)
+    found = of_rows.unflatten(-3, (-1, group)).transpose(-3, -2).flatten(-3, -2)
     if out is not None:
         found = out.copy_(found)
     if not has_lse:
         return (found, *others) if others else found
     softmax_lse, *rest = others
-    return (found, softmax_lse.unflatten(-1, (seqlen_q, -1)).transpose(-1, -2).flatten(1, 2), *rest)
+    of_heads = softmax_lse.unflatten(-1, (-1, group)).transpose(-1, -2).flatten(-3, -2)
+    return (found, of_heads, *rest)

@@ -134,7 +134,8 @@ def run(
                 rows[0], return_lse=return_lse, return_rng=return_rng, generator=generator,
                 sparse=rows[1],
             )  # fmt: skip
-            return pack_gqa.unpack(found, call.q.shape[1], out, return_lse)
+            group = call.q.shape[-2] // call.k.shape[-2]
+            return pack_gqa.unpack(found, group, out, return_lse)
         call = call._replace(tile_lists=sparse.tile_lists, tile_bits=sparse.tile_bits)
         validate_ops.lists(call, batch_of(call), of_keys=False)
     if plan_log.is_on():

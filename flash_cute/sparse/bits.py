@@ -47,8 +47,9 @@ def pairs(codes: Tensor, masks: Tensor | None) -> Tensor:
 def quadrants(halves: Tensor) -> Tensor:
     """Codes (.., rows, columns) of bool (.., 2 * rows, 2 * columns), a value a quadrant."""
     by_tile = halves.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # (.., row, 2, column, 2)
-    weights = torch.tensor([[[1, 2]], [[4, 8]]], dtype=torch.int32, device=halves.device)
-    return (by_tile * weights).sum((-1, -3), dtype=torch.int32)
+    number = torch.arange(4, dtype=torch.int32, device=halves.device).view(2, 1, 2)
+    weighted = by_tile.int().bitwise_left_shift(number)
+    return weighted.sum((-1, -3), dtype=torch.int32)
 
 
 def any_and_all(pairs: Tensor) -> tuple[Tensor, Tensor]:

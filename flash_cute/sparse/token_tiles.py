@@ -40,19 +40,22 @@ def exist(shape: Sequence[int], granularity: int, seqlen_k: int, group: int, cau
 
 
 def lists_of_tokens(
-    chosen: Tensor, granularity: int, seqlen_k: int, group: int, causal: bool
+    chosen: Tensor, granularity: int, seqlen_k: int, group: int, causal: bool, shift: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Lists of ``seqlen_q * group`` rows, and their masks, of which the causal mask is part, of a
-    choice of int32 blocks that exist, or -1. The device is not waited for."""
+    choice of int32 blocks that exist, or -1. ``shift`` is how many more keys than queries there
+    are, int32 (batch,) of sequences of several lengths. The device is not waited for."""
     tokens, of_tile = TILE // group, TILE // granularity
     seqlen_q, k = chosen.shape[2:]
     rows = -(-seqlen_q // tokens)
     token = torch.arange(rows * tokens, dtype=torch.int32, device=chosen.device)
-    place = token + (seqlen_k - seqlen_q)  # among the keys
+    # Among the keys: (batch or 1, 1, tokens).
+    place = token + (shift if isinstance(shift, int) else shift[:, None])
+    place = place.view(-1, 1, len(token))
     chosen = pad(chosen, (0, 0, 0, len(token) - seqlen_q), value=-1)
     seen = chosen >= 0
     if causal:
-        seen &= chosen <= place[:, None].div(granularity, rounding_mode="floor")
+        seen &= chosen <= place[..., None].div(granularity, rounding_mode="floor")
     bit = (token % tokens)[:, None] * of_tile + chosen % of_tile
     words = ((chosen // of_tile) << _MOST_BITS) + bit
     none = tiles_of(seqlen_k) << _MOST_BITS
@@ -61,12 +64,12 @@ def lists_of_tokens(
     masks = _masks_of_patterns(tokens, granularity, chosen.device)
     codes = _codes(masks, 0)[patterns]
     if causal:
-        first = place[::tokens]
+        first = place[..., ::tokens]
         # Tiles of keys that the diagonal crosses within the tokens of one tile.
-        crossed = 1 if (seqlen_k - seqlen_q) % tokens == 0 else 2
+        crossed = 1 if isinstance(shift, int) and shift % tokens == 0 else 2
         for i in range(crossed):
             diagonal = first.div(TILE, rounding_mode="floor") + i
-            is_crossed = columns == diagonal[:, None]
+            is_crossed = columns == diagonal[..., None]
             below = _masks_below(first - diagonal * TILE, tokens)
             own = (masks[(patterns * is_crossed).sum(-1)] & below).flatten(0, 2)
             own_codes = _codes(own, len(masks)).view_as(counts)
@@ -111,8 +114,8 @@ def _masks_below(first: Tensor, tokens: int) -> Tensor:
     of its tile up to ``first + t``."""
     token = torch.arange(tokens, dtype=torch.int32, device=first.device)[:, None]
     key = torch.arange(TILE, dtype=torch.int32, device=first.device)
-    of_tokens = bits.packed(key <= first[:, None, None] + token)
-    return of_tokens.repeat_interleave(TILE // tokens, 1)
+    of_tokens = bits.packed(key <= first[..., None, None] + token)
+    return of_tokens.repeat_interleave(TILE // tokens, -2)
 
 
 def _codes(masks: Tensor, number: int) -> Tensor:

@@ -46,12 +46,12 @@ class Choice:
             self._made.append(made)
         return made
 
-    def token_lists(self, group: int, causal: bool) -> Lists | None:
+    def token_lists(self, group: int, causal: bool, shift: int | Tensor) -> Lists | None:
         """Those of :mod:`.token_tiles`, if there are any."""
         given = (self.granularity, self.seqlen_k, group, causal)
         if not token_tiles.exist(self.blocks.shape, *given):
             return None
-        return token_tiles.lists_of_tokens(self.blocks, *given)
+        return token_tiles.lists_of_tokens(self.blocks, *given, shift)
 
 
 def codes_of_topk(indices: Tensor, granularity: int, seqlen_k: int) -> tuple[Tensor, Tensor | None]:

@@ -398,9 +398,12 @@ class Sparse:
         """
         check.call(self, batch, heads, heads_k, seqlens, device, causal)
 
-    def token_lists(self, group: int, causal: bool) -> Sparse | None:
+    def token_lists(
+        self, group: int, causal: bool, shift: int | Tensor | None = None
+    ) -> Sparse | None:
         """Lists for rows that are all ``group`` query heads of a kv head, token after token, with
-        the causal mask as part of them; None if there are none: :mod:`.token_tiles`."""
+        the causal mask as part of them; None if there are none: :mod:`.token_tiles`. ``shift`` is
+        how many more keys than queries the sequences have, by default by their sizes here."""
         return None
 
     @property
@@ -461,8 +464,11 @@ class _Topk(Sparse):
     def device(self) -> torch.device:
         return self._choice.blocks.device
 
-    def token_lists(self, group: int, causal: bool) -> Sparse | None:
-        found = self._choice.token_lists(group, causal)
+    def token_lists(
+        self, group: int, causal: bool, shift: int | Tensor | None = None
+    ) -> Sparse | None:
+        more_keys = self.seqlen_k - self.seqlen_q
+        found = self._choice.token_lists(group, causal, more_keys if shift is None else shift)
         if found is None:
             return None
         return Sparse(*found, self.seqlen_q * group, self.seqlen_k, "topk")

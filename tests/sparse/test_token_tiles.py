@@ -9,7 +9,7 @@ import torch
 from sparse.masks import band, mask_of
 from sparse.oracle import oracle_of
 
-from flash_cute import Sparse, flash_attn_func
+from flash_cute import Sparse, flash_attn_func, flash_attn_varlen_func
 from flash_cute.functional import pack_gqa
 from flash_cute.ops.typed import FwdCall
 from flash_cute.sparse import token_tiles
@@ -140,6 +140,43 @@ def test_in_a_graph():
         )
 
 
+@pytest.mark.parametrize("more_keys", [0, 5, None])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_each_their_own(causal, more_keys):
+    """With as many keys as queries, which one tensor of offsets says, or a few more, or any."""
+    queries = [1, 130, 40, 300]
+    draw = random.Random(7)
+    keys = [x + (draw.randint(0, 200) if more_keys is None else more_keys) for x in queries]
+    group, heads_k = 16, 2
+    offsets = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
+    offsets_k = torch.tensor([0, *keys]).cumsum(0, dtype=torch.int32)
+    q = torch.randn(sum(queries), group * heads_k, 16, dtype=torch.float64, requires_grad=True)
+    k, v = torch.randn(2, sum(keys), heads_k, 16, dtype=torch.float64).requires_grad_().unbind()
+    blocks = torch.randint(-1, 5, (sum(queries), heads_k, 3), dtype=torch.int32)
+    sparse = Sparse.topk(
+        blocks, seqlen_k=max(keys), cu_seqlens_q=offsets, max_seqlen_q=max(queries)
+    )
+    assert sparse.token_lists(group, causal) is not None
+    sizes = (offsets, offsets if more_keys == 0 else offsets_k, max(queries), max(keys))
+    out, lse = flash_attn_varlen_func(
+        q, k, v, *sizes, causal=causal, sparse=sparse, return_lse=True
+    )
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    for i, length in enumerate(keys):
+        rows, cols = (slice(int(x[i]), int(x[i + 1])) for x in (offsets, offsets_k))
+        of_key = torch.arange(length) // 128
+        seen = (blocks[rows, :, :, None] == of_key).any(-2).transpose(0, 1)[None]
+        call = FwdCall(*(x.detach()[None] for x in (q[rows], k[cols], v[cols])), is_causal=causal)
+        of_call = (dout[rows][None], dlse[:, rows][None])
+        expected, gradients = oracle_of(call, seen, *of_call)
+        torch.testing.assert_close(out[rows][None], expected.out)
+        torch.testing.assert_close(lse[:, rows][None], expected.lse)
+        mine = (found[0][rows], found[1][cols], found[2][cols])
+        for x, y in zip(mine, gradients, strict=True):
+            torch.testing.assert_close(x[None], y)
+
+
 def test_on_a_gpu(cuda):
     for seed in range(40):
         case = Chosen(1000 + seed)
@@ -154,6 +191,29 @@ def test_on_a_gpu(cuda):
         expected, gradients = oracle_of(on_cpu, case.seen, dout.cpu(), torch.zeros_like(lse).cpu())
         for mine, theirs in zip((out, *found), (expected.out, *gradients), strict=True):
             torch.testing.assert_close(mine.cpu().double(), theirs.double(), atol=0.05, rtol=0.05)
+
+
+def test_packed_on_a_gpu(cuda):
+    lengths = [200, 1, 700]
+    offsets = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    sizes = (offsets, offsets, max(lengths), max(lengths))
+    q, k, v = torch.randn(901, 32, 64), *torch.randn(2, 901, 2, 64).unbind()
+    blocks = torch.randint(-1, 6, (901, 2, 3), dtype=torch.int32)
+
+    def gradients(device: torch.device | str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [
+            x.to(dtype).to(device, torch.bfloat16).to(dtype).requires_grad_() for x in (q, k, v)
+        ]
+        here = (*(x.to(device) for x in sizes[:2]), *sizes[2:])
+        sparse = Sparse.topk(blocks.to(device), cu_seqlens_q=here[0], max_seqlen_q=sizes[2])
+        out = flash_attn_varlen_func(*leaves, *here, causal=True, sparse=sparse)
+        dout = torch.ones_like(out)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    for mine, exact in zip(
+        gradients(cuda, torch.bfloat16), gradients("cpu", torch.float64), strict=True
+    ):
+        torch.testing.assert_close(mine.cpu().double(), exact, atol=0.05, rtol=0.05)
 
 
 def plain_call() -> FwdCall:
