@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def flex_attention(index: Tensor, counts: Tensor, blocks: int) -> Call:
     none = torch.zeros_like(counts)
     lists = padded(index, blocks)
     mask = flex.BlockMask.from_kv_blocks(none, lists, counts, lists, BLOCK_SIZE=BLOCK)
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.donated_buffer = False  # gradients are taken several times
     compiled = torch.compile(flex.flex_attention)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,14 +98,14 @@ def measure(seqlen: int, heads: int, sparsity: float, rounds: int) -> dict[str, 
                 print(f"without {name}: {type(error).__name__}: {str(error)[:300]}")
                 continue
             calls[name] = call
-        found["forward_ms"] = turns({n: lambda c=c: c(q, k, v) for n, c in calls.items()}, rounds)
+        found["forward_ms"] = turns({n: partial(c, q, k, v) for n, c in calls.items()}, rounds)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     dout = torch.randn_like(q)
-    back = {}
+    back: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         out = call(*leaves)
         if out.requires_grad:
-            back[name] = lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            back[name] = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
     found["backward_ms"] = turns(back, rounds)
     return found
 
