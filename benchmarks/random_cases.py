@@ -137,10 +137,9 @@ def _with_lengths(
         bounds = [0, *sorted(cuts), size]
         lengths = tuple(b - a for a, b in pairwise(bounds))
         return RandomCase(group, *shape, lengths)
-    least, most = LENGTHS
-    drawn = (int(size * rng.uniform(0.4, 1.6)) for _ in range(_log_uniform(rng, 1, 64)))
-    lengths = tuple(min(max(n, least), most) for n in drawn)
-    capacity = min(most, math.ceil(max(lengths) * rng.uniform(1, 1.3)))
+    least, most = max(LENGTHS[0], size * 2 // 5), min(LENGTHS[1], size * 8 // 5)
+    lengths = tuple(rng.randint(least, most) for _ in range(_log_uniform(rng, 1, 64)))
+    capacity = math.ceil(max(lengths) * rng.uniform(1, 1.3))
     queries = rng.choice((1, rng.randint(2, MOST_QUERIES)))
     return RandomCase(group, *shape[:3], "causal", lengths, queries, capacity)
 

@@ -68,7 +68,7 @@ def test_cases_keep_to_the_ranges(drawn):
             if group == "decode":
                 assert is_model or 1 <= case.heads_k <= 8
                 assert 1 <= case.queries <= random_cases.MOST_QUERIES
-                assert least <= min(case.lengths) and max(case.lengths) <= case.capacity <= most
+                assert least <= min(case.lengths) and max(case.lengths) <= min(case.capacity, most)
             elif group.startswith("packed"):
                 assert len(case.lengths) <= random_cases.MOST_DOCUMENTS
                 assert least <= sum(case.lengths) <= most and min(case.lengths) >= 1
@@ -242,6 +242,24 @@ def test_cudnn_is_called_as_its_ops_want(cudnn_of_the_cpu):
     assert "groups of heads" in prepared(raw_ops.cudnn, SMALL["packed-forward"])
     assert "ragged caches" in prepared(raw_ops.cudnn, SMALL["decode"])
     assert prepared(raw_ops.cudnn, WINDOWS[0]) == "no windows"
+
+
+@pytest.mark.parametrize("name", [*SMALL.values(), DECODE_ONE, *WINDOWS])
+def test_graphs_of_ours_are_right(cuda, name):
+    calls = {OURS: raw_ops.flash_cute}
+    works, notes = random.prepare(RandomCase.parse(name), calls, torch.device(cuda), seed=3)
+    assert notes == {} and works[OURS].calls == 8
+
+
+def test_what_cannot_be_captured_is_called_as_it_is(monkeypatch):
+    def captured(works, calls):
+        raise RuntimeError("it waits for the GPU")
+
+    monkeypatch.setattr(random, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    work = Work(lambda: None, tuple)
+    found = random._replayed([work], RandomCase.parse(DECODE_ONE))
+    assert found == (work, "without a CUDA graph: RuntimeError: it waits for the GPU")
 
 
 def test_calls_over_a_cache_have_caches_of_their_own(monkeypatch):
