@@ -10,12 +10,12 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
 from flash_cute.call import fp8, spellings, validate
+from flash_cute.call.refusal import is_refusal
 from flash_cute.functional.run import (
     Result,
     are_counts,
     is_direct,
     is_plain,
-    is_refusal,
     needs_grad,
     run,
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
 from flash_cute.call import spellings, validate
+from flash_cute.call.refusal import is_refusal
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
@@ -26,7 +27,6 @@ from flash_cute.functional.run import (
     are_rows,
     is_direct,
     is_plain,
-    is_refusal,
     needs_grad,
     run_kvcache,
 )
