@@ -61,6 +61,7 @@ TESTS = [
     "tests/unit/test_torch_internals_counted.py",
     "tests/kernels/test_cpu_plain.py",
     "tests/unit/test_import.py",
+    "tests/unit/test_benchmark_random.py",
     "tests/integrations/test_dtensor.py",
     "tests/integrations/test_sdpa.py",
     "tests/integrations/test_torch_tools.py",
