@@ -48,10 +48,12 @@ class Choice:
 
     def token_lists(self, group: int, causal: bool, shift: int | Tensor) -> Lists | None:
         """Those of :mod:`.token_tiles`, if there are any."""
-        given = (self.granularity, self.seqlen_k, group, causal)
-        if not token_tiles.exist(self.blocks.shape, *given):
+        blocks, given = self.blocks, (self.granularity, self.seqlen_k, group, causal)
+        if isinstance(shift, Tensor):  # one choice for sequences of several lengths
+            blocks = blocks.expand(shift.shape[0], -1, -1, -1)
+        if not token_tiles.exist(blocks.shape, *given):
             return None
-        return token_tiles.lists_of_tokens(self.blocks, *given, shift)
+        return token_tiles.lists_of_tokens(blocks, *given, shift)
 
 
 def codes_of_topk(indices: Tensor, granularity: int, seqlen_k: int) -> tuple[Tensor, Tensor | None]:

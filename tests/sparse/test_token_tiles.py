@@ -177,6 +177,30 @@ def test_packed_sequences_are_each_their_own(causal, more_keys):
             torch.testing.assert_close(x[None], y)
 
 
+def two_packed(*lengths: int) -> tuple[torch.Tensor, ...]:
+    """q, k and v of 16 query heads, and blocks that each query chose, of so many tokens."""
+    tokens = sum(lengths)
+    q, *kv = torch.randn(tokens, 16, 8), *torch.randn(2, tokens, 1, 8).unbind()
+    return q, *kv, torch.randint(-1, 3, (tokens, 1, 2))
+
+
+def test_one_choice_for_packed_sequences_of_several_lengths():
+    q, k, v, blocks = two_packed(40, 260)
+    offsets_q, offsets_k = (torch.tensor([0, x, 300], dtype=torch.int32) for x in (30, 40))
+    one_choice = blocks[None, :270]
+    out = flash_attn_varlen_func(
+        q, k, v, offsets_q, offsets_k, 270, 260, causal=True,
+        sparse=Sparse.topk(one_choice, seqlen_k=260),
+    )  # fmt: skip
+    for rows, keys in ((slice(30), slice(40)), (slice(30, 300), slice(40, 300))):
+        own = one_choice[:, : rows.stop - (rows.start or 0)]
+        sparse = Sparse.topk(own, seqlen_k=keys.stop - (keys.start or 0))
+        one = (x[None] for x in (q[rows], k[keys], v[keys]))
+        torch.testing.assert_close(
+            out[rows][None], flash_attn_func(*one, causal=True, sparse=sparse)
+        )
+
+
 def test_on_a_gpu(cuda):
     for seed in range(40):
         case = Chosen(1000 + seed)
