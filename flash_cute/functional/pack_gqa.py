@@ -37,27 +37,31 @@ def pack(
         return None
     q = call.q.unflatten(-2, (heads_k, group)).transpose(-3, -2).flatten(-4, -3)
     call = call._replace(q=q, is_causal=False)
-    if isinstance(call, VarlenFwdCall):
-        used = call.seqused_q
+    if isinstance(call, VarlenFwdCall):  # what is behind the end, times a group, may be no int32
+        used, longest = call.seqused_q, call.max_seqlen_q
         call = call._replace(
-            cu_seqlens_q=call.cu_seqlens_q * group, max_seqlen_q=call.max_seqlen_q * group,
-            seqused_q=None if used is None else used * group,
-        )  # fmt: skip
+            cu_seqlens_q=call.cu_seqlens_q.clamp(0, call.q.shape[0]) * group,
+            max_seqlen_q=longest * group,
+            seqused_q=None if used is None else used.clamp(0, longest) * group,
+        )
     return call, lists
 
 
 def _shift(call: VarlenFwdCall) -> int | Tensor:
-    """How many more keys than queries each sequence has: 0, or int32 (batch,)."""
-    if call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_q is call.seqused_k:
+    """How many more keys than queries each sequence has: 0, also if no mask asks for it, or int32
+    (batch,)."""
+    of_queries = (call.cu_seqlens_q, call.seqused_q, call.max_seqlen_q, call.q.shape[0])
+    of_keys = (call.cu_seqlens_k, call.seqused_k, call.max_seqlen_k, call.k.shape[0])
+    are_same = of_queries[0] is of_keys[0] and of_queries[1] is of_keys[1]
+    if not call.is_causal or (are_same and of_queries[2:] == of_keys[2:]):
         return 0
-    queries, keys = (
-        cu_seqlens.diff() if used is None else used
-        for cu_seqlens, used in (
-            (call.cu_seqlens_q, call.seqused_q),
-            (call.cu_seqlens_k, call.seqused_k),
-        )
-    )
-    return keys - queries
+    return _lengths(*of_keys) - _lengths(*of_queries)
+
+
+def _lengths(cu_seqlens: Tensor, used: Tensor | None, longest: int, total: int) -> Tensor:
+    """The tokens of each sequence, int32 (batch,), cut to what fits as the ops cut them."""
+    found = cu_seqlens.clamp(0, total).diff().clamp(0, longest)
+    return found if used is None else found.minimum(used.clamp(min=0))
 
 
 def unpack(results: Any, group: int, out: Tensor | None, has_lse: bool) -> Any:

@@ -201,6 +201,51 @@ def test_one_choice_for_packed_sequences_of_several_lengths():
         )
 
 
+@pytest.mark.filterwarnings("ignore:.*cut to what fits")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cu_seqlens_q": [0, 40, 2**31 - 1]},
+        {"cu_seqlens_q": [-(2**31) + 1, 40, 300], "seqused_k": [2**31 - 1, -(2**31)]},
+        {"cu_seqlens_k": [0, 40, 2**28]},
+        {"seqused_q": [2**31 - 1, 2**28 + 1]},
+        {"seqused_q": [1 - 2**31, 100], "seqused_k": [30, 500]},
+        {"max_seqlen_q": 250},
+        {"max_seqlen_k": 257},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_are_cut_as_by_tiles_of_128_queries(monkeypatch, causal, given):
+    q, k, v, blocks = two_packed(40, 260)
+    offsets = torch.tensor([0, 40, 300], dtype=torch.int32)
+    sizes = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    sizes |= {"max_seqlen_q": 260, "max_seqlen_k": 260}
+    for name, x in given.items():
+        sizes[name] = torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x
+    sparse = Sparse.topk(
+        blocks, seqlen_k=sizes["max_seqlen_k"], cu_seqlens_q=sizes["cu_seqlens_q"],
+        max_seqlen_q=sizes["max_seqlen_q"],
+    )  # fmt: skip
+    by_tokens = flash_attn_varlen_func(q, k, v, **sizes, causal=causal, sparse=sparse)
+    monkeypatch.setattr(token_tiles, "exist", lambda *_: False)
+    by_tiles = flash_attn_varlen_func(q, k, v, **sizes, causal=causal, sparse=sparse)
+    torch.testing.assert_close(by_tokens, by_tiles)
+
+
+def test_keys_behind_the_queries_are_no_part_of_the_last_sequence():
+    """One tensor of offsets, which ends behind the keys: they are cut, and the queries not."""
+    q, k, v, blocks = two_packed(40, 260)
+    offsets = torch.tensor([0, 300], dtype=torch.int32)
+    sparse = Sparse.topk(blocks[None])
+    out = flash_attn_varlen_func(
+        q, k[:290], v[:290], offsets, offsets, 300, 300, causal=True, sparse=sparse
+    )
+    own = Sparse.topk(blocks[None], seqlen_k=290)
+    one = flash_attn_func(q[None], k[None, :290], v[None, :290], causal=True, sparse=own)
+    torch.testing.assert_close(out[None], one)
+
+
 def test_on_a_gpu(cuda):
     for seed in range(40):
         case = Chosen(1000 + seed)
