@@ -49,9 +49,8 @@ def lists_of_tokens(
     seqlen_q, k = chosen.shape[2:]
     rows = -(-seqlen_q // tokens)
     token = torch.arange(rows * tokens, dtype=torch.int32, device=chosen.device)
-    # Among the keys: (batch or 1, 1, tokens).
-    place = token + (shift if isinstance(shift, int) else shift[:, None])
-    place = place.view(-1, 1, len(token))
+    # Among the keys: (tokens,) or (batch, 1, tokens).
+    place = token + (shift if isinstance(shift, int) else shift[:, None, None])
     chosen = pad(chosen, (0, 0, 0, len(token) - seqlen_q), value=-1)
     seen = chosen >= 0
     if causal:

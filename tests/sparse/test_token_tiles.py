@@ -246,6 +246,14 @@ def test_keys_behind_the_queries_are_no_part_of_the_last_sequence():
     torch.testing.assert_close(out[None], one)
 
 
+def test_packed_tokens_of_no_sequence():
+    q, k, v, blocks = two_packed(4)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    sparse = Sparse.topk(blocks, seqlen_k=4, cu_seqlens_q=offsets, max_seqlen_q=0)
+    offsets_k = torch.tensor([0, 4], dtype=torch.int32)
+    assert not flash_attn_varlen_func(q, k, v, offsets, offsets_k, 0, 4, sparse=sparse).any()
+
+
 def test_on_a_gpu(cuda):
     for seed in range(40):
         case = Chosen(1000 + seed)
