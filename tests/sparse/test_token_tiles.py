@@ -254,6 +254,21 @@ def test_packed_tokens_of_no_sequence():
     assert not flash_attn_varlen_func(q, k, v, offsets, offsets_k, 0, 4, sparse=sparse).any()
 
 
+def test_packed_in_a_graph_of_any_sizes():
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def attend(q, k, v, blocks, offsets, longest):
+        sizes = {"cu_seqlens_q": offsets, "max_seqlen_q": longest}
+        return flash_attn_varlen_func(
+            q, k, v, offsets, offsets, longest, longest, causal=True,
+            sparse=Sparse.topk(blocks, **sizes),
+        )  # fmt: skip
+
+    tensors = tuple(x.repeat(1, 2, 1) for x in two_packed(40, 90))
+    offsets = torch.tensor([0, 40, 130], dtype=torch.int32)
+    expected = attend._torchdynamo_orig_callable(*tensors, offsets, 90)
+    torch.testing.assert_close(attend(*tensors, offsets, 90), expected)
+
+
 def test_on_a_gpu(cuda):
     for seed in range(40):
         case = Chosen(1000 + seed)

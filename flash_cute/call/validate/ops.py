@@ -59,11 +59,14 @@ def lists(call: Any, batch: int, of_keys: bool) -> None:
     tiles = -(-(longest_keys(call) if of_keys else longest_queries(call)) // 128)
     heads, heads_k = q.shape[-2], call.k.shape[-2]
     each = (1, heads_k, heads)
-    expected = f"({batch} or 1, {' or '.join(map(str, each))}, {tiles}, 1 + entries, 2)"
     _indices("tile_lists", x, q)
-    fits = x.dim() == 5 and x.shape[0] in (1, batch) and x.shape[1] in each
+    # Of symbols of a graph `in` says False.
+    fits = x.dim() == 5 and any(x.shape[0] == y for y in (1, batch)) and x.shape[1] in each
     if not fits or x.shape[2] != tiles or x.shape[3] < 1 or x.shape[4] != 2:
-        raise ValueError(f"tile_lists has shape {tuple(x.shape)}; expected {expected}")
+        raise ValueError(
+            f"tile_lists has shape {tuple(x.shape)}; expected ({batch} or 1, "
+            f"{' or '.join(map(str, each))}, {tiles}, 1 + entries, 2)"
+        )
     ranks = getattr(call, "tile_ranks", None)
     if ranks is not None:
         _indices("tile_ranks", ranks, q)
