@@ -39,7 +39,7 @@ class BlockChoice:
     grid: BlockGrid
     lengths: Tensor | None = None
     most: int | None = None
-    _made: tuple[Sparse, Tensor] | None = field(default=None, repr=False, compare=False)
+    _made: tuple[Sparse, Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     def sparsity(self) -> Tensor:
         """The share of visible pairs that is left out: fp64, one element."""
@@ -211,8 +211,9 @@ def choose_without_content(
         return _without_content(device, pattern, grid, sparsity_ratio, heads, seed, lengths)
     kept, lists, masks, sparsity = _made(device, pattern, grid, sparsity_ratio, heads, seed)
     most = _most(budget_of(pattern, grid, sparsity_ratio), grid, _sharing(pattern, grid))
-    value = BlockChoice(kept, grid)._sparse(lists, masks)
-    return BlockChoice(kept, grid, most=most, _made=(value, sparsity))
+    choice = BlockChoice(kept, grid, most=most)
+    object.__setattr__(choice, "_made", (choice._sparse(lists, masks), sparsity))
+    return choice
 
 
 @made_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -83,6 +84,14 @@ def test_a_choice_without_content_is_the_same_tensors():
     assert first.kept is second.kept and first.sparsity() is second.sparsity()
     assert first.value().tile_lists is second.value().tile_lists
     assert strided(3001).kept is not first.kept
+
+
+def test_a_choice_with_other_blocks_has_a_value_of_its_own():
+    choice = strided()
+    below = replace(choice, kept=choice.kept.tril())
+    alone = BlockChoice(choice.kept.tril(), choice.grid)
+    assert below.value().density == alone.value().density < choice.value().density
+    assert below.sparsity() == alone.sparsity() > choice.sparsity()
 
 
 def test_a_result_that_was_changed_is_made_anew():
