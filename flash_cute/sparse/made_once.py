@@ -26,9 +26,9 @@ def made_once(function: F) -> F:
     """Keeps the results of ``function``, a tensor or several, by its arguments, of which one is a
     device: the 32 used last, and no more than 256 MB, of all functions and devices together.
 
-    Each stream has its own. With a tensor among the arguments, in a graph, in a transform and among
-    fake tensors the function is called as it is: a graph, say, must own what it reads. Results must
-    not be changed; one that was is made anew.
+    Each stream has its own. With a tensor among the arguments or a device by its name, in a graph,
+    in a transform and among fake tensors the function is called as it is: a graph, say, must own
+    what it reads. Results must not be changed; one that was is made anew.
     """
 
     @wraps(function)
@@ -58,9 +58,10 @@ def made_once(function: F) -> F:
 
 def _place(given: tuple[Any, ...]) -> Any:
     """The device and the stream of tensors that are made now; None if they may not be kept."""
-    if torch.compiler.is_compiling() or internals.transformed():
+    device = next((x for x in given if isinstance(x, torch.device)), None)
+    if device is None or torch.compiler.is_compiling() or internals.transformed():
         return None
-    new = torch.empty(0, device=next(x for x in given if isinstance(x, torch.device)))
+    new = torch.empty(0, device=device)
     if type(new) is not Tensor:
         return None
     if not new.is_cuda:

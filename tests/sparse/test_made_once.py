@@ -94,6 +94,10 @@ def test_a_choice_with_other_blocks_has_a_value_of_its_own():
     assert below.sparsity() == alone.sparsity() > choice.sparsity()
 
 
+def test_a_device_by_its_name():
+    assert torch.equal(BlockGrid(300, 64).visible("cpu"), BlockGrid(300, 64).visible(CPU))
+
+
 def test_a_result_that_was_changed_is_made_anew():
     first = strided()
     expected = first.kept.clone()
