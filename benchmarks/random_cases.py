@@ -26,9 +26,10 @@ MOST_FLOPS = 3e12  # some ms on a Hopper GPU
 MOST_BYTES = 2**31  # of q, k, v and the results
 
 _TRIES = 50  # of numbers of heads for lengths: long ones fit with few
+_N = r"[1-9]\d*"
 _NAME = re.compile(
-    rf"({'|'.join(GROUPS)}) h(\d+)/(\d+) d(\d+) (full|causal|window1024) "
-    r"(?:(\d+)x(\d+)|(\d+(?:,\d+)*)(?: q(\d+) of (\d+))?)"
+    rf"({'|'.join(GROUPS)}) h({_N})/({_N}) d({_N}) (full|causal|window1024) "
+    rf"(?:({_N})x({_N})|({_N}(?:,{_N})*)(?: q({_N}) of ({_N}))?)"
 )
 
 

@@ -107,7 +107,9 @@ def test_a_case_is_parsed_from_its_name(drawn):
     ["", "dense h1/1 d64 full 1x64", "dense-forward h3/2 d64 full 1x64",
      "dense-forward h1/1 d64 full 64", "packed-forward h1/1 d64 full 2x64",
      "decode h1/1 d64 causal 64", "decode h1/1 d64 causal 64 q1 of 63",
-     "decode h1/1 d64 causal 3 q4 of 64", "dense-forward h1/1 d64 full 1x64 q1 of 64"],
+     "decode h1/1 d64 causal 3 q4 of 64", "dense-forward h1/1 d64 full 1x64 q1 of 64",
+     "dense-forward h1/0 d64 full 1x64", "dense-forward h1/1 d64 full 0x64",
+     "decode h1/1 d64 causal 64 q0 of 64"],
 )  # fmt: skip
 def test_what_is_no_case_is_refused(name):
     with pytest.raises(ValueError, match="no case"):
