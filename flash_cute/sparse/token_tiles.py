@@ -51,7 +51,8 @@ def lists_of_tokens(
     token = torch.arange(rows * tokens, dtype=torch.int32, device=chosen.device)
     # Among the keys: (tokens,) or (batch, 1, tokens).
     place = token + (shift if isinstance(shift, int) else shift[:, None, None])
-    chosen = pad(chosen, (0, 0, 0, len(token) - seqlen_q), value=-1)
+    if len(token) > seqlen_q:  # else a graph does not know the strides of what pad() returns
+        chosen = pad(chosen, (0, 0, 0, len(token) - seqlen_q), value=-1)
     seen = chosen >= 0
     if causal:
         seen &= chosen <= place[..., None].div(granularity, rounding_mode="floor")

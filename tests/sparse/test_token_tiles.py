@@ -269,6 +269,16 @@ def test_packed_in_a_graph_of_any_sizes():
     torch.testing.assert_close(attend(*tensors, offsets, 90), expected)
 
 
+def test_in_a_graph_of_any_sizes_of_whole_tiles():
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def lists(blocks):
+        return Sparse.topk(blocks).token_lists(16, causal=False).tile_lists
+
+    blocks = torch.randint(0, 2, (2, 200, 2, 2))
+    expected = Sparse.topk(blocks).token_lists(16, causal=False).tile_lists
+    assert torch.equal(lists(blocks), expected)
+
+
 def test_on_a_gpu(cuda):
     for seed in range(40):
         case = Chosen(1000 + seed)
