@@ -24,11 +24,9 @@ class Rotary(NamedTuple):
     sin: Tensor
     interleaved: bool
 
-    def rotate(self, x: Tensor, position: int, step: int) -> Tensor:
-        """x (rows, heads, dim) with row i rotated to ``position + i * step``, in its dtype."""
-        positions = (position + step * torch.arange(len(x), device="cpu")).clamp_(
-            0, len(self.cos) - 1
-        )
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (rows, heads, dim), each row rotated to its position, in its dtype."""
+        positions = positions.clamp(0, len(self.cos) - 1)
         cos, sin = (table[positions, None].to(compute_dtype(x)) for table in (self.cos, self.sin))
         half = cos.shape[-1]
         pairs = x[..., : 2 * half].to(cos.dtype)
@@ -115,8 +113,9 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
             new_k, new_v = call.k[appended[index]], call.v[appended[index]]
             last = min(last + len(new_k), sequence.capacity)
             if rotary is not None:
-                new_k = rotary.rotate(new_k, position, 1)
-                queries = rotary.rotate(queries, position, step)
+                places = torch.arange(max(len(new_k), len(queries)), device="cpu")
+                new_k = rotary.rotate(new_k, position + places[: len(new_k)])
+                queries = rotary.rotate(queries, position + step * places[: len(queries)])
             sequence.write(call.k_cache, new_k, last)
             sequence.write(call.v_cache, new_v, last)
         keys, values = sequence.read(call.k_cache, last), sequence.read(call.v_cache, last)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_cute.call.sizes import batch_of, longest_queries
+from flash_cute.functional.cache_rows import Rows, capacity, keys_before, with_new_keys
 from flash_cute.functional.run import run_kvcache
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdKvcacheCall
@@ -51,9 +52,8 @@ class Pages(NamedTuple):
 
 def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
     """out and softmax_lse of a call that is valid, and whose new keys join first."""
-    heads, heads_k = call.q.shape[-2], call.k_cache.shape[2]
-    batch = _check(call, sparse, heads, heads_k)
-    if batch == 0 or call.k_cache.numel() == 0:
+    check(call, sparse)
+    if batch_of(call) == 0 or call.k_cache.numel() == 0:
         return run_kvcache(call)  # no key is there that lists could hide
     list_heads = sparse.tile_lists.shape[1]
     pages = _pages(call, sparse.granularity, split_heads=list_heads > 1)
@@ -62,10 +62,10 @@ def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
         if call.cu_seqlens_q is not None:
             none, offsets = call.q[:0], torch.zeros_like(call.cu_seqlens_q)
         run_kvcache(call._replace(q=none, cu_seqlens_q=offsets, max_seqlen_q=0, sink=None))
-    tokens = _tokens(call, batch)
+    tokens = _tokens(call)
     q = call.q if call.cu_seqlens_q is not None else call.q.flatten(0, 1)
     tiles = sparse.tile_lists.shape[3] - 1
-    runs = min(tiles * (TILE // pages.size), _capacity(call) // pages.size)
+    runs = min(tiles * (TILE // pages.size), capacity(call) // pages.size)
     codes = codes_of(sparse.tile_lists, sparse.key_tiles)
     runs_of_all = sparse.key_tiles * TILE // pages.size
     step = max(1, _PAGES_AT_ONCE // max(runs_of_all * list_heads, 1))
@@ -80,67 +80,32 @@ def attend(call: FwdKvcacheCall, sparse: Sparse) -> tuple[Tensor, Tensor]:
     return out.unflatten(0, by_sequence), lse.unflatten(0, by_sequence).transpose(1, 2).contiguous()
 
 
-def _check(call: FwdKvcacheCall, sparse: Sparse, heads: int, heads_k: int) -> int:
-    """Refuses what pages cannot say; returns the batch size."""
+def check(call: FwdKvcacheCall, sparse: Sparse) -> None:
+    """Refuses what pages cannot say."""
+    heads, heads_k = call.q.shape[-2], call.k_cache.shape[2]
     for name, x in (("alibi_slopes", call.alibi_slopes), ("rotary_cos", call.rotary_cos)):
         if x is not None:
             raise NotImplementedError(
                 f"{name} and sparse are given; over a cache they do not go together yet: "
                 + ("leave one out" if name == "alibi_slopes" else "rotate q and k before the call")
             )
-    batch, seqlens = batch_of(call), (longest_queries(call), _capacity(call))
+    batch, seqlens = batch_of(call), (longest_queries(call), capacity(call))
     sparse.check(batch, heads, heads_k, seqlens, call.q.device, call.is_causal)
-    return batch
 
 
-def _capacity(call: FwdKvcacheCall) -> int:
-    """Keys that the cache has room for, of a sequence."""
-    columns = 1 if call.block_table is None else call.block_table.shape[1]
-    return call.k_cache.shape[1] * columns
-
-
-def _tokens(call: FwdKvcacheCall, batch: int) -> Tokens:
-    q, device = call.q, call.q.device
-    if call.cu_seqlens_q is None:
-        counts = torch.full((batch,), q.shape[1], device=device)
-        sequence = torch.arange(batch, device=device).repeat_interleave(q.shape[1])
-        place = torch.arange(q.shape[1], device=device).repeat(batch)
-        belongs = torch.ones_like(place, dtype=torch.bool)
-    else:
-        offsets = call.cu_seqlens_q.long().clamp(0, len(q))
-        counts = (offsets[1:] - offsets[:-1]).clamp(0, call.max_seqlen_q)
-        places = torch.arange(len(q), device=device)[:, None] - offsets[:-1]
-        inside = (places >= 0) & (places < counts)  # (tokens, sequences)
-        belongs = inside.any(-1)
-        last = inside * torch.arange(1, batch + 1, device=device)  # of several sequences that one
-        sequence = last.amax(-1).sub(1).clamp_min(0)
-        place = places.gather(-1, sequence[:, None])[:, 0].masked_fill(~belongs, 0)
-    used = _keys_before(call, batch)
-    keys = _with_new_keys(call, used)[sequence]
-    diagonal = keys - counts[sequence] + place
+def _tokens(call: FwdKvcacheCall) -> Tokens:
+    rows = Rows.of(call.q, call.cu_seqlens_q, call.max_seqlen_q)
+    sequence, used = rows.sequence, keys_before(call)
+    keys = with_new_keys(call, used)[sequence]
+    diagonal = keys - rows.counts[sequence] + rows.place
     right = 0 if call.is_causal else call.window_size_right
     end = keys if right < 0 else torch.minimum(keys, diagonal + right + 1)
     first = torch.zeros_like(end) if call.window_size_left < 0 else diagonal - call.window_size_left
     if call.cache_leftpad is not None:
         leftpad = call.cache_leftpad.long().minimum(used)
         first = torch.maximum(first, leftpad[sequence])
-    return Tokens(sequence, place, first, end.clamp_min(0) * belongs, belongs)
-
-
-def _keys_before(call: FwdKvcacheCall, batch: int) -> Tensor:
-    """Keys in use of each sequence before others join: int64 (batch,)."""
-    capacity = _capacity(call)
-    if call.cache_seqlens is None:
-        return torch.full((batch,), capacity, device=call.q.device)
-    return call.cache_seqlens.long().clamp(0, capacity)
-
-
-def _with_new_keys(call: FwdKvcacheCall, used: Tensor) -> Tensor:
-    if call.k is None:
-        return used
-    offsets = call.cu_seqlens_k_new
-    new = call.k.shape[1] if offsets is None else (offsets[1:] - offsets[:-1]).clamp_min(0)
-    return (used + new).clamp_max(_capacity(call))
+    end = end.clamp_min(0) * rows.belongs
+    return Tokens(sequence, rows.place, first, end, rows.belongs)
 
 
 def _pages(call: FwdKvcacheCall, granularity: int, split_heads: bool) -> Pages:

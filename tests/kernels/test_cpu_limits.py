@@ -166,7 +166,7 @@ def test_rotary_embedding_turns_pairs_by_the_angle_of_their_position(interleaved
     rotary = Rotary(angles.cos().double(), angles.sin().double(), interleaved)
     x = randn(4, 2, 8, dtype=torch.float64)
     for position in (0, 2, 4, -3, 90):
-        turned = rotary.rotate(x, position, step)
+        turned = rotary.rotate(x, position + step * torch.arange(4))
         places = [min(max(position + i * step, 0), 5) for i in range(4)]
         pairs = x[..., :6].unflatten(-1, (3, 2) if interleaved else (2, 3))
         pairs = pairs if interleaved else pairs.transpose(-1, -2)
