@@ -13,7 +13,6 @@ rounded to bf16 once more. fp16 might overflow: with v in fp16 attention is then
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +124,7 @@ class Fp8Widening:
                     q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
                 )
         if isinstance(factor, Tensor):
-            q = (q * _of_rows(factor, q, cu_seqlens_q)).to(q.dtype)
+            q = (q * of_rows(factor, q, cu_seqlens_q)).to(q.dtype)
         return q, softmax_scale
 
     def finish(self, result: Any, cu_seqlens_q: Tensor | None = None) -> Any:
@@ -134,7 +133,7 @@ class Fp8Widening:
         x = self.descales[2]
         if x is not None:
             out = out.float() * (
-                _of_rows(x.float(), out, cu_seqlens_q) if isinstance(x, Tensor) else x
+                of_rows(x.float(), out, cu_seqlens_q) if isinstance(x, Tensor) else x
             )
         out = out.to(self.out_dtype)
         return (out, *rest) if rest else out
@@ -152,10 +151,7 @@ def _check(name: str, x: Descale, q: Tensor, batch: int, heads_k: int) -> None:
     if x is None:
         return
     if not isinstance(x, Tensor):
-        if not _is_number(x):
-            raise TypeError(f"{name} is {type(x).__name__}; expected a number or a tensor")
-        if not 0 < x < math.inf:
-            raise ValueError(f"{name} is {x}; expected a positive number")
+        validate.descale_number(name, x)
         return
     validate.strided(name, x)
     if not x.is_floating_point():
@@ -170,11 +166,11 @@ def _check(name: str, x: Descale, q: Tensor, batch: int, heads_k: int) -> None:
         )
 
 
-def _of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A descale as an fp32 tensor that broadcasts to ``rows``, (batch, seqlen, heads, dim) or
     (total, heads, dim)."""
     if x.dim() < 2:
-        return x
+        return x.reshape(1)  # without dimensions it would be rounded to the dtype of ``rows`` first
     x = x.repeat_interleave(rows.shape[-2] // x.shape[1], dim=1)[..., None]  # (batch, heads, 1)
     if cu_seqlens is None:
         return x[:, None]

@@ -2,7 +2,7 @@
 
 Arguments are those of flash-attn 2.8's function of the same name, in its order, and by keyword
 those that FlashAttention-3's has on top for chunks of prompts, other rotary positions and pages:
-not ``qv``, descales of fp8, ``attention_chunk``, nor how its kernels are scheduled.
+not ``qv``, ``q_descale``, ``attention_chunk``, nor how its kernels are scheduled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from flash_cute.call.refusal import is_refusal
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
-from flash_cute.functional import sparse_kvcache
+from flash_cute.call.validate import quantized_kvcache as quantized
+from flash_cute.functional import quantized_kvcache, sparse_kvcache
 from flash_cute.functional.run import (
     are_counts,
     are_rows,
@@ -68,6 +69,8 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
     **others: Any,
 ) -> Any:
     """Attention of a few queries a sequence over its cache, which new keys and values join first.
@@ -153,7 +156,7 @@ def flash_attn_with_kvcache(
     refused: list[Exception] = []
     is_default = (
         cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
-        and sink is s_aux is learnable_sink is sparse is None
+        and sink is s_aux is learnable_sink is sparse is k_descale is v_descale is None
         and check_indices is False
         and type(return_softmax_lse) is type(rotary_interleaved) is bool
         and not others
@@ -163,6 +166,7 @@ def flash_attn_with_kvcache(
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
     is_default = is_default and is_direct(q, k_cache, v_cache, *places, *joining)
+    is_default = is_default and q.dtype == k_cache.dtype  # others are of 8 bits, or refused
     if is_default and not needs_grad(q, k_cache, v_cache):
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
@@ -192,7 +196,10 @@ def flash_attn_with_kvcache(
         ("check_indices", check_indices),
     ):
         validate.flag(name, flag)
-    q, k, v, rotary_cos, rotary_sin = autocast.cast_as(k_cache, q, k, v, rotary_cos, rotary_sin)
+    is_quantized = quantized.is_quantized(k_cache, v_cache, k_descale, v_descale)
+    given = (q, k, v, rotary_cos, rotary_sin)
+    cast = autocast.cast(*given) if is_quantized else autocast.cast_as(k_cache, *given)
+    q, k, v, rotary_cos, rotary_sin = cast
     q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
     used: Any = cache_seqlens
@@ -202,7 +209,9 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, left, right, softcap, alibi_slopes, sink, rotary_interleaved,
         num_splits, split_size,
     )  # fmt: skip
-    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS)
+    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS, is_quantized)
+    if is_quantized:
+        quantized.check_descales(call, batch, k_descale, v_descale)
     if cu_seqlens_q is None and max_seqlen_q is not None:
         validate.length("max_seqlen_q", max_seqlen_q)
         if max_seqlen_q not in (0, q.shape[1]):
@@ -238,9 +247,12 @@ def flash_attn_with_kvcache(
     if refused:
         _check_vectors(call)
         raise refused.pop()
+    if not (sparse is None or isinstance(sparse, Sparse)):
+        raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
+    if is_quantized:
+        out, softmax_lse = quantized_kvcache.attend(call, k_descale, v_descale, sparse)
+        return (out, softmax_lse) if return_softmax_lse else out
     if sparse is not None:
-        if not isinstance(sparse, Sparse):
-            raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
         out, softmax_lse = sparse_kvcache.attend(call, sparse)
         return (out, softmax_lse) if return_softmax_lse else out
     if plan_log.is_on():

@@ -9,6 +9,7 @@ a call, so they are plain comparisons.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -218,6 +219,14 @@ def packed(
     contiguous_last(name, x)
 
 
+def descale_number(name: str, x: Any) -> None:
+    """Refuses a descale that is no tensor, unless it is a positive number."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
+    if not 0 < x < math.inf:
+        raise ValueError(f"{name} is {x}; expected a positive number")
+
+
 def kind_of(x: Any) -> str:
     """The type of ``x``, with its module if the name is ambiguous: numpy has an int64, too."""
     kind = type(x)
@@ -236,14 +245,23 @@ def _named(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Tensor], ...]:
     return ("q", q), ("k", k), ("v", v)
 
 
-def same_kind(q: Tensor, k: Tensor, v: Tensor, name_k: str = "k", name_v: str = "v") -> None:
+def same_kind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    name_k: str = "k",
+    name_v: str = "v",
+    is_quantized: bool = False,
+) -> None:
+    """Refuses other dtypes and devices than q's; with ``is_quantized`` the dtypes of k and v are
+    looked at elsewhere."""
     tensor("q", q)
     tensor(name_k, k)
     tensor(name_v, v)
     dtype, device = q.dtype, q.device
     if dtype not in DTYPES:
         raise TypeError(f"q has dtype {dtype}; supported: {listed(DTYPES)}")
-    if k.dtype != dtype or v.dtype != dtype:
+    if not is_quantized and (k.dtype != dtype or v.dtype != dtype):
         raise TypeError(
             f"dtypes differ: q has {dtype}, {name_k} {k.dtype}, {name_v} {v.dtype}; cast them to "
             "one"

@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def check(call: FwdKvcacheCall, names: validate_options.Names) -> int:
-    """Checks all of a call but the values of index tensors; returns the batch size."""
-    batch = _shapes(call)
+def check(call: FwdKvcacheCall, names: validate_options.Names, is_quantized: bool = False) -> int:
+    """Checks all of a call but the values of index tensors; returns the batch size. Not the dtypes
+    of caches that :mod:`flash_cute.call.validate.quantized_kvcache` found to be of 8 bits."""
+    batch = _shapes(call, is_quantized)
     validate_options.check(call, batch, names)
     return batch
 
 
-def _shapes(call: FwdKvcacheCall) -> int:
+def _shapes(call: FwdKvcacheCall, is_quantized: bool) -> int:
     """Shapes, dtypes, devices, strides and counts; returns the batch size. ``cache_seqlens`` may be
     one number for all, as the function takes it."""
     q, k_cache, v_cache, k = call.q, call.k_cache, call.v_cache, call.k
     cu_seqlens_q, block_table, lengths = call.cu_seqlens_q, call.block_table, call.cache_seqlens
-    validate.same_kind(q, k_cache, v_cache, "k_cache", "v_cache")
+    validate.same_kind(q, k_cache, v_cache, "k_cache", "v_cache", is_quantized)
     rank = 4 if cu_seqlens_q is None else 3
     if q.dim() != rank:
         layout = "(batch, seqlen_q, heads, dim)" if rank == 4 else "(total_q, heads, dim)"
@@ -93,7 +94,7 @@ def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
             )
 
 
-def vectors(q: Tensor | None, k_cache: Tensor, v_cache: Tensor) -> None:
+def vectors(q: Tensor | None, k_cache: Tensor | None = None, v_cache: Tensor | None = None) -> None:
     """Raises ValueError for the first tensor whose rows do not start on 16-byte boundaries."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x is None or x.numel() == 0:

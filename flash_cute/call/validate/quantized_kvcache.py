@@ -1,0 +1,78 @@
+"""The checks of 8-bit caches and their descales. Errors as in :mod:`flash_cute.call.validate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flash_cute.call import validate
+from flash_cute.call.validate import ops as validate_ops
+
+if TYPE_CHECKING:
+    from flash_cute.ops.typed import FwdKvcacheCall
+
+DTYPES = (torch.float8_e4m3fn, torch.int8)
+
+
+def is_quantized(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> bool:
+    """Whether the caches are of 8 bits; refuses other dtypes of one byte, and descales of caches
+    that are not."""
+    caches, descales = (("k", k_cache), ("v", v_cache)), (("k", k_descale), ("v", v_descale))
+    for name, x in caches:
+        validate.tensor(f"{name}_cache", x)
+    if k_cache.element_size() > 1 and v_cache.element_size() > 1:
+        for name, x in descales:
+            if x is not None:
+                raise ValueError(
+                    f"{name}_descale is given, and the caches have {k_cache.dtype}; descales are "
+                    f"of caches of {validate.listed(DTYPES)}: leave it None"
+                )
+        return False
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in DTYPES:
+        raise TypeError(
+            f"k_cache has {k_cache.dtype}, v_cache {v_cache.dtype}; supported: both of q's dtype, "
+            f"or both of one of {validate.listed(DTYPES)}"
+        )
+    for name, x in descales:
+        if x is None and k_cache.dtype == torch.int8:
+            raise ValueError(
+                f"{name}_descale is None; caches of torch.int8 need what their numbers are "
+                "multiplied by, e.g. the largest magnitude / 127"
+            )
+    return True
+
+
+def check_descales(call: FwdKvcacheCall, batch: int, k_descale: Any, v_descale: Any) -> None:
+    """Checks the descales of a call that is valid but for them."""
+    rows, heads_k = tuple(call.k_cache.shape[:-1]), call.k_cache.shape[2]
+    written = []
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            validate.descale_number(name, x)
+            continue
+        validate.strided(name, x)
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32: call float()")
+        if x.device != call.q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {call.q.device}; they must agree")
+        shape = tuple(x.shape)
+        if shape not in ((), (1,), (heads_k,), (batch, heads_k), rows):
+            raise ValueError(
+                f"{name} has shape {shape}; expected one element, (heads_k,), {(heads_k,)}, "
+                f"(batch, heads_k), {(batch, heads_k)}, or the caches' without the last dimension, "
+                f"{rows}"
+            )
+        if call.k is not None and x.dim() == 3:
+            validate_ops.check_not_expanded(name, x)
+            written.append(x)
+    is_known = not torch.compiler.is_compiling()
+    if len(written) == 2 and (
+        k_descale is v_descale or (is_known and validate_ops.overlap(k_descale, v_descale))
+    ):
+        raise ValueError(
+            "k_descale and v_descale share memory; appending k and v writes both: give two tensors"
+        )

@@ -1,0 +1,223 @@
+"""Attention over caches of 8 bits: new keys are quantised, and what is read is widened.
+
+There are no kernels over 8-bit caches yet. New rows are rotated, divided by their descale, rounded
+and written; then the caches, or the pages in use if these are fewer, are copied to q's dtype, which
+holds every number of both 8-bit dtypes, and the kernels of that dtype attend over the copy. A
+number as descale of K multiplies softmax_scale, other descales of a head multiply q, or out for V;
+those of a token multiply its row of the copy. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_cute.call.fp8 import Descale, of_rows
+from flash_cute.call.sizes import batch_of
+from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.cpu.kvcache import Rotary
+from flash_cute.functional import sparse_kvcache
+from flash_cute.functional.cache_rows import Rows, capacity, keys_before
+from flash_cute.functional.run import run_kvcache
+from flash_cute.kernels import plan_log
+from flash_cute.ops.typed import FwdKvcacheCall
+from flash_cute.sparse.value import Sparse
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+def attend(
+    call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale, sparse: Sparse | None
+) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse of a valid call over 8-bit caches, which k and v join first."""
+    given = [x for x in (*call, k_descale, v_descale) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise RuntimeError(
+            "flash_attn_with_kvcache: an argument requires grad, and attention over a cache has no "
+            "backward: detach() it, or call under torch.no_grad()"
+        )
+    if sparse is not None:
+        sparse_kvcache.check(call, sparse)
+    if call.q.is_cuda and not torch.compiler.is_compiling():
+        if call.q.shape[-1] % 8 == 0 and call.rotary_cos is None:
+            validate_kvcache.vectors(call.q)  # before anything is written
+        _say(call.k_cache.dtype, call.q.dtype)
+    k_descale, v_descale = (_of_sequences(x, batch_of(call)) for x in (k_descale, v_descale))
+    call = _scaled(_widened(_appended(call, k_descale, v_descale), k_descale, v_descale), k_descale)
+    if sparse is not None:
+        out, softmax_lse = sparse_kvcache.attend(call, sparse)
+    else:
+        if plan_log.is_on():
+            plan_log.cache(call)
+        out, softmax_lse = run_kvcache(call)
+    if isinstance(v_descale, Tensor) and v_descale.dim() < 3:
+        out.mul_(of_rows(v_descale, out, call.cu_seqlens_q))
+    elif v_descale is not None and not isinstance(v_descale, Tensor):
+        out.mul_(v_descale)
+    return out, softmax_lse
+
+
+def quantized(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / ``descale`` in fp32, rounded to the nearest even number of ``dtype``, the largest one if
+    it is beyond. NaN stays NaN in fp8, and is 0 in int8."""
+    x = x.float() / descale
+    if dtype == torch.int8:
+        x = x.round().nan_to_num(0.0)
+    return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+
+
+def token_descales(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 (.., heads), with which each row of x (.., heads, dim) fills the range of ``dtype``; 1
+    where a row is zero."""
+    largest = x.abs().amax(-1).float()
+    descale = largest / largest.new_full((), LARGEST[dtype])  # a number would be inverted on CUDA
+    return descale.masked_fill_(descale == 0, 1)
+
+
+@lru_cache(maxsize=8)
+def _say(stored: torch.dtype, wide: torch.dtype) -> None:
+    warnings.warn(
+        f"flash_cute: no kernel reads a cache of {stored} yet; each call copies the rows that it "
+        f"may read to {wide}, which costs time and memory. This is said once",
+        stacklevel=4,
+    )
+
+
+def _of_sequences(x: Descale, batch: int) -> Descale:
+    """A descale of every head, (heads_k,), for every sequence; others as they are."""
+    if isinstance(x, Tensor) and x.dim() == 1 and len(x) > 1:
+        return x.expand(batch, -1)
+    return x
+
+
+class _Places(NamedTuple):
+    """Where rows go: row i of what is written is row ``source[i]`` of what is given. Rows that do
+    not fit repeat one that does; if ``none`` does, they write what is there."""
+
+    page: Tensor
+    row: Tensor
+    source: Tensor
+    none: Tensor  # bool ()
+
+    @classmethod
+    def of(cls, call: FwdKvcacheCall, rows: Rows, used: Tensor) -> _Places:
+        pages, page_size = call.k_cache.shape[:2]
+        row, page = used[rows.sequence] + rows.place, rows.sequence
+        fits = rows.belongs & (row < capacity(call))
+        if call.block_table is not None:
+            column = (row // page_size).clamp_max(call.block_table.shape[1] - 1)
+            page, row = call.block_table[page, column].long(), row % page_size
+        elif call.cache_batch_idx is not None:
+            page = call.cache_batch_idx[page].long()
+        fits &= (page >= 0) & (page < pages)
+        source = torch.arange(len(row), device=row.device)
+        source = torch.where(fits, source, fits.int().argmax())
+        page, row = page.clamp(0, pages - 1)[source], row.clamp_max(page_size - 1)[source]
+        return cls(page, row, source, ~fits.any())
+
+    def write(self, x: Tensor, given: Tensor) -> None:
+        """``given`` (rows, ..) into x (pages, page_size, ..)."""
+        x, given = _as_bytes(x), _as_bytes(given)
+        there = x[self.page, self.row]
+        x[self.page, self.row] = torch.where(self.none, there, given[self.source])
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """x, or as int8 if it is fp8, which torch cannot index everywhere."""
+    return x.view(torch.int8) if x.element_size() == 1 else x
+
+
+def _appended(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> FwdKvcacheCall:
+    """The call after k and v joined, q being rotated."""
+    if call.k is None or call.v is None:
+        return call
+    used, k, v, offsets = keys_before(call), call.k, call.v, call.cu_seqlens_k_new
+    if len(used) == 0 or call.k_cache.numel() == 0 or capacity(call) == 0:
+        return _without_new_keys(call, used, used)  # nothing fits, so that nothing is seen
+    rows = Rows.of(k, offsets, len(k))
+    q, start = call.q, used if call.rotary_seqlens is None else call.rotary_seqlens.long()
+    if call.rotary_cos is not None and call.rotary_sin is not None:
+        rotary = Rotary(call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
+        k = _rotated(k, rotary, rows, start, 1)
+        sides = (call.window_size_left, call.window_size_right)
+        step = int(call.is_causal or max(sides) >= 0)  # else all are at the first one's position
+        queries = Rows.of(q, call.cu_seqlens_q, call.max_seqlen_q)
+        q = _rotated(q, rotary, queries, start, step)
+    if len(rows.place):
+        places = _Places.of(call, rows, used)
+        for x, cache, descale in ((k, call.k_cache, k_descale), (v, call.v_cache, v_descale)):
+            factor = _factor(descale, x, offsets)
+            if isinstance(descale, Tensor) and descale.dim() == 3:
+                factor = token_descales(x, cache.dtype)
+                places.write(descale, factor.reshape(-1, factor.shape[-1]))
+                factor = factor[..., None]
+            places.write(cache, quantized(x, factor, cache.dtype).reshape(-1, *x.shape[-2:]))
+    keys = (used + rows.counts).clamp_max(capacity(call))
+    return _without_new_keys(call._replace(q=q), used, keys)
+
+
+def _without_new_keys(call: FwdKvcacheCall, used: Tensor, keys: Tensor) -> FwdKvcacheCall:
+    """The call over ``keys`` keys a sequence, of which ``used`` were there before."""
+    leftpad = call.cache_leftpad
+    return call._replace(
+        k=None, v=None, rotary_cos=None, rotary_sin=None, rotary_seqlens=None,
+        cu_seqlens_k_new=None, cache_seqlens=keys.int(),
+        cache_leftpad=None if leftpad is None else leftpad.minimum(used).int(),
+    )  # fmt: skip
+
+
+def _rotated(x: Tensor, rotary: Rotary, rows: Rows, start: Tensor, step: int) -> Tensor:
+    """x with row i of each sequence at position ``start + step * i``."""
+    positions = start[rows.sequence] + step * rows.place
+    return rotary.rotate(x.reshape(-1, *x.shape[-2:]), positions).view(x.shape)
+
+
+def _factor(descale: Descale, x: Tensor, offsets: Tensor | None) -> Tensor:
+    """A descale that is not each token's, as a tensor that broadcasts to new rows x."""
+    if isinstance(descale, Tensor):
+        return of_rows(descale, x, offsets)
+    return torch.full((), descale or 1.0, dtype=torch.float32, device=x.device)
+
+
+def _widened(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> FwdKvcacheCall:
+    """The call over copies in q's dtype of the pages in use, or if they are fewer of all."""
+    index = call.cache_batch_idx if call.block_table is None else call.block_table
+    pages: Tensor | slice = slice(None)
+    if index is None:
+        pages = slice(batch_of(call))
+    elif index.numel() < len(call.k_cache):
+        pages = index.long().clamp(0, len(call.k_cache) - 1).flatten()
+        exists = (index >= 0) & (index < len(call.k_cache))
+        own = torch.arange(index.numel(), dtype=torch.int32, device=index.device).view(index.shape)
+        index = own.masked_fill(~exists, -1)
+    call = call._replace(
+        k_cache=_wide(call.k_cache, k_descale, pages, call.q.dtype),
+        v_cache=_wide(call.v_cache, v_descale, pages, call.q.dtype),
+    )
+    if call.block_table is not None:
+        return call._replace(block_table=index)
+    return call._replace(cache_batch_idx=index)
+
+
+def _wide(cache: Tensor, descale: Descale, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Pages of a cache, contiguous in ``dtype``; times their tokens' descales, if it has these."""
+    found = _as_bytes(cache)[pages].view(cache.dtype)
+    wide = found.to(dtype, memory_format=torch.contiguous_format)
+    if isinstance(descale, Tensor) and descale.dim() == 3:
+        wide.mul_(descale[pages][..., None])  # in fp32, and rounded once
+    return wide
+
+
+def _scaled(call: FwdKvcacheCall, k_descale: Descale) -> FwdKvcacheCall:
+    """The call with the descale of heads of K in softmax_scale or in q."""
+    if isinstance(k_descale, Tensor):
+        if k_descale.dim() == 3:
+            return call
+        factor = of_rows(k_descale, call.q, call.cu_seqlens_q)
+        return call._replace(q=(call.q * factor).to(call.q.dtype))
+    scale = call.q.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+    return call._replace(softmax_scale=scale * (k_descale or 1.0))

@@ -1,0 +1,351 @@
+"""Calls over 8-bit caches: results beside fp64, what is written bit by bit, and errors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import flash_cute
+from flash_cute import Sparse, reference
+from flash_cute.functional import quantized_kvcache
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
+DTYPES = [E4M3, INT8]
+LARGEST = {E4M3: 448.0, INT8: 127.0}
+CLOSE = {FP32: 2e-5, FP16: 4e-3, BF16: 3e-2}
+
+
+def e4m3_of(code: int) -> float:
+    """What the bits of a positive e4m3 number say."""
+    exponent, mantissa = code >> 3, code & 7
+    return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+NUMBERS = np.array([e4m3_of(code) for code in range(127)])  # 127 is NaN
+
+
+def codes_of(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes, as int8, of x / descale: the nearest number, of two the even one."""
+    y = (x.float().cpu().numpy() / np.broadcast_to(descale.cpu().numpy(), x.shape)).astype(float)
+    if dtype == INT8:
+        rounded = np.clip(np.rint(y), -127, 127)
+        return torch.from_numpy(np.nan_to_num(rounded).astype(np.int8))
+    size = np.minimum(np.abs(np.nan_to_num(y, nan=0.0)), 448.0)
+    above = np.searchsorted(NUMBERS, size).clip(1, 126)
+    low, high = size - NUMBERS[above - 1], NUMBERS[above] - size
+    is_low = (low < high) | ((low == high) & (above % 2 == 1))
+    code = np.where(np.isnan(y), 127, np.where(is_low, above - 1, above))
+    code = np.where(np.signbit(y), code + 128, code).astype(np.uint8)
+    return torch.from_numpy(code.view(np.int8))
+
+
+def values_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp64 of the bytes of a cache."""
+    if dtype == INT8:
+        return codes.double()
+    bits = codes.view(torch.uint8).long()
+    table = torch.tensor([*NUMBERS, np.nan]).double()
+    return table[bits & 127] * torch.where(bits > 127, -1.0, 1.0).double()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(INT8).cpu()
+
+
+def new_descale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = x.abs().amax(-1).float().cpu().numpy()
+    descale = (largest / np.float32(LARGEST[dtype])).astype(np.float32)
+    return torch.from_numpy(np.where(descale == 0, np.float32(1), descale))
+
+
+KINDS = ["none", "number", "one", "scalar", "heads", "batch", "tokens"]
+
+
+def descale_of(kind: str, dtype: torch.dtype, shape: tuple[int, ...], batch: int) -> Any:
+    """A descale of a cache (pages, rows, heads), about so large that values are normal."""
+    unit = 3 / LARGEST[dtype]
+    shapes = {"one": (1,), "scalar": (), "heads": shape[2:], "batch": (batch, shape[2])}
+    if kind == "none" and dtype == E4M3:
+        return None
+    if kind in ("none", "number"):
+        return unit * 1.1
+    return unit * (0.5 + torch.rand(shapes.get(kind, shape)))
+
+
+def each(descale: Any, b: int, pages: Tensor, rows: Tensor, heads: int) -> Tensor:
+    """fp32 (rows, heads): the descale of rows of a sequence."""
+    if not isinstance(descale, Tensor):
+        return torch.full((len(rows), heads), 1.0 if descale is None else descale)
+    if descale.dim() == 3:
+        return descale[pages, rows]
+    return (descale[b] if descale.dim() == 2 else descale).expand(len(rows), heads)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: dict[str, Any], slopes: Any) -> Any:
+    """fp64 of one sequence: q (queries, heads, dim), k and v (keys, heads_k, dim)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * o["softmax_scale"]
+    if o["softcap"]:
+        scores = o["softcap"] * torch.tanh(scores / o["softcap"])
+    i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
+    (left, right), seen = o["window_size"], mask
+    if o["causal"] or right >= 0:
+        seen = seen & (j <= i + (0 if o["causal"] else right))
+    if left >= 0:
+        seen = seen & (j >= i - left)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sink = torch.full((q.shape[1],), -torch.inf) if o["sink"] is None else o["sink"]
+    sinks = sink.double()[:, None, None].expand(-1, len(q), 1)
+    lse = torch.cat((scores, sinks), -1).logsumexp(-1)
+    p = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return torch.einsum("hij,jhd->ihd", p, v), lse
+
+
+class Case:
+    """A random call: its arguments, and what each sequence is."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, **fixed: Any) -> None:
+        torch.manual_seed(seed)
+        draw = random.Random(seed)
+
+        def pick(name: str, *choices: Any) -> Any:
+            return fixed.get(name, draw.choice(choices))
+
+        self.dtype, self.q_dtype = dtype, pick("q_dtype", BF16, FP16, FP32)
+        self.batch, self.heads_k = draw.randint(1, 4), draw.choice([1, 2, 3])
+        self.heads = self.heads_k * draw.choice([1, 2, 4])
+        dim, dim_v = draw.choice([(32, 32), (64, 16), (40, 48), (33, 7)])
+        page, columns = pick("page", 0, 0, 1, 7, 16), draw.randint(1, 6)
+        self.page = page or draw.choice([20, 64])
+        self.capacity = self.page * (columns if page else 1)
+        extra = draw.choice([0, 3, 30])
+        pages = self.batch * (columns if page else 1) + extra
+        self.table = torch.randperm(pages)[: pages - extra].view(self.batch, -1).int()
+        by_index = not page and draw.random() < 0.5
+        if not page and not by_index:
+            self.table = torch.arange(self.batch).view(-1, 1).int()
+        appends, packed = pick("appends", True, True, False), draw.random() < 0.4
+        self.used = [draw.randint(0, self.capacity) for _ in range(self.batch)]
+        self.new = [0] * self.batch
+        if appends:
+            one = draw.choice([1, 1, 2, 5])
+            self.new = [draw.randint(0, 4) if packed else one for _ in range(self.batch)]
+        self.queries = [draw.choice([1, 1, 2, 6])] * self.batch
+        if packed:
+            self.queries = [draw.randint(0, 5) for _ in range(self.batch)]
+        self.q_packed, self.k_packed = packed, packed and appends
+        leftpad = draw.random() < 0.3
+        self.pads = [draw.randint(0, n) if leftpad else 0 for n in self.used]
+        rotary = pick("rotary", False, False, True) and appends
+        self.options: dict[str, Any] = {
+            "softmax_scale": dim**-0.5, "causal": draw.random() < 0.5,
+            "softcap": draw.choice([0, 0, 3.0]),
+            "window_size": draw.choice([(-1, -1), (-1, -1), (9, 0), (4, 3), (-1, 2)]),
+            "sink": draw.choice([None, torch.randn(self.heads)]),
+        }  # fmt: skip
+        self.slopes = draw.choice(
+            [None, torch.rand(self.heads), torch.rand(self.batch, self.heads)]
+        )
+        shape = (pages, self.page, self.heads_k)
+        kinds = (pick("k_kind", *KINDS), pick("v_kind", *KINDS))
+        self.descales = [descale_of(kind, dtype, shape, self.batch) for kind in kinds]
+        self.caches = []
+        unseen = torch.ones(shape[:2], dtype=torch.bool)  # rows that nothing may read
+        for b in range(self.batch):
+            unseen[self.places(b, self.pads[b], self.used[b])] = False
+        for i, d in enumerate((dim, dim_v)):
+            codes = torch.randint(-127, 128, (*shape, d), dtype=INT8)
+            if dtype == E4M3:
+                normal = torch.randn(*shape, d) * LARGEST[E4M3] / 3
+                codes = codes_of(normal, torch.ones(()), E4M3)
+                codes[unseen] = 127  # NaN
+            if isinstance(self.descales[i], Tensor) and self.descales[i].dim() == 3:
+                self.descales[i][unseen] = torch.nan
+            elif self.descales[i] is None:
+                codes = codes_of(torch.randn(*shape, d), torch.ones(()), E4M3)
+            self.caches.append(codes.view(dtype))
+
+        def rows(lengths: list[int], is_packed: bool, *tail: int) -> Tensor:
+            lead = (sum(lengths),) if is_packed else (self.batch, lengths[0])
+            return torch.randn(*lead, *tail).to(self.q_dtype)
+
+        def offsets(lengths: list[int]) -> Tensor:
+            return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=INT32)
+
+        def integers(x: list[int]) -> Tensor:
+            return torch.tensor(x, dtype=INT32)
+
+        self.arguments: dict[str, Any] = {
+            "q": rows(self.queries, self.q_packed, self.heads, dim),
+            "k_cache": self.caches[0], "v_cache": self.caches[1], "cache_seqlens": integers(self.used),
+            "k_descale": self.descales[0], "v_descale": self.descales[1],
+            "alibi_slopes": self.slopes, **self.options,
+            **draw.choice([{}, {"num_splits": 3}, {"split_size": 64}]),
+        }  # fmt: skip
+        if page:
+            self.arguments["block_table"] = self.table
+        elif by_index:
+            self.arguments["cache_batch_idx"] = self.table[:, 0].contiguous()
+        if leftpad:
+            self.arguments["cache_leftpad"] = integers(self.pads)
+        if self.q_packed:
+            self.arguments |= {"cu_seqlens_q": offsets(self.queries), "max_seqlen_q": 6}
+        if appends:
+            for name, d in (("k", dim), ("v", dim_v)):
+                self.arguments[name] = rows(self.new, self.k_packed, self.heads_k, d)
+            if self.k_packed:
+                self.arguments["cu_seqlens_k_new"] = offsets(self.new)
+        self.starts = self.used
+        if rotary:
+            angles = 6.3 * torch.rand(self.capacity + 9, draw.choice([4, 16]))
+            self.arguments |= {"rotary_cos": angles.cos().to(self.q_dtype),
+                               "rotary_sin": angles.sin().to(self.q_dtype),
+                               "rotary_interleaved": draw.random() < 0.5}  # fmt: skip
+            if draw.random() < 0.4:
+                self.starts = [n // 2 for n in self.used]
+                self.arguments["rotary_seqlens"] = integers(self.starts)
+
+    def places(self, b: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Pages and rows of the keys [first, last) of a sequence."""
+        rows = torch.arange(first, min(last, self.capacity))
+        return self.table[b].long()[rows // self.page], rows % self.page
+
+    def rotated(self, x: Tensor, b: int, step: int) -> Tensor:
+        if "rotary_cos" not in self.arguments:
+            return x
+        a = self.arguments
+        positions = self.starts[b] + step * torch.arange(len(x))
+        return reference.rotate(
+            x, positions, a["rotary_cos"], a["rotary_sin"], a["rotary_interleaved"]
+        )
+
+    def new_keys(self) -> Tensor | None:
+        """k as the 16-bit call appends it, one row behind the other."""
+        a, new = self.arguments, self.arguments.get("k")
+        if new is None or "rotary_cos" not in a:
+            return new
+        room = max(self.capacity, max(u + n for u, n in zip(self.used, self.new, strict=True)))
+        caches = torch.zeros(2, self.batch, room, *new.shape[-2:], dtype=new.dtype).unbind()
+        names = ("rotary_cos", "rotary_sin", "rotary_interleaved", "cu_seqlens_k_new",
+                 "cache_seqlens", "rotary_seqlens")  # fmt: skip
+        some = {name: a[name] for name in names if name in a}
+        q = new.new_zeros(self.batch, 1, *new.shape[-2:])
+        flash_cute.flash_attn_with_kvcache(q, *caches, new, new, **some)
+        rows = [
+            caches[0][b, u : u + n]
+            for b, (u, n) in enumerate(zip(self.used, self.new, strict=True))
+        ]
+        return torch.cat(rows).view(new.shape)
+
+    def appended(self) -> tuple[list[Tensor], list[Any]]:
+        """Bytes of the caches, and descales, after the call."""
+        caches = [bits(x).clone() for x in self.caches]
+        descales = [x.clone() if isinstance(x, Tensor) else x for x in self.descales]
+        for i, new in enumerate((self.new_keys(), self.arguments.get("v"))):
+            if new is None:
+                continue
+            rows = new.reshape(-1, *new.shape[-2:]).split(self.new)
+            for b, x in enumerate(rows):
+                page, row = self.places(b, self.used[b], self.used[b] + len(x))
+                x = x[: len(row)]
+                if isinstance(descales[i], Tensor) and descales[i].dim() == 3:
+                    descales[i][page, row] = new_descale(x, self.dtype)
+                factor = each(descales[i], b, page, row, self.heads_k)[..., None]
+                caches[i][page, row] = codes_of(x, factor, self.dtype)
+        return caches, descales
+
+    def expected(self, hidden: Any = None) -> tuple[Tensor, Tensor]:
+        """out (queries of all, heads, dim_v) and lse (heads, queries of all) in fp64."""
+        caches, descales = self.appended()
+        q = self.arguments["q"]
+        parts = q.reshape(-1, *q.shape[-2:]).split(self.queries)
+        banded = self.options["causal"] or max(self.options["window_size"]) >= 0
+        results = []
+        for b, x in enumerate(parts):
+            page, row = self.places(b, 0, self.used[b] + self.new[b])
+            k, v = (
+                (values_of(codes[page, row], self.dtype)
+                 * each(d, b, page, row, self.heads_k).double()[..., None])
+                for codes, d in zip(caches, descales, strict=True)
+            )  # fmt: skip
+            mask = torch.arange(len(row)) >= self.pads[b]
+            k[~mask], v[~mask] = 0, 0  # may be NaN
+            if hidden is not None:
+                mask = mask & hidden(b, len(x), len(row))
+            slopes = self.slopes
+            slopes = slopes[b] if slopes is not None and slopes.dim() == 2 else slopes
+            x = self.rotated(x, b, int(banded))
+            results.append(attention(x, k, v, mask, self.options, slopes))
+        outs, lses = zip(*results, strict=True)
+        return torch.cat(outs), torch.cat(lses, 1)
+
+    def run(self, device: str, **more: Any) -> tuple[Tensor, Tensor]:
+        """The call; caches and descales are then those of :attr:`arguments`."""
+        moved = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in self.arguments.items()}
+        self.ran = moved
+        out, lse = flash_cute.flash_attn_with_kvcache(**moved, **more, return_softmax_lse=True)
+        assert out.dtype == self.q_dtype and lse.dtype == torch.float32
+        if not self.q_packed:
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        return out.cpu(), lse.cpu()
+
+    def check(self, device: str, hidden: Any = None, **more: Any) -> None:
+        out, lse = self.expected(hidden)
+        caches, descales = self.appended()
+        got, got_lse = self.run(device, **more)
+        for i, name in enumerate(("k", "v")):
+            if not (device == "cuda" and "rotary_cos" in self.arguments and name == "k"):
+                assert torch.equal(bits(self.ran[f"{name}_cache"]), caches[i])
+                if isinstance(descales[i], Tensor):
+                    written = self.ran[f"{name}_descale"].cpu()
+                    assert torch.equal(written.view(INT32), descales[i].view(INT32))
+        size = max(1.0, float(out.abs().max())) if out.numel() else 1.0
+        close = CLOSE[self.q_dtype]
+        torch.testing.assert_close(got.double(), out, rtol=close, atol=close * size)
+        torch.testing.assert_close(got_lse.double(), lse, rtol=close, atol=2 * close)
+
+
+@pytest.fixture(autouse=True)
+def copies_are_expected():
+    quantized_kvcache._say.cache_clear()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:flash_cute. no kernel reads a cache")
+
+
+def case_on(device: str, seed: int, dtype: torch.dtype, **fixed: Any) -> Case:
+    if device == "cuda":
+        fixed["q_dtype"] = random.Random(seed).choice([BF16, FP16])
+    return Case(seed, dtype, **fixed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(150))
+def test_is_attention_over_the_dequantised_cache(device, dtype, seed):
+    case_on(device, seed, dtype).check(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k_kind", KINDS)
+@pytest.mark.parametrize("v_kind", KINDS)
+def test_kinds_of_descales(device, dtype, k_kind, v_kind):
+    """In fp32 on the CPU, where each of them is nearly exact."""
+    fixed = {"k_kind": k_kind, "v_kind": v_kind, "q_dtype": FP32, "appends": True}
+    case_on(device, 1000 + KINDS.index(k_kind), dtype, **fixed).check(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page", [0, 7, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_rotary_embedding_comes_before_rounding(device, dtype, page, seed):
+    fixed = {"rotary": True, "page": page, "appends": True}
+    case_on(device, 2000 + seed, dtype, **fixed).check(device)
