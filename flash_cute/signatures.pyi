@@ -21,8 +21,6 @@ class CacheKeywords(TypedDict, total=False):
     sm_margin: int | None
     qv: None
     q_descale: None
-    k_descale: None
-    v_descale: None
     attention_chunk: Literal[0]
     scheduler_metadata: None
 
@@ -996,6 +994,8 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
     **others: Unpack[CacheKeywords],
 ) -> Tensor: ...
 @overload
@@ -1031,6 +1031,8 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
     **others: Unpack[CacheKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -1066,6 +1068,8 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
     **others: Unpack[CacheKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload

@@ -25,6 +25,7 @@ OPS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
 ARCHS = {80: "sm_80 and newer", 90: "sm_90a"}
 YES = "yes"
 _WIDENED = "widened to 16 bits; to fp32 with fp16 and a tensor as descale of q or k"
+_COPIED = "quantised on append, copied to q's dtype to be read"
 
 # Features: (support on the CPU, on CUDA).
 FEATURES = {
@@ -38,6 +39,7 @@ FEATURES = {
     "packed and varlen, `seqused_q`, `seqused_k`": (YES, YES),
     "paged keys and values (`block_table`), forward": (YES, YES),
     "key/value cache (`flash_attn_with_kvcache`), forward": (YES, "fp16, bf16"),
+    "caches of e4m3 or int8, with descales": (_COPIED, _COPIED),
     "softcap, ALiBi slopes, attention sinks": (YES, YES),
     "dropout, probabilities, `softmax_lse` and its gradient": (YES, YES),
 }

@@ -2,7 +2,8 @@
 
 Arguments, their order and the results are those of ``hopper/flash_attn_interface.py``.
 ``num_splits`` (except over a cache), ``pack_gqa`` and ``sm_margin`` schedule its kernels, and are
-ignored here; ``qv``, descales and ``attention_chunk`` raise an error that names them.
+ignored here; ``qv``, ``attention_chunk``, and over a cache ``q_descale``, as q has 16 bits there,
+raise an error that names them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Attention over a key/value cache, for serving: one call appends, rotates and attends.
 
 Arguments are those of flash-attn 2.8's function of the same name, in its order, and by keyword
-those that FlashAttention-3's has on top for chunks of prompts, other rotary positions and pages:
+those that FlashAttention-3's has on top for chunks of prompts, other rotary positions, pages and
+caches of 8 bits:
 not ``qv``, ``q_descale``, ``attention_chunk``, nor how its kernels are scheduled.
 """
 
@@ -80,7 +81,8 @@ def flash_attn_with_kvcache(
             ``torch.autocast`` q, k, v and the rotary tables are cast to the caches' dtype, unless
             they are fp64.
         k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
-            page_size, heads_k, dim); any strides, last dimension contiguous. Written in place.
+            page_size, heads_k, dim); any strides, last dimension contiguous. Written in place. Of
+            q's dtype, or float8_e4m3fn or int8, both caches alike: see ``k_descale``.
         v_cache: as k_cache, with its own head dim dim_v. Both may be views of one tensor. Where k
             joins, sequences have memory of their own in both; and under ``torch.compile`` views
             that begin inside of a tensor are to be made outside of the compiled function, or of a
@@ -130,6 +132,21 @@ def flash_attn_with_kvcache(
             runs of as many keys as are visible together: 128 or 64 of ``Sparse.blocks``, the
             granularity of ``Sparse.topk``, single keys of other formats, which is slow. Both caches
             must have one layout. Not with ``alibi_slopes`` or ``rotary_cos``.
+        k_descale: what the numbers of an 8-bit k_cache are multiplied by: a number, or fp32 of one
+            element, (heads_k,), (batch, heads_k), or one for each token and head, k_cache's shape
+            without its last dimension. None: 1 for fp8; int8 needs one. Not for other caches.
+        v_descale: likewise for v_cache; its kind may be another.
+
+    **8-bit caches.** k and v, rotated as the call asks, join as x / descale, in fp32, rounded to
+    the nearest even number, at most 448 in fp8 and 127 in int8; NaN stays NaN in fp8, and is 0 in
+    int8. With a descale for each token and head, k_descale and v_descale are written in place, too:
+    the largest magnitude of the new row / 448, or 127, and 1 if that is 0, so that a row with inf
+    or NaN comes out as NaN. No kernel reads 8 bits yet: each call copies both caches to q's dtype,
+    whole (without ``cache_batch_idx`` the rows of its sequences), or if they are fewer as many
+    pages as ``block_table``, or rows as ``cache_batch_idx``, has entries; CUDA calls say so once.
+    The copy holds every 8-bit number. What is rounded to q's dtype besides: descales of tokens
+    times their rows; a k_descale of fewer elements times q, nothing if it is a number, which
+    multiplies softmax_scale; out once more where such a v_descale, or a number, multiplies it.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
@@ -152,6 +169,15 @@ def flash_attn_with_kvcache(
         q, k, v = torch.randn(3, 2, 1, 8, 64).unbind()  # one more of each sequence
         out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
         lengths += 1
+
+    In 8 bits, with a descale for each token and head::
+
+        k_cache, v_cache = torch.zeros(2, 2, 1024, 8, 64).to(torch.float8_e4m3fn).unbind()
+        k_descale, v_descale = torch.ones(2, 2, 1024, 8).unbind()
+        out = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, k_descale=k_descale,
+            v_descale=v_descale,
+        )
     """
     refused: list[Exception] = []
     is_default = (

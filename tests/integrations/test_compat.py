@@ -153,8 +153,31 @@ def test_flash_attn_3_over_a_cache(device):
         scheduler_metadata=flash_attn_interface.get_scheduler_metadata(2, 1, device=device),
     )  # fmt: skip
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and rest == [None, None]
-    with pytest.raises(NotImplementedError, match="k_descale"):
+    with pytest.raises(NotImplementedError, match="q_descale"):
+        flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, q_descale=lengths)
+    with pytest.raises(RuntimeError, match="k_descale is given, and the caches"):
         flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, k_descale=lengths)
+
+
+@pytest.mark.filterwarnings("ignore:flash_cute. no kernel reads a cache")
+def test_flash_attn_3_over_an_fp8_cache(device):
+    q, k, v = (torch.randn(2, 1, n, 16, device=device).bfloat16() for n in (4, 2, 2))
+    cache = torch.randn(2, 6, 4, 2, 16, device=device).to(torch.float8_e4m3fn)
+    table = torch.tensor([[0, 3], [5, 1], [2, 4]], dtype=torch.int32, device=device)
+    picks = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([7, 5], dtype=torch.int32, device=device)
+    k_descale, v_descale = torch.rand(2, 2, 2, device=device) + 0.5
+    same = {"cache_seqlens": lengths, "k_descale": k_descale, "v_descale": v_descale}
+    ours, theirs = cache.clone(), cache.clone()
+    expected = flash_cute.flash_attn_with_kvcache(
+        q, *ours, k, v, block_table=table[[2, 0]].contiguous(), causal=True, **same
+    )
+    out = flash_attn_interface.flash_attn_with_kvcache(
+        q, *theirs, k, v, page_table=table, cache_batch_idx=picks, causal=True, **same
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(theirs.view(torch.int8), ours.view(torch.int8))
+    assert not torch.equal(theirs.view(torch.int8), cache.view(torch.int8))
 
 
 def fa3_raw_case(device, packed):

@@ -222,8 +222,8 @@ def test_kvcache(device):
     assert torch.equal(got, expected)
     with pytest.raises(TypeError, match="use softmax_scale="):
         run(scale=1.0)
-    with pytest.raises(NotImplementedError, match="k_descale"):
-        run(k_descale=sink)
+    with pytest.raises(NotImplementedError, match="q_descale"):
+        run(q_descale=sink)
 
 
 def test_what_is_no_number_stays():

@@ -33,7 +33,8 @@ NUMBERS = np.array([e4m3_of(code) for code in range(127)])  # 127 is NaN
 
 def codes_of(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes, as int8, of x / descale: the nearest number, of two the even one."""
-    y = (x.float().cpu().numpy() / np.broadcast_to(descale.cpu().numpy(), x.shape)).astype(float)
+    with np.errstate(all="ignore"):
+        y = (x.float().cpu().numpy() / descale.cpu().numpy()).astype(float)
     if dtype == INT8:
         rounded = np.clip(np.rint(y), -127, 127)
         return torch.from_numpy(np.nan_to_num(rounded).astype(np.int8))
@@ -186,7 +187,8 @@ class Case:
 
         self.arguments: dict[str, Any] = {
             "q": rows(self.queries, self.q_packed, self.heads, dim),
-            "k_cache": self.caches[0], "v_cache": self.caches[1], "cache_seqlens": integers(self.used),
+            "k_cache": self.caches[0], "v_cache": self.caches[1],
+            "cache_seqlens": integers(self.used),
             "k_descale": self.descales[0], "v_descale": self.descales[1],
             "alibi_slopes": self.slopes, **self.options,
             **draw.choice([{}, {"num_splits": 3}, {"split_size": 64}]),
@@ -349,3 +351,274 @@ def test_kinds_of_descales(device, dtype, k_kind, v_kind):
 def test_rotary_embedding_comes_before_rounding(device, dtype, page, seed):
     fixed = {"rotary": True, "page": page, "appends": True}
     case_on(device, 2000 + seed, dtype, **fixed).check(device)
+
+
+def append(dtype: torch.dtype, device: str, k: Tensor, v: Tensor, k_descale: Any, v_descale: Any):
+    """Bytes of one row of caches (2, 4, 2, 8), which k and v (2, 1, 2, 8) join."""
+    caches = [torch.zeros(2, 4, 2, 8, device=device).to(dtype) for _ in range(2)]
+    flash_cute.flash_attn_with_kvcache(
+        torch.ones_like(k), *caches, k, v, cache_seqlens=2, k_descale=k_descale, v_descale=v_descale
+    )
+    for x in caches:
+        assert not bits(x)[:, [0, 1, 3]].any()
+    return [bits(x)[:, 2:3] for x in caches]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_16_bit_number_is_rounded_to_the_nearest(device, dtype):
+    """All that bf16 has: ties, subnormal, beyond the largest, inf and NaN."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16).view(-1, 1, 2, 8).to(device)
+    for unit in (1.0, 0.37):
+        caches = [torch.zeros(len(every), 1, 2, 8, device=device).to(dtype) for _ in range(2)]
+        q = torch.zeros_like(every)
+        flash_cute.flash_attn_with_kvcache(
+            q, *caches, every, every, cache_seqlens=0, k_descale=unit, v_descale=unit
+        )
+        expected = codes_of(every.cpu(), torch.tensor(unit), dtype)
+        is_nan = every.isnan().cpu()
+        for x in caches:
+            assert torch.equal(bits(x)[~is_nan], expected[~is_nan])
+            assert bool((bits(x)[is_nan] & 127 == (127 if dtype == E4M3 else 0)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_of_zeros_nan_and_inf(device, dtype):
+    k = torch.randn(2, 1, 2, 8, device=device).to(BF16)
+    k[0, 0, 0], k[0, 0, 1, 3], k[1, 0, 0, 5] = 0, torch.nan, torch.inf
+    v = torch.full_like(k, 1e-40)  # its descale is subnormal, or none is left
+    descales = [torch.full((2, 4, 2), 7.0, device=device) for _ in range(2)]
+    codes, _ = append(dtype, device, k, v, *descales)
+    assert descales[0][0, 2, 0] == 1 and not codes[0, 0, 0].any()
+    for descale in descales:
+        assert bool((descale[:, [0, 1, 3]] == 7).all())
+    dequantised = values_of(codes, dtype) * descales[0][:, 2:3].double().cpu()[..., None]
+    assert bool(dequantised[0, 0, 1].isnan().all() and dequantised[1, 0, 0].isnan().all())
+    assert bool(dequantised[1, 0, 1].isfinite().all() and descales[1].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["number", "tokens"])
+def test_what_does_not_fit_is_dropped(device, dtype, kind):
+    """Full caches, pages that do not exist; the rest of the rows is written."""
+    caches = [torch.zeros(3, 4, 2, 8, device=device).to(dtype) for _ in range(2)]
+    descales = [torch.full((3, 4, 2), 7.0, device=device) for _ in range(2)]
+    table = torch.tensor([[0, 99], [-1, 1]], dtype=INT32, device=device)
+    lengths = torch.tensor([3, 6], dtype=INT32, device=device)
+    q = k = torch.ones(2, 3, 2, 8, device=device).to(BF16)
+
+    def run(lengths):
+        given = descales if kind == "tokens" else (0.5, 0.5)
+        return flash_cute.flash_attn_with_kvcache(
+            q, *caches, k, k, cache_seqlens=lengths, block_table=table, k_descale=given[0],
+            v_descale=given[1],
+        )  # fmt: skip
+
+    run(lengths + 8)
+    assert not any(bits(x).any() for x in caches)
+    run(lengths)
+    written = torch.zeros(3, 4, dtype=torch.bool)
+    written[0, 3] = written[1, 2] = written[1, 3] = True
+    for x, descale in zip(caches, descales, strict=True):
+        assert torch.equal(bits(x).any(-1).all(-1), written)
+        if kind == "tokens":
+            assert torch.equal((descale != 7).all(-1).cpu(), written)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_page_of_two_sequences_has_each_one_s_descale(device, dtype):
+    q = torch.randn(2, 1, 4, 16, device=device).to(BF16)
+    k, v = (torch.randn(1, 8, 2, 16, device=device).mul(9).to(dtype) for _ in range(2))
+    table = torch.zeros(2, 1, dtype=INT32, device=device)
+    descales = torch.rand(2, 2, 2, device=device)
+    out = flash_cute.flash_attn_with_kvcache(
+        q, k, v, block_table=table, k_descale=descales[0], v_descale=descales[1]
+    )
+    for b in range(2):
+        one = flash_cute.flash_attn_with_kvcache(
+            q[b : b + 1], k, v, k_descale=descales[0, b], v_descale=descales[1, b]
+        )
+        assert torch.equal(out[b : b + 1], one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["packed", "heads_first", "slice"])
+def test_caches_of_any_strides(device, dtype, layout):
+    plain = case_on(device, 17, dtype, page=16, appends=True, k_kind="tokens")
+    plain.run(device)
+    strided = case_on(device, 17, dtype, page=16, appends=True, k_kind="tokens")
+    for name in ("k_cache", "v_cache"):
+        x = bits(strided.arguments[name])
+        if layout == "packed":
+            x = torch.cat((x, x), -1)[..., : x.shape[-1]]
+        elif layout == "heads_first":
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        else:
+            x = torch.cat((x, x), 1)[:, : x.shape[1]]
+        assert not x.is_contiguous()
+        strided.arguments[name] = x.view(dtype)
+    strided.run(device)
+    for name in ("k_cache", "v_cache", "k_descale"):
+        assert torch.equal(
+            strided.ran[name].contiguous().view(INT8), plain.ran[name].contiguous().view(INT8)
+        )
+    strided.check(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["number", "batch", "tokens"])
+@pytest.mark.parametrize("page", [0, 16])
+def test_sparse(device, dtype, kind, page):
+    q, new = torch.randn(2, 1, 4, 32, device=device).to(BF16), {}
+    shape = (2, 256, 2, 32) if not page else (40, 16, 2, 32)
+    caches = [torch.randn(shape, device=device).mul(20).to(dtype) for _ in range(2)]
+    k, v = (torch.randn(2, 1, 2, 32, device=device).to(BF16) for _ in range(2))
+    descales = [descale_of(kind, dtype, shape[:-1], 2) for _ in range(2)]
+    descales = [x.to(device) if isinstance(x, Tensor) else x for x in descales]
+    lengths = torch.tensor([200, 130], dtype=INT32, device=device)
+    new = {"cache_seqlens": lengths, "k_descale": descales[0], "v_descale": descales[1]}
+    if page:
+        new["block_table"] = torch.randperm(40, device=device)[:32].view(2, 16).int()
+    every = Sparse.topk(torch.arange(16, device=device).expand(2, 1, 2, 16), 16, seqlen_k=256)
+    some = Sparse.topk(torch.tensor([[[[0, 3]] * 2]] * 2, device=device), 16, seqlen_k=256)
+    dense = flash_cute.flash_attn_with_kvcache(q, *caches, k, v, **new, causal=True)
+    again = flash_cute.flash_attn_with_kvcache(q, *caches, k, v, **new, causal=True, sparse=every)
+    torch.testing.assert_close(dense, again, rtol=2e-2, atol=2e-2 * float(dense.abs().max()))
+    few = flash_cute.flash_attn_with_kvcache(q, *caches, **new, sparse=some)
+    assert not torch.allclose(few, dense)
+
+
+def good(dtype: torch.dtype = E4M3, **changes: Any) -> dict[str, Any]:
+    """A call with everything that may be wrong."""
+    q = torch.randn(2, 1, 4, 8).to(BF16)
+    new = torch.randn(2, 2, 1, 2, 8).to(BF16)
+    caches = torch.zeros(2, 3, 4, 2, 8, dtype=INT8)
+    given = {"q": q, "k_cache": caches[0].view(dtype), "v_cache": caches[1].view(dtype),
+             "k": new[0], "v": new[1], "cache_seqlens": 2, "k_descale": 0.1,
+             "v_descale": 0.1}  # fmt: skip
+    return given | {n: x(given) if callable(x) else x for n, x in changes.items()}
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.ones(shape or (3, 4, 2))
+
+
+SHARED = tokens()
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "e5m2": (
+        {n: torch.zeros(3, 4, 2, 8).to(torch.float8_e5m2) for n in ("k_cache", "v_cache")},
+        TypeError, "k_cache has torch.float8_e5m2.*supported: both of q's dtype, or both of one",
+    ),
+    "uint8": ({n: torch.zeros(3, 4, 2, 8).byte() for n in ("k_cache", "v_cache")}, TypeError,
+              "k_cache has torch.uint8"),
+    "mixed": ({"v_cache": torch.zeros(3, 4, 2, 8).to(INT8)}, TypeError,
+              "v_cache torch.int8; supported: both"),
+    "half": ({"v_cache": torch.zeros(3, 4, 2, 8).to(BF16)}, TypeError, "v_cache torch.bfloat16"),
+    "16_bits": ({n: torch.zeros(3, 4, 2, 8).to(BF16) for n in ("k_cache", "v_cache")}, ValueError,
+                "k_descale is given, and the caches have torch.bfloat16"),
+    "fp8_q": ({"q": lambda a: a["q"].to(E4M3)}, TypeError, "q has dtype torch.float8_e4m3fn"),
+    "fp8_k": ({"k": lambda a: a["k"].to(E4M3)}, TypeError, "dtypes differ: q has torch.bfloat16"),
+    "int8_k": ({"dtype": INT8, "k_descale": None}, ValueError, "k_descale is None; caches of"),
+    "int8_v": ({"dtype": INT8, "v_descale": None}, ValueError, "v_descale is None; caches of"),
+    "zero": ({"k_descale": 0.0}, ValueError, "k_descale is 0.0; expected a positive number"),
+    "inf": ({"v_descale": float("inf")}, ValueError, "v_descale is inf"),
+    "text": ({"v_descale": "1"}, TypeError, "v_descale is str; expected a number or a tensor"),
+    "bool": ({"v_descale": True}, TypeError, "v_descale is bool"),
+    "bf16": ({"k_descale": torch.ones(2).to(BF16)}, TypeError, "k_descale has dtype torch.bfloat"),
+    "double": ({"k_descale": torch.ones(2).double()}, TypeError, "expected torch.float32"),
+    "length": ({"k_descale": torch.ones(3)}, ValueError, r"k_descale has shape \(3,\); expected"),
+    "of_q": ({"v_descale": torch.ones(2, 4)}, ValueError, r"\(batch, heads_k\), \(2, 2\)"),
+    "rows": ({"v_descale": torch.ones(3, 5, 2)}, ValueError, r"dimension, \(3, 4, 2\)"),
+    "device": ({"k_descale": torch.ones(2, device="meta")}, ValueError, "k_descale is on meta"),
+    "expanded": ({"k_descale": torch.ones(1).expand(3, 4, 2)}, ValueError, "k_descale has elem"),
+    "shared": ({"k_descale": SHARED, "v_descale": SHARED}, ValueError, "v_descale share memory"),
+    "views": ({"k_descale": SHARED[:], "v_descale": SHARED[:]}, ValueError, "share memory"),
+    "gradient": ({"q": torch.ones(2, 1, 4, 8).to(BF16).requires_grad_()}, RuntimeError,
+                 "requires grad"),
+    "trained": ({"k_descale": torch.ones(2).requires_grad_()}, RuntimeError, "requires grad"),
+    "q_descale": ({"q_descale": 1.0}, NotImplementedError, "q_descale is given"),
+    "sparse": ({"sparse": 3}, TypeError, "sparse is int"),
+    "slopes": ({"sparse": Sparse.topk(torch.zeros(2, 1, 2, 1).int(), 4, seqlen_k=4),
+                "alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes and sparse"),
+    "sizes": ({"k": torch.zeros(2, 1, 2, 16).to(BF16)}, ValueError, "k has shape"),
+    "full": ({"cache_seqlens": 4}, ValueError, "too small"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_come_before_anything_is_written(name):
+    changes, error, match = ERRORS[name]
+    arguments = good(**changes)
+    kept = {n: x.clone() for n, x in arguments.items() if isinstance(x, Tensor)}
+    with pytest.raises(error, match=match):
+        flash_cute.flash_attn_with_kvcache(**arguments)
+    for n, x in kept.items():
+        if x.device.type == "cpu":
+            assert torch.equal(
+                bits(x.detach().contiguous()), bits(arguments[n].detach().contiguous())
+            )
+
+
+def test_the_call_is_good():
+    for dtype in DTYPES:
+        arguments = good(dtype, k_descale=tokens(), v_descale=tokens())
+        flash_cute.flash_attn_with_kvcache(**arguments)
+        assert bits(arguments["k_cache"]).any()
+
+
+def test_autocast_casts_q_and_new_keys(device):
+    arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in good().items()}
+    expected = flash_cute.flash_attn_with_kvcache(**arguments)
+    wide = {n: arguments[n].float() for n in ("q", "k", "v")}
+    with torch.autocast(device, torch.bfloat16):
+        out = flash_cute.flash_attn_with_kvcache(**(arguments | wide))
+    assert out.dtype == BF16 and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("used", [None, 0, 2])
+def test_no_sequences_no_queries_no_new_rows(device, used):
+    for batch, queries, new in ((0, 1, 1), (2, 0, 1), (2, 1, 0), (2, 1, None)):
+        arguments = good(q=torch.zeros(batch, queries, 4, 8).to(BF16), cache_seqlens=used)
+        for name in ("k", "v"):
+            gone = new is None or used is None
+            arguments[name] = None if gone else torch.ones(batch, new, 2, 8).to(BF16)
+        arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        out = flash_cute.flash_attn_with_kvcache(**arguments)
+        assert out.shape == arguments["q"].shape
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_pages_in_use_alone_are_copied(device, fits):
+    """As many as the table has entries, or if these are more than there are pages, all pages."""
+    cache = torch.zeros(4 if fits else 2, 16, 2, 8, device=device).to(E4M3)
+    table = torch.tensor([[0, 1, 1]], dtype=INT32, device=device)
+    call = quantized_kvcache._widened(
+        flash_cute.ops.typed.FwdKvcacheCall(
+            torch.zeros(1, 1, 2, 8, device=device).to(BF16), cache, cache, block_table=table
+        ),
+        None,
+        None,
+    )
+    assert len(call.k_cache) == len(call.v_cache) == (3 if fits else 2)
+
+
+@pytest.mark.parametrize("kind", ["number", "batch", "tokens"])
+def test_compiled(device, kind):
+    torch.manual_seed(0)
+    descales = [descale_of(kind, E4M3, (3, 4, 2), 2) for _ in range(2)]
+    lengths = torch.tensor([1, 2], dtype=INT32)
+    eager = good(k_descale=descales[0], v_descale=descales[1], cache_seqlens=lengths)
+    eager = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in eager.items()}
+    traced = {n: x.clone() if isinstance(x, Tensor) else x for n, x in eager.items()}
+    expected = flash_cute.flash_attn_with_kvcache(**eager)
+    call = torch.compile(flash_cute.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(**traced), expected)
+    for name in ("k_cache", "v_cache", "k_descale"):
+        if isinstance(eager[name], Tensor):
+            assert torch.equal(eager[name].view(INT8), traced[name].view(INT8))
+
+
+def test_a_copy_is_said_once(cuda):
+    arguments = {n: x.to(cuda) if isinstance(x, Tensor) else x for n, x in good().items()}
+    quantized_kvcache._say.cache_clear()
+    with pytest.warns(UserWarning, match="no kernel reads a cache of torch.float8_e4m3fn"):
+        flash_cute.flash_attn_with_kvcache(**arguments)
