@@ -46,6 +46,7 @@ TESTS = [
     "tests/ops/test_compile_constants.py",
     "tests/ops/test_compile_views.py",
     "tests/ops/test_package.py",
+    "tests/ops/test_quantized_kvcache.py",
     "tests/sparse/test_sparse_kvcache.py",
     "tests/sparse/test_value_compiled.py",
     "tests/ops/test_tiled_ops.py",

@@ -622,3 +622,27 @@ def test_a_copy_is_said_once(cuda):
     quantized_kvcache._say.cache_clear()
     with pytest.warns(UserWarning, match="no kernel reads a cache of torch.float8_e4m3fn"):
         flash_cute.flash_attn_with_kvcache(**arguments)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_is_read_by_the_host(seed):
+    """The tensors have no values."""
+    case = Case(seed, DTYPES[seed % 2])
+    moved = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in case.arguments.items()}
+    out = flash_cute.flash_attn_with_kvcache(**moved)
+    assert out.device.type == "meta" and out.dtype == case.q_dtype
+    assert out.shape == (*moved["q"].shape[:-1], moved["v_cache"].shape[-1])
+
+
+def test_vmap_appends():
+    q, k = torch.randn(3, 2, 1, 4, 16).to(BF16), torch.randn(3, 2, 1, 2, 16).to(BF16)
+    caches = torch.randn(3, 2, 8, 2, 16).to(E4M3)
+    mapped, looped = caches.clone(), caches.clone()
+
+    def call(q, k, cache):
+        return flash_cute.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=3)
+
+    out = torch.vmap(call)(q, k, mapped)
+    for i in range(3):
+        torch.testing.assert_close(out[i], call(q[i], k[i], looped[i]))
+    assert torch.equal(bits(mapped), bits(looped))
