@@ -145,7 +145,8 @@ class Case:
             self.queries = [draw.randint(0, 5) for _ in range(self.batch)]
         self.q_packed, self.k_packed = packed, packed and appends
         leftpad = draw.random() < 0.3
-        self.pads = [draw.randint(0, n) if leftpad else 0 for n in self.used]
+        given_pads = [draw.randint(0, n + 2) if leftpad else 0 for n in self.used]
+        self.pads = [min(x) for x in zip(given_pads, self.used, strict=True)]
         rotary = pick("rotary", False, False, True) and appends
         self.options: dict[str, Any] = {
             "softmax_scale": dim**-0.5, "causal": draw.random() < 0.5,
@@ -198,12 +199,13 @@ class Case:
         elif by_index:
             self.arguments["cache_batch_idx"] = self.table[:, 0].contiguous()
         if leftpad:
-            self.arguments["cache_leftpad"] = integers(self.pads)
+            self.arguments["cache_leftpad"] = integers(given_pads)
         if self.q_packed:
             self.arguments |= {"cu_seqlens_q": offsets(self.queries), "max_seqlen_q": 6}
         if appends:
             for name, d in (("k", dim), ("v", dim_v)):
-                self.arguments[name] = rows(self.new, self.k_packed, self.heads_k, d)
+                behind = [*self.new, 2] if self.k_packed else self.new  # rows of no sequence
+                self.arguments[name] = rows(behind, self.k_packed, self.heads_k, d)
             if self.k_packed:
                 self.arguments["cu_seqlens_k_new"] = offsets(self.new)
         self.starts = self.used
@@ -246,7 +248,7 @@ class Case:
             caches[0][b, u : u + n]
             for b, (u, n) in enumerate(zip(self.used, self.new, strict=True))
         ]
-        return torch.cat(rows).view(new.shape)
+        return torch.cat(rows)
 
     def appended(self) -> tuple[list[Tensor], list[Any]]:
         """Bytes of the caches, and descales, after the call."""
@@ -255,7 +257,7 @@ class Case:
         for i, new in enumerate((self.new_keys(), self.arguments.get("v"))):
             if new is None:
                 continue
-            rows = new.reshape(-1, *new.shape[-2:]).split(self.new)
+            rows = new.reshape(-1, *new.shape[-2:])[: sum(self.new)].split(self.new)
             for b, x in enumerate(rows):
                 page, row = self.places(b, self.used[b], self.used[b] + len(x))
                 x = x[: len(row)]
@@ -646,3 +648,17 @@ def test_vmap_appends():
     for i in range(3):
         torch.testing.assert_close(out[i], call(q[i], k[i], looped[i]))
     assert torch.equal(bits(mapped), bits(looped))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_as_descales_round_out_alone(device, dtype):
+    """The bits of the 16-bit call over the same numbers, whose out is multiplied once."""
+    q = torch.randn(2, 3, 4, 64, device=device).to(BF16)
+    caches = [torch.randn(2, 50, 2, 64, device=device).mul(30).to(dtype) for _ in range(2)]
+    out, lse = flash_cute.flash_attn_with_kvcache(
+        q, *caches, k_descale=0.03, v_descale=0.3, return_softmax_lse=True
+    )
+    expected, expected_lse = flash_cute.flash_attn_with_kvcache(
+        q, *(x.to(BF16) for x in caches), softmax_scale=0.03 * 64**-0.5, return_softmax_lse=True
+    )
+    assert torch.equal(out, (expected.float() * 0.3).to(BF16)) and torch.equal(lse, expected_lse)
