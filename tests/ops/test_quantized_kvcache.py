@@ -662,3 +662,17 @@ def test_numbers_as_descales_round_out_alone(device, dtype):
         q, *(x.to(BF16) for x in caches), softmax_scale=0.03 * 64**-0.5, return_softmax_lse=True
     )
     assert torch.equal(out, (expected.float() * 0.3).to(BF16)) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("pages", [3, 9])
+@pytest.mark.parametrize("by_index", [False, True])
+def test_pages_that_do_not_exist_read_as_in_16_bits(device, pages, by_index):
+    q = torch.randn(2, 1, 4, 16, device=device).to(BF16)
+    caches = [torch.randn(pages, 4, 2, 16, device=device).mul(30).to(E4M3) for _ in range(2)]
+    if by_index:
+        where = {"cache_batch_idx": torch.tensor([99, 1], dtype=INT32, device=device)}
+    else:
+        table = torch.tensor([[0, 99], [-1, 1]], dtype=INT32, device=device)
+        where = {"block_table": table}
+    expected = flash_cute.flash_attn_with_kvcache(q, *(x.to(BF16) for x in caches), **where)
+    assert torch.equal(flash_cute.flash_attn_with_kvcache(q, *caches, **where), expected)
