@@ -473,6 +473,7 @@ def test_sparse(device, dtype, kind, page):
     q, new = torch.randn(2, 1, 4, 32, device=device).to(BF16), {}
     shape = (2, 256, 2, 32) if not page else (40, 16, 2, 32)
     caches = [torch.randn(shape, device=device).mul(20).to(dtype) for _ in range(2)]
+    caches[1] = caches[1].transpose(1, 2).contiguous().transpose(1, 2)  # another layout
     k, v = (torch.randn(2, 1, 2, 32, device=device).to(BF16) for _ in range(2))
     descales = [descale_of(kind, dtype, shape[:-1], 2) for _ in range(2)]
     descales = [x.to(device) if isinstance(x, Tensor) else x for x in descales]
