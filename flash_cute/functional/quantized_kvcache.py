@@ -128,7 +128,7 @@ class _Places(NamedTuple):
 
 def _as_bytes(x: Tensor) -> Tensor:
     """x, or as int8 if it is fp8, which torch cannot index everywhere."""
-    return x.view(torch.int8) if x.element_size() == 1 else x
+    return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _appended(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> FwdKvcacheCall:
@@ -205,7 +205,9 @@ def _widened(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> Fw
 
 def _wide(cache: Tensor, descale: Descale, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
     """Pages of a cache, contiguous in ``dtype``; times their tokens' descales, if it has these."""
-    found = _as_bytes(cache)[pages].view(cache.dtype)
+    found = _as_bytes(cache)[pages]
+    if found.dtype != cache.dtype:
+        found = found.view(cache.dtype)
     wide = found.to(dtype, memory_format=torch.contiguous_format)
     if isinstance(descale, Tensor) and descale.dim() == 3:
         wide.mul_(descale[pages][..., None])  # in fp32, and rounded once

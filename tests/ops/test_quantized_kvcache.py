@@ -637,15 +637,23 @@ def test_nothing_is_read_by_the_host(seed):
     assert out.shape == (*moved["q"].shape[:-1], moved["v_cache"].shape[-1])
 
 
-def test_vmap_appends():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_vmap_appends(dtype):
     q, k = torch.randn(3, 2, 1, 4, 16).to(BF16), torch.randn(3, 2, 1, 2, 16).to(BF16)
-    caches = torch.randn(3, 2, 8, 2, 16).to(E4M3)
+    caches = (50 * torch.randn(3, 2, 8, 2, 16)).to(dtype)
     mapped, looped = caches.clone(), caches.clone()
 
     def call(q, k, cache):
-        return flash_cute.flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=3)
+        return flash_cute.flash_attn_with_kvcache(
+            q, cache, cache.clone(), k, k, cache_seqlens=3, k_descale=0.02, v_descale=0.02
+        )
 
-    out = torch.vmap(call)(q, k, mapped)
+    try:
+        out = torch.vmap(call)(q, k, mapped)
+    except RuntimeError as error:  # of torch 2.10, for fp8
+        assert dtype == E4M3 and "Batching rule not implemented for aten::view.dtype" in str(error)
+        assert torch.equal(bits(mapped), bits(looped))
+        return
     for i in range(3):
         torch.testing.assert_close(out[i], call(q[i], k[i], looped[i]))
     assert torch.equal(bits(mapped), bits(looped))
