@@ -152,9 +152,9 @@ def choose_blocks(
         lengths: (batch,) tokens of each sequence; None means all.
 
     Raises:
-        TypeError, ValueError: q and k of other shapes, a ratio outside of 0 to 0.95, a threshold
-            outside of 0 to 1 or of a pattern that sees no content, a stride that is no power of two
-            up to 64, LEARNED without a gate.
+        TypeError, ValueError: q and k of other shapes, lengths that are no (batch,) ints, a ratio
+            outside of 0 to 0.95, a threshold outside of 0 to 1 or of a pattern that sees no
+            content, a stride that is no power of two up to 64, LEARNED without a gate.
 
     Example::
 
@@ -168,7 +168,7 @@ def choose_blocks(
         print(choice.sparsity())
     """
     pattern = SparsePattern(pattern)
-    check.choice(q, k, sparsity_ratio, threshold, stride, causal)
+    check.choice(q, k, sparsity_ratio, threshold, stride, causal, lengths)
     if threshold is not None and pattern not in FOLLOW_CONTENT:
         raise ValueError(
             f"threshold is {threshold}, and pattern {pattern.name}; it is for "

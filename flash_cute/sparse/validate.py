@@ -220,7 +220,9 @@ def call(
         )
 
 
-def choice(q: Any, k: Any, ratio: Any, threshold: Any, stride: Any, causal: Any) -> None:
+def choice(
+    q: Any, k: Any, ratio: Any, threshold: Any, stride: Any, causal: Any, lengths: Any
+) -> None:
     """The arguments of :func:`flash_cute.sparse.choose_blocks`."""
     for name, x in (("q", q), ("k", k)):
         _floats(name, x)
@@ -248,6 +250,11 @@ def choice(q: Any, k: Any, ratio: Any, threshold: Any, stride: Any, causal: Any)
         raise ValueError(f"stride is {stride!r}; expected one of {STRIDES}")
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
+    if lengths is not None:
+        ints("lengths", lengths, 1, f"(batch,), ({len(q)},)")
+        if len(lengths) != len(q):
+            raise ValueError(f"lengths has {len(lengths)} sequences, and q {len(q)}")
+        same_device("q", q, "lengths", lengths)
 
 
 def indexer(q_idx: Any, k_idx: Any, k: Any, weights: Any, causal: Any, local_blocks: Any) -> None:
