@@ -148,16 +148,10 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _check(name: str, x: Descale, q: Tensor, batch: int, heads_k: int) -> None:
-    if x is None:
+    if x is None or not validate.is_descale_tensor(x, name, q):
         return
-    if not isinstance(x, Tensor):
-        validate.descale_number(name, x)
-        return
-    validate.strided(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32")
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
     one = x.dim() < 2 and x.numel() == 1
     if not one and tuple(x.shape) != (batch, heads_k):
         raise ValueError(

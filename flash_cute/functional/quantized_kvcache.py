@@ -46,7 +46,7 @@ def attend(
         if call.q.shape[-1] % 8 == 0 and call.rotary_cos is None:
             validate_kvcache.vectors(call.q)  # before anything is written
         _say(call.k_cache.dtype, call.q.dtype)
-    k_descale, v_descale = (_of_sequences(x, batch_of(call)) for x in (k_descale, v_descale))
+    k_descale, v_descale = (_expanded_to_batch(x, batch_of(call)) for x in (k_descale, v_descale))
     call = _scaled(_widened(_appended(call, k_descale, v_descale), k_descale, v_descale), k_descale)
     if sparse is not None:
         out, softmax_lse = sparse_kvcache.attend(call, sparse)
@@ -87,7 +87,7 @@ def _say(stored: torch.dtype, wide: torch.dtype) -> None:
     )
 
 
-def _of_sequences(x: Descale, batch: int) -> Descale:
+def _expanded_to_batch(x: Descale, batch: int) -> Descale:
     """A descale of every head, (heads_k,), for every sequence; others as they are."""
     if isinstance(x, Tensor) and x.dim() == 1 and len(x) > 1:
         return x.expand(batch, -1)

@@ -270,14 +270,14 @@ def choose_by_mass(
             mass = mass.masked_fill(~seen[..., ::rows, :], 0)
         kept = _spread(keep_mass(mass, threshold), grid, lengths, rows)
         return BlockChoice(kept | forced, grid, lengths)
-    bonus, ranks = _wanted(mass.device, grid, sparsity_ratio, lengths)
+    bonus, ranks = _bonus_and_ranks(mass.device, grid, sparsity_ratio, lengths)
     kept = _spread(keep_most(_shared(mass, rows) + bonus, ranks), grid, lengths, rows)
     budget = budget_of(SparsePattern.DYNAMIC_THRESHOLD, grid, sparsity_ratio)
     return BlockChoice(kept, grid, lengths, _most(budget, grid, rows))
 
 
 @made_once
-def _wanted(
+def _bonus_and_ranks(
     device: torch.device, grid: BlockGrid, sparsity_ratio: float, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What masses of rows that keep the same get besides, fp32: those that are forced the most, and

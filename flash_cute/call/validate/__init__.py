@@ -10,7 +10,7 @@ a call, so they are plain comparisons.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -219,12 +219,19 @@ def packed(
     contiguous_last(name, x)
 
 
-def descale_number(name: str, x: Any) -> None:
-    """Refuses a descale that is no tensor, unless it is a positive number."""
+def is_descale_tensor(x: Any, name: str, q: Tensor) -> TypeGuard[Tensor]:
+    """Whether a descale is a tensor; refuses other numbers than positive ones, and tensors that are
+    not where q is."""
+    if isinstance(x, Tensor):
+        strided(name, x)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+        return True
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
     if not 0 < x < math.inf:
         raise ValueError(f"{name} is {x}; expected a positive number")
+    return False
 
 
 def kind_of(x: Any) -> str:

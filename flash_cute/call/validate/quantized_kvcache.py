@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from flash_cute.call import validate
 from flash_cute.call.validate import ops as validate_ops
@@ -49,16 +48,10 @@ def check_descales(call: FwdKvcacheCall, batch: int, k_descale: Any, v_descale: 
     rows, heads_k = tuple(call.k_cache.shape[:-1]), call.k_cache.shape[2]
     written = []
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
-        if x is None:
+        if x is None or not validate.is_descale_tensor(x, name, call.q):
             continue
-        if not isinstance(x, Tensor):
-            validate.descale_number(name, x)
-            continue
-        validate.strided(name, x)
         if x.dtype != torch.float32:
             raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32: call float()")
-        if x.device != call.q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {call.q.device}; they must agree")
         shape = tuple(x.shape)
         if shape not in ((), (1,), (heads_k,), (batch, heads_k), rows):
             raise ValueError(
