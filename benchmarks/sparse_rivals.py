@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sparse_topk import turns
+from benchmarks.timing import turns
 from flash_cute import Sparse, flash_attn_func
 
 BLOCK = 128

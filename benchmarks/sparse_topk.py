@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.timing import turns
 from flash_cute import Sparse, flash_attn_func
 
 BLOCK, GROUP_OF_TOKENS, POOL = 128, 8, 28
@@ -73,20 +73,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, out: Tensor) -> float
             error = torch.softmax(scores, 0) @ values - out[0, token, head].double()
             worst = max(worst, float(error.abs().max()))
     return worst
-
-
-def turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median milliseconds of each, after a turn to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 1):
-        for name, work in works.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
-    return {name: median(x[1:]) for name, x in times.items()}
 
 
 def rival(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Callable[[], Tensor] | None:

@@ -6,7 +6,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -220,3 +220,17 @@ def interleave(
             if not measured[name].failure:
                 attempt(name, first=number < 0)
     return measured
+
+
+def turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median milliseconds of single calls of each on the GPU, after a turn to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return {name: median(x[1:]) for name, x in times.items()}
